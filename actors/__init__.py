@@ -1,0 +1,1 @@
+"""Who runs, in what order: Ray actors, the service, the command line."""

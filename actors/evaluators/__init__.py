@@ -1,0 +1,1 @@
+"""Evaluators: score what an agent left behind, always in a clean sandbox."""

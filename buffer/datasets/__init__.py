@@ -1,0 +1,1 @@
+"""Generated task families and converters of data sets to headrace tasks."""

@@ -1,0 +1,217 @@
+"""Messages between dispatcher, worker, buffer and learner: small, frozen, picklable.
+
+Shapes: T is the number of tokens of a row. A row's arrays are aligned position by position; tokens that were not sampled have
+`loss_mask_T == False` and `logprobs_T == 0`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, NewType
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from headrace.buffer.tasks import Task
+    from headrace.buffer.versions import PolicyVersion
+
+GroupId = NewType("GroupId", str)
+RolloutId = NewType("RolloutId", str)
+BatchId = NewType("BatchId", str)
+
+
+class Cause(StrEnum):
+    """Why a rollout ended (DESIGN 6)."""
+
+    SOLVED = "solved"
+    """The evaluator decided: reward above 0."""
+    FAILED = "failed"
+    """The evaluator decided: reward 0."""
+    BUDGET = "budget"
+    """The agent used up turns, tokens or time; the evaluator still ran."""
+    INVALID = "invalid"
+    """The model's output was unusable (format, patch does not apply): reward 0."""
+    INFRA = "infra"
+    """Sandbox, engine, gateway or network failed: no reward, a new attempt."""
+    EVALUATOR = "evaluator"
+    """The evaluator itself broke: no reward, evaluated again, then a new attempt."""
+    POISON = "poison"
+    """k attempts died of infra: parked and reported."""
+    CANCELLED = "cancelled"
+    """By policy (staleness, shutdown)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a rollout ended. `reward` is None exactly when the outcome tells nothing about the policy."""
+
+    reward: float | None
+    trainable: bool
+    cause: Cause
+    detail: str = ""
+
+    @classmethod
+    def infra(cls, detail: str) -> Outcome:
+        return cls(reward=None, trainable=False, cause=Cause.INFRA, detail=detail)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """Row positions `[start, end)` were sampled by `version`."""
+
+    start: int
+    end: int
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Row:
+    """One token sequence. `tokens_T` int32, `loss_mask_T` bool (True where sampled and trained), `logprobs_T` float32 under the
+    temperature-scaled behaviour distribution. `versions` covers exactly the sampled positions."""
+
+    tokens_T: npt.NDArray[np.int32]
+    loss_mask_T: npt.NDArray[np.bool_]
+    logprobs_T: npt.NDArray[np.float32]
+    versions: tuple[VersionSpan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """All tokens of one rollout: one or more rows, sampled at one temperature."""
+
+    rows: tuple[Row, ...]
+    temperature: float
+
+    def sampled_versions(self) -> Iterator[PolicyVersion]:
+        for row in self.rows:
+            for span in row.versions:
+                yield span.version
+
+
+class Purpose(StrEnum):
+    """What a rollout is for."""
+
+    TRAIN = "train"
+    """Enters groups and batches."""
+    EVALUATION = "evaluation"
+    """Held-out task: never in a batch or the inventory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOrder:
+    """One attempt to run. `attempt` (from 1) is the fence: results of an older attempt are refused."""
+
+    rollout_id: RolloutId
+    group_id: GroupId
+    attempt: int
+    task: Task
+    purpose: Purpose = Purpose.TRAIN
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutResult:
+    """What a worker offers. `phases_s` holds (phase, seconds) pairs: queue, boot, prepare, agent, evaluate. `trajectory` is None when
+    nothing was sampled."""
+
+    rollout_id: RolloutId
+    attempt: int
+    outcome: Outcome
+    trajectory: Trajectory | None
+    phases_s: tuple[tuple[str, float], ...] = ()
+    turns: int = 0
+    trace_id: str = ""
+
+
+class ReceiptStatus(StrEnum):
+    """What became of an offer."""
+
+    ACCEPTED = "accepted"
+    """Durable now."""
+    DUPLICATE = "duplicate"
+    """This attempt's result is already here; counted."""
+    LATE = "late"
+    """A newer attempt exists, or the rollout is closed; refused and counted."""
+    UNKNOWN = "unknown"
+    """No such rollout; refused and counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    rollout_id: RolloutId
+    attempt: int
+    status: ReceiptStatus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class BatchItem:
+    """One sealed rollout of a batch. `staleness` is in optimizer updates against the version the batch is trained at."""
+
+    rollout_id: RolloutId
+    group_id: GroupId
+    attempt: int
+    reward: float
+    advantage: float
+    staleness: int
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLease:
+    """The right to train a batch; belongs to a learner incarnation (`epoch`) and never expires by time."""
+
+    batch_id: BatchId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """Exactly `batch_size` sealed rollouts, oldest first. `version` is the one the batch is trained at (before the update)."""
+
+    lease: BatchLease
+    version: PolicyVersion
+    items: tuple[BatchItem, ...]
+
+    def digest(self) -> bytes:
+        """SHA-256 over the batch id and the ordered (rollout, attempt) pairs: one link of the hash chain."""
+        return batch_digest(self.lease.batch_id, tuple((item.rollout_id, item.attempt) for item in self.items))
+
+
+def batch_digest(batch_id: BatchId, members: tuple[tuple[RolloutId, int], ...]) -> bytes:
+    """The digest of `Batch.digest` from plain ids, so that the ledger can recompute it."""
+    lines = [batch_id, *(f"{rollout} {attempt}" for rollout, attempt in members)]
+    return hashlib.sha256("\n".join(lines).encode()).digest()
+
+
+def extend_chain(chain: str, digest: bytes) -> str:
+    """Next value of the hash chain of trained batches, hexadecimal. The empty chain is the empty string."""
+    return hashlib.sha256(bytes.fromhex(chain) + digest).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One optimizer step. `version` is the version after it (unchanged when skipped: the weights did not change).
+
+    `metrics` are floats in the units their names say (loss, grad_norm, entropy, clip_fraction, tokens, seconds...).
+    """
+
+    batch_id: BatchId
+    version: PolicyVersion
+    skipped: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRef:
+    """A durable checkpoint directory. `batch_ids` are the batches since the previous checkpoint, in the order trained; `chain` is the
+    hash chain over all batches up to here."""
+
+    path: str
+    version: PolicyVersion
+    batch_ids: tuple[BatchId, ...]
+    chain: str

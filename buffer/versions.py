@@ -1,0 +1,60 @@
+"""Policy versions and the tree they form.
+
+Invariants:
+- A version is never reused: a resume opens a new epoch at the step it resumes from, so `2.40` has the weights of `1.40` when epoch 2
+  was forked at `1.40`.
+- Staleness is the number of optimizer updates on the path between two versions in that tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PolicyVersion:
+    """Which weights: `epoch` counts learner incarnations from 1, `step` counts optimizer updates since step 0 of the run."""
+
+    epoch: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyVersion:
+        """`"2.41"` -> `PolicyVersion(2, 41)`; ValueError when the text is not `epoch.step`."""
+        epoch, _, step = text.partition(".")
+        return cls(int(epoch), int(step))
+
+
+@dataclass(slots=True)
+class VersionTree:
+    """Forks by epoch: `forks[e]` is the version (of an earlier epoch) whose weights epoch `e` started from, None for a root."""
+
+    forks: dict[int, PolicyVersion | None] = field(default_factory=dict)
+
+    def open_epoch(self, epoch: int, parent: PolicyVersion | None) -> None:
+        """Record that `epoch` starts at `parent`'s weights. ValueError if the epoch exists or the parent's epoch is unknown."""
+        if epoch in self.forks:
+            raise ValueError(f"epoch {epoch} is already open")
+        if parent is not None and parent.epoch not in self.forks:
+            raise ValueError(f"parent epoch {parent.epoch} is unknown")
+        self.forks[epoch] = parent
+
+    def staleness(self, trained_at: PolicyVersion, sampled: PolicyVersion) -> int:
+        """Optimizer updates on the path between the two versions (2.41 against 1.45 forked at 1.40: 1 + 5 = 6)."""
+        left, right, distance = trained_at, sampled, 0
+        while left.epoch != right.epoch:
+            if left.epoch > right.epoch:
+                left, climbed = self._climb(left)
+            else:
+                right, climbed = self._climb(right)
+            distance += climbed
+        return distance + abs(left.step - right.step)
+
+    def _climb(self, version: PolicyVersion) -> tuple[PolicyVersion, int]:
+        parent = self.forks[version.epoch]
+        if parent is None:
+            raise ValueError(f"version {version} shares no ancestor with the other")
+        return parent, version.step - parent.step

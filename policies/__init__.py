@@ -1,0 +1,1 @@
+"""The model: engines, learners, weights, objectives."""

@@ -1,0 +1,1 @@
+"""A place to run commands: no Ray, no tokens."""

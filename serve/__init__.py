@@ -1,0 +1,1 @@
+"""What agents and people talk to (gateway), and what reports (telemetry, control)."""
