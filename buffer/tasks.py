@@ -1,15 +1,30 @@
-"""Tasks: one problem each, read from JSONL with a documented schema (docs/tasks.md)."""
+"""Tasks: one problem each, read from JSONL with a documented schema (docs/tasks.md).
+
+Invariants:
+- A task file is used whole or not at all: the first bad line refuses it, naming file, line, key and fix.
+- Ids are unique in a file. A task is frozen data: what its `{"file": ...}` references held when it was read, it holds.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations of Task
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NewType
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, NewType
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from headrace.buffer.task_errors import TaskFileError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable
+    from pathlib import Path
 
 TaskId = NewType("TaskId", str)
+_STRICT: ConfigDict = ConfigDict(extra="forbid", strict=True)
 
 
 class EvaluatorKind(StrEnum):
@@ -18,16 +33,19 @@ class EvaluatorKind(StrEnum):
     STATE = "state"
     """The agent's frozen data paths are mounted read-only in a clean sandbox, where `check` runs."""
     PATCH = "patch"
-    """The changed text files under the data paths are applied to fresh copies in a second clean sandbox, with `hidden_files`, and
-    `check` runs there. The agent never saw the hidden files."""
+    """The changed text files under the data paths are applied to fresh copies in a second clean sandbox, with
+    `hidden_files`, and `check` runs there. The agent never saw the hidden files."""
     NONE = "none"
     """Reward 1 for every finished rollout, no sandbox: for measuring the orchestration only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatorSpec:
-    """`check` is Python source; exit code 0 means reward 1, exit code 1 means reward 0, anything else means the evaluator broke.
-    `data_paths` are absolute paths in the agent's sandbox; nothing else of it is looked at. `hidden_files` maps absolute paths to text."""
+    """`check` is Python source; exit code 0 means reward 1, exit code 1 means reward 0, anything else means the
+    evaluator broke. `data_paths` are absolute paths in the agent's sandbox; nothing else of it is looked at.
+    `hidden_files` maps absolute paths to text."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     kind: EvaluatorKind
     check: str = ""
@@ -40,9 +58,162 @@ class EvaluatorSpec:
 class Task:
     """One problem. `files` (absolute path inside the sandbox -> text) are written before the agent starts."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
     id: TaskId
     family: str
     instruction: str
     evaluator: EvaluatorSpec
     image: str = "host"
     files: Mapping[str, str] = field(default_factory=dict)
+
+
+def load_tasks(path: Path) -> tuple[Task, ...]:
+    """Read a JSONL file of tasks in its order. Raises TaskFileError for the first thing that is wrong."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8"
+        raise TaskFileError(f"{path}: cannot be read: {reason}; give the path of a JSONL file of tasks") from error
+    tasks: dict[TaskId, Task] = {}
+    first_lines: dict[TaskId, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        task = _parse_line(line, path.parent, where=f"{path}:{number}")
+        if task.id in tasks:
+            before = first_lines[task.id]
+            raise TaskFileError(
+                f"{path}:{number}: id: {task.id!r} already stands in line {before}; give each task its own id"
+            )
+        tasks[task.id], first_lines[task.id] = task, number
+    if not tasks:
+        raise TaskFileError(f"{path}: holds no task; see docs/tasks.md for the format")
+    return tuple(tasks.values())
+
+
+def write_tasks(path: Path, tasks: Iterable[Task]) -> None:
+    """Write a JSONL file that `load_tasks` reads back as equal tasks."""
+    path.write_text("".join(f"{_canonical(task)}\n" for task in tasks), encoding="utf-8")
+
+
+def task_digest(task: Task) -> str:
+    """SHA-256 over every field of a task, hexadecimal; equal exactly when the tasks are."""
+    return hashlib.sha256(_canonical(task).encode()).hexdigest()
+
+
+def tasks_digest(tasks: Iterable[Task]) -> str:
+    """SHA-256 over the digests of tasks in their order, hexadecimal."""
+    return hashlib.sha256("\n".join(map(task_digest, tasks)).encode()).hexdigest()
+
+
+def _canonical(task: Task) -> str:
+    return json.dumps(asdict(task), sort_keys=True, ensure_ascii=False)
+
+
+def _parse_line(line: str, folder: Path, *, where: str) -> Task:
+    try:
+        document = json.loads(line, object_pairs_hook=_unique_keys)
+    except _RepeatedKey as error:
+        raise TaskFileError(f"{where}: {error}: stands twice in one object; keep one") from error
+    except ValueError as error:
+        raise TaskFileError(f"{where}: is no JSON: {error}; write one JSON object per line") from error
+    if not isinstance(document, dict):
+        raise TaskFileError(f"{where}: must be one JSON object, not {type(document).__name__}; see docs/tasks.md")
+    _read_references(document, folder, where=where)
+    try:
+        task = _adapter().validate_json(json.dumps(document))
+    except ValidationError as error:
+        raise TaskFileError(f"{where}: {_explain(error)}") from error
+    _check_values(task, where=where)
+    return task
+
+
+@cache
+def _adapter() -> TypeAdapter[Task]:
+    return TypeAdapter(Task)
+
+
+class _RepeatedKey(ValueError):
+    """A JSON object names a key twice; the message is the key."""
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _RepeatedKey(key)
+        found[key] = value
+    return found
+
+
+def _read_references(document: dict[str, Any], folder: Path, *, where: str) -> None:
+    """Replace every `{"file": "relative/path"}` by the text of that file, in place."""
+    evaluator = document.get("evaluator")
+    holders: list[tuple[str, Any]] = [("files", document.get("files"))]
+    if isinstance(evaluator, dict):
+        holders.append(("evaluator.hidden_files", evaluator.get("hidden_files")))
+        if isinstance(evaluator.get("check"), dict):
+            evaluator["check"] = _read_reference(evaluator["check"], folder, where=f"{where}: evaluator.check")
+    for key, holder in holders:
+        for name, value in holder.items() if isinstance(holder, dict) else ():
+            if isinstance(value, dict):
+                holder[name] = _read_reference(value, folder, where=f"{where}: {key}.{name}")
+
+
+def _read_reference(reference: dict[str, Any], folder: Path, *, where: str) -> str:
+    name = reference.get("file")
+    if not isinstance(name, str) or len(reference) != 1:
+        raise TaskFileError(f'{where}: must be text, or {{"file": "path beside the task file"}}')
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise TaskFileError(f"{where}: {name!r} is outside the task file's folder; put the file beside the task file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
+        raise TaskFileError(f"{where}: cannot read {path}: {reason}; add the file or correct the name") from error
+
+
+def _explain(error: ValidationError) -> str:
+    """The first thing pydantic found: key, what is wrong and the fix, on one line."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(map(str, first["loc"])) or "the task"
+    match first["type"]:
+        case "unexpected_keyword_argument" | "extra_forbidden":
+            return f"{key}: unknown field; remove it or correct its name (docs/tasks.md lists all)"
+        case "missing" | "missing_keyword_only_argument" | "missing_argument":
+            return f"{key}: is missing; add it (docs/tasks.md lists all fields)"
+        case _:
+            return f"{key}: {first['msg']}, found {str(first['input'])[:60]!r}"
+
+
+def _check_values(task: Task, *, where: str) -> None:
+    """What types alone do not say."""
+    evaluator = task.evaluator
+    for key, text in (("id", task.id), ("instruction", task.instruction), ("image", task.image)):
+        if not text:
+            raise TaskFileError(f"{where}: {key}: is empty; say something")
+    named = (("files", task.files), ("evaluator.hidden_files", evaluator.hidden_files))
+    for key, paths in (*named, ("evaluator.data_paths", evaluator.data_paths)):
+        for path in paths:
+            if not _is_plain_path(path):
+                raise TaskFileError(f"{where}: {key}: {path!r} must be an absolute path without '.' or '..'")
+    if not 0 < evaluator.timeout_s < float("inf"):
+        raise TaskFileError(f"{where}: evaluator.timeout_s: {evaluator.timeout_s} must be a number above 0")
+    if evaluator.kind is not EvaluatorKind.NONE:
+        _check_source(evaluator.check, where=f"{where}: evaluator.check")
+
+
+def _is_plain_path(path: str) -> bool:
+    parts = path.split("/")
+    return len(parts) > 1 and parts[0] == "" and all(parts[1:]) and not {".", ".."} & set(parts) and "\0" not in path
+
+
+def _check_source(source: str, *, where: str) -> None:
+    if not source.strip():
+        raise TaskFileError(f"{where}: is empty; write Python that exits with 0 (solved) or 1 (not solved)")
+    try:
+        compile(source, "check", "exec")
+    except (SyntaxError, ValueError) as error:
+        raise TaskFileError(f"{where}: is no Python source: {' '.join(str(error).split())}; correct it") from error

@@ -1,6 +1,7 @@
 """Messages between dispatcher, worker, buffer and learner: small, frozen, picklable.
 
-Shapes: T is the number of tokens of a row. A row's arrays are aligned position by position; tokens that were not sampled have
+Shapes: T is the number of tokens of a row. A row's arrays are aligned position by position; tokens that were not
+sampled have
 `loss_mask_T == False` and `logprobs_T == 0`.
 """
 
@@ -71,7 +72,8 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """One token sequence. `tokens_T` int32, `loss_mask_T` bool (True where sampled and trained), `logprobs_T` float32 under the
+    """One token sequence. `tokens_T` int32, `loss_mask_T` bool (True where sampled and trained), `logprobs_T` float32
+    under the
     temperature-scaled behaviour distribution. `versions` covers exactly the sampled positions."""
 
     tokens_T: npt.NDArray[np.int32]
@@ -116,7 +118,8 @@ class RolloutOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutResult:
-    """What a worker offers. `phases_s` holds (phase, seconds) pairs: queue, boot, prepare, agent, evaluate. `trajectory` is None when
+    """What a worker offers. `phases_s` holds (phase, seconds) pairs: queue, boot, prepare, agent, evaluate.
+    `trajectory` is None when
     nothing was sampled."""
 
     rollout_id: RolloutId
@@ -150,7 +153,8 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchItem:
-    """One sealed rollout of a batch. `staleness` is in optimizer updates against the version the batch is trained at."""
+    """One sealed rollout of a batch. `staleness` is in optimizer updates against the version the batch is trained
+    at."""
 
     rollout_id: RolloutId
     group_id: GroupId
@@ -171,7 +175,8 @@ class BatchLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Exactly `batch_size` sealed rollouts, oldest first. `version` is the one the batch is trained at (before the update)."""
+    """Exactly `batch_size` sealed rollouts, oldest first. `version` is the one the batch is trained at (before the
+    update)."""
 
     lease: BatchLease
     version: PolicyVersion
@@ -208,7 +213,8 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRef:
-    """A durable checkpoint directory. `batch_ids` are the batches since the previous checkpoint, in the order trained; `chain` is the
+    """A durable checkpoint directory. `batch_ids` are the batches since the previous checkpoint, in the order
+    trained; `chain` is the
     hash chain over all batches up to here."""
 
     path: str

@@ -1,7 +1,8 @@
 """Policy versions and the tree they form.
 
 Invariants:
-- A version is never reused: a resume opens a new epoch at the step it resumes from, so `2.40` has the weights of `1.40` when epoch 2
+- A version is never reused: a resume opens a new epoch at the step it resumes from, so `2.40` has the weights of
+  `1.40` when epoch 2
   was forked at `1.40`.
 - Staleness is the number of optimizer updates on the path between two versions in that tree.
 """
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, order=True)
 class PolicyVersion:
-    """Which weights: `epoch` counts learner incarnations from 1, `step` counts optimizer updates since step 0 of the run."""
+    """Which weights: `epoch` counts learner incarnations from 1, `step` counts optimizer updates since step 0 of the
+    run."""
 
     epoch: int
     step: int
@@ -30,12 +32,14 @@ class PolicyVersion:
 
 @dataclass(slots=True)
 class VersionTree:
-    """Forks by epoch: `forks[e]` is the version (of an earlier epoch) whose weights epoch `e` started from, None for a root."""
+    """Forks by epoch: `forks[e]` is the version (of an earlier epoch) whose weights epoch `e` started from, None for
+    a root."""
 
     forks: dict[int, PolicyVersion | None] = field(default_factory=dict)
 
     def open_epoch(self, epoch: int, parent: PolicyVersion | None) -> None:
-        """Record that `epoch` starts at `parent`'s weights. ValueError if the epoch exists or the parent's epoch is unknown."""
+        """Record that `epoch` starts at `parent`'s weights. ValueError if the epoch exists or the parent's epoch is
+        unknown."""
         if epoch in self.forks:
             raise ValueError(f"epoch {epoch} is already open")
         if parent is not None and parent.epoch not in self.forks:

@@ -1,7 +1,8 @@
 """The contract of an inference engine, with SGLang's semantics: ids in; ids, log-probabilities and version spans out.
 
 Invariants:
-- `output_ids` and `logprobs` include the matched stop token (or the tokens that complete a stop string): they are what was sampled.
+- `output_ids` and `logprobs` include the matched stop token (or the tokens that complete a stop string): they are
+  what was sampled.
 - `logprobs` are of the temperature-scaled softmax over the whole vocabulary, not renormalised for top_p or top_k.
 - Version spans are the engine's own; nobody stamps them afterwards.
 """

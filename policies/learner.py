@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerState:
-    """What `open` restored. `chain` is the hash chain of all batches trained so far, `parent` the checkpoint's version (None at the start)."""
+    """What `open` restored. `chain` is the hash chain of all batches trained so far, `parent` the checkpoint's
+    version (None at the start)."""
 
     parent: PolicyVersion | None
     step: int
@@ -31,7 +32,8 @@ class LearnerState:
 class WeightsSnapshot:
     """The weights of one version as a safetensors file in Hugging Face names, complete before this object exists.
 
-    `sha256` is over the file. Whoever receives the snapshot may read it until the learner writes the one after the next."""
+    `sha256` is over the file. Whoever receives the snapshot may read it until the learner writes the one after the
+    next."""
 
     version: PolicyVersion
     path: Path
@@ -54,7 +56,8 @@ class Learner(Protocol):
         ...
 
     async def save(self) -> CheckpointRef:
-        """Write, fsync and rename a checkpoint directory; the batches since the last one and the hash chain go with it."""
+        """Write, fsync and rename a checkpoint directory; the batches since the last one and the hash chain go with
+        it."""
         ...
 
     async def close(self) -> None: ...

@@ -43,7 +43,7 @@ class FrozenMount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """What to boot. Limits of None mean: not limited here. `ttl_s` is the lease: what nobody renews within it is killed."""
+    """What to boot. A limit of None is the provider's own. `ttl_s` is the lease: what nobody renews is killed."""
 
     image: str = "host"
     cpu: float | None = None
@@ -59,7 +59,7 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxRef:
-    """A right to talk to one sandbox: `endpoint` is where (a socket path or URL), `secret` opens this sandbox and nothing else."""
+    """A right to talk to one sandbox: `endpoint` is where (a socket path or URL), `secret` opens this one only."""
 
     provider: str
     id: SandboxId
@@ -80,7 +80,7 @@ class SandboxInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """A finished command. `stdout`/`stderr` are the first `max_output_bytes` of each; `truncated` says that there was more."""
+    """A finished command. `stdout`/`stderr` are the first `max_output_bytes` of each; `truncated`: there was more."""
 
     exit_code: int
     stdout: bytes
@@ -106,7 +106,11 @@ class Sandbox(Protocol):
         timeout_s: float,
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
     ) -> ExecResult:
-        """Run `bash -c command` in a fresh process. Raises ExecTimeout (the tree is dead), SandboxGone."""
+        """Run `bash -c command` in a fresh process, in `/workspace` unless `cwd` says otherwise.
+
+        A signal n ends it with exit code 128 + n; an unknown user or folder with 126 and a line on stderr.
+        Raises ExecTimeout (the tree is dead), SandboxGone.
+        """
         ...
 
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
@@ -117,11 +121,17 @@ class Sandbox(Protocol):
         """Create or replace a file inside, making parent directories. Raises SandboxFileError."""
         ...
 
+    async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
+        """`write` for several files in one round trip; on an error those before it are written."""
+        ...
+
     async def freeze(self) -> None:
         """Kill every process but keep the file layer, which FrozenMount can show to a clean sandbox. Idempotent."""
         ...
 
-    async def renew(self, ttl_s: float) -> None: ...
+    async def renew(self, ttl_s: float) -> None:
+        """Let the lease end `ttl_s` seconds from now. Raises SandboxGone; a frozen sandbox has a lease too."""
+        ...
 
     async def kill(self) -> None:
         """End the whole tree and drop the layer. Idempotent."""

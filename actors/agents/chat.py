@@ -1,0 +1,113 @@
+"""A Chat Completions client for white-box agents: one request, one answer, no retries.
+
+Invariants:
+- What the service says is passed on typed: a full context ends an agent, every other refusal or failure is an error.
+- There are no retries here: the gateway retries engines, and a second request would be a second turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import aiohttp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CONTEXT_CODES = frozenset({"context_length_exceeded"})
+
+
+class ChatFailed(Exception):
+    """The service did not answer, or not with a completion.
+
+    `status` is None when there was no answer; `code` is the service's word.
+    """
+
+    def __init__(self, message: str, status: int | None = None, code: str = "") -> None:
+        super().__init__(message, status, code)
+        self.status = status
+        self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ChatContextExceeded(ChatFailed):
+    """The conversation no longer fits: the agent ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One message of the conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatReply:
+    """The policy's text. `finish_reason` is `stop`, or `length` when something cut it."""
+
+    text: str
+    finish_reason: str
+
+
+class ChatClient:
+    """Calls `POST {base_url}/v1/chat/completions`. Awaiting an instance with the messages is one turn of the policy."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        base_url: str,
+        *,
+        model: str = "policy",
+        max_tokens: int | None = None,
+        timeout_s: float = 120.0,
+    ) -> None:
+        self._session = session
+        self.url = f"{base_url.rstrip('/')}/v1/chat/completions"
+        self._model = model
+        self._max_tokens = max_tokens
+        self._timeout_s = timeout_s
+
+    async def __call__(self, messages: Sequence[ChatMessage]) -> ChatReply:
+        """The answer to the conversation. Raises ChatContextExceeded, ChatFailed."""
+        body: dict[str, object] = {
+            "model": self._model,
+            "messages": [{"role": m.role, "content": m.content} for m in messages],
+        }
+        if self._max_tokens is not None:
+            body["max_tokens"] = self._max_tokens
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        try:
+            async with self._session.post(self.url, json=body, timeout=timeout) as response:
+                answer = await response.json(content_type=None)
+                status = response.status
+        except TimeoutError as error:
+            raise ChatFailed(f"no answer from {self.url} within {self._timeout_s:g} s (timeout_s)") from error
+        except (aiohttp.ClientError, ValueError) as error:
+            raise ChatFailed(f"no usable answer from {self.url}: {type(error).__name__}: {error}") from error
+        return parse_answer(status, answer)
+
+
+def parse_answer(status: int, answer: object) -> ChatReply:
+    """The reply in a decoded body. Raises ChatContextExceeded, ChatFailed."""
+    if status != 200:
+        raise refusal(status, answer)
+    match answer:
+        case {"choices": [{"message": {"content": str() | None as text}, "finish_reason": str() as reason}, *_]}:
+            return ChatReply(text=text or "", finish_reason=reason)
+        case _:
+            raise ChatFailed("the answer is no chat completion: choices[0].message.content is missing", status)
+
+
+def refusal(status: int, answer: object) -> ChatFailed:
+    """The error that an OpenAI error body means."""
+    match answer:
+        case {"error": {"message": str() as message, **rest}}:
+            code = str(rest.get("code") or rest.get("type") or "")
+        case _:
+            message, code = "no error body", ""
+    kind = ChatContextExceeded if code in CONTEXT_CODES else ChatFailed
+    return kind(f"the service answered {status} ({code or 'no code'}): {message}", status, code)

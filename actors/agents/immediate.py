@@ -1,0 +1,20 @@
+"""An agent that returns at once, without a turn: for measuring the orchestration around it (`scripts/bench
+orchestration`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.actors.agents.shell import AgentReport, StopReason
+
+if TYPE_CHECKING:
+    from headrace.actors.agents.shell import Chat
+    from headrace.buffer.tasks import Task
+    from headrace.sandboxes.base import Sandbox
+
+
+class ImmediateAgent:
+    """Finishes before its first turn; nothing is sampled, so nothing can be trained."""
+
+    async def run(self, *, chat: Chat, sandbox: Sandbox, task: Task) -> AgentReport:
+        return AgentReport(stop=StopReason.FINISHED, turns=0)

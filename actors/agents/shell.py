@@ -1,0 +1,142 @@
+"""A white-box agent: each answer of the policy is one command line for the sandbox.
+
+Invariants:
+- The policy's text is run unchanged or not at all; what it prints (capped) is the next message.
+- The agent ends with exactly one StopReason. Failures of the gateway or the sandbox are raised, never turned into a
+  reason to stop.
+- Messages only grow, so every prompt extends the one before it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.actors.agents.chat import ChatContextExceeded, ChatMessage, ChatReply
+from headrace.sandboxes.errors import ExecTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.buffer.tasks import Task
+    from headrace.sandboxes.base import ExecResult, Sandbox
+
+TIMEOUT_OBSERVATION = "timeout"
+_ENDS_WITH_EXIT = re.compile(r"(?:^|[;&|\s])exit\s*$")
+
+
+class StopReason(StrEnum):
+    """Why the agent ended."""
+
+    FINISHED = "finished"
+    """A command that ends with `exit` has run."""
+    TURNS = "turns"
+    """Every allowed turn was used."""
+    CONTEXT = "context"
+    """The conversation no longer fits the context budget."""
+    LENGTH = "length"
+    """An answer was cut, or the session's budget was spent: the cut command was not run."""
+    INVALID = "invalid"
+    """An answer that is no command line: empty, several lines, or a NUL character."""
+    TIME = "time"
+    """Whoever ran the agent stopped it because its time was over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentReport:
+    """How a rollout's agent part ended. `turns` counts answers of the policy, `commands` are those that were run."""
+
+    stop: StopReason
+    turns: int
+    commands: tuple[str, ...] = ()
+
+
+class ShellAgentConfig(BaseModel):
+    """Limits of one run of the agent."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_turns: int = Field(default=3, ge=1)
+    """Answers of the policy, the last one included."""
+    command_timeout_s: float = Field(default=10.0, gt=0)
+    """Deadline of one command; past it the policy reads `timeout`."""
+    max_observation_bytes: int = Field(default=48, ge=1)
+    """How much of a command's output the policy reads: the tiny policy's context is short."""
+    working_directory: str = "/workspace"
+    """Where every command starts; each one is a fresh shell."""
+
+
+class Chat(Protocol):
+    """The policy behind its wire."""
+
+    async def __call__(self, messages: Sequence[ChatMessage]) -> ChatReply:
+        """The answer to the conversation. Raises ChatContextExceeded, ChatFailed."""
+        ...
+
+
+class ShellAgent:
+    """Runs one task. Holds no state between runs."""
+
+    def __init__(self, config: ShellAgentConfig) -> None:
+        self._config = config
+
+    async def run(self, *, chat: Chat, sandbox: Sandbox, task: Task) -> AgentReport:
+        """Ask, run, show, until the policy exits or a limit ends it.
+
+        Raises:
+            ChatFailed: the gateway failed or refused.
+            SandboxError: the sandbox died; a command's own timeout is an observation instead.
+        """
+        messages = [ChatMessage(role="user", content=task.instruction)]
+        commands: list[str] = []
+        for turn in range(1, self._config.max_turns + 1):
+            try:
+                reply = await chat(messages)
+            except ChatContextExceeded:
+                return AgentReport(stop=StopReason.CONTEXT, turns=turn - 1, commands=tuple(commands))
+            refusal = unusable(reply)
+            if refusal is not None:
+                return AgentReport(stop=refusal, turns=turn, commands=tuple(commands))
+            observation = await self._run_command(sandbox, reply.text)
+            commands.append(reply.text)
+            if ends_session(reply.text):
+                return AgentReport(stop=StopReason.FINISHED, turns=turn, commands=tuple(commands))
+            messages.append(ChatMessage(role="assistant", content=reply.text))
+            messages.append(ChatMessage(role="user", content=observation))
+        return AgentReport(stop=StopReason.TURNS, turns=self._config.max_turns, commands=tuple(commands))
+
+    async def _run_command(self, sandbox: Sandbox, command: str) -> str:
+        cap = self._config.max_observation_bytes
+        try:
+            result = await sandbox.exec(
+                command,
+                cwd=self._config.working_directory,
+                timeout_s=self._config.command_timeout_s,
+                max_output_bytes=cap,
+            )
+        except ExecTimeout:
+            return TIMEOUT_OBSERVATION
+        return observation_of(result, cap)
+
+
+def unusable(reply: ChatReply) -> StopReason | None:
+    """Why an answer cannot be run; None when it can."""
+    if reply.finish_reason == "length":
+        return StopReason.LENGTH
+    if not reply.text.strip() or "\n" in reply.text or "\0" in reply.text:
+        return StopReason.INVALID
+    return None
+
+
+def ends_session(command: str) -> bool:
+    """True when the last word of the command line is `exit`."""
+    return _ENDS_WITH_EXIT.search(command) is not None
+
+
+def observation_of(result: ExecResult, max_bytes: int) -> str:
+    """The first `max_bytes` of standard output, then standard error, without the last line ends."""
+    return (result.stdout + result.stderr)[:max_bytes].decode(errors="replace").rstrip("\n")

@@ -1,0 +1,40 @@
+"""Attaching to sandboxes by their refs, from any process: no Ray call per command, one connection for each launcher."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Self
+
+from headrace.sandboxes.errors import SpecRefused
+from headrace.sandboxes.local import LocalProvider
+from headrace.sandboxes.unprotected import SubprocessProvider
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from headrace.sandboxes.base import Sandbox, SandboxProvider, SandboxRef
+
+
+class Attachments:
+    """One provider of each kind, none of which boots anything; closing them ends no sandbox."""
+
+    def __init__(self) -> None:
+        self._providers: dict[str, SandboxProvider] = {"local": LocalProvider(), "subprocess": SubprocessProvider()}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        for provider in self._providers.values():
+            self._stack.push_async_callback(provider.aclose)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def attach(self, ref: SandboxRef) -> Sandbox:
+        """The sandbox behind a ref. Raises SpecRefused for a provider that is unknown here."""
+        provider = self._providers.get(ref.provider)
+        if provider is None:
+            raise SpecRefused(f"provider {ref.provider!r} is unknown; known: {sorted(self._providers)}")
+        return await provider.attach(ref)

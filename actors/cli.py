@@ -1,0 +1,216 @@
+"""The command line.
+
+Exit codes: 0 done; 1 the run ended with an error; 2 bad input (recipe, model, tasks, arguments); 3 `ledger verify`
+found a problem;
+4 the run was drained before its last step and can be resumed. Errors are one line; `--verbose` adds the traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from headrace.actors.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from headrace.actors.summary import RunSummary
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+ledger_app = typer.Typer(no_args_is_help=True, help="Look at the ledger of a run.")
+engine_app = typer.Typer(no_args_is_help=True, help="Inference engines.")
+app.add_typer(ledger_app, name="ledger")
+app.add_typer(engine_app, name="engine")
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED = 1, 2, 3, 4
+
+Json = Annotated[
+    Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-' is standard output).")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No live progress.")]
+
+
+@app.callback()
+def verbosity(
+    context: typer.Context,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Asynchronous rollout service for reinforcement learning of LLM agents."""
+    context.obj = verbose
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(help="TOML file, e.g. scripts/recipes/quickstart.toml.")],
+    name: Annotated[str, typer.Option(help="Name of the run; recipe and number when empty.")] = "",
+    runs_dir: Annotated[Path, typer.Option(help="Where run directories are made.")] = Path("runs"),
+    seed: Annotated[int | None, typer.Option(min=0, help="Same as --set service.seed=N.")] = None,
+    sandbox: Annotated[
+        str | None, typer.Option(help="Same as --set sandbox.provider=NAME (local, subprocess).")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="table.key=value, may be repeated.")] = None,
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train: boot everything, run rollouts and learner, evaluate, write the run directory."""
+    from headrace.actors.launch import RunRequest, drive, prepare
+
+    settings = list(overrides or ())
+    if seed is not None:
+        settings.append(f"service.seed={seed}")
+    if sandbox is not None:
+        settings.append(f"sandbox.provider={sandbox}")
+    chosen = name or _free_name(runs_dir, recipe.stem)
+    config, directory = prepare(RunRequest(recipe=recipe, runs_dir=runs_dir, name=chosen, overrides=settings))
+    _say_unprotected(config.sandbox.provider)
+    _console().print(f"run {directory.path}", highlight=False, soft_wrap=True)
+    _report(drive(config, directory, quiet=quiet), json)
+
+
+@app.command()
+def resume(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Continue a run from its last checkpoint and its ledger."""
+    from headrace.actors.launch import drive, reopen
+
+    config, directory = reopen(run_dir)
+    _report(drive(config, directory, quiet=quiet), json)
+
+
+@app.command()
+def status(
+    run_dir: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run; all runs when left out.")] = None,
+    runs_dir: Annotated[Path, typer.Option(help="Where runs are looked for.")] = Path("runs"),
+    json: Json = None,
+) -> None:
+    """Tell what run directories say; touches no process."""
+    from headrace.actors.launch import reopen, status_of
+    from headrace.actors.run_directory import RunDirectory
+
+    if run_dir is not None:
+        found = [reopen(run_dir)[1]]
+    else:
+        found = [RunDirectory(path=path.parent) for path in sorted(runs_dir.glob("*/config.json"))]
+    states = [status_of(directory) for directory in found]
+    if json is not None:
+        _write_json(states if run_dir is None else states[0], json)
+        return
+    table = Table("run", "driven", "step", "version", "reward", "held-out", box=None)
+    for state in states:
+        held_out = "  ".join(f"{tag} {success:.0%}" for tag, success in state["held_out"].items())
+        reward = "-" if state["reward"] is None else f"{state['reward']:.2f}"
+        driven = "yes" if state["driven"] else "no"
+        table.add_row(state["run"], driven, str(state["steps"]), state["version"] or "-", reward, held_out or "-")
+    _console().print(table)
+
+
+@app.command()
+def doctor(json: Json = None) -> None:
+    """Tell which sandbox guarantees this machine gives, and which are missing."""
+    from headrace.sandboxes.doctor import probe
+
+    guarantees = probe()
+    if json is not None:
+        _write_json([{"name": g.name, "present": g.present, "detail": g.detail} for g in guarantees], json)
+        return
+    table = Table("guarantee", "", "detail", box=None)
+    for guarantee in guarantees:
+        table.add_row(guarantee.name, "[green]yes[/]" if guarantee.present else "[yellow]no[/]", guarantee.detail)
+    _console().print(table)
+
+
+@ledger_app.command()
+def verify(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")], json: Json = None
+) -> None:
+    """Recompute conservation, staleness and the hash chain of a run; exit code 3 when something does not add up."""
+    from headrace.actors.launch import reopen
+    from headrace.buffer.verify import verify as verify_ledger
+
+    report = verify_ledger(reopen(run_dir)[1].path)
+    document = asdict(report) | {"clean": report.clean}
+    if json is not None:
+        _write_json(document, json)
+    else:
+        for key, value in document.items():
+            _console().print(f"{key:>22}  {value}", highlight=False)
+    if not report.clean:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+@engine_app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def serve(context: typer.Context) -> None:
+    """Serve a model directory with the embedded CPU engine (SGLang's routes). Options: `headrace engine serve
+    --help`."""
+    from headrace.policies.cpu_engine import main as serve_engine
+
+    raise typer.Exit(serve_engine(context.args))
+
+
+def main() -> None:
+    """Entry point: one line per expected error."""
+    from headrace.actors.expected import EXPECTED
+
+    verbose = "--verbose" in sys.argv[1:]
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as leave:
+        sys.exit(leave.exit_code)
+    except typer.Abort:
+        sys.exit(EXIT_FAILED)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except EXPECTED as error:
+        if verbose:
+            raise
+        _console().print(f"headrace: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        bad_input = not isinstance(error, RunError) or isinstance(error, ConfigError)
+        sys.exit(EXIT_BAD_INPUT if bad_input else EXIT_FAILED)
+
+
+def _report(summary: RunSummary, json: Path | None) -> None:
+    if json is not None:
+        _write_json(summary.to_json(), json)
+    for line in summary.lines():
+        _console().print(line, highlight=False, soft_wrap=True)
+    if not summary.completed:
+        raise typer.Exit(EXIT_DRAINED)
+
+
+def _write_json(document: Any, path: Path) -> None:
+    data = orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n"
+    if str(path) == "-":
+        sys.stdout.buffer.write(data)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def _free_name(runs_dir: Path, stem: str) -> str:
+    """`quickstart-1`, `quickstart-2`, ...: the first that is free."""
+    number = 1
+    while (runs_dir / f"{stem}-{number}").exists():
+        number += 1
+    return f"{stem}-{number}"
+
+
+def _say_unprotected(provider: str) -> None:
+    if provider == "subprocess":
+        from headrace.sandboxes.unprotected import WARNING
+
+        _console().print(WARNING, style="yellow", highlight=False)
+
+
+def _console() -> Console:
+    return Console(stderr=True)

@@ -1,0 +1,234 @@
+"""The configuration of a run: one TOML file, composed of the config models of the parts.
+
+Invariants:
+- Everything is checked before anything is made: unknown keys, wrong types, impossible combinations and unreadable
+  files are refused
+  with the key or file, the reason and the fix, on one line.
+- A resolved configuration is written into the run directory; `resume` reads that one, never the recipe.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headrace.actors.agents.shell import ShellAgentConfig
+from headrace.actors.dispatcher import DispatcherConfig
+from headrace.actors.engines import EnginesConfig
+from headrace.actors.errors import ConfigError
+from headrace.actors.learner import LearnerLoopConfig
+from headrace.actors.rollout import RolloutConfig
+from headrace.buffer.replay import BufferConfig
+from headrace.policies.megatron import LearnerConfig
+from headrace.policies.push import PushConfig
+from headrace.sandboxes.local import LocalSandboxConfig
+from headrace.sandboxes.pool import PoolConfig
+from headrace.serve.telemetry import TelemetryConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class AgentKind(StrEnum):
+    """Which agent works on the tasks."""
+
+    SHELL = "shell"
+    """The white-box shell agent: every answer of the policy is a command."""
+    IMMEDIATE = "immediate"
+    """Returns at once: for measuring the orchestration only."""
+
+
+class SandboxKind(StrEnum):
+    """Which provider boots the sandboxes."""
+
+    LOCAL = "local"
+    """Linux namespaces on this host."""
+    SUBPROCESS = "subprocess"
+    """Plain processes on this host: protects nothing."""
+
+
+class ModelSection(_Section):
+    path: Path
+    """Hugging Face directory of the policy (config.json, model.safetensors, tokenizer.json); relative to the recipe."""
+
+
+class TasksSection(_Section):
+    train: Path | None = None
+    """JSONL of training tasks (docs/tasks.md), relative to the recipe; None generates terminal tasks."""
+    heldout: Path | None = None
+    """JSONL of held-out tasks; must be given exactly when `train` is."""
+    train_count: int = Field(default=512, ge=1)
+    """Generated training tasks."""
+    heldout_count: int = Field(default=64, ge=1)
+    """Generated held-out tasks."""
+
+    @model_validator(mode="after")
+    def _both(self) -> Self:
+        if (self.train is None) != (self.heldout is None):
+            raise ValueError("tasks.train and tasks.heldout go together: set both files or neither")
+        return self
+
+
+class AgentSection(ShellAgentConfig):
+    kind: AgentKind = AgentKind.SHELL
+    """Which agent; the other keys of this table are the shell agent's."""
+
+
+class SamplingSection(_Section):
+    temperature: float = Field(default=1.0, gt=0)
+    """Law for every turn of a training session, whatever the agent asks for."""
+    max_tokens_per_turn: int = Field(default=48, ge=1)
+    """Tokens one answer may have."""
+    max_context_tokens: int = Field(default=256, ge=16)
+    """Prompt and answers of one session together."""
+
+
+class SandboxSection(_Section):
+    provider: SandboxKind = SandboxKind.LOCAL
+    """Where commands run; `subprocess` must be asked for and says what it does not protect."""
+    local: LocalSandboxConfig = LocalSandboxConfig()
+    """Settings of the namespaces provider."""
+    pool: PoolConfig = PoolConfig()
+    """Admission: how many boot and live at once."""
+
+
+class EvaluationSection(_Section):
+    tasks: int = Field(default=64, ge=1)
+    """Held-out tasks per evaluation (the first of the held-out file)."""
+    samples: int = Field(default=4, ge=1)
+    """Sampled answers per task for the base and the final evaluation."""
+    every_steps: int = Field(default=10, ge=0)
+    """Optimizer updates between evaluations on the way; 0 for none."""
+    samples_on_the_way: int = Field(default=1, ge=1)
+    """Sampled answers per task of those."""
+
+
+class ServiceSection(_Section):
+    seed: int = Field(default=0, ge=0)
+    """Of task order, sampling and learner."""
+    workers: int = Field(default=1, ge=1)
+    """Rollout workers."""
+    evaluators: int = Field(default=1, ge=1)
+    """Evaluator actors."""
+    stall_s: float = Field(default=180.0, gt=0)
+    """No progress anywhere for so long ends the run with a diagnosis."""
+    drain_s: float = Field(default=30.0, gt=0)
+    """How long an interrupted run may take to save and close."""
+    object_store_bytes: int = Field(default=128 << 20, ge=80 << 20)
+    """Ray's shared-memory store; trajectories are far below 1 MB each."""
+
+
+class RunConfig(_Section):
+    """All of it. The tables of the TOML file are the fields."""
+
+    model: ModelSection
+    tasks: TasksSection = TasksSection()
+    agent: AgentSection = AgentSection()
+    sampling: SamplingSection = SamplingSection()
+    rollout: RolloutConfig = RolloutConfig()
+    dispatcher: DispatcherConfig = DispatcherConfig()
+    sandbox: SandboxSection = SandboxSection()
+    buffer: BufferConfig = BufferConfig()
+    training: LearnerLoopConfig = LearnerLoopConfig()
+    learner: LearnerConfig
+    engines: EnginesConfig = EnginesConfig()
+    push: PushConfig = PushConfig()
+    evaluation: EvaluationSection = EvaluationSection()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    service: ServiceSection = ServiceSection()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.learner.token_budget < self.sampling.max_context_tokens:
+            raise ValueError(
+                f"learner.token_budget {self.learner.token_budget} is below sampling.max_context_tokens "
+                f"{self.sampling.max_context_tokens}: one row would not fit a micro-batch; raise the budget"
+            )
+        if self.evaluation.tasks > self.tasks.heldout_count and self.tasks.heldout is None:
+            raise ValueError(
+                f"evaluation.tasks {self.evaluation.tasks} is above tasks.heldout_count {self.tasks.heldout_count}; "
+                "generate more held-out tasks or evaluate fewer"
+            )
+        return self
+
+
+def load_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path) -> RunConfig:
+    """Read a recipe with `key.sub=value` overrides for a run in `run_dir`. Raises ConfigError."""
+    try:
+        document = tomllib.loads(recipe.read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = "name a recipe, e.g. scripts/recipes/quickstart.toml"
+        raise ConfigError(f"{recipe}: cannot be read ({error.strerror}); {hint}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{recipe}: not valid TOML: {error}") from error
+    for override in overrides:
+        apply_override(document, override)
+    return resolve(document, recipe, run_dir)
+
+
+def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
+    """Check a document and make its paths absolute. Raises ConfigError."""
+    learner = document.setdefault("learner", {})
+    for key in ("model_dir", "checkpoint_dir", "snapshot_dir", "seed"):
+        if isinstance(learner, dict) and key in learner:
+            fix = {"model_dir": "set model.path", "seed": "set service.seed"}.get(key, "it lies in the run directory")
+            raise ConfigError(f"{recipe}: learner.{key} cannot be set; {fix}")
+    base = recipe.resolve().parent
+    for table, key in (("model", "path"), ("tasks", "train"), ("tasks", "heldout")):
+        section = document.get(table)
+        if isinstance(section, dict) and isinstance(section.get(key), str):
+            section[key] = str((base / section[key]).resolve())
+    model_path = document["model"].get("path", "") if isinstance(document.get("model"), dict) else ""
+    service = document.get("service")
+    seed = service.get("seed", 0) if isinstance(service, dict) else 0
+    if isinstance(learner, dict):
+        learner |= {
+            "model_dir": model_path,
+            "checkpoint_dir": str(run_dir / "checkpoints"),
+            "snapshot_dir": str(run_dir / "weights"),
+            "seed": seed,
+        }
+    try:
+        return RunConfig.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(f"{recipe}: {explain(error)}") from error
+
+
+def explain(error: ValidationError) -> str:
+    """The first problem of a validation error: key, reason and, for an unknown key, what to do."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    reason = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key}; remove it or check its spelling (docs/configuration.md lists the keys)"
+    if first["type"] == "missing":
+        return f"{key} is missing; set it"
+    given = "" if first["type"] == "value_error" else f" (given: {first['input']!r})"
+    return f"{key}: {reason}{given}" if key else reason
+
+
+def apply_override(document: dict[str, Any], override: str) -> None:
+    """Set one dotted key: `buffer.max_staleness=2`. The value is TOML, or text when it is no TOML. Raises
+    ConfigError."""
+    key, separator, text = override.partition("=")
+    path = key.strip().split(".")
+    if not separator or not all(path) or len(path) < 2:
+        raise ConfigError(f"--set {override}: write table.key=value, e.g. --set buffer.max_staleness=2")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = document
+    for part in path[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override}: {part} is a value, not a table")
+    table[path[-1]] = value

@@ -1,0 +1,263 @@
+"""The dispatcher: asks the buffer what may start and hands batches of rollouts to the workers.
+
+Invariants:
+- A training rollout starts only when the buffer issued it; the buffer's inventory is the only admission.
+- A worker never carries more than `slots_per_worker` training rollouts; evaluations have slots of their own, so they
+  overtake only
+  queued work.
+- When a worker dies, its training attempts are abandoned (the buffer makes new ones), its evaluations run again, its
+  sandboxes
+  are released.
+- An evaluation has a fixed denominator: what stays infra after `evaluation_attempts` is counted apart, never as a
+  failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.actors.errors import ActorLost
+from headrace.actors.retry import until_back
+from headrace.buffer.types import Cause, GroupId, Outcome, Purpose, RolloutId, RolloutOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from headrace.actors.replay import Replay
+    from headrace.actors.sandbox_pool import SandboxPool
+    from headrace.actors.worker import Finished, RolloutWorker
+    from headrace.buffer.tasks import Task
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 5.0
+"""How long one waiting call lasts; nothing depends on it but how soon a cancelled dispatcher notices."""
+
+Attempt = tuple[RolloutId, int]
+
+
+class DispatcherConfig(BaseModel):
+    """How much runs at once."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slots_per_worker: int = Field(default=64, ge=1)
+    """Training rollouts one worker carries at a time."""
+    evaluation_slots: int = Field(default=64, ge=1)
+    """Evaluation rollouts at a time, over all workers."""
+    evaluation_attempts: int = Field(default=3, ge=1)
+    """Attempts of one evaluation rollout before it is counted as infra."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSummary:
+    """`success` is the mean reward over the answers that were scored; `infra` answers are not in it."""
+
+    tag: str
+    answers: int
+    infra: int
+    success: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatcherStatus:
+    in_flight: int
+    evaluating: int
+    finished: int
+    answered: int
+    """Evaluation rollouts that ended, since this dispatcher started."""
+    infra: int
+    mean_reward: float | None
+    """Mean reward of the last 128 scored training rollouts."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What one worker carries."""
+
+    worker: RolloutWorker
+    incarnation: str = ""
+    training: set[Attempt] = field(default_factory=set)
+    evaluations: dict[Attempt, RolloutOrder] = field(default_factory=dict)
+
+
+class Dispatcher:
+    """Keeps the workers busy with what the buffer admits."""
+
+    def __init__(
+        self, config: DispatcherConfig, *, replay: Replay, pool: SandboxPool, workers: Sequence[RolloutWorker]
+    ) -> None:
+        self._config = config
+        self._replay = replay
+        self._pool = pool
+        self._slots = [_Slot(worker) for worker in workers]
+        self._stack = AsyncExitStack()
+        self._slot_freed = asyncio.Event()
+        self._evaluation_slots = asyncio.Semaphore(config.evaluation_slots)
+        self._answers: dict[Attempt, asyncio.Future[Outcome]] = {}
+        self._answered = 0
+        self._rewards: list[float] = []
+        self._ended: dict[Cause, int] = defaultdict(int)
+
+    async def __aenter__(self) -> Self:
+        # Whatever is in flight belonged to an earlier dispatcher: nobody would report its end.
+        for slot in self._slots:
+            await until_back(slot.worker.reset)
+        await until_back(lambda: self._replay.reconcile([]))
+        self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._watchers = [self._tasks.create_task(self._watch(slot)) for slot in self._slots]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        await self._stack.aclose()
+
+    async def run(self) -> None:
+        """Issue training rollouts until cancelled."""
+        while True:
+            slot = await self._free_slot()
+            free = self._config.slots_per_worker - len(slot.training)
+            try:
+                issued = await self._replay.issue(free, timeout_s=POLL_S)
+            except ActorLost:
+                await self._reconcile()
+                continue
+            await self._cancel(issued.over_bound)
+            if issued.orders:
+                slot.training.update((order.rollout_id, order.attempt) for order in issued.orders)
+                await self._start(slot, list(issued.orders))
+
+    async def _reconcile(self) -> None:
+        """The buffer died, perhaps between recording what it issued and telling us: what nobody carries starts
+        again."""
+        carried = [attempt for slot in self._slots for attempt in slot.training]
+        await until_back(lambda: self._replay.reconcile(carried))
+
+    async def stop_training(self) -> None:
+        """Cancel what trains now; the buffer counts it as cancelled and would issue it again on resume."""
+        await self._cancel([attempt for slot in self._slots for attempt in slot.training])
+
+    async def evaluate(self, tasks: Sequence[Task], *, samples: int, tag: str) -> EvaluationSummary:
+        """`samples` sampled answers for each task; returns when all are scored or counted as infra."""
+        async with asyncio.TaskGroup() as group:
+            answers = [
+                group.create_task(self._evaluate_one(task, f"{tag}/{task.id}/{sample}", tag))
+                for task in tasks
+                for sample in range(samples)
+            ]
+        rewards = [outcome.reward for outcome in (answer.result() for answer in answers) if outcome.reward is not None]
+        return EvaluationSummary(
+            tag=tag,
+            answers=len(answers),
+            infra=len(answers) - len(rewards),
+            success=sum(rewards) / len(rewards) if rewards else 0.0,
+        )
+
+    async def status(self) -> DispatcherStatus:
+        return DispatcherStatus(
+            in_flight=sum(len(slot.training) for slot in self._slots),
+            evaluating=sum(len(slot.evaluations) for slot in self._slots),
+            finished=sum(self._ended.values()),
+            answered=self._answered,
+            infra=self._ended[Cause.INFRA] + self._ended[Cause.EVALUATOR],
+            mean_reward=sum(self._rewards) / len(self._rewards) if self._rewards else None,
+        )
+
+    async def _free_slot(self) -> _Slot:
+        """The least loaded worker that has room, as soon as there is one."""
+        while True:
+            slot = min(self._slots, key=lambda slot: len(slot.training))
+            if len(slot.training) < self._config.slots_per_worker:
+                return slot
+            self._slot_freed.clear()
+            await self._slot_freed.wait()
+
+    async def _evaluate_one(self, task: Task, key: str, tag: str) -> Outcome:
+        outcome = Outcome.infra("not tried")
+        for attempt in range(1, self._config.evaluation_attempts + 1):
+            order = RolloutOrder(
+                rollout_id=RolloutId(key),
+                group_id=GroupId(tag),
+                attempt=attempt,
+                task=task,
+                purpose=Purpose.EVALUATION,
+            )
+            async with self._evaluation_slots:
+                outcome = await self._answer(order)
+            if outcome.reward is not None:
+                break
+        return outcome
+
+    async def _answer(self, order: RolloutOrder) -> Outcome:
+        slot = min(self._slots, key=lambda slot: len(slot.training) + len(slot.evaluations))
+        key = (order.rollout_id, order.attempt)
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        slot.evaluations[key] = order
+        try:
+            await self._start(slot, [order])
+            outcome: Outcome = await answer
+            return outcome
+        finally:
+            self._answers.pop(key, None)
+            slot.evaluations.pop(key, None)
+
+    async def _start(self, slot: _Slot, orders: list[RolloutOrder]) -> None:
+        try:
+            await slot.worker.start(orders)
+        except ActorLost:
+            await self._lost(slot)
+
+    async def _cancel(self, attempts: Sequence[Attempt]) -> None:
+        for slot in self._slots:
+            if mine := [attempt for attempt in attempts if attempt in slot.training]:
+                try:
+                    await slot.worker.cancel(mine)
+                except ActorLost:
+                    await self._lost(slot)
+
+    async def _watch(self, slot: _Slot) -> None:
+        """Take what the worker finished, for ever; notice its death."""
+        slot.incarnation = (await until_back(slot.worker.status)).incarnation
+        while True:
+            try:
+                for finished in await slot.worker.finished(timeout_s=POLL_S):
+                    self._ends(slot, finished)
+            except ActorLost:
+                await self._lost(slot)
+                slot.incarnation = (await until_back(slot.worker.status)).incarnation
+
+    def _ends(self, slot: _Slot, finished: Finished) -> None:
+        key = (finished.rollout_id, finished.attempt)
+        if key in slot.training:
+            slot.training.discard(key)
+            self._slot_freed.set()
+            self._ended[finished.outcome.cause] += 1
+            if finished.outcome.reward is not None:
+                self._rewards = [*self._rewards[-127:], finished.outcome.reward]
+        elif (answer := self._answers.get(key)) and not answer.done():
+            self._answered += 1
+            answer.set_result(finished.outcome)
+
+    async def _lost(self, slot: _Slot) -> None:
+        """Everything the dead worker carried starts again elsewhere."""
+        lost, slot.training = list(slot.training), set()
+        logger.warning("worker lost with %d rollouts and %d evaluations", len(lost), len(slot.evaluations))
+        for key in slot.evaluations:
+            if (answer := self._answers.get(key)) and not answer.done():
+                answer.set_result(Outcome.infra("the worker died"))
+        if lost:
+            await until_back(lambda: self._replay.abandon(lost))
+        if slot.incarnation:
+            await until_back(lambda: self._pool.release_holder(slot.incarnation))
+        self._slot_freed.set()

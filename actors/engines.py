@@ -1,0 +1,307 @@
+"""The engine group: who is healthy, who holds which version; it alone runs the control sequence of a push.
+
+Invariants:
+- One push at a time. An engine gets traffic only while it is healthy and holds the newest version that was pushed to
+  it completely.
+- An engine that failed a push or died is taken out of routing, replaced by a new process, and caught up before it
+  gets traffic.
+- The newest snapshot is journalled before its push begins: a restarted group brings its new engines to it before
+  anything else.
+- Routing tables are versioned and published again and again: a restarted gateway has one within a supervision interval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+
+import aiohttp
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.actors.errors import ActorLost
+from headrace.actors.gateway import write_private
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId
+from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.errors import EngineError, EngineUnavailable
+from headrace.policies.learner import WeightsSnapshot
+from headrace.policies.push import push
+from headrace.policies.sender import SenderConfig, SenderProcess
+from headrace.policies.sglang import SGLangConfig, SGLangEngine
+from headrace.serve.routing import EngineRoute, RoutingTable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from headrace.actors.gateway import GatewayActor
+    from headrace.actors.observing import Observing
+    from headrace.policies.engine import RequestId
+    from headrace.policies.push import PushConfig, PushReport
+    from headrace.policies.push_machine import Phase
+
+logger = logging.getLogger(__name__)
+
+SUPERVISION_S = 2.0
+
+
+class EnginesConfig(BaseModel):
+    """The inference engines of a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backend: Literal["cpu"] = "cpu"
+    """`cpu` is the embedded engine; SGLang servers are not started by this version."""
+    count: int = Field(default=2, ge=1)
+    """Engine processes."""
+    max_running: int = Field(default=64, ge=1)
+    """Sequences one engine decodes at once."""
+    max_context_tokens: int | None = Field(default=None, ge=16)
+    """Prompt and answer together; None takes the model's own limit."""
+    start_timeout_s: float = Field(default=120.0, gt=0)
+    """From start to the first answer; importing torch takes seconds."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """One engine of the group."""
+
+    engine_id: EngineId
+    process: EngineProcess
+    client: SGLangEngine
+    admitted: bool = False
+    version: PolicyVersion | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    engine_id: EngineId
+    url: str
+    process_id: int
+    admitted: bool
+    version: PolicyVersion | None
+
+
+class EngineGroup:
+    """Starts, watches and replaces the engines, and pushes weights into them."""
+
+    def __init__(
+        self,
+        config: EnginesConfig,
+        push_config: PushConfig,
+        *,
+        gateway: GatewayActor,
+        model_dir: Path,
+        seed: int,
+        observing: Observing,
+    ) -> None:
+        self._config = config
+        self._push_config = push_config
+        self._gateway = gateway
+        self._model_dir = model_dir
+        self._seed = seed
+        self._observing = observing
+        self._directory = observing.run_dir / "engines"
+        self._stack = AsyncExitStack()
+        self._members: dict[EngineId, _Member] = {}
+        self._pushing = asyncio.Lock()
+        self._started = 0
+
+    async def __aenter__(self) -> Self:
+        self._stack.enter_context(self._observing.spans("engines"))
+        self._metrics = self._observing.metrics()
+        self._vocab_size = json.loads((self._model_dir / "config.json").read_bytes())["vocab_size"]
+        self._directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self._http = await self._stack.enter_async_context(aiohttp.ClientSession())
+            async with asyncio.TaskGroup() as starting:
+                sender = SenderProcess(SenderConfig(log_path=self._directory / "sender.log"))
+                starting.create_task(self._stack.enter_async_context(sender))
+                for _ in range(self._config.count):
+                    starting.create_task(self._start_engine())
+            self._sender = sender
+            await self._catch_up(list(self._members.values()))
+            self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+            self._supervision = self._tasks.create_task(self._supervise())
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._supervision.cancel()
+        await self._stop()
+
+    async def push(self, snapshot: WeightsSnapshot) -> None:
+        """Send these weights to every engine, wave by wave. Raises EngineUnavailable when no engine took them."""
+        async with self._pushing:
+            self._journal_snapshot(snapshot)
+            sessions = await self._open_sessions()
+            report = await self._push_to(list(self._members.values()), snapshot)
+            self._record(report, sessions)
+            await self._publish()
+            if not report.updated:
+                failures = {item.engine_id: item.failure for item in report.engines}
+                raise EngineUnavailable(f"no engine took version {snapshot.version}: {failures}")
+
+    async def status(self) -> list[EngineStatus]:
+        return [
+            EngineStatus(
+                engine_id=member.engine_id,
+                url=member.client.url,
+                process_id=member.process.pid,
+                admitted=member.admitted,
+                version=member.version,
+            )
+            for member in self._members.values()
+        ]
+
+    async def _push_to(self, members: Sequence[_Member], snapshot: WeightsSnapshot) -> PushReport:
+        report = await push(
+            snapshot,
+            [member.client for member in members],
+            self._sender,
+            _GatewayGate(self._gateway),
+            self._journal_phase,
+            self._push_config,
+        )
+        for member in members:
+            updated = member.engine_id in report.updated
+            member.admitted = updated
+            member.version = snapshot.version if updated else member.version
+        return report
+
+    async def _journal_phase(self, push_id: str, wave: int, phase: Phase) -> None:
+        line = orjson.dumps({"push_id": push_id, "wave": wave, "phase": phase, "time_s": time.time()}) + b"\n"
+        with (self._directory / "pushes.jsonl").open("ab", buffering=0) as file:
+            file.write(line)
+
+    def _journal_snapshot(self, snapshot: WeightsSnapshot) -> None:
+        self._snapshot: WeightsSnapshot | None = snapshot
+        record = {"version": str(snapshot.version), "path": str(snapshot.path), "sha256": snapshot.sha256}
+        write_private(self._directory / "newest.json", orjson.dumps(record))
+
+    def _newest_snapshot(self) -> WeightsSnapshot | None:
+        """The journalled snapshot, if its file is still there."""
+        journal = self._directory / "newest.json"
+        if not journal.exists():
+            return None
+        record = orjson.loads(journal.read_bytes())
+        path = Path(record["path"])
+        if not path.exists():
+            return None
+        return WeightsSnapshot(version=PolicyVersion.parse(record["version"]), path=path, sha256=record["sha256"])
+
+    async def _catch_up(self, members: list[_Member]) -> None:
+        """Bring new engines to the newest version; without one they serve the model directory's weights until the
+        first push."""
+        snapshot = self._newest_snapshot()
+        if snapshot is not None:
+            await self._push_to(members, snapshot)
+        await self._publish()
+
+    async def _start_engine(self) -> _Member:
+        self._started += 1
+        engine_id = EngineId(f"engine-{self._started}")
+        process = EngineProcess(
+            EngineProcessConfig(
+                model=self._model_dir,
+                directory=self._directory,
+                name=engine_id,
+                seed=self._seed * 1000 + self._started,
+                max_running=self._config.max_running,
+                max_context=self._config.max_context_tokens,
+                start_timeout_s=self._config.start_timeout_s,
+            )
+        )
+        await self._stack.enter_async_context(process)
+        client = SGLangEngine(engine_id, process.url, self._http, SGLangConfig(vocab_size=self._vocab_size))
+        member = self._members[engine_id] = _Member(engine_id, process, client)
+        return member
+
+    async def _publish(self) -> None:
+        """Tell the gateway who is in routing. A gateway that is restarting hears it again from the supervision."""
+        routes = tuple(
+            EngineRoute(engine_id=member.engine_id, url=member.client.url, admitted=member.admitted)
+            for member in self._members.values()
+        )
+        # Milliseconds of the clock: larger than any table of an earlier incarnation of this group.
+        table = RoutingTable(version=time.time_ns() // 1_000_000, engines=routes)
+        with suppress(ActorLost):
+            await self._gateway.set_engines(table)
+
+    async def _supervise(self) -> None:
+        """Replace what died or was quarantined; keep the gateway's table fresh."""
+        while True:
+            await asyncio.sleep(SUPERVISION_S)
+            async with self._pushing:
+                failed = [member for member in self._members.values() if self._failed(member)]
+                for member in failed:
+                    await self._replace(member)
+                await self._publish()
+
+    def _failed(self, member: _Member) -> bool:
+        pushed = self._newest_snapshot() is not None
+        return not member.process.alive or (pushed and not member.admitted)
+
+    async def _replace(self, member: _Member) -> None:
+        logger.warning("replacing engine %s (alive: %s)", member.engine_id, member.process.alive)
+        del self._members[member.engine_id]
+        await self._publish()
+        await member.process.kill()
+        try:
+            await self._catch_up([await self._start_engine()])
+        except EngineError:
+            logger.exception("no replacement for %s yet; tried again at the next supervision", member.engine_id)
+
+    async def _open_sessions(self) -> int:
+        """Rollouts whose agent is at work now."""
+        try:
+            return (await self._gateway.stats()).sessions
+        except ActorLost:
+            return 0
+
+    def _record(self, report: PushReport, sessions: int) -> None:
+        self._metrics.append(
+            "push",
+            {
+                "push_id": report.push_id,
+                "version": str(report.version),
+                "total_s": report.total_s,
+                "seconds": report.seconds,
+                "sent_bytes": report.sent_bytes,
+                "rollouts_in_flight": sessions,
+                "requests_in_flight": sum(item.in_flight for item in report.engines),
+                "paused_s": [item.paused_s for item in report.engines],
+                "updated": list(report.updated),
+                "quarantined": list(report.quarantined),
+            },
+        )
+
+    async def _stop(self) -> None:
+        await self._stack.aclose()
+
+
+class _GatewayGate:
+    """Admission at the gateway actor; a gateway that is gone admits nothing, so there is nothing to close."""
+
+    def __init__(self, gateway: GatewayActor) -> None:
+        self._gateway = gateway
+
+    async def close(self, engine_id: EngineId, lease_s: float) -> None:
+        with suppress(ActorLost):
+            await self._gateway.close_gate(engine_id, lease_s)
+
+    async def open(self, engine_id: EngineId) -> Sequence[RequestId]:
+        with suppress(ActorLost):
+            await self._gateway.open_gate(engine_id)
+        return ()

@@ -1,0 +1,45 @@
+"""Errors of the actors.
+
+ActorError
+├── ActorLost           the actor's process died or is restarting: transient, call again (idempotently)
+└── StartFailed         an actor could not be started: permanent, names actor and reason
+RunError
+├── ConfigError         a key, the reason and the fix, on one line
+├── RunExists           the run directory is taken
+├── RunMissing          there is no such run, or it cannot be resumed
+└── RunStalled          nothing progressed for too long: carries the diagnosis
+"""
+
+from __future__ import annotations
+
+
+class ActorError(Exception):
+    """An actor could not answer."""
+
+
+class ActorLost(ActorError):
+    """The process behind an actor died or is restarting; what it was doing may or may not have happened."""
+
+
+class StartFailed(ActorError):
+    """An actor did not start."""
+
+
+class RunError(Exception):
+    """The run cannot start or go on; the message is one line with the fix."""
+
+
+class ConfigError(RunError):
+    """A wrong recipe, key, value, model directory or task file."""
+
+
+class RunExists(RunError):
+    """The run directory is taken."""
+
+
+class RunMissing(RunError):
+    """There is no such run, or nothing in it to resume."""
+
+
+class RunStalled(RunError):
+    """No stage made progress for the configured time."""

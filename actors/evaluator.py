@@ -1,0 +1,93 @@
+"""The evaluator actor: owns nothing; an evaluation whose evaluator dies is run again."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Self
+
+from headrace.actors.attachments import Attachments
+from headrace.actors.batching import Batcher
+from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.retry import until_back
+from headrace.buffer.tasks import EvaluatorKind
+from headrace.buffer.types import Cause
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from types import TracebackType
+
+    from headrace.actors.sandbox_pool import SandboxPool
+    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
+    from headrace.sandboxes.errors import SandboxError
+
+
+class _Rooms:
+    """Clean sandboxes from the pool, in batch calls."""
+
+    def __init__(self, pool: SandboxPool) -> None:
+        self._pool = pool
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        enter = self._stack.enter_async_context
+        self._attachments = await enter(Attachments())
+        self._lease: Batcher[SandboxSpec, SandboxRef] = await enter(Batcher(self._lease_many))
+        self._freeze: Batcher[SandboxId, None] = await enter(Batcher(self._freeze_many))
+        self._release: Batcher[SandboxId, None] = await enter(Batcher(self._release_many))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def freeze(self, sandbox: SandboxId) -> None:
+        """End the agent's processes, keep its files, and give its place in the pool back."""
+        await self._freeze(sandbox)
+
+    @asynccontextmanager
+    async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        ref = await self._lease(spec)
+        try:
+            yield await self._attachments.attach(ref)
+        finally:
+            await asyncio.shield(self._release(ref.id))
+
+    async def _lease_many(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
+        return await until_back(lambda: self._pool.lease(specs))
+
+    async def _freeze_many(self, ids: list[SandboxId]) -> list[None]:
+        await until_back(lambda: self._pool.freeze(ids))
+        return [None] * len(ids)
+
+    async def _release_many(self, ids: list[SandboxId]) -> list[None]:
+        await until_back(lambda: self._pool.release(ids))
+        return [None] * len(ids)
+
+
+class Evaluator:
+    """Scores rollouts in clean sandboxes leased from the pool."""
+
+    def __init__(self, pool: SandboxPool) -> None:
+        self._rooms = _Rooms(pool)
+
+    async def __aenter__(self) -> Self:
+        await self._rooms.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._rooms.__aexit__(kind, error, trace)
+
+    async def evaluate(self, requests: list[EvaluationRequest]) -> list[Verdict]:
+        """Verdicts in the order of the requests; no failure of one disturbs another."""
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._evaluate(request)) for request in requests]
+        return [task.result() for task in running]
+
+    async def _evaluate(self, request: EvaluationRequest) -> Verdict:
+        if request.task.evaluator.kind is EvaluatorKind.NONE:
+            return Verdict(reward=1.0, cause=Cause.SOLVED)
+        return await evaluate(request, self._rooms)

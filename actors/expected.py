@@ -1,0 +1,20 @@
+"""Errors that a person can mend: shown as one line. Anything else is a defect and keeps its traceback."""
+
+from __future__ import annotations
+
+from headrace.actors.errors import ActorError, RunError
+from headrace.buffer.errors import ReplayError
+from headrace.buffer.task_errors import TaskFileError
+from headrace.policies.errors import PolicyError
+from headrace.policies.learner_errors import LearnerError
+from headrace.sandboxes.errors import SandboxError
+
+EXPECTED: tuple[type[Exception], ...] = (
+    RunError,
+    ActorError,
+    ReplayError,
+    TaskFileError,
+    PolicyError,
+    LearnerError,
+    SandboxError,
+)

@@ -1,0 +1,92 @@
+"""The gateway actor: `headrace.serve.gateway.Gateway` on a port that stays the same over restarts.
+
+Invariant: address and admin token are in a file of the run directory that only its owner can read; a restarted
+gateway takes them from
+there, so that base URLs stay true.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Self
+from urllib.parse import urlsplit
+
+import orjson
+
+from headrace.serve.gateway import Gateway, GatewayConfig, GatewayStats
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from headrace.actors.observing import Observing
+    from headrace.policies.engine import EngineId
+    from headrace.serve.routing import RoutingTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayAddress:
+    """Where the workers find the gateway's admin routes."""
+
+    url: str
+    admin_token: str = field(repr=False)
+
+
+class GatewayActor:
+    """Starts the gateway when entered; the same address after a restart."""
+
+    def __init__(self, config: GatewayConfig, *, address_file: Path, observing: Observing) -> None:
+        self._config = config
+        self._address_file = address_file
+        self._observing = observing
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        self._stack.enter_context(self._observing.spans("gateway"))
+        known = read_address(self._address_file)
+        token = known.admin_token if known else secrets.token_urlsafe(32)
+        self._gateway = Gateway(self._config, token)
+        url = await self._gateway.start(port=(urlsplit(known.url).port or 0) if known else 0)
+        self._stack.push_async_callback(self._gateway.stop)
+        self._address = GatewayAddress(url=url, admin_token=token)
+        write_private(self._address_file, orjson.dumps(asdict(self._address)))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def address(self) -> GatewayAddress:
+        return self._address
+
+    async def set_engines(self, table: RoutingTable) -> bool:
+        return await self._gateway.set_engines(table)
+
+    async def close_gate(self, engine_id: EngineId, lease_s: float) -> None:
+        await self._gateway.close_gate(engine_id, lease_s)
+
+    async def open_gate(self, engine_id: EngineId) -> None:
+        await self._gateway.open_gate(engine_id)
+
+    async def stats(self) -> GatewayStats:
+        return await self._gateway.in_flight()
+
+
+def read_address(path: Path) -> GatewayAddress | None:
+    """The address a gateway of this run had, None before the first start."""
+    if not path.exists():
+        return None
+    return GatewayAddress(**orjson.loads(path.read_bytes()))
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace a file atomically; only the owner may read it."""
+    partial = path.with_suffix(".partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    partial.replace(path)

@@ -1,0 +1,220 @@
+"""From a recipe to a finished run: checks, run directory, local Ray, the service, the summary.
+
+Invariants:
+- Everything that can be wrong is looked at before the run directory is made; a refused start leaves nothing behind.
+- One process drives a run directory at a time.
+- Interrupting a run (Ctrl-C, SIGTERM) drains it: what is saved can be resumed. A second interrupt ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from headrace.actors.config import RunConfig, SandboxKind, load_recipe
+from headrace.actors.errors import ActorLost, ConfigError, RunExists, RunMissing
+from headrace.actors.metrics import read_metrics
+from headrace.actors.run_directory import RunDirectory
+from headrace.actors.runtime import RayRuntime, start_local_ray, stop_local_ray
+from headrace.actors.service import Service
+from headrace.actors.summary import RunSummary, summarize
+from headrace.buffer.datasets.terminal import Split, generate
+from headrace.buffer.tasks import load_tasks, task_digest, write_tasks
+from headrace.sandboxes.doctor import require_namespaces
+from headrace.serve.progress import ProgressDisplay
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from headrace.buffer.tasks import Task
+
+PROGRESS_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """What the command line asked for."""
+
+    recipe: Path
+    runs_dir: Path
+    name: str
+    overrides: Sequence[str] = ()
+
+
+def prepare(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
+    """Check everything, then make the run directory. Raises ConfigError and the errors of tasks, model and
+    sandboxes."""
+    directory = RunDirectory(path=(request.runs_dir / request.name).resolve())
+    if directory.path.exists():
+        raise RunExists(f"{directory.path} exists: choose another --name, or `headrace resume {directory.path}`")
+    config = load_recipe(request.recipe, request.overrides, directory.path)
+    check_model(config)
+    train, heldout = load_task_sets(config)
+    if config.sandbox.provider is SandboxKind.LOCAL:
+        require_namespaces()
+    _make(directory, config, train, heldout)
+    return config, directory
+
+
+def check_model(config: RunConfig) -> None:
+    """The model directory is readable, and its tokenizer fits it. Raises ConfigError, ModelInvalid."""
+    from headrace.policies.tokenizer import ChatTokenizer
+
+    path = config.model.path
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        if not (path / name).is_file():
+            raise ConfigError(f"model.path: {path} has no {name}; name a Hugging Face model directory")
+        if not os.access(path / name, os.R_OK):
+            raise ConfigError(f"model.path: {path / name} cannot be read; check its permissions")
+    ChatTokenizer(path)
+
+
+def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+    """Training and held-out tasks, read or generated; an overlap is refused. Raises TaskFileError, ConfigError."""
+    section, seed = config.tasks, config.service.seed
+    if section.train is not None and section.heldout is not None:
+        train, heldout = load_tasks(section.train), load_tasks(section.heldout)
+    else:
+        train = generate(seed, section.train_count, Split.TRAIN)
+        heldout = generate(seed, section.heldout_count, Split.HELD_OUT)
+    both = {task_digest(task) for task in train} & {task_digest(task) for task in heldout}
+    if both:
+        raise ConfigError(
+            f"tasks.heldout: {len(both)} tasks are also in tasks.train; take them out of one of the files"
+        )
+    return train, heldout
+
+
+def _make(directory: RunDirectory, config: RunConfig, train: Sequence[Task], heldout: Sequence[Task]) -> None:
+    """The run directory appears complete or not at all."""
+    staged = directory.path.with_name(f".{directory.path.name}.{os.getpid()}")
+    partial = RunDirectory(path=staged)
+    partial.train_tasks.parent.mkdir(parents=True)
+    write_tasks(partial.train_tasks, train)
+    write_tasks(partial.heldout_tasks, heldout)
+    partial.config.write_bytes(orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
+    staged.rename(directory.path)
+
+
+def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:
+    """The configuration of a run that was started before. Raises RunMissing."""
+    directory = RunDirectory(path=path.resolve())
+    if not directory.config.is_file():
+        raise RunMissing(f"{path}: no run there (config.json is missing); list runs with `headrace status`")
+    return RunConfig.model_validate_json(directory.config.read_bytes()), directory
+
+
+@contextmanager
+def sole_driver(directory: RunDirectory) -> Iterator[None]:
+    """Hold the run's lock; the kernel drops it when this process dies. Raises RunExists when another process drives
+    the run."""
+    with directory.lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunExists(f"{directory.path} is being driven by another process; stop that one first") from error
+        yield
+
+
+def drive(config: RunConfig, directory: RunDirectory, *, quiet: bool = False) -> RunSummary:
+    """Run or resume to the end; the summary is also written to summary.json. Raises RunError and what ended the run."""
+    with sole_driver(directory):
+        started = time.time()
+        start_local_ray(directory.path, object_store_bytes=config.service.object_store_bytes)
+        try:
+            completed = asyncio.run(_drive(config, directory, quiet=quiet))
+        finally:
+            stop_local_ray()
+        directory.append_session(started, time.time())
+        summary = summarize(directory, completed=completed)
+        directory.summary.write_bytes(orjson.dumps(summary.to_json(), option=orjson.OPT_INDENT_2))
+        draw(directory)
+        return summary
+
+
+async def _drive(config: RunConfig, directory: RunDirectory, *, quiet: bool) -> bool:
+    runtime = RayRuntime()
+    service = await runtime.spawn(Service, config, directory, runtime, name="service")
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(_run_supervised(service))
+            watching = tasks.create_task(_watch(service, quiet=quiet))
+            with _drain_on_interrupt(service, running, tasks):
+                completed = await running
+            watching.cancel()
+    finally:
+        async with asyncio.timeout(config.service.drain_s):
+            await runtime.stop(service)
+    return completed
+
+
+async def _run_supervised(service: Service) -> bool:
+    from headrace.actors.service import keep_running
+
+    return await keep_running(service.run, service.progress)
+
+
+@contextmanager
+def _drain_on_interrupt(service: Service, running: asyncio.Task[bool], tasks: asyncio.TaskGroup) -> Iterator[None]:
+    """First interrupt: drain. Second: cancel."""
+    loop = asyncio.get_running_loop()
+    drains: list[asyncio.Task[None]] = []
+
+    def interrupted() -> None:
+        if drains:
+            running.cancel()
+        else:
+            drains.append(tasks.create_task(service.drain()))
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, interrupted)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+async def _watch(service: Service, *, quiet: bool) -> None:
+    """Show progress once a second until cancelled."""
+    if quiet:
+        return
+    with ProgressDisplay() as display:
+        while True:
+            with suppress(ActorLost):
+                display.show(await service.progress())
+            await asyncio.sleep(PROGRESS_S)
+
+
+def draw(directory: RunDirectory) -> None:
+    """Draw reward.png from the metrics; left out, with a line in the summary's place, when matplotlib is not
+    installed."""
+    from headrace.serve.plots import reward_png
+
+    reward_png(read_metrics(directory.metrics), directory.picture)
+
+
+def status_of(directory: RunDirectory) -> dict[str, Any]:
+    """What the run directory tells, without touching a process."""
+    metrics = read_metrics(directory.metrics)
+    steps = [record for record in metrics if record["kind"] == "step"]
+    evaluations = [record for record in metrics if record["kind"] == "evaluation"]
+    return {
+        "run": str(directory.path),
+        "driven": directory.is_driven(),
+        "steps": steps[-1]["step"] if steps else 0,
+        "version": steps[-1]["version"] if steps else None,
+        "reward": steps[-1]["reward"] if steps else None,
+        "held_out": {record["tag"]: record["success"] for record in evaluations},
+        "finished": directory.summary.exists(),
+    }

@@ -1,0 +1,262 @@
+"""The learner loop: take, step, commit, push, checkpoint.
+
+Invariants:
+- A new incarnation opens a new epoch from the newest complete checkpoint, and pushes its weights before it takes
+  anything.
+- Order of a step: commit durable, then push. Order of a checkpoint: directory renamed, then the ledger row.
+- The next step runs while the weights of the last one are sent; at most one push is under way.
+- A batch is never given back after its step began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Self
+
+from opentelemetry import trace
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.actors.retry import until_back
+from headrace.policies.checkpoints import latest_checkpoint
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from headrace.actors.engines import EngineGroup
+    from headrace.actors.observing import Observing
+    from headrace.actors.replay import Replay
+    from headrace.buffer.types import Batch, StepReport
+    from headrace.buffer.versions import PolicyVersion
+    from headrace.policies.learner import Learner, WeightsSnapshot
+    from headrace.policies.megatron import LearnerConfig
+
+tracer = trace.get_tracer("headrace.actors.learner")
+
+TAKE_POLL_S = 5.0
+
+
+class RewardControl(StrEnum):
+    """What the learner is told about rewards."""
+
+    TRUE = "true"
+    """The evaluator's rewards."""
+    SHUFFLED = "shuffled"
+    """The negative control: rewards and advantages are shuffled over the batch; nothing must be learned."""
+
+
+class LearnerLoopConfig(BaseModel):
+    """How long the loop runs and how often it saves."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    steps: int = Field(default=40, ge=1)
+    """Optimizer updates of the whole run, counted over all epochs."""
+    save_every: int = Field(default=10, ge=1)
+    """Optimizer updates between checkpoints; the last one is always saved."""
+    rewards: RewardControl = RewardControl.TRUE
+    """`shuffled` is the negative control of `scripts/bench control`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerStatus:
+    """`idle_share` is the share of the loop's time spent waiting for a batch, of this incarnation."""
+
+    version: PolicyVersion | None
+    last: StepReport | None
+    idle_share: float
+    tokens: int
+    process_id: int
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Where the loop's time went, in seconds: waiting for a batch, stepping and committing, waiting for the push
+    before."""
+
+    idle_s: float = 0.0
+    step_s: float = 0.0
+    push_s: float = 0.0
+
+    @property
+    def idle_share(self) -> float:
+        total = self.idle_s + self.step_s + self.push_s
+        return self.idle_s / total if total else 0.0
+
+    def since(self, earlier: _Clock) -> _Clock:
+        """The time between an earlier reading and this one."""
+        return _Clock(self.idle_s - earlier.idle_s, self.step_s - earlier.step_s, self.push_s - earlier.push_s)
+
+
+class LearnerLoop:
+    """Owns the one learner of its process."""
+
+    def __init__(
+        self,
+        config: LearnerLoopConfig,
+        learner: LearnerConfig,
+        *,
+        replay: Replay,
+        engines: EngineGroup,
+        observing: Observing,
+    ) -> None:
+        self._config = config
+        self._learner_config = learner
+        self._replay = replay
+        self._engines = engines
+        self._observing = observing
+        self._stack = AsyncExitStack()
+        self._clock, self._recorded = _Clock(), _Clock()
+        self._version: PolicyVersion | None = None
+        self._last: StepReport | None = None
+        self._tokens = 0
+        self._draining = asyncio.Event()
+        self._opening = asyncio.Lock()
+        self._pushing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        from headrace.policies.megatron import MegatronLearner
+
+        self._stack.enter_context(self._observing.spans("learner"))
+        self._metrics = self._observing.metrics()
+        self._learner: Learner = MegatronLearner(self._learner_config)
+        self._stack.push_async_callback(self._learner.close)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def run(self) -> PolicyVersion:
+        """Train until `steps` updates are done or `drain` was called; the version reached. Called once per incarnation.
+
+        Raises NonFiniteRun (K skipped steps in a row), LedgerBehind (the ledger does not know the checkpoint's
+        batches).
+        """
+        await self.open()
+        assert self._version is not None
+        async with asyncio.TaskGroup() as pushes:
+            while self._version.step < self._config.steps and not self._draining.is_set():
+                batch = await self._take()
+                if batch is None:
+                    continue
+                report = await self._step(batch)
+                await self._push_behind(report, pushes)
+                if report.version.step % self._config.save_every == 0 and not report.skipped:
+                    await self._save()
+        await self._save()
+        return self._version
+
+    async def open(self) -> None:
+        """Open a new epoch from the newest checkpoint and push its weights; nothing when this incarnation has done
+        so."""
+        async with self._opening:
+            if self._version is None:
+                self._version = await self._open()
+
+    async def drain(self) -> None:
+        """End `run` after the step under way: save and return."""
+        self._draining.set()
+
+    async def status(self) -> LearnerStatus:
+        return LearnerStatus(
+            version=self._version,
+            last=self._last,
+            idle_share=self._clock.idle_share,
+            tokens=self._tokens,
+            process_id=os.getpid(),
+        )
+
+    async def _open(self) -> PolicyVersion:
+        checkpoint = latest_checkpoint(self._learner_config.checkpoint_dir)
+        version = await until_back(lambda: self._replay.open_epoch(checkpoint))
+        await self._learner.open(checkpoint, epoch=version.epoch)
+        self._saved_at = version.step if checkpoint is not None else -1
+        await self._push()
+        return version
+
+    async def _take(self) -> Batch | None:
+        version = self._version
+        assert version is not None
+        start = time.monotonic()
+        batch = await until_back(lambda: self._replay.take(version, timeout_s=TAKE_POLL_S))
+        self._clock.idle_s += time.monotonic() - start
+        return batch
+
+    async def _step(self, batch: Batch) -> StepReport:
+        start = time.monotonic()
+        with tracer.start_as_current_span("step"):
+            report = await self._learner.step(self._controlled(batch))
+        await until_back(lambda: self._replay.commit(batch.lease, report))
+        self._clock.step_s += time.monotonic() - start
+        self._version, self._last = report.version, report
+        self._tokens += int(report.metrics.get("tokens", 0))
+        self._metrics.append("step", _record_of(batch, report, self._clock.since(self._recorded)))
+        self._recorded = replace(self._clock)
+        return report
+
+    def _controlled(self, batch: Batch) -> Batch:
+        if self._config.rewards is RewardControl.TRUE:
+            return batch
+        return shuffle_rewards(batch, seed=self._learner_config.seed)
+
+    async def _push_behind(self, report: StepReport, pushes: asyncio.TaskGroup) -> None:
+        """Start sending the new weights and return; waits only for the push before."""
+        if report.skipped:
+            return
+        start = time.monotonic()
+        if self._pushing is not None:
+            await self._pushing
+        self._clock.push_s += time.monotonic() - start
+        self._pushing = pushes.create_task(self._send(await self._learner.snapshot()))
+
+    async def _push(self) -> None:
+        await self._send(await self._learner.snapshot())
+
+    async def _send(self, snapshot: WeightsSnapshot) -> None:
+        await until_back(lambda: self._engines.push(snapshot))
+
+    async def _save(self) -> None:
+        assert self._version is not None
+        if self._version.step == self._saved_at:
+            return
+        start = time.monotonic()
+        checkpoint = await self._learner.save()
+        await until_back(lambda: self._replay.checkpointed(checkpoint))
+        self._saved_at = self._version.step
+        self._clock.step_s += time.monotonic() - start
+
+
+def shuffle_rewards(batch: Batch, *, seed: int) -> Batch:
+    """The batch with (reward, advantage) pairs permuted over its items; the same permutation for the same seed and
+    batch."""
+    pairs = [(item.reward, item.advantage) for item in batch.items]
+    random.Random(f"{seed} {batch.lease.batch_id}").shuffle(pairs)
+    items = tuple(
+        replace(item, reward=reward, advantage=advantage)
+        for item, (reward, advantage) in zip(batch.items, pairs, strict=True)
+    )
+    return replace(batch, items=items)
+
+
+def _record_of(batch: Batch, report: StepReport, spent: _Clock) -> dict[str, object]:
+    staleness = Counter(str(item.staleness) for item in batch.items)
+    return {
+        "batch_id": batch.lease.batch_id,
+        "step": report.version.step,
+        "version": str(report.version),
+        "skipped": report.skipped,
+        "reward": sum(item.reward for item in batch.items) / len(batch.items),
+        **report.metrics,
+        "staleness": dict(staleness),
+        "step_s": spent.step_s,
+        "idle_s": spent.idle_s,
+        "push_s": spent.push_s,
+    }

@@ -1,0 +1,39 @@
+"""What an actor needs to be observed: spans to a file of its own, records to the run's metrics. Picklable; set up in
+the actor."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.actors.metrics import MetricsLog
+from headrace.serve.telemetry import configure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from headrace.serve.telemetry import TelemetryConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observing:
+    """Where spans and metrics of a run go."""
+
+    config: TelemetryConfig
+    run_dir: Path
+
+    @contextmanager
+    def spans(self, process: str) -> Iterator[None]:
+        """Export this process's spans to `<run>/spans/<process>-<pid>.jsonl` until the context ends."""
+        spans_dir = self.run_dir / "spans"
+        handle = configure(self.config, process=f"{process}-{os.getpid()}", spans_dir=spans_dir)
+        try:
+            yield
+        finally:
+            handle.shutdown()
+
+    def metrics(self) -> MetricsLog:
+        return MetricsLog(self.run_dir / "metrics.jsonl")

@@ -1,0 +1,184 @@
+"""What the orchestration itself costs: rollouts whose agent returns at once, through the real actors, over Ray and
+inline.
+
+The reported CPU is that of all processes of the run over Ray, less what the idle cluster used in the same time, less
+that of the same
+work under the inline runtime (DESIGN 2: at most 3 ms and 2 calls a rollout).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
+
+from headrace.actors.agents.immediate import ImmediateAgent
+from headrace.actors.config import SandboxKind, SandboxSection
+from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
+from headrace.actors.evaluator import Evaluator
+from headrace.actors.observing import Observing
+from headrace.actors.replay import Replay
+from headrace.actors.rollout import RolloutConfig
+from headrace.actors.run_directory import RunDirectory
+from headrace.actors.runtime import InlineRuntime, RayRuntime, start_local_ray, stop_local_ray
+from headrace.actors.sandbox_pool import SandboxPool
+from headrace.actors.worker import RolloutWorker, WorkerParts
+from headrace.buffer.replay import BufferConfig
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, write_tasks
+from headrace.sandboxes.pool import PoolConfig
+from headrace.serve.session import Budgets, Sampling
+from headrace.serve.telemetry import TelemetryConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from headrace.actors.runtime import Runtime
+
+T = TypeVar("T")
+
+SLOTS = 256
+STATUS_S = 0.25
+IDLE_S = 5.0
+OBJECT_STORE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One pass. `calls` are calls received by all actors; `idle_cpu_per_s` is what the same processes used with
+    nothing to do."""
+
+    cpu_s: float
+    wall_s: float
+    calls: int
+    rollouts: int
+    idle_cpu_per_s: float
+
+
+def measure(folder: Path, *, rollouts: int) -> dict[str, Any]:
+    """Both passes, and what is left of the one over Ray."""
+    inline = asyncio.run(_pass(InlineRuntime(), _directory(folder / "inline"), rollouts))
+    directory = _directory(folder / "ray")
+    start_local_ray(directory.path, object_store_bytes=OBJECT_STORE_BYTES)
+    try:
+        over_ray = asyncio.run(_pass(RayRuntime(), directory, rollouts))
+    finally:
+        stop_local_ray()
+    return report(over_ray, inline)
+
+
+def report(over_ray: Measured, inline: Measured) -> dict[str, Any]:
+    """CPU over Ray less idle less inline, per rollout."""
+    idle_s = over_ray.idle_cpu_per_s * over_ray.wall_s
+    inline_s = inline.cpu_s * over_ray.rollouts / inline.rollouts
+    per_rollout_ms = 1000 / over_ray.rollouts
+    return {
+        "ray_cpu_ms_per_rollout": (over_ray.cpu_s - idle_s - inline_s) * per_rollout_ms,
+        "ray_calls_per_rollout": over_ray.calls / over_ray.rollouts,
+        "rollouts": over_ray.rollouts,
+        "rollouts_per_s": over_ray.rollouts / over_ray.wall_s,
+        "total_cpu_ms_per_rollout": over_ray.cpu_s * per_rollout_ms,
+        "idle_cpu_ms_per_rollout": idle_s * per_rollout_ms,
+        "inline_cpu_ms_per_rollout": inline_s * per_rollout_ms,
+    }
+
+
+async def _pass(runtime: Runtime, directory: RunDirectory, rollouts: int) -> Measured:
+    """Spawn the actors, warm them up with one filling of the slots, let `rollouts` through, and count."""
+    async with AsyncExitStack() as stack:
+
+        async def spawn(cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
+            actor = await runtime.spawn(cls, *args, name=name, **kwargs)
+            stack.push_async_callback(runtime.stop, actor)
+            actors.append(actor)
+            return actor
+
+        actors: list[object] = []
+        dispatcher = await _spawn_all(spawn, directory)
+        async with asyncio.TaskGroup() as tasks:
+            idle_cpu_per_s = await _idle(IDLE_S)
+            running = tasks.create_task(dispatcher.run())
+            await _finished(dispatcher, SLOTS)
+            done, calls = await _finished(dispatcher, 0), await _calls(runtime, actors)
+            cpu_s, start = _cpu_s(), time.monotonic()
+            reached = await _finished(dispatcher, done + rollouts)
+            measured = Measured(
+                cpu_s=_cpu_s() - cpu_s,
+                wall_s=time.monotonic() - start,
+                calls=await _calls(runtime, actors) - calls,
+                rollouts=reached - done,
+                idle_cpu_per_s=idle_cpu_per_s,
+            )
+            running.cancel()
+        return measured
+
+
+async def _spawn_all(spawn: Callable[..., Awaitable[Any]], directory: RunDirectory) -> Dispatcher:
+    buffer = BufferConfig(batch_size=SLOTS, group_size=8, max_staleness=1)
+    replay = await spawn(Replay, buffer, directory=directory, seed=0, name="replay")
+    await replay.open_epoch(None)
+    section = SandboxSection(provider=SandboxKind.SUBPROCESS, pool=PoolConfig(max_live=2 * SLOTS))
+    pool = await spawn(SandboxPool, section, directory=directory, name="sandbox-pool")
+    evaluator = await spawn(Evaluator, pool, name="evaluator")
+    worker = await spawn(RolloutWorker, _parts(directory, replay, pool, evaluator), name="worker")
+    config = DispatcherConfig(slots_per_worker=SLOTS)
+    dispatcher: Dispatcher = await spawn(
+        Dispatcher, config, replay=replay, pool=pool, workers=[worker], name="dispatcher"
+    )
+    return dispatcher
+
+
+def _parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, evaluator: Evaluator) -> WorkerParts:
+    return WorkerParts(
+        pool=pool,
+        evaluator=evaluator,
+        replay=replay,
+        agent=ImmediateAgent(),
+        gateway=None,
+        sampling=Sampling(),
+        budgets=Budgets(),
+        rollout=RolloutConfig(),
+        observing=Observing(config=TelemetryConfig(enabled=False), run_dir=directory.path),
+    )
+
+
+def _directory(path: Path) -> RunDirectory:
+    """A run directory with tasks that need no look at what the agent left."""
+    directory = RunDirectory(path=path)
+    directory.train_tasks.parent.mkdir(parents=True)
+    evaluator = EvaluatorSpec(kind=EvaluatorKind.NONE)
+    tasks = [Task(id=TaskId(f"none-{n}"), family="none", instruction="return", evaluator=evaluator) for n in range(64)]
+    write_tasks(directory.train_tasks, tasks)
+    return directory
+
+
+async def _finished(dispatcher: Dispatcher, at_least: int) -> int:
+    """How many rollouts have finished, once there are `at_least` so many."""
+    while (finished := (await dispatcher.status()).finished) < at_least:
+        await asyncio.sleep(STATUS_S)
+    return finished
+
+
+async def _calls(runtime: Runtime, actors: list[object]) -> int:
+    return sum([(await runtime.stats(actor))[1] for actor in actors])
+
+
+async def _idle(seconds: float) -> float:
+    """CPU seconds per second while nothing is asked of anybody."""
+    before, start = _cpu_s(), time.monotonic()
+    await asyncio.sleep(seconds)
+    return (_cpu_s() - before) / (time.monotonic() - start)
+
+
+def _cpu_s() -> float:
+    """User and system time of this process and all its descendants, of their reaped children too."""
+    total = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total

@@ -1,0 +1,32 @@
+"""The retry table of calls between actors: only a lost actor is worth another try, and only idempotent calls go
+through here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+
+from headrace.actors.errors import ActorLost
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+R = TypeVar("R")
+
+RESTART_DEADLINE_S = 120.0
+"""An actor that is not back after this long is not coming back (a cold process with torch takes about 15 s)."""
+
+
+async def until_back(call: Callable[[], Awaitable[R]], *, deadline_s: float = RESTART_DEADLINE_S) -> R:
+    """Repeat an idempotent call while its actor restarts. Raises ActorLost after `deadline_s`; other errors at once."""
+    policy = AsyncRetrying(
+        retry=retry_if_exception_type(ActorLost),
+        wait=wait_random_exponential(multiplier=0.1, max=2.0),
+        stop=stop_after_delay(deadline_s),
+        reraise=True,
+    )
+    async for attempt in policy:
+        with attempt:
+            return await call()
+    raise AssertionError("tenacity ended without a result or an error")

@@ -1,0 +1,216 @@
+"""One rollout, from boot to verdict, on one screen.
+
+Invariants:
+- Every started rollout ends exactly once, with a result: success, failure and infrastructure error are all data.
+- A failure is classified at the boundary where it arose; what is not the policy's doing is never a reward.
+- The session's log outranks the evaluator: when an engine or gateway failure reached the agent, the outcome is infra.
+- Whatever was leased is released, also when the rollout is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from opentelemetry import trace
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.actors.agents.shell import AgentReport, StopReason
+from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
+from headrace.buffer.types import Cause, Outcome, RolloutResult
+from headrace.sandboxes.base import SandboxSpec
+from headrace.serve import span_names as names
+from headrace.serve.tracing import start_rollout_span, traceparent_of
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from headrace.buffer.types import RolloutOrder
+    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
+    from headrace.serve.client import OpenedSession
+    from headrace.serve.session import SessionReport
+
+logger = logging.getLogger(__name__)
+tracer = trace.get_tracer("headrace.actors.rollout")
+
+
+class RolloutConfig(BaseModel):
+    """Deadlines of one rollout; each phase has a clock of its own, and one guard covers them all."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    boot_timeout_s: float = Field(default=60.0, gt=0)
+    """Queue and boot of the agent's sandbox."""
+    agent_timeout_s: float = Field(default=60.0, gt=0)
+    """The agent's own clock, from its first request; when it is over the outcome is `budget` and the evaluator still
+    runs."""
+    evaluate_timeout_s: float = Field(default=90.0, gt=0)
+    """Clean sandboxes, patch and check together."""
+    guard_s: float = Field(default=240.0, gt=0)
+    """Everything together: past this the rollout is infra, whatever it waits for."""
+
+
+class Stations(Protocol):
+    """Where a rollout goes; the worker batches what can be batched."""
+
+    async def lease(self, spec: SandboxSpec) -> SandboxRef: ...
+
+    async def attach(self, ref: SandboxRef) -> Sandbox: ...
+
+    async def release(self, sandbox: SandboxId) -> None: ...
+
+    async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession: ...
+
+    async def finish_session(self, session: OpenedSession) -> SessionReport: ...
+
+    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport: ...
+
+    async def evaluate(self, request: EvaluationRequest) -> Verdict: ...
+
+
+class InfraFailure(Exception):
+    """A phase failed for a reason that is not the policy's: carries phase and cause in its message."""
+
+
+@dataclass(slots=True)
+class Phases:
+    """Seconds by phase, in the order in which they ended."""
+
+    seconds: list[tuple[str, float]] = field(default_factory=list)
+
+    @contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds.append((name, time.monotonic() - start))
+
+
+@asynccontextmanager
+async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> AsyncIterator[None]:
+    """A span, a clock and a deadline for one phase; whatever fails inside becomes an InfraFailure that names the
+    phase."""
+    with tracer.start_as_current_span(span), phases.clock(phase):
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except TimeoutError as error:
+            raise InfraFailure(f"{phase}: nothing came within {timeout_s:g} s") from error
+        except Exception as error:
+            raise InfraFailure(f"{phase}: {type(error).__name__}: {error}") from error
+
+
+async def run_rollout(order: RolloutOrder, stations: Stations, config: RolloutConfig) -> RolloutResult:
+    """Run one attempt to its end. Never raises but for cancellation: a failure is a result."""
+    phases = Phases()
+    attributes = {names.TASK_ID: order.task.id}
+    span = start_rollout_span(tracer, order.rollout_id, order.attempt, attributes)
+    with trace.use_span(span, end_on_exit=True):
+        try:
+            async with asyncio.timeout(config.guard_s):
+                return await _run(order, stations, config, phases)
+        except TimeoutError:
+            return _failed(order, phases, f"the whole rollout took more than {config.guard_s:g} s")
+        except InfraFailure as error:
+            return _failed(order, phases, str(error))
+
+
+async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases) -> RolloutResult:
+    async with _sandbox(order, stations, config, phases) as (ref, sandbox):
+        async with boundary(names.PREPARE, "prepare", phases, config.boot_timeout_s):
+            if order.task.files:
+                await sandbox.write_many({path: text.encode() for path, text in order.task.files.items()})
+            session = await stations.open_session(order, traceparent_of(trace.get_current_span()))
+        report = await _run_agent(order, stations, config, phases, sandbox, session)
+        async with boundary(names.FINISH, "finish", phases, config.boot_timeout_s):
+            record = await stations.finish_session(session)
+        if record.failures:
+            raise InfraFailure(f"agent: served a failure: {record.failures[0]}")
+        async with boundary(names.EVALUATE, "evaluate", phases, config.evaluate_timeout_s):
+            verdict = await _evaluate(order, stations, ref, report)
+    return RolloutResult(
+        rollout_id=order.rollout_id,
+        attempt=order.attempt,
+        outcome=outcome_of(report, verdict),
+        trajectory=record.trajectory,
+        phases_s=tuple(phases.seconds),
+        turns=report.turns,
+        trace_id=_trace_id(),
+    )
+
+
+@asynccontextmanager
+async def _sandbox(
+    order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases
+) -> AsyncIterator[tuple[SandboxRef, Sandbox]]:
+    """The agent's sandbox, released at the end whatever happens."""
+    spec = SandboxSpec(
+        image=order.task.image,
+        ttl_s=config.guard_s,
+        idempotency_key=f"{order.rollout_id}.{order.attempt}",
+        labels={"purpose": order.purpose, "rollout": order.rollout_id},
+    )
+    async with boundary(names.SANDBOX_BOOT, "boot", phases, config.boot_timeout_s):
+        ref = await stations.lease(spec)
+    try:
+        async with boundary(names.PREPARE, "attach", phases, config.boot_timeout_s):
+            sandbox = await stations.attach(ref)
+        yield ref, sandbox
+    finally:
+        await asyncio.shield(stations.release(ref.id))
+
+
+async def _run_agent(
+    order: RolloutOrder,
+    stations: Stations,
+    config: RolloutConfig,
+    phases: Phases,
+    sandbox: Sandbox,
+    session: OpenedSession,
+) -> AgentReport:
+    """The agent under its own clock: running out of time is a budget, not a failure."""
+    async with boundary(names.AGENT, "agent", phases, config.guard_s):
+        try:
+            async with asyncio.timeout(config.agent_timeout_s):
+                return await stations.run_agent(order, sandbox, session)
+        except TimeoutError:
+            return AgentReport(stop=StopReason.TIME, turns=0)
+
+
+async def _evaluate(order: RolloutOrder, stations: Stations, ref: SandboxRef, report: AgentReport) -> Verdict:
+    if report.stop is StopReason.INVALID:
+        return Verdict(reward=0.0, cause=Cause.INVALID, detail="an answer was no command line")
+    key = f"{order.rollout_id}.{order.attempt}"
+    return await stations.evaluate(
+        EvaluationRequest(key=key, task=order.task, sandbox=ref, traceparent=traceparent_of(trace.get_current_span()))
+    )
+
+
+def outcome_of(report: AgentReport, verdict: Verdict) -> Outcome:
+    """The outcome of a scored rollout (DESIGN 6): the verdict's, or `budget` when the agent ran out of something."""
+    if verdict.reward is None:
+        return Outcome(reward=None, trainable=False, cause=verdict.cause, detail=verdict.detail)
+    cause = verdict.cause if report.stop is StopReason.FINISHED or verdict.cause is Cause.INVALID else Cause.BUDGET
+    return Outcome(reward=verdict.reward, trainable=True, cause=cause, detail=verdict.detail)
+
+
+def _failed(order: RolloutOrder, phases: Phases, detail: str) -> RolloutResult:
+    logger.warning("rollout %s attempt %d is infra: %s", order.rollout_id, order.attempt, detail)
+    return RolloutResult(
+        rollout_id=order.rollout_id,
+        attempt=order.attempt,
+        outcome=Outcome.infra(detail),
+        trajectory=None,
+        phases_s=tuple(phases.seconds),
+        trace_id=_trace_id(),
+    )
+
+
+def _trace_id() -> str:
+    context = trace.get_current_span().get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid else ""

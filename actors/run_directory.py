@@ -1,0 +1,73 @@
+"""The directory of a run: everything of it lies here, and `status` and `resume` need nothing else."""
+
+from __future__ import annotations
+
+import fcntl
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import orjson
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDirectory:
+    """Paths by name."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.json"
+
+    @property
+    def train_tasks(self) -> Path:
+        return self.path / "tasks" / "train.jsonl"
+
+    @property
+    def heldout_tasks(self) -> Path:
+        return self.path / "tasks" / "heldout.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def picture(self) -> Path:
+        return self.path / "reward.png"
+
+    @property
+    def sessions(self) -> Path:
+        """One JSON object per driver that ran: start and end, Unix time."""
+        return self.path / "sessions.jsonl"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the driving process; says nothing by its existence."""
+        return self.path / "driver.lock"
+
+    def append_session(self, started_s: float, ended_s: float) -> None:
+        with self.sessions.open("ab") as file:
+            file.write(orjson.dumps({"started_s": started_s, "ended_s": ended_s}) + b"\n")
+
+    def is_driven(self) -> bool:
+        """Whether a live process drives this run."""
+        if not self.lock.exists():
+            return False
+        with self.lock.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False

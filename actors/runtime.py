@@ -1,0 +1,277 @@
+"""Actors as plain classes: `pool = await runtime.spawn(SandboxPool, config, name="pool")`.
+
+Invariants:
+- This is the only file that talks to `ray.remote`. Everywhere else an actor is an object with async methods.
+- A class may be spawned only when all its public methods are async (else TypeError), so that no call can block an
+  event loop.
+- An actor that has `__aenter__` is entered once before its first call, also after Ray restarted its process, and
+  exited by `stop`.
+- Errors cross with their own type. A dead or restarting process is `ActorLost`, whatever Ray calls it.
+- Cancelling the await of a call cancels the coroutine in the actor.
+- Proxies are picklable and may be handed to other actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import pickle
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+from headrace.actors.errors import ActorLost, StartFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+    from pathlib import Path
+
+T = TypeVar("T")
+
+DEFAULT_MAX_CONCURRENCY = 2048
+"""Calls one actor may have in flight: dispatcher, workers and status calls together stay far below."""
+
+
+def require_async(cls: type[object]) -> None:
+    """TypeError when `cls` has a public method or property that is not a coroutine function."""
+    for name, member in inspect.getmembers_static(cls):
+        if name.startswith("_"):
+            continue
+        if isinstance(member, property | staticmethod | classmethod):
+            raise TypeError(f"{cls.__name__}.{name} must be an async method: only those can be called on an actor")
+        if inspect.isfunction(member) and not inspect.iscoroutinefunction(member):
+            raise TypeError(f"{cls.__name__}.{name} is not async: make it `async def` or private")
+
+
+class Runtime(Protocol):
+    """Where actors live."""
+
+    async def spawn(self, cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
+        """A ready actor. TypeError for a class with synchronous public methods, StartFailed when it does not come
+        up."""
+        ...
+
+    async def stop(self, actor: object) -> None:
+        """Exit the actor's context and end it. Idempotent; a dead actor is no error."""
+        ...
+
+    async def stats(self, actor: object) -> tuple[int, int]:
+        """(process id, calls received so far) of an actor. ActorLost when its process is gone."""
+        ...
+
+
+class InlineRuntime:
+    """The instance itself, in this process: for unit tests, virtual time and as the baseline of the orchestration
+    bench."""
+
+    def __init__(self) -> None:
+        self._stacks: dict[int, AsyncExitStack] = {}
+
+    async def spawn(self, cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
+        require_async(cls)
+        instance = cls(*args, **kwargs)
+        stack = AsyncExitStack()
+        if hasattr(instance, "__aenter__"):
+            await stack.enter_async_context(cast("Any", instance))
+        self._stacks[id(instance)] = stack
+        return instance
+
+    async def stop(self, actor: object) -> None:
+        if stack := self._stacks.pop(id(actor), None):
+            await stack.aclose()
+
+    async def stats(self, actor: object) -> tuple[int, int]:
+        """This process; inline calls are not counted."""
+        return os.getpid(), 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """An error of the actor's method, carried as a value so that it keeps its type."""
+
+    error: BaseException
+
+
+class Host:
+    """What Ray really runs: owns one instance, opens it once, and turns errors into values."""
+
+    def __init__(self, made_of: bytes) -> None:
+        # As bytes, since Ray could not restart an actor whose arguments hold references of its own kind.
+        cls, args, kwargs = pickle.loads(made_of)
+        self._instance: Any = cls(*args, **kwargs)
+        self._stack = AsyncExitStack()
+        self._opening = asyncio.Lock()
+        self._is_open = False
+        self._calls = 0
+
+    async def open(self) -> object:
+        """Enter the instance's context if that was not done; None, or the error of entering."""
+        try:
+            await self._opened()
+        except Exception as error:  # noqa: BLE001 - carried to the caller with its type
+            return _Raised(error)
+        return None
+
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        self._calls += 1
+        try:
+            await self._opened()
+            return await getattr(self._instance, method)(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - the one boundary: the caller gets it with its type
+            return _Raised(error)
+
+    async def stats(self) -> tuple[int, int]:
+        """(process id, calls received)."""
+        return os.getpid(), self._calls
+
+    async def close(self) -> None:
+        """Exit the instance's context."""
+        async with self._opening:
+            await self._stack.aclose()
+            self._is_open = False
+
+    async def _opened(self) -> None:
+        async with self._opening:
+            if not self._is_open and hasattr(self._instance, "__aenter__"):
+                await self._stack.enter_async_context(self._instance)
+            self._is_open = True
+
+
+class ActorProxy:
+    """Stands for a named actor in another process: attribute access gives an async callable. Pickled by name."""
+
+    def __init__(self, name: str, handle: Any = None) -> None:
+        self._name = name
+        self._handle = handle
+
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            handle = await self._resolved()
+            return await _await_call(self._name, handle.call.remote(method, args, kwargs))
+
+        return call
+
+    async def _resolved(self) -> Any:
+        """The Ray handle; looked up by name once, in a thread since Ray's look-up blocks."""
+        if self._handle is None:
+            import ray
+
+            try:
+                self._handle = await asyncio.to_thread(ray.get_actor, self._name)
+            except ValueError as error:
+                raise ActorLost(f"there is no actor named {self._name}") from error
+        return self._handle
+
+    def __reduce__(self) -> tuple[type[ActorProxy], tuple[str]]:
+        return ActorProxy, (self._name,)
+
+    def __repr__(self) -> str:
+        return f"ActorProxy({self._name})"
+
+
+async def _await_call(name: str, reference: Any) -> Any:
+    """The value of a Ray call; raises the method's own error, ActorLost, or CancelledError (after cancelling the
+    remote)."""
+    import ray
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, TaskCancelledError
+
+    try:
+        value = await reference
+    except asyncio.CancelledError:
+        ray.cancel(reference)
+        raise
+    except TaskCancelledError as error:
+        raise asyncio.CancelledError(f"call to {name} was cancelled") from error
+    except (ActorDiedError, ActorUnavailableError) as error:
+        raise ActorLost(f"actor {name} is gone or restarting") from error
+    if isinstance(value, _Raised):
+        raise value.error
+    return value
+
+
+class RayRuntime:
+    """Actors as named, detached Ray actors (with a local Ray they still die with the driver): `num_cpus=0`, restarted
+    for ever, never retried by Ray (retries are ours, by idempotency
+    key)."""
+
+    async def spawn(
+        self, cls: type[T], *args: Any, name: str, max_concurrency: int = DEFAULT_MAX_CONCURRENCY, **kwargs: Any
+    ) -> T:
+        import ray
+        from ray import cloudpickle
+
+        require_async(cls)
+        handle = (
+            ray.remote(Host)
+            .options(
+                name=name,
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=0,
+                max_concurrency=max_concurrency,
+                lifetime="detached",
+                get_if_exists=True,
+            )
+            .remote(cloudpickle.dumps((cls, args, kwargs)))
+        )
+        try:
+            await _await_call(name, handle.open.remote())
+        except ActorLost as error:
+            raise StartFailed(f"actor {name} died while starting; see the Ray logs of this run") from error
+        return cast("T", ActorProxy(name, handle))
+
+    async def find(self, cls: type[T], name: str) -> T:
+        """The named actor, spawned by somebody else. ActorLost when there is none."""
+        require_async(cls)
+        proxy = ActorProxy(name)
+        await proxy._resolved()  # noqa: SLF001 - the proxy is ours
+        return cast("T", proxy)
+
+    async def stop(self, actor: object) -> None:
+        import ray
+        from ray.exceptions import RayError
+
+        proxy = cast("ActorProxy", actor)
+        handle = await proxy._resolved()  # noqa: SLF001 - the proxy is ours
+        with suppress(RayError):
+            await handle.close.remote()
+        ray.kill(handle, no_restart=True)
+
+    async def stats(self, actor: object) -> tuple[int, int]:
+        """(process id, calls received so far) of an actor. ActorLost when its process is gone."""
+        proxy = cast("ActorProxy", actor)
+        handle = await proxy._resolved()  # noqa: SLF001 - the proxy is ours
+        return cast("tuple[int, int]", await _await_call(repr(proxy), handle.stats.remote()))
+
+
+def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -> None:
+    """Start a Ray of our own on this machine; it dies with this process.
+
+    The authentication mode is set explicitly: since 2.59 an unset mode writes a token into the user's home.
+    """
+    import ray
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    ray.init(
+        address="local",
+        namespace=f"headrace-{run.name}",
+        object_store_memory=object_store_bytes,
+        include_dashboard=False,
+        log_to_driver=logs,
+        configure_logging=False,
+    )
+
+
+def stop_local_ray() -> None:
+    """Shut down the Ray that `start_local_ray` started; nothing to do when it is not running."""
+    import ray
+
+    if ray.is_initialized():
+        ray.shutdown()
+
+
+__all__ = ["ActorProxy", "InlineRuntime", "RayRuntime", "Runtime", "start_local_ray", "stop_local_ray"]

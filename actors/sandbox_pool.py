@@ -1,0 +1,73 @@
+"""The sandbox pool actor: `headrace.sandboxes.pool.Pool` over the provider of the recipe.
+
+Invariant: what a dead worker leased is released by its holder's label; what nobody releases ends with its lease.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Self
+
+from headrace.actors.stations import HOLDER_LABEL
+from headrace.sandboxes.leftovers import run_label
+from headrace.sandboxes.pool import Pool
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from headrace.actors.config import SandboxSection
+    from headrace.actors.run_directory import RunDirectory
+    from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
+    from headrace.sandboxes.errors import SandboxError
+    from headrace.sandboxes.pool import PoolStatus
+
+
+class SandboxPool:
+    """Leases, freezes and releases sandboxes of one host, in batches."""
+
+    def __init__(self, section: SandboxSection, *, directory: RunDirectory) -> None:
+        self._section = section
+        self._label = run_label(directory.path)
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        self._provider = await _start(self._section, self._label)
+        self._pool = Pool(self._provider, self._section.pool)
+        self._stack.push_async_callback(self._pool.aclose)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def lease(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
+        """One sandbox for each spec; errors are results, in the order of the specs."""
+        return await self._pool.lease(specs)
+
+    async def freeze(self, ids: list[SandboxId]) -> None:
+        await self._pool.freeze(ids)
+
+    async def release(self, ids: list[SandboxId]) -> None:
+        """Unknown ids are ignored; idempotent."""
+        await self._pool.release(ids)
+
+    async def release_holder(self, holder: str) -> None:
+        """Release everything that one incarnation of a worker leased."""
+        infos = await self._provider.list()
+        await self._pool.release([info.id for info in infos if info.labels.get(HOLDER_LABEL) == holder])
+
+    async def status(self) -> PoolStatus:
+        return await self._pool.status()
+
+
+async def _start(section: SandboxSection, label: str) -> SandboxProvider:
+    from headrace.actors.config import SandboxKind
+    from headrace.sandboxes.local import LocalProvider
+    from headrace.sandboxes.unprotected import SubprocessProvider
+
+    if section.provider is SandboxKind.SUBPROCESS:
+        return SubprocessProvider(label=label)
+    provider = LocalProvider(section.local.model_copy(update={"label": label}))
+    await provider.start()
+    return provider

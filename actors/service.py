@@ -1,0 +1,333 @@
+"""The service: start order, supervision, evaluations, end of a run.
+
+Invariants:
+- Every actor is named; a restarted service finds those that live and starts those that do not.
+- A lost actor is called again when Ray has restarted it; what it was doing is repeated idempotently or abandoned by
+  the buffer.
+- A run ends: with its steps done, drained, or with an error that says why. A stall is such an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from headrace.actors.agents.immediate import ImmediateAgent
+from headrace.actors.agents.shell import ShellAgent
+from headrace.actors.config import AgentKind, RunConfig
+from headrace.actors.dispatcher import Dispatcher
+from headrace.actors.engines import EngineGroup
+from headrace.actors.errors import ActorLost, RunStalled
+from headrace.actors.evaluator import Evaluator
+from headrace.actors.gateway import GatewayActor
+from headrace.actors.learner import LearnerLoop
+from headrace.actors.metrics import read_metrics
+from headrace.actors.observing import Observing
+from headrace.actors.replay import Replay
+from headrace.actors.retry import until_back
+from headrace.actors.sandbox_pool import SandboxPool
+from headrace.actors.worker import RolloutWorker, WorkerParts
+from headrace.buffer.tasks import load_tasks
+from headrace.serve.gateway import GatewayConfig
+from headrace.serve.progress import Progress
+from headrace.serve.session import Budgets, Sampling
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from types import TracebackType
+
+    from headrace.actors.agents.agent import Agent
+    from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.runtime import Runtime
+
+R = TypeVar("R")
+
+SUPERVISION_S = 1.0
+"""How often progress is read."""
+
+
+async def keep_running(call: Callable[[], Awaitable[R]], ready: Callable[[], Awaitable[object]]) -> R:
+    """Await a long call of an actor; when the actor is lost, wait until `ready` answers and call again."""
+    while True:
+        try:
+            return await call()
+        except ActorLost:
+            await until_back(ready)
+
+
+class Service:
+    """One run from first to last step."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, runtime: Runtime) -> None:
+        self._config = config
+        self._directory = directory
+        self._runtime = runtime
+        self._stack = AsyncExitStack()
+        self._observing = Observing(config=config.telemetry, run_dir=directory.path)
+        self._actors: dict[str, object] = {}
+        self._started_s = time.monotonic()
+        self._phase = "starting"
+        self._step = 0
+        self._stepped = asyncio.Event()
+        self._success: float | None = None
+        self._last_tokens = (time.monotonic(), 0)
+        self._tokens_per_s = 0.0
+
+    async def __aenter__(self) -> Self:
+        self._heldout = load_tasks(self._directory.heldout_tasks)[: self._config.evaluation.tasks]
+        self._metrics = self._observing.metrics()
+        try:
+            await self._start_stores()
+            await self._start_workers()
+            await self._start_loops()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def run(self) -> bool:
+        """Evaluate, train, evaluate. True when all steps are done, False when the run was drained before.
+
+        Raises RunStalled, and what ends the learner or the dispatcher for good.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                supervision = tasks.create_task(self._supervise())
+                done = await self._train_and_evaluate(tasks)
+                supervision.cancel()
+        except BaseExceptionGroup as group:
+            raise _first_cause(group) from group
+        self._phase = "done" if done else "drained"
+        return done
+
+    async def progress(self) -> Progress:
+        """One moment of the run; parts that are restarting show their last or no value."""
+        learner, dispatcher, pool, gateway = await asyncio.gather(
+            _or_none(self._learner.status),
+            _or_none(self._dispatcher.status),
+            _or_none(self._pool.status),
+            _or_none(self._gateway.stats),
+        )
+        self._count_tokens(gateway.sampled_tokens if gateway else 0)
+        last = learner.last if learner else None
+        return Progress(
+            phase=self._phase,
+            step=learner.version.step if learner and learner.version else 0,
+            total_steps=self._config.training.steps,
+            version=str(learner.version) if learner and learner.version else "-",
+            elapsed_s=time.monotonic() - self._started_s,
+            reward=dispatcher.mean_reward if dispatcher else None,
+            held_out_success=self._success,
+            mean_staleness=last.metrics.get("mean_staleness") if last else None,
+            rollouts_in_flight=dispatcher.in_flight + dispatcher.evaluating if dispatcher else 0,
+            sandboxes=pool.live if pool else 0,
+            tokens_per_s=self._tokens_per_s,
+            learner_idle_share=learner.idle_share if learner else None,
+            infra_failures=dispatcher.infra if dispatcher else 0,
+        )
+
+    async def drain(self) -> None:
+        """Stop issuing, save after the step under way, and let `run` return False."""
+        self._phase = "draining"
+        await until_back(self._learner.drain)
+
+    async def process_ids(self) -> dict[str, int]:
+        """Process id by actor name; for operators and fault tests."""
+        return {name: (await self._runtime.stats(actor))[0] for name, actor in self._actors.items()}
+
+    async def _train_and_evaluate(self, tasks: asyncio.TaskGroup) -> bool:
+        await keep_running(self._learner.open, self._learner.status)
+        self._phase = "base evaluation"
+        await self._evaluate_once("base", self._config.evaluation.samples)
+        self._phase = "training"
+        dispatching = tasks.create_task(keep_running(self._dispatcher.run, self._dispatcher.status))
+        on_the_way = tasks.create_task(self._evaluate_on_the_way())
+        version = await keep_running(self._learner.run, self._learner.status)
+        for task in (dispatching, on_the_way):
+            task.cancel()
+        await until_back(self._dispatcher.stop_training)
+        if version.step < self._config.training.steps:
+            return False
+        self._phase = "final evaluation"
+        await self._evaluate_once("final", self._config.evaluation.samples)
+        return True
+
+    async def _evaluate_on_the_way(self) -> None:
+        """Held-out success every so many steps, while training goes on; the base and final evaluations are separate."""
+        every = self._config.evaluation.every_steps
+        if not every:
+            return
+        for step in range(every, self._config.training.steps, every):
+            await self._step_reached(step)
+            await self._evaluate_once(f"step-{step}", self._config.evaluation.samples_on_the_way)
+
+    async def _step_reached(self, step: int) -> None:
+        while self._step < step:
+            self._stepped.clear()
+            await self._stepped.wait()
+
+    async def _evaluate_once(self, tag: str, samples: int) -> None:
+        """Run and record one evaluation; a resumed run leaves out what it has."""
+        done = [record for record in read_metrics(self._directory.metrics) if record["kind"] == "evaluation"]
+        if (known := next((record for record in done if record["tag"] == tag), None)) is not None:
+            self._success = known["success"]
+            return
+        summary = await keep_running(
+            lambda: self._dispatcher.evaluate(self._heldout, samples=samples, tag=tag), self._dispatcher.status
+        )
+        self._success = summary.success
+        self._metrics.append("evaluation", {"step": 0 if tag == "base" else self._step, **asdict(summary)})
+
+    async def _supervise(self) -> None:
+        """Notice steps and stalls: a run that moves nowhere for `stall_s` ends with what each part was doing."""
+        last_moved, seen = time.monotonic(), None
+        while True:
+            await asyncio.sleep(SUPERVISION_S)
+            learner = await _or_none(self._learner.status)
+            dispatcher = await _or_none(self._dispatcher.status)
+            if learner and learner.version and learner.version.step > self._step:
+                self._step = learner.version.step
+                self._stepped.set()
+            moved = (self._step, learner and learner.tokens, dispatcher and (dispatcher.finished, dispatcher.answered))
+            if moved != seen:
+                last_moved, seen = time.monotonic(), moved
+            elif time.monotonic() - last_moved > self._config.service.stall_s:
+                raise RunStalled(await self._diagnosis())
+
+    async def _diagnosis(self) -> str:
+        progress = await self.progress()
+        replay = await _or_none(self._replay.status)
+        return (
+            f"nothing moved for {self._config.service.stall_s:g} s (service.stall_s) in phase {progress.phase}: "
+            f"step {progress.step}, "
+            f"{progress.rollouts_in_flight} rollouts in flight, {progress.sandboxes} sandboxes, buffer {replay}"
+        )
+
+    def _count_tokens(self, total: int) -> None:
+        now, (then, before) = time.monotonic(), self._last_tokens
+        if now > then:
+            self._tokens_per_s = max(0, total - before) / (now - then)
+        self._last_tokens = (now, total)
+
+    async def _start_stores(self) -> None:
+        config, directory = self._config, self._directory
+        async with asyncio.TaskGroup() as starting:
+            replay = starting.create_task(
+                self._spawn("replay", Replay, config.buffer, directory=directory, seed=config.service.seed)
+            )
+            pool = starting.create_task(self._spawn("sandbox-pool", SandboxPool, config.sandbox, directory=directory))
+            gateway = starting.create_task(
+                self._spawn(
+                    "gateway",
+                    GatewayActor,
+                    GatewayConfig(tokenizer_dir=config.model.path),
+                    address_file=directory.path / "gateway.json",
+                    observing=self._observing,
+                )
+            )
+        self._replay, self._pool, self._gateway = replay.result(), pool.result(), gateway.result()
+
+    async def _start_workers(self) -> None:
+        config = self._config
+        async with asyncio.TaskGroup() as starting:
+            engines = starting.create_task(
+                self._spawn(
+                    "engines",
+                    EngineGroup,
+                    config.engines,
+                    config.push,
+                    gateway=self._gateway,
+                    model_dir=config.model.path,
+                    seed=config.service.seed,
+                    observing=self._observing,
+                )
+            )
+            evaluator = starting.create_task(self._spawn("evaluator", Evaluator, self._pool))
+        self._engines = engines.result()
+        parts = await self._worker_parts(evaluator.result())
+        async with asyncio.TaskGroup() as starting:
+            workers = [
+                starting.create_task(self._spawn(f"worker-{index}", RolloutWorker, parts))
+                for index in range(config.service.workers)
+            ]
+        self._workers = [worker.result() for worker in workers]
+
+    async def _start_loops(self) -> None:
+        config = self._config
+        async with asyncio.TaskGroup() as starting:
+            dispatcher = starting.create_task(
+                self._spawn(
+                    "dispatcher",
+                    Dispatcher,
+                    config.dispatcher,
+                    replay=self._replay,
+                    pool=self._pool,
+                    workers=self._workers,
+                )
+            )
+            learner = starting.create_task(
+                self._spawn(
+                    "learner",
+                    LearnerLoop,
+                    config.training,
+                    config.learner,
+                    replay=self._replay,
+                    engines=self._engines,
+                    observing=self._observing,
+                )
+            )
+        self._dispatcher, self._learner = dispatcher.result(), learner.result()
+
+    async def _worker_parts(self, evaluator: Evaluator) -> WorkerParts:
+        config = self._config
+        return WorkerParts(
+            pool=self._pool,
+            evaluator=evaluator,
+            replay=self._replay,
+            agent=_agent(config),
+            gateway=await self._gateway.address(),
+            sampling=Sampling(temperature=config.sampling.temperature),
+            budgets=Budgets(
+                max_turns=config.agent.max_turns,
+                max_tokens_per_turn=config.sampling.max_tokens_per_turn,
+                max_context_tokens=config.sampling.max_context_tokens,
+                wall_s=config.rollout.agent_timeout_s,
+            ),
+            rollout=config.rollout,
+            observing=self._observing,
+        )
+
+    async def _spawn(self, name: str, cls: type[R], *args: object, **kwargs: object) -> R:
+        actor = await self._runtime.spawn(cls, *args, name=name, **kwargs)
+        self._actors[name] = actor
+        self._stack.push_async_callback(self._runtime.stop, actor)
+        return actor
+
+
+def _agent(config: RunConfig) -> Agent:
+    if config.agent.kind is AgentKind.IMMEDIATE:
+        return ImmediateAgent()
+    return ShellAgent(config.agent)
+
+
+async def _or_none(call: Callable[[], Awaitable[R]]) -> R | None:
+    try:
+        return await call()
+    except ActorLost:
+        return None
+
+
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first single error in a group: the others are its consequences."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

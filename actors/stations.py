@@ -1,0 +1,105 @@
+"""Where the rollouts of one worker go: pool, gateway, agent, evaluator; calls that can travel together do.
+
+Invariant: what an incarnation of a worker leases carries its label, so that the leases of a dead one can be released
+by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Self
+
+import aiohttp
+
+from headrace.actors.agents.chat import ChatClient
+from headrace.actors.attachments import Attachments
+from headrace.actors.batching import Batcher
+from headrace.actors.retry import until_back
+from headrace.serve.client import GatewayClient, OpenedSession
+from headrace.serve.errors import SessionUnknown
+from headrace.serve.session import Session, SessionId, SessionSpec
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from headrace.actors.agents.shell import AgentReport
+    from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
+    from headrace.actors.worker import WorkerParts
+    from headrace.buffer.types import RolloutOrder
+    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
+    from headrace.sandboxes.errors import SandboxError
+    from headrace.serve.session import SessionReport
+
+HOLDER_LABEL = "holder"
+
+
+class WorkerStations:
+    """The stations of `rollout.Stations` over actors and HTTP; an async context manager."""
+
+    def __init__(self, parts: WorkerParts, holder: str) -> None:
+        self._parts = parts
+        self._holder = holder
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        enter = self._stack.enter_async_context
+        self._http = await enter(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        address = self._parts.gateway
+        self._gateway = await enter(GatewayClient(address.url, address.admin_token)) if address else None
+        self._attachments = await enter(Attachments())
+        self._lease: Batcher[SandboxSpec, SandboxRef] = await enter(Batcher(self._lease_many))
+        self._release: Batcher[SandboxId, None] = await enter(Batcher(self._release_many))
+        self._evaluate: Batcher[EvaluationRequest, Verdict] = await enter(Batcher(self._evaluate_many))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def lease(self, spec: SandboxSpec) -> SandboxRef:
+        return await self._lease(dataclasses.replace(spec, labels={**spec.labels, HOLDER_LABEL: self._holder}))
+
+    async def attach(self, ref: SandboxRef) -> Sandbox:
+        return await self._attachments.attach(ref)
+
+    async def release(self, sandbox: SandboxId) -> None:
+        await self._release(sandbox)
+
+    async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession:
+        spec = SessionSpec(
+            session_id=SessionId(f"{order.rollout_id}.{order.attempt}"),
+            sampling=self._parts.sampling,
+            budgets=self._parts.budgets,
+            traceparent=traceparent,
+        )
+        if self._gateway is None:
+            return OpenedSession(session_id=spec.session_id, base_url="")
+        [opened] = await self._gateway.open([spec])
+        return opened
+
+    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
+        chat = ChatClient(self._http, session.base_url)
+        return await self._parts.agent.run(chat=chat, sandbox=sandbox, task=order.task)
+
+    async def finish_session(self, session: OpenedSession) -> SessionReport:
+        if self._gateway is None:
+            return Session(SessionSpec(session_id=session.session_id), opened_at=0.0).report()
+        [report] = await self._gateway.finish([session.session_id])
+        if isinstance(report, SessionUnknown):
+            raise report
+        return report
+
+    async def evaluate(self, request: EvaluationRequest) -> Verdict:
+        return await self._evaluate(request)
+
+    async def _lease_many(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
+        return await until_back(lambda: self._parts.pool.lease(specs))
+
+    async def _release_many(self, ids: list[SandboxId]) -> list[None]:
+        await until_back(lambda: self._parts.pool.release(ids))
+        return [None] * len(ids)
+
+    async def _evaluate_many(self, requests: list[EvaluationRequest]) -> list[Verdict]:
+        return await until_back(lambda: self._parts.evaluator.evaluate(requests))

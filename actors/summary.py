@@ -1,0 +1,112 @@
+"""What a run came to, recomputed from its directory: metrics, ledger and a look at what is left on this host."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from headrace.actors.metrics import read_metrics
+from headrace.buffer.evidence import read_evidence
+from headrace.buffer.verify import verify
+from headrace.sandboxes.leftovers import sandboxes_left
+
+if TYPE_CHECKING:
+    from headrace.actors.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Success is a share in [0, 1], None where that evaluation did not run. Staleness is in optimizer updates;
+    `rollouts` counts
+    training attempts that ended with a result; walls are seconds. `trained_twice`, `lost` and `max_staleness_seen`
+    are recomputed by
+    `ledger verify`; `sandboxes_leaked` is counted by looking at the host's processes."""
+
+    run: str
+    completed: bool
+    base_success: float | None
+    final_success: float | None
+    steps: int
+    versions: int
+    rollouts: int
+    mean_staleness: float
+    max_staleness: int | None
+    max_staleness_seen: int
+    trained_twice: int
+    lost: int
+    sandboxes_leaked: int
+    evaluation_answers: int
+    evaluation_infra: int
+    in_flight_at_push_min: int | None
+    push_s_mean: float | None
+    learner_idle_share: float
+    train_wall_s: float | None
+    total_wall_s: float
+    ledger_clean: bool
+    problems: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        base, final = (_percent(value) for value in (self.base_success, self.final_success))
+        verdict = "clean" if self.ledger_clean else f"NOT CLEAN: {self.problems[0]}"
+        wall = "-" if self.train_wall_s is None else f"{self.train_wall_s:.0f} s"
+        return [
+            f"held-out success {base} -> {final}   ({self.evaluation_answers} sampled answers)",
+            f"{self.steps} steps, {self.rollouts} rollouts, trained in {wall}, {self.total_wall_s:.0f} s in all",
+            f"staleness mean {self.mean_staleness:.2f}, largest {self.max_staleness_seen} of {self.max_staleness}",
+            f"ledger {verdict}; trained twice {self.trained_twice}, lost {self.lost}; leaked {self.sandboxes_leaked}",
+            f"see {self.run}/reward.png" + ("" if self.completed else f"; continue with: headrace resume {self.run}"),
+        ]
+
+
+def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
+    """Read everything again. Raises LedgerRefused when the directory holds no readable ledger."""
+    metrics = read_metrics(directory.metrics)
+    evaluations = {record["tag"]: record for record in metrics if record["kind"] == "evaluation"}
+    steps = [record for record in metrics if record["kind"] == "step"]
+    # The first push of an incarnation comes before there is anything to disturb.
+    pushes = [record for record in metrics if record["kind"] == "push" and not record["version"].endswith(".0")]
+    evidence, report = read_evidence(directory.path), verify(directory.path)
+    ended = [attempt for attempt in evidence.attempts if attempt.offered]
+    started_s = [attempt.issued_at_s for attempt in evidence.attempts]
+    commits_s = [commit.committed_at_s for commit in evidence.commits]
+    base, final = evaluations.get("base"), evaluations.get("final")
+    times = [sum(record[f"{part}_s"] for record in steps) for part in ("idle", "step", "push")]
+    return RunSummary(
+        run=str(directory.path),
+        completed=completed,
+        base_success=base["success"] if base else None,
+        final_success=final["success"] if final else None,
+        steps=report.steps,
+        versions=len({commit.version for commit in evidence.commits if not commit.skipped}) + len(evidence.epochs),
+        rollouts=len(ended),
+        mean_staleness=report.mean_staleness,
+        max_staleness=report.max_staleness,
+        max_staleness_seen=report.max_staleness_seen,
+        trained_twice=report.trained_twice,
+        lost=report.lost,
+        sandboxes_leaked=sandboxes_left(directory.path),
+        evaluation_answers=final["answers"] if final else (base["answers"] if base else 0),
+        evaluation_infra=sum(record["infra"] for record in evaluations.values()),
+        in_flight_at_push_min=min((record["rollouts_in_flight"] for record in pushes), default=None),
+        push_s_mean=sum(record["total_s"] for record in pushes) / len(pushes) if pushes else None,
+        learner_idle_share=times[0] / sum(times) if sum(times) else 0.0,
+        train_wall_s=max(commits_s) - min(started_s) if commits_s and started_s else None,
+        total_wall_s=_total_wall_s(directory),
+        ledger_clean=report.clean,
+        problems=report.problems,
+    )
+
+
+def _total_wall_s(directory: RunDirectory) -> float:
+    sessions = [orjson.loads(line) for line in directory.sessions.read_bytes().splitlines()]
+    return float(sum(session["ended_s"] - session["started_s"] for session in sessions))
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

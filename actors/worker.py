@@ -1,0 +1,172 @@
+"""The rollout worker: one actor that carries hundreds of rollouts as coroutines.
+
+Invariants:
+- A rollout is a task of this worker's task group: none outlives the worker, none is lost silently.
+- Every started attempt is offered to the buffer once (idempotently, until the buffer is back) and then reported as
+  finished to the
+  dispatcher. A cancelled attempt is reported too, with outcome `cancelled`.
+- Lease, release, evaluate and offer are batch calls: all rollouts ready within 10 ms travel together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from opentelemetry import trace
+
+from headrace.actors.batching import Batcher
+from headrace.actors.retry import until_back
+from headrace.actors.rollout import run_rollout
+from headrace.actors.stations import WorkerStations
+from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutResult
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from headrace.actors.agents.agent import Agent
+    from headrace.actors.evaluator import Evaluator
+    from headrace.actors.gateway import GatewayAddress
+    from headrace.actors.observing import Observing
+    from headrace.actors.replay import Replay
+    from headrace.actors.rollout import RolloutConfig
+    from headrace.actors.sandbox_pool import SandboxPool
+    from headrace.buffer.types import RolloutOrder
+    from headrace.serve.session import Budgets, Sampling
+
+tracer = trace.get_tracer("headrace.actors.worker")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """One attempt that ended and whose result is durable in the buffer."""
+
+    rollout_id: RolloutId
+    attempt: int
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStatus:
+    """`incarnation` names this process: what an earlier incarnation leased is nobody's."""
+
+    incarnation: str
+    running: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """What a worker is made of; everything in it is picklable."""
+
+    pool: SandboxPool
+    evaluator: Evaluator
+    replay: Replay
+    agent: Agent
+    gateway: GatewayAddress | None
+    """None when the agent asks no policy."""
+    sampling: Sampling
+    budgets: Budgets
+    rollout: RolloutConfig
+    observing: Observing
+
+
+class RolloutWorker:
+    """Runs the rollouts it is given, as coroutines of one process."""
+
+    def __init__(self, parts: WorkerParts) -> None:
+        self._parts = parts
+        self._incarnation = uuid.uuid4().hex
+        self._stack = AsyncExitStack()
+        self._running: dict[tuple[RolloutId, int], asyncio.Task[None]] = {}
+        self._finished: list[Finished] = []
+        self._has_finished = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        enter = self._stack.enter_async_context
+        self._stack.enter_context(self._parts.observing.spans("worker"))
+        self._metrics = self._parts.observing.metrics()
+        self._stations = await enter(WorkerStations(self._parts, self._incarnation))
+        self._offer: Batcher[tuple[RolloutOrder, RolloutResult], None] = await enter(Batcher(self._offer_many))
+        self._tasks = await enter(asyncio.TaskGroup())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._running.values():
+            task.cancel()
+        await self._stack.aclose()
+
+    async def start(self, orders: list[RolloutOrder]) -> None:
+        """Begin these attempts; an attempt that runs already is left alone. Returns at once."""
+        for order in orders:
+            key = (order.rollout_id, order.attempt)
+            if key not in self._running:
+                self._running[key] = self._tasks.create_task(self._run(order))
+
+    async def finished(self, *, timeout_s: float) -> list[Finished]:
+        """What ended since the last call; waits up to `timeout_s` for the first, then for what ends in the same
+        instant."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._has_finished.wait()
+        except TimeoutError:
+            return []
+        self._has_finished.clear()
+        finished, self._finished = self._finished, []
+        return finished
+
+    async def cancel(self, attempts: list[tuple[RolloutId, int]]) -> None:
+        """End these attempts now; they are offered as `cancelled`. Unknown ones are ignored."""
+        for key in attempts:
+            if task := self._running.get(key):
+                task.cancel()
+
+    async def reset(self) -> None:
+        """End everything and forget what was not fetched: a new dispatcher begins."""
+        for task in self._running.values():
+            task.cancel()
+        self._finished.clear()
+        self._has_finished.clear()
+
+    async def status(self) -> WorkerStatus:
+        return WorkerStatus(incarnation=self._incarnation, running=len(self._running))
+
+    async def _run(self, order: RolloutOrder) -> None:
+        try:
+            result = await run_rollout(order, self._stations, self._parts.rollout)
+        except asyncio.CancelledError:
+            result = _cancelled(order)
+        try:
+            await self._offer((order, result))
+        finally:
+            del self._running[order.rollout_id, order.attempt]
+            self._finished.append(Finished(rollout_id=order.rollout_id, attempt=order.attempt, outcome=result.outcome))
+            self._has_finished.set()
+
+    async def _offer_many(self, ended: list[tuple[RolloutOrder, RolloutResult]]) -> list[None]:
+        training = [result for order, result in ended if order.purpose is Purpose.TRAIN]
+        evaluation = [(order, result) for order, result in ended if order.purpose is Purpose.EVALUATION]
+        if training:
+            await until_back(lambda: self._parts.replay.offer(training))
+            self._metrics.append("rollout_phases", mean_phases(training))
+        if evaluation:
+            await until_back(lambda: self._parts.replay.record_evaluations(evaluation))
+        return [None] * len(ended)
+
+
+def mean_phases(results: list[RolloutResult]) -> dict[str, float]:
+    """Mean seconds by phase over the rollouts, and how many there were."""
+    totals: dict[str, float] = {"rollouts": float(len(results))}
+    for result in results:
+        for phase, seconds in result.phases_s:
+            totals[phase] = totals.get(phase, 0.0) + seconds / len(results)
+    return totals
+
+
+def _cancelled(order: RolloutOrder) -> RolloutResult:
+    outcome = Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)
+    return RolloutResult(rollout_id=order.rollout_id, attempt=order.attempt, outcome=outcome, trajectory=None)

@@ -1,0 +1,304 @@
+"""Batches: taken, committed, released, rolled back.
+
+Invariants:
+- No member is leased whose staleness at the batch's version exceeds the bound; a commit is accepted only at that
+  version, in the order taken. Hence nothing is trained over the bound.
+- Only the newest epoch takes and commits; every surviving step extends the hash chain of the one before.
+- A released or rolled-back batch is issued again as the same batch (id and ordered members), unless a member went over
+  the bound: then that member is evicted and the others return to the front.
+- Staleness never falls while versions grow, so evicting at the next version to be trained is final.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from headrace.buffer.errors import LeaseError, LedgerBehind, LedgerMismatch, StaleEpoch, VersionMismatch
+from headrace.buffer.records import (
+    BatchMember,
+    BatchRecord,
+    BatchState,
+    CheckpointRecord,
+    CommitRecord,
+    EpochRecord,
+    RolloutState,
+)
+from headrace.buffer.types import BatchId, batch_digest, extend_chain
+from headrace.buffer.versions import PolicyVersion
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from headrace.buffer.replay import BufferConfig
+    from headrace.buffer.state import ReplayState
+    from headrace.buffer.types import BatchLease, CheckpointRef, RolloutId, StepReport
+
+
+class BatchBook:
+    """The side of the buffer that faces the learner."""
+
+    def __init__(self, state: ReplayState, config: BufferConfig) -> None:
+        self._state, self._config = state, config
+
+    def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
+        """Lease the oldest full batch that may be trained at `version`; None when there is none yet.
+
+        A repeated call with the version of a lease returns that lease. `version` must be the head plus the outstanding
+        leases. Raises StaleEpoch, VersionMismatch.
+        """
+        self._fence(epoch)
+        leases = self._state.leases()
+        for lease in leases:
+            if lease.version == version:
+                return lease
+        head = self._head()
+        if version != PolicyVersion(epoch, head.step + len(leases)):
+            raise VersionMismatch(
+                f"take at version {version}, but the ledger is at {head} with {len(leases)} batches leased: "
+                "pass the version the batch will be trained at"
+            )
+        self._settle_queue(version)
+        sealed = self._evict_sealed(version)
+        return self._lease_next(sealed, version, epoch, now)
+
+    def commit(self, lease: BatchLease, report: StepReport, now: float) -> None:
+        """The step on this batch is done. Raises StaleEpoch, LeaseError, VersionMismatch."""
+        self._fence(lease.epoch)
+        batch = self._state.batches.get(lease.batch_id)
+        if batch is None or batch.epoch != lease.epoch or report.batch_id != lease.batch_id:
+            raise LeaseError(f"batch {lease.batch_id} is not leased to epoch {lease.epoch}")
+        if batch.state is BatchState.COMMITTED:
+            return
+        if batch not in self._state.leases()[:1]:
+            raise LeaseError(
+                f"batch {lease.batch_id} is {batch.state} and not the oldest lease: commit in the order taken"
+            )
+        trained_at = batch.version
+        after = trained_at if report.skipped else PolicyVersion(trained_at.epoch, trained_at.step + 1)
+        if report.version != after:
+            raise VersionMismatch(f"step on {lease.batch_id} reports version {report.version}, expected {after}")
+        self._commit(batch, report, now)
+        if report.skipped:
+            self._restamp_leases()
+
+    def release(self, lease: BatchLease) -> None:
+        """Give a batch back before its step began. Raises StaleEpoch, LeaseError."""
+        self._fence(lease.epoch)
+        batch = self._state.batches.get(lease.batch_id)
+        if batch is None or batch.state is BatchState.COMMITTED or batch.epoch != lease.epoch:
+            raise LeaseError(f"batch {lease.batch_id} is not leased to epoch {lease.epoch}")
+        if batch.state is not BatchState.LEASED:
+            return
+        if batch != self._state.leases()[-1]:
+            raise LeaseError(f"batch {lease.batch_id} is not the newest lease: release in the reverse order taken")
+        self._state.count("batches_released")
+        self._requeue([batch])
+
+    def checkpointed(self, ref: CheckpointRef, now: float) -> None:
+        """Record a durable checkpoint directory; idempotent. Raises StaleEpoch, LedgerMismatch."""
+        known = self._state.checkpoints.get(ref.version)
+        if known is not None and known.chain == ref.chain:
+            return
+        self._fence(ref.version.epoch)
+        self._record(ref, self._sequence_of(ref), now)
+
+    def open_epoch(self, checkpoint: CheckpointRef | None, now: float) -> PolicyVersion:
+        """A new learner incarnation at `checkpoint` (None: from the start). Steps after it are undone. Raises
+        LedgerMismatch, LedgerBehind, with nothing changed."""
+        if self.needs_history(checkpoint):
+            raise LedgerMismatch("this undoes steps on forgotten batches: fold the core from all rows first")
+        sequence = self._sequence_of(checkpoint) if checkpoint else 0
+        epoch = self._state.epoch + 1
+        undone = [commit for number, commit in sorted(self._state.commits.items()) if number > sequence]
+        again = [self._state.batches[commit.batch_id] for commit in undone] + self._state.leases()
+        again += self._state.queue()
+        for commit in undone:
+            self._state.put(replace(commit, rolled_back_by=epoch))
+        if undone:
+            self._state.count("batches_rolled_back", len(undone))
+        self._requeue(again)
+        if checkpoint and checkpoint.version not in self._state.checkpoints:
+            self._record(checkpoint, sequence, now)
+        parent = checkpoint.version if checkpoint else (PolicyVersion(1, 0) if epoch > 1 else None)
+        chain = checkpoint.chain if checkpoint else ""
+        self._state.put(EpochRecord(epoch=epoch, parent=parent, chain=chain, opened_at_s=now))
+        return self._head()
+
+    def needs_history(self, checkpoint: CheckpointRef | None) -> bool:
+        """Whether opening at `checkpoint` undoes steps on batches that were closed and forgotten."""
+        sequence = self._sequence_of(checkpoint) if checkpoint else 0
+        commits = self._state.commits.items()
+        return any(number > sequence and commit.batch_id not in self._state.batches for number, commit in commits)
+
+    def staleness(self, rollout_id: RolloutId, version: PolicyVersion) -> int:
+        """Of the rollout's trajectory, trained at `version`: the path to the oldest version that sampled a trained
+        token."""
+        trained = self._state.attempts[rollout_id].trained
+        return max(self._state.tree.staleness(version, part.version) for part in trained)
+
+    def _head(self) -> PolicyVersion:
+        head = self._state.head
+        if head is None:
+            raise StaleEpoch("no learner incarnation is open: call open_epoch first")
+        return head
+
+    def _fence(self, epoch: int) -> None:
+        if epoch != self._state.epoch or epoch < 1:
+            raise StaleEpoch(f"epoch {epoch} is not the open one ({self._state.epoch}): this learner must end")
+
+    def _over(self, rollout_id: RolloutId, version: PolicyVersion) -> bool:
+        return self.staleness(rollout_id, version) > self._config.max_staleness
+
+    def _settle_queue(self, version: PolicyVersion) -> None:
+        """Dissolve batches at the front of the queue that cannot be issued again as they were."""
+        for batch in self._state.queue():
+            members = [member.rollout_id for member in batch.members]
+            over = {rollout_id for rollout_id in members if self._over(rollout_id, version)}
+            if not over:
+                return
+            self._state.put(replace(batch, state=BatchState.DISSOLVED, queue_order=None))
+            self._state.count("batches_dissolved")
+            for rollout_id in members:
+                if rollout_id in over:
+                    self._evict(rollout_id)
+                else:
+                    self._state.move(rollout_id, RolloutState.SEALED, batch_id=None)
+
+    def _evict_sealed(self, version: PolicyVersion) -> list[RolloutId]:
+        """The sealed rollouts that no queued batch holds, oldest first, without those over the bound."""
+        free = []
+        for rollout_id in list(self._state.by_state[RolloutState.SEALED]):
+            if self._state.rollouts[rollout_id].batch_id is not None:
+                continue
+            if self._over(rollout_id, version):
+                self._evict(rollout_id)
+            else:
+                free.append(rollout_id)
+        return sorted(free, key=self._state.age)
+
+    def _evict(self, rollout_id: RolloutId) -> None:
+        self._state.move(rollout_id, RolloutState.EVICTED, batch_id=None)
+        self._state.count("rollouts_evicted")
+
+    def _lease_next(
+        self, sealed: Sequence[RolloutId], version: PolicyVersion, epoch: int, now: float
+    ) -> BatchRecord | None:
+        """The queued batch or a fresh one, whichever holds the older rollout."""
+        fresh = sealed[: self._config.batch_size]
+        full = len(fresh) == self._config.batch_size
+        queued = next(iter(self._state.queue()), None)
+        if queued and not (full and self._state.age(fresh[0]) < self._state.age(queued.members[0].rollout_id)):
+            members = [member.rollout_id for member in queued.members]
+            return self._lease(queued.batch_id, queued.ordinal, members, version, epoch, now)
+        if not full:
+            return None
+        ordinal = self._state.next_batch
+        return self._lease(BatchId(f"b{ordinal:06d}"), ordinal, fresh, version, epoch, now)
+
+    def _lease(
+        self,
+        batch_id: BatchId,
+        ordinal: int,
+        members: Iterable[RolloutId],
+        version: PolicyVersion,
+        epoch: int,
+        now: float,
+    ) -> BatchRecord:
+        leased = [self._state.move(rollout_id, RolloutState.LEASED, batch_id=batch_id) for rollout_id in members]
+        batch = BatchRecord(
+            batch_id=batch_id,
+            ordinal=ordinal,
+            state=BatchState.LEASED,
+            epoch=epoch,
+            version=version,
+            members=tuple(
+                BatchMember(
+                    rollout_id=rollout.rollout_id,
+                    attempt=rollout.attempt,
+                    staleness=self.staleness(rollout.rollout_id, version),
+                )
+                for rollout in leased
+            ),
+            leased_at_s=now,
+        )
+        self._state.put(batch)
+        return batch
+
+    def _commit(self, batch: BatchRecord, report: StepReport, now: float) -> None:
+        digest = batch_digest(batch.batch_id, tuple((member.rollout_id, member.attempt) for member in batch.members))
+        self._state.put(
+            CommitRecord(
+                sequence=self._state.next_commit,
+                batch_id=batch.batch_id,
+                epoch=batch.epoch,
+                trained_at=batch.version,
+                version=report.version,
+                skipped=report.skipped,
+                chain=extend_chain(self._state.chain, digest),
+                max_staleness=self._config.max_staleness,
+                committed_at_s=now,
+                metrics=dict(report.metrics),
+            )
+        )
+        self._state.put(replace(batch, state=BatchState.COMMITTED))
+        for member in batch.members:
+            self._state.move(member.rollout_id, RolloutState.TRAINED)
+
+    def _record(self, ref: CheckpointRef, sequence: int, now: float) -> None:
+        self._state.put(
+            CheckpointRecord(
+                version=ref.version, path=ref.path, batch_ids=ref.batch_ids, chain=ref.chain, recorded_at_s=now
+            )
+        )
+        self._state.close_covered(sequence)
+
+    def _restamp_leases(self) -> None:
+        """A skipped step left the version where it was: the batches taken ahead are trained one version earlier."""
+        for batch in self._state.leases():
+            version = PolicyVersion(batch.epoch, batch.version.step - 1)
+            members = tuple(
+                replace(member, staleness=self.staleness(member.rollout_id, version)) for member in batch.members
+            )
+            self._state.put(replace(batch, version=version, members=members))
+
+    def _requeue(self, batches: Sequence[BatchRecord]) -> None:
+        """Put batches in front of the queue, in this order; those in the queue already may be among them."""
+        named = {batch.batch_id for batch in batches}
+        order = [*batches, *(batch for batch in self._state.queue() if batch.batch_id not in named)]
+        for place, batch in enumerate(order):
+            self._state.put(replace(batch, state=BatchState.QUEUED, queue_order=place, closed=False))
+            for member in batch.members:
+                self._state.move(member.rollout_id, RolloutState.SEALED, batch_id=batch.batch_id)
+                group = self._state.groups[self._state.rollouts[member.rollout_id].group_id]
+                if group.closed:
+                    self._state.put(replace(group, closed=False))
+
+    def _sequence_of(self, checkpoint: CheckpointRef) -> int:
+        """The last step that `checkpoint` covers, 0 for none. Raises LedgerBehind, LedgerMismatch."""
+        covered = [number for number, commit in self._state.commits.items() if commit.chain == checkpoint.chain]
+        sequence = covered[0] if covered else 0
+        if checkpoint.chain and not covered:
+            known = {commit.batch_id for commit in self._state.commits.values()}
+            missing = [batch_id for batch_id in checkpoint.batch_ids if batch_id not in known]
+            if missing:
+                raise LedgerBehind(
+                    f"checkpoint {checkpoint.path} holds batches that the ledger has not committed ({missing[0]}...): "
+                    "restore the ledger that belongs to it, or remove the checkpoint to resume from an earlier one"
+                )
+            raise LedgerMismatch(f"checkpoint {checkpoint.path} trained other batches than the ledger's surviving path")
+        if checkpoint.version not in self._versions_at(sequence):
+            raise LedgerMismatch(
+                f"checkpoint {checkpoint.path} says version {checkpoint.version}; the ledger has another there: "
+                "it is of a path that was rolled back, take another checkpoint"
+            )
+        return sequence
+
+    def _versions_at(self, sequence: int) -> set[PolicyVersion]:
+        """The names of the weights after step `sequence` of the surviving path."""
+        commit = self._state.commits.get(sequence)
+        names = {commit.version if commit else PolicyVersion(1, 0)}
+        for record in self._state.epochs.values():
+            if record.parent in names and record.chain == (commit.chain if commit else ""):
+                names.add(PolicyVersion(record.epoch, record.parent.step))
+        return names

@@ -1,0 +1,88 @@
+"""Trajectories as bytes: compact, versioned, no pickle.
+
+Invariants:
+- `decode(encode(t))` has equal arrays, spans and temperature; the same trajectory always gives the same bytes.
+- Any damaged or foreign input ends in CodecError, after at most `MAX_BYTES` of memory.
+
+Layout (little endian) inside one zstandard frame: `HRT`, format byte, temperature f8, number of rows u4; per row:
+tokens u4, spans u4; per span: start, end, epoch, step u4 each; then tokens i4[T], log-probabilities f4[T], loss mask
+one bit each, padded to a byte.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import zstandard
+
+from headrace.buffer.errors import CodecError
+from headrace.buffer.types import Row, Trajectory, VersionSpan
+from headrace.buffer.versions import PolicyVersion
+
+FORMAT = 1
+MAX_BYTES = 1 << 30
+_MAGIC = b"HRT"
+_HEADER = struct.Struct("<3sBdI")
+_ROW = struct.Struct("<II")
+_SPAN_WORDS = 4
+_LEVEL = 1
+
+
+def encode(trajectory: Trajectory) -> bytes:
+    """Bytes of a trajectory. Raises CodecError when it is larger than MAX_BYTES."""
+    parts = [_HEADER.pack(_MAGIC, FORMAT, trajectory.temperature, len(trajectory.rows))]
+    for row in trajectory.rows:
+        spans = [
+            word for span in row.versions for word in (span.start, span.end, span.version.epoch, span.version.step)
+        ]
+        parts += [
+            _ROW.pack(len(row.tokens_T), len(row.versions)),
+            np.asarray(spans, dtype="<u4").tobytes(),
+            row.tokens_T.astype("<i4", copy=False).tobytes(),
+            row.logprobs_T.astype("<f4", copy=False).tobytes(),
+            np.packbits(row.loss_mask_T).tobytes(),
+        ]
+    plain = b"".join(parts)
+    if len(plain) > MAX_BYTES:
+        raise CodecError(f"a trajectory of {len(plain)} bytes exceeds {MAX_BYTES}: lower the token budget of a rollout")
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(plain)
+
+
+def decode(data: bytes) -> Trajectory:
+    """The trajectory in `data`. Raises CodecError."""
+    try:
+        if not 0 <= zstandard.frame_content_size(data) <= MAX_BYTES:
+            raise CodecError("a trajectory without a sane size")
+        return _decode(zstandard.ZstdDecompressor().decompress(data))
+    except (zstandard.ZstdError, struct.error, ValueError) as error:
+        raise CodecError(f"not a readable trajectory: {error}") from error
+
+
+def _decode(plain: bytes) -> Trajectory:
+    magic, version, temperature, row_count = _HEADER.unpack_from(plain)
+    if magic != _MAGIC or version != FORMAT:
+        raise CodecError(f"trajectory format {magic!r} {version}, this headrace reads {_MAGIC!r} {FORMAT}")
+    rows, offset = [], _HEADER.size
+    for _ in range(row_count):
+        row, offset = _decode_row(plain, offset)
+        rows.append(row)
+    if offset != len(plain):
+        raise CodecError("bytes are left over behind the last row")
+    return Trajectory(rows=tuple(rows), temperature=temperature)
+
+
+def _decode_row(plain: bytes, offset: int) -> tuple[Row, int]:
+    length, span_count = _ROW.unpack_from(plain, offset)
+    offset += _ROW.size
+    words = np.frombuffer(plain, "<u4", span_count * _SPAN_WORDS, offset).reshape(span_count, _SPAN_WORDS).tolist()
+    offset += span_count * _SPAN_WORDS * 4
+    tokens = np.frombuffer(plain, "<i4", length, offset).astype(np.int32)
+    logprobs = np.frombuffer(plain, "<f4", length, offset + 4 * length).astype(np.float32)
+    packed = np.frombuffer(plain, np.uint8, (length + 7) // 8, offset + 8 * length)
+    offset += 8 * length + len(packed)
+    spans = tuple(
+        VersionSpan(start=start, end=end, version=PolicyVersion(epoch, step)) for start, end, epoch, step in words
+    )
+    mask = np.unpackbits(packed, count=length).astype(np.bool_)
+    return Row(tokens_T=tokens, loss_mask_T=mask, logprobs_T=logprobs, versions=spans), offset

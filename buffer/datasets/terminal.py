@@ -1,0 +1,279 @@
+"""A generated family of terminal tasks in which looking first matters.
+
+Invariants:
+- A task is a pure function of its combination (kind, what the instruction gives, what only looking tells): the same
+  combination has the same id, files and check everywhere and for ever.
+- The split of a combination is decided by its hash alone, so training and held-out tasks never share a combination.
+- The instruction never holds the finding; the files do. A check accepts exactly one content of the whole `/workspace`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+WORKSPACE = "/workspace"
+HIDDEN_TEST = "/tmp/hidden_test_calc.py"
+HELD_OUT_SHARE = 4
+"""One combination in this many is held out."""
+
+WORDS = (
+    "apple", "bread", "cider", "dates", "fudge", "grape", "honey", "icing", "jelly", "chili", "lemon", "mango",
+    "nacho", "olive", "peach", "quark", "ramen", "salsa", "toast", "trout", "wafer", "yeast", "basil", "curry",
+)  # fmt: skip
+"""Contents of files. No word is part of another word or of a file name."""
+NAMES = ("ash", "box", "elm", "fir", "gum", "haw", "ivy", "jay", "oak", "pin", "tea", "yew")
+"""Names of files."""
+CONSTANTS = ("RATE", "COST", "SIZE", "STEP", "UNIT", "GAIN", "LOAD", "BASE")
+"""Names of the constant in calc.py."""
+NUMBERS = tuple(str(number) for number in range(11, 100, 3))
+"""Right values of that constant."""
+WRONG_NUMBER = "10"
+"""Its value before the repair."""
+
+
+class Split(StrEnum):
+    """Which side of the hash a combination is on."""
+
+    TRAIN = "train"
+    HELD_OUT = "held_out"
+
+
+class Kind(StrEnum):
+    """What is asked for."""
+
+    WRITE = "write"
+    """Write a word to a file whose name stands in another file."""
+    MOVE = "move"
+    """Move the last line of one file to the end of another."""
+    RENAME = "rename"
+    """Rename the one file that contains a word."""
+    REPAIR = "repair"
+    """Repair a constant in calc.py so that its test passes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One combination. `given` stands in the instruction, `finding` only in the files.
+
+    | kind | given | finding |
+    |---|---|---|
+    | write | word, file that holds the name | name of the file to write |
+    | move | from, to | word on the last line |
+    | rename | word, new name | name of the file with the word |
+    | repair | constant, its wrong value | its right value |
+    """
+
+    kind: Kind
+    given: tuple[str, str]
+    finding: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the combination, hexadecimal."""
+        return hashlib.sha256("|".join((self.kind, *self.given, self.finding)).encode()).hexdigest()
+
+    @property
+    def split(self) -> Split:
+        return Split.HELD_OUT if int(self.digest, 16) % HELD_OUT_SHARE == 0 else Split.TRAIN
+
+    @property
+    def instruction(self) -> str:
+        first, second = self.given
+        match self.kind:
+            case Kind.WRITE:
+                return f"write {first} to the file named in {second}"
+            case Kind.MOVE:
+                return f"move the last line of {first} to {second}"
+            case Kind.RENAME:
+                return f"rename the file that has {first} to {second}"
+            case Kind.REPAIR:
+                return f"repair {first} in calc.py so that test.py passes"
+
+    @property
+    def stray(self) -> tuple[str, str, str]:
+        """Looking in the wrong place: the command, what it prints, and the wrong finding in that."""
+        first, second = self.given
+        files = self.files()
+        name, text = next((name, text) for name, text in files.items() if name not in (first, second, self.finding))
+        match self.kind:
+            case Kind.WRITE:
+                return f"cat {name}", text.rstrip(), text.rstrip()
+            case Kind.MOVE:
+                return f"tail -n 1 {second}", files[second].rstrip(), files[second].rstrip()
+            case Kind.RENAME:
+                return f"grep -l {text.rstrip()} *", name, name
+            case Kind.REPAIR:
+                return "cat calc.py", files["calc.py"].rstrip(), WRONG_NUMBER
+
+    @property
+    def look(self) -> str:
+        """The command that shows the finding."""
+        first, second = self.given
+        match self.kind:
+            case Kind.WRITE:
+                return f"cat {second}"
+            case Kind.MOVE:
+                return f"tail -n 1 {first}"
+            case Kind.RENAME:
+                return f"grep -l {first} *"
+            case Kind.REPAIR:
+                return "cat test.py"
+
+    @property
+    def shown(self) -> str:
+        """What `look` prints, without the last line end."""
+        return calc_test(1, self.finding) if self.kind is Kind.REPAIR else self.finding
+
+    def act(self, finding: str) -> str:
+        """The command that solves the task if `finding` is the problem's own; with another one it is a wrong guess."""
+        first, second = self.given
+        match self.kind:
+            case Kind.WRITE:
+                return f"echo {first} > {finding}; exit"
+            case Kind.MOVE:
+                return f"sed -i /{finding}/d {first}; echo {finding} >> {second}; exit"
+            case Kind.RENAME:
+                return f"mv {finding} {second}; exit"
+            case Kind.REPAIR:
+                return f'sed -i "s/= .*/= {finding}/" calc.py; exit'
+
+    def files(self) -> dict[str, str]:
+        """Name under /workspace -> text before the agent starts."""
+        return self._files()[0]
+
+    def expected(self) -> dict[str, str]:
+        """Name under /workspace -> text of the only accepted end."""
+        return self._files()[1]
+
+    def _files(self) -> tuple[dict[str, str], dict[str, str]]:
+        first, second = self.given
+        chance = random.Random(self.digest)
+        words = [word for word in WORDS if word not in (*self.given, self.finding)]
+        names = [name for name in NAMES if name not in (*self.given, self.finding)]
+        fillers = chance.sample(words, 4)
+        spare = chance.sample(names, 2)
+        match self.kind:
+            case Kind.WRITE:
+                before = {second: self.finding, spare[0]: fillers[0], spare[1]: fillers[1]}
+                after = before | {self.finding: first}
+            case Kind.MOVE:
+                kept = f"{fillers[0]}\n{fillers[1]}"
+                before = {first: f"{kept}\n{self.finding}", second: fillers[2], spare[0]: fillers[3]}
+                after = before | {first: kept, second: f"{fillers[2]}\n{self.finding}"}
+            case Kind.RENAME:
+                content = f"{fillers[0]}\n{first}"
+                before = {self.finding: content, spare[0]: fillers[1], spare[1]: fillers[2]}
+                after = {second: content, spare[0]: fillers[1], spare[1]: fillers[2]}
+            case Kind.REPAIR:
+                before = {"calc.py": calc_source(first, second), "test.py": calc_test(1, self.finding)}
+                after = before | {"calc.py": calc_source(first, self.finding)}
+        return _with_newlines(before), _with_newlines(after)
+
+    def task(self) -> Task:
+        return Task(
+            id=TaskId(f"terminal-{self.kind}-{self.digest[:16]}"),
+            family=f"terminal/{self.kind}",
+            instruction=self.instruction,
+            files={f"{WORKSPACE}/{name}": text for name, text in self.files().items()},
+            evaluator=self._evaluator(),
+        )
+
+    def _evaluator(self) -> EvaluatorSpec:
+        state_check = STATE_CHECK.format(expected=json.dumps(self.expected(), sort_keys=True))
+        if self.kind is not Kind.REPAIR:
+            return EvaluatorSpec(kind=EvaluatorKind.STATE, check=state_check)
+        return EvaluatorSpec(
+            kind=EvaluatorKind.PATCH,
+            check=state_check + HIDDEN_CHECK,
+            hidden_files={HIDDEN_TEST: calc_test(7, self.finding) + "\n"},
+        )
+
+
+STATE_CHECK = """\
+import os, sys
+expected = {expected}
+found = {{}}
+for entry in os.scandir("/workspace"):
+    if not entry.is_file(follow_symlinks=False) or entry.stat().st_size > 4096:
+        sys.exit(1)
+    with open(entry.path, "rb") as file:
+        found[entry.name] = file.read()
+if found != {{name: text.encode() for name, text in expected.items()}}:
+    sys.exit(1)
+"""
+"""Every file of /workspace and nothing else, byte for byte; links, folders and large files are refused."""
+
+HIDDEN_CHECK = f"""\
+sys.path.insert(0, "/workspace")
+sys.dont_write_bytecode = True
+try:
+    exec(compile(open("{HIDDEN_TEST}").read(), "hidden_test_calc.py", "exec"))
+except AssertionError:
+    sys.exit(1)
+"""
+"""Runs after the state check, so what it executes is known: a `calc.py` that ends the process early scores nothing."""
+
+
+def calc_source(constant: str, value: str) -> str:
+    return f"{constant} = {value}\n\n\ndef total(count):\n    return count * {constant}"
+
+
+def calc_test(count: int, value: str) -> str:
+    return f"from calc import total; assert total({count}) == {count * int(value)}"
+
+
+def _with_newlines(files: dict[str, str]) -> dict[str, str]:
+    return {name: text + "\n" for name, text in files.items()}
+
+
+def combinations(kind: Kind) -> Iterator[Problem]:
+    """Every combination of a kind, in a fixed order."""
+    pools: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+    match kind:
+        case Kind.WRITE:
+            pools = (WORDS, NAMES, NAMES)
+        case Kind.MOVE:
+            pools = (NAMES, NAMES, WORDS)
+        case Kind.RENAME:
+            pools = (WORDS, NAMES, NAMES)
+        case Kind.REPAIR:
+            pools = (CONSTANTS, (WRONG_NUMBER,), NUMBERS)
+    for first, second, finding in itertools.product(*pools):
+        if len({first, second, finding}) == 3:
+            yield Problem(kind=kind, given=(first, second), finding=finding)
+
+
+def guesses(problem: Problem) -> tuple[str, ...]:
+    """Findings that somebody who did not look could take for the problem's own, without the right one."""
+    pool = {Kind.WRITE: NAMES, Kind.MOVE: WORDS, Kind.RENAME: NAMES, Kind.REPAIR: NUMBERS}[problem.kind]
+    return tuple(value for value in pool if value not in (*problem.given, problem.finding))
+
+
+def problems(seed: int, count: int, split: Split) -> tuple[Problem, ...]:
+    """`count` distinct combinations of one split, the kinds in turn. ValueError when a kind has fewer."""
+    chance = random.Random(f"{seed}/{split}")
+    kinds = tuple(Kind)
+    drawn: list[list[Problem]] = []
+    for index, kind in enumerate(kinds):
+        wanted = len(range(index, count, len(kinds)))
+        pool = [problem for problem in combinations(kind) if problem.split is split]
+        if wanted > len(pool):
+            raise ValueError(f"count {count} needs {wanted} {split} combinations of {kind}, there are {len(pool)}")
+        drawn.append(chance.sample(pool, wanted))
+    return tuple(drawn[position % len(kinds)][position // len(kinds)] for position in range(count))
+
+
+def generate(seed: int, count: int, split: Split) -> tuple[Task, ...]:
+    """`count` tasks of one split; see `problems`."""
+    return tuple(problem.task() for problem in problems(seed, count, split))

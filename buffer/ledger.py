@@ -1,0 +1,312 @@
+"""The ledger on disk: `<run>/ledger.db` and the trajectories beside it. Synchronous, for one thread.
+
+Invariants:
+- One process has a ledger open for writing (a lock that dies with the process).
+- When `write` returns, everything it was given is on disk; when it raises, nothing of it is visible in the ledger.
+- A trajectory is on disk before the row that refers to it. A crash between the two leaves a blob without a row, which
+  is harmless.
+- Trajectory files rotate by size, so that whole files can be dropped once no retained checkpoint needs them (nothing
+  drops them yet).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.buffer.codec import decode, encode
+from headrace.buffer.errors import LedgerBroken, LedgerInUse, LedgerRefused
+from headrace.buffer.local_disk import filesystem_magic, refuse_network
+from headrace.buffer.records import EvaluationRecord, RolloutState, Snapshot
+from headrace.buffer.schema import APPLICATION_ID, LEDGER_DDL, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
+from headrace.buffer.types import RolloutId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Self
+
+    from headrace.buffer.records import Record
+    from headrace.buffer.types import Trajectory
+
+TRAJECTORY_FILE_BYTES = 256 << 20
+_PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "busy_timeout = 5000")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTrajectory:
+    """A trajectory to be written, by the attempt that made it."""
+
+    rollout_id: RolloutId
+    attempt: int
+    trajectory: Trajectory
+
+
+class Ledger:
+    """Opened by `open` or `in_memory`; `close` it. After an error of `write` it must not be used any more."""
+
+    def __init__(self, database: sqlite3.Connection, blobs: BlobFiles, lock: int | None) -> None:
+        self._database, self._blobs, self._lock = database, blobs, lock
+
+    @classmethod
+    def open(
+        cls, run_dir: Path, identity: Mapping[str, str], *, trajectory_file_bytes: int = TRAJECTORY_FILE_BYTES
+    ) -> Self:
+        """Open or create the ledger of a run. `identity` (run id, tasks) must be what it was created with.
+
+        Raises LedgerRefused, LedgerInUse."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        refuse_network(run_dir, filesystem_magic(run_dir))
+        lock = _lock(run_dir / "ledger.lock")
+        try:
+            database = _connect(run_dir / "ledger.db")
+            _prepare(database, identity, run_dir / "ledger.db")
+            blobs = BlobFiles(run_dir / "trajectories", trajectory_file_bytes)
+        except BaseException as error:
+            os.close(lock)
+            if isinstance(error, sqlite3.DatabaseError):
+                raise LedgerRefused(f"{run_dir / 'ledger.db'} is not readable: {error}") from error
+            raise
+        _fsync_directory(run_dir)
+        return cls(database, blobs, lock)
+
+    @classmethod
+    def in_memory(cls, identity: Mapping[str, str]) -> Self:
+        """A ledger without files, for virtual time."""
+        database = _connect(None)
+        _prepare(database, identity, Path(":memory:"))
+        return cls(database, BlobFiles(None, TRAJECTORY_FILE_BYTES), None)
+
+    def write(self, changes: Sequence[Record], trajectories: Sequence[StoredTrajectory]) -> None:
+        """Make changed records and new trajectories durable. Raises sqlite3.Error, OSError, CodecError."""
+        file_number = self._blobs.write(trajectories) if trajectories else None
+        with _transaction(self._database):
+            for kind, table in TABLES.items():
+                rows = [table.row(record) for record in changes if type(record) is kind]
+                if rows:
+                    self._database.executemany(table.upsert(), rows)
+            self._database.executemany(
+                "UPDATE attempts SET trajectory_file = ? WHERE rollout_id = ? AND attempt = ?",
+                [(file_number, stored.rollout_id, stored.attempt) for stored in trajectories],
+            )
+
+    def load(self, *, history: bool = False) -> Snapshot:
+        """The rows that a core is folded from; with `history` those of closed groups too."""
+        wheres = {
+            "groups": "WHERE closed = 0",
+            "rollouts": "WHERE group_id IN (SELECT group_id FROM groups WHERE closed = 0)",
+            "attempts": (
+                "WHERE (rollout_id, attempt) IN (SELECT rollout_id, attempt FROM rollouts JOIN groups USING (group_id) "
+                "WHERE groups.closed = 0)"
+            ),
+            "batches": "WHERE closed = 0",
+        }
+        if history:
+            wheres = {"attempts": "WHERE (rollout_id, attempt) IN (SELECT rollout_id, attempt FROM rollouts)"}
+        wheres |= {"commits": "WHERE rolled_back_by IS NULL ORDER BY sequence", "epochs": "ORDER BY epoch"}
+        records: list[Record] = []
+        for kind, table in TABLES.items():
+            if kind is not EvaluationRecord:
+                rows = self._database.execute(table.select(wheres.get(table.name, "")))
+                records.extend(table.load(row) for row in rows)
+        evaluations = self._database.execute("SELECT rollout_id, attempt FROM evaluations")
+        closed = self._database.execute(
+            "SELECT rollouts.state, count(*) FROM rollouts JOIN groups USING (group_id) "
+            "WHERE groups.closed = 1 GROUP BY rollouts.state"
+        )
+        return Snapshot(
+            records=tuple(records),
+            evaluations=frozenset((RolloutId(rollout_id), attempt) for rollout_id, attempt in evaluations),
+            next_ordinal=self._next("groups", "ordinal", 0),
+            next_seal=self._next("groups", "seal_order", 1),
+            next_batch=self._next("batches", "ordinal", 1),
+            next_commit=self._next("commits", "sequence", 1),
+            closed={} if history else {RolloutState(state): count for state, count in closed},
+        )
+
+    def trajectories(self, keys: Sequence[tuple[RolloutId, int]]) -> list[Trajectory]:
+        """The trajectories of these attempts, in order. Raises LedgerBroken when one is missing, CodecError."""
+        return [self._trajectory(rollout_id, attempt) for rollout_id, attempt in keys]
+
+    def backup(self, destination: Path) -> None:
+        """A consistent copy of `ledger.db` (without trajectories) under its final name only when complete. Raises
+        OSError."""
+        staged = destination.with_name(destination.name + ".part")
+        staged.unlink(missing_ok=True)
+        copy = sqlite3.connect(staged)
+        try:
+            self._database.backup(copy)
+            copy.execute("PRAGMA journal_mode = DELETE")
+        finally:
+            copy.close()
+        _fsync(staged)
+        staged.replace(destination)
+        _fsync_directory(destination.parent)
+
+    def close(self) -> None:
+        """Release the files and the lock; idempotent."""
+        self._database.close()
+        self._blobs.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _trajectory(self, rollout_id: RolloutId, attempt: int) -> Trajectory:
+        query = "SELECT trajectory_file FROM attempts WHERE rollout_id = ? AND attempt = ?"
+        row = self._database.execute(query, (rollout_id, attempt)).fetchone()
+        data = self._blobs.read(row[0], rollout_id, attempt) if row and row[0] else None
+        if data is None:
+            raise LedgerBroken(
+                f"the trajectory of {rollout_id} attempt {attempt} is missing: run `headrace ledger verify`"
+            )
+        return decode(data)
+
+    def _next(self, table: str, column: str, first: int) -> int:
+        (highest,) = self._database.execute(f"SELECT max({column}) FROM {table}").fetchone()
+        return first if highest is None else int(highest) + 1
+
+
+class BlobFiles:
+    """`trajectories/000001.db`, ...: the newest is written, older ones are only read. Without a directory: memory."""
+
+    def __init__(self, directory: Path | None, file_bytes: int) -> None:
+        self._directory, self._file_bytes = directory, file_bytes
+        self._open: dict[int, sqlite3.Connection] = {}
+        if directory is not None:
+            directory.mkdir(exist_ok=True)
+        numbers = [] if directory is None else [int(path.stem) for path in directory.glob("[0-9]*.db")]
+        self._current = max(numbers, default=1)
+        self._connection(self._current)
+
+    def write(self, trajectories: Sequence[StoredTrajectory]) -> int:
+        """Make blobs durable; returns the number of their file."""
+        self._rotate()
+        database = self._connection(self._current)
+        with _transaction(database):
+            database.executemany(
+                "INSERT OR REPLACE INTO trajectories (rollout_id, attempt, data) VALUES (?, ?, ?)",
+                [(stored.rollout_id, stored.attempt, encode(stored.trajectory)) for stored in trajectories],
+            )
+        return self._current
+
+    def read(self, number: int, rollout_id: RolloutId, attempt: int) -> bytes | None:
+        """The blob of an attempt in file `number`, None when it is not there."""
+        if self._directory is not None and not self._path(number).exists():
+            return None
+        query = "SELECT data FROM trajectories WHERE rollout_id = ? AND attempt = ?"
+        row = self._connection(number).execute(query, (rollout_id, attempt)).fetchone()
+        return bytes(row[0]) if row else None
+
+    def close(self) -> None:
+        for database in self._open.values():
+            database.close()
+        self._open.clear()
+
+    def _path(self, number: int) -> Path:
+        assert self._directory is not None
+        return self._directory / f"{number:06d}.db"
+
+    def _rotate(self) -> None:
+        if self._directory is not None and self._path(self._current).stat().st_size >= self._file_bytes:
+            self._open.pop(self._current).close()
+            self._current += 1
+
+    def _connection(self, number: int) -> sqlite3.Connection:
+        if number not in self._open:
+            database = _connect(None if self._directory is None else self._path(number))
+            with _transaction(database):
+                database.execute(TRAJECTORIES_DDL)
+            if self._directory is not None:
+                _fsync_directory(self._directory)
+            self._open[number] = database
+        return self._open[number]
+
+
+def _connect(path: Path | None) -> sqlite3.Connection:
+    database = sqlite3.connect(":memory:" if path is None else path, isolation_level=None, check_same_thread=False)
+    try:
+        for pragma in _PRAGMAS:
+            database.execute(f"PRAGMA {pragma}")
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _prepare(database: sqlite3.Connection, identity: Mapping[str, str], path: Path) -> None:
+    """Create the tables of a new ledger; check that an old one is ours, readable and of this run. Raises
+    LedgerRefused."""
+    try:
+        _create_or_check(database, identity, path)
+    except BaseException:
+        database.close()
+        raise
+
+
+def _create_or_check(database: sqlite3.Connection, identity: Mapping[str, str], path: Path) -> None:
+    (schema,) = database.execute("PRAGMA user_version").fetchone()
+    (application,) = database.execute("PRAGMA application_id").fetchone()
+    (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if not schema and not application and not tables:
+        with _transaction(database):
+            for statement in LEDGER_DDL.split(";\n"):
+                database.execute(statement)
+            database.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", identity.items())
+            database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        return
+    check_schema(schema, application, path)
+    stored = dict(database.execute("SELECT key, value FROM meta"))
+    for key, value in identity.items():
+        if stored.get(key) != value:
+            raise LedgerRefused(
+                f"{path} was made with {key} = {stored.get(key)}, this run has {value}: "
+                "resume with the same run and task file, or start a new run directory"
+            )
+
+
+def check_schema(schema: int, application: int, path: Path) -> None:
+    """Raises LedgerRefused unless the header is that of a ledger this headrace can read."""
+    if application != APPLICATION_ID:
+        raise LedgerRefused(f"{path} is a SQLite file of another program: choose another run directory")
+    if schema > SCHEMA_VERSION:
+        raise LedgerRefused(f"{path} has schema {schema}, this headrace reads up to {SCHEMA_VERSION}: upgrade headrace")
+
+
+@contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        if database.in_transaction:
+            database.execute("ROLLBACK")
+        raise
+
+
+def _lock(path: Path) -> int:
+    """A lock held while the descriptor is open. Raises LedgerInUse."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise LedgerInUse(f"{path.parent} is open in another process: end that run first") from None
+    return descriptor
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fsync_directory(path: Path) -> None:
+    _fsync(path)

@@ -1,0 +1,50 @@
+"""Whether a directory is on a local disk: SQLite's WAL needs shared memory and locks that network file systems do not
+give.
+
+See https://www.sqlite.org/wal.html, "all processes using a database must be on the same host".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from headrace.buffer.errors import LedgerRefused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NETWORK_MAGIC = {
+    0x6969: "NFS",
+    0x517B: "SMB",
+    0xFF534D42: "CIFS",
+    0xFE534D42: "SMB2",
+    0x65735546: "FUSE",
+    0x00C36400: "Ceph",
+    0x0BD00BD0: "Lustre",
+    0x47504653: "GPFS",
+    0x5346414F: "AFS",
+    0x19830326: "BeeGFS",
+}
+"""`f_type` of statfs(2) by file system; FUSE is refused because most of its users are network file systems."""
+
+
+def filesystem_magic(directory: Path) -> int:
+    """`f_type` of the file system that holds `directory`; 0 where statfs(2) is not Linux's. Raises OSError."""
+    if sys.platform != "linux":
+        return 0
+    buffer = ctypes.create_string_buffer(512)
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(directory), buffer) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(directory))
+    return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
+
+
+def refuse_network(directory: Path, magic: int) -> None:
+    """Raises LedgerRefused when `magic` is a network file system's."""
+    if name := NETWORK_MAGIC.get(magic):
+        raise LedgerRefused(
+            f"{directory} is on {name}, where a ledger is not safe: choose a run directory on a local disk"
+        )

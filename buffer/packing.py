@@ -1,0 +1,42 @@
+"""Which rows go through the model together.
+
+Invariants:
+- Every row is in exactly one micro-batch.
+- A micro-batch costs rows x longest row (padding is computed like tokens) and never more than the budget; a single
+  row above the budget is refused, never cut.
+- Packing changes how much memory a step takes, never its gradient: weights are fixed per trajectory before packing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class RowOverBudget(ValueError):
+    """A row is longer than the token budget of a micro-batch."""
+
+
+def pack(lengths: Sequence[int], *, token_budget: int) -> list[tuple[int, ...]]:
+    """Indices of `lengths` (tokens per row) in micro-batches of at most `token_budget` padded tokens.
+
+    First fit by decreasing length: the first row of a micro-batch is its longest. Rows of equal length keep their
+    order. Raises RowOverBudget when one row alone exceeds the budget.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    if order and lengths[order[0]] > token_budget:
+        raise RowOverBudget(
+            f"a row of {lengths[order[0]]} tokens does not fit a micro-batch of {token_budget}: raise "
+            "learner.token_budget or lower the token limit of a rollout"
+        )
+    bins: list[list[int]] = []
+    for index in order:
+        fitting = (rows for rows in bins if (len(rows) + 1) * lengths[rows[0]] <= token_budget)
+        rows = next(fitting, None)
+        if rows is None:
+            bins.append([index])
+        else:
+            rows.append(index)
+    return [tuple(rows) for rows in bins]

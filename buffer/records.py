@@ -1,0 +1,308 @@
+"""The rows of the ledger, as the core holds them.
+
+Invariants:
+- A record is frozen; the core replaces it and hands the replacement to the shell, so that ledger and core hold equal
+  records.
+- A rollout is in exactly one `RolloutState`; the states add up to all rollouts of all opened groups (conservation,
+  DESIGN 10).
+- `*_at_s` are seconds since the Unix epoch, given by the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from headrace.buffer.tasks import TaskId
+    from headrace.buffer.types import BatchId, Cause, GroupId, RolloutId
+    from headrace.buffer.versions import PolicyVersion
+
+
+class RolloutState(StrEnum):
+    """Where a rollout is. The last four are final, except that a rollback takes TRAINED back to SEALED."""
+
+    PENDING = "pending"
+    """Waits for its first or next attempt."""
+    IN_FLIGHT = "in_flight"
+    """Its current attempt was handed out."""
+    WAITING = "waiting"
+    """Finished; its group is open."""
+    SEALED = "sealed"
+    """Has its advantage; with a `batch_id`, held for the same batch to be issued again."""
+    LEASED = "leased"
+    """In a batch that the learner holds."""
+    TRAINED = "trained"
+    """In a committed batch (also when that step was skipped)."""
+    EVICTED = "evicted"
+    """Over the staleness bound before it could be trained."""
+    FILTERED = "filtered"
+    """Nothing to train on; `reason` is a `FilterReason`."""
+    POISON = "poison"
+    """`max_attempts` attempts died of infra."""
+
+
+FINISHED = frozenset(
+    {
+        RolloutState.WAITING,
+        RolloutState.SEALED,
+        RolloutState.LEASED,
+        RolloutState.TRAINED,
+        RolloutState.EVICTED,
+        RolloutState.FILTERED,
+    }
+)
+"""States with an accepted result."""
+
+
+FINAL = frozenset({RolloutState.TRAINED, RolloutState.EVICTED, RolloutState.FILTERED, RolloutState.POISON})
+"""States that end a rollout."""
+
+
+class FilterReason(StrEnum):
+    """Why a finished rollout is not trained; also the counter `filtered_<reason>`."""
+
+    NO_TOKENS = "no_tokens"
+    """No trained token in any row; its reward counts in the baseline."""
+    NOT_TRAINABLE = "not_trainable"
+    """The outcome said so; its reward counts in the baseline."""
+    ZERO_VARIANCE = "zero_variance"
+    """All rewards of the group are equal and `zero_variance = "filter"`."""
+    GROUP_DROPPED = "group_dropped"
+    """Fewer than `min_members` of its group finished."""
+
+
+class GroupState(StrEnum):
+    """Where a group is."""
+
+    OPEN = "open"
+    """Members are missing."""
+    SEALED = "sealed"
+    """Its members have fixed advantages."""
+    DROPPED = "dropped"
+    """Fewer than `min_members` finished."""
+
+
+class BatchState(StrEnum):
+    """Where a batch is."""
+
+    LEASED = "leased"
+    """A learner incarnation holds it."""
+    QUEUED = "queued"
+    """Released or rolled back: the same batch is issued again."""
+    COMMITTED = "committed"
+    """Trained on the surviving path (or its step was skipped)."""
+    DISSOLVED = "dissolved"
+    """A member went over the bound before it was issued again; the others went back to the front."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRecord:
+    """`ordinal` is the position in the task stream, `seal_order` the position among sealed groups. `closed`: nothing
+    can change any more short of a return to an older checkpoint; the core has forgotten it."""
+
+    group_id: GroupId
+    ordinal: int
+    task_id: TaskId
+    state: GroupState
+    opened_at_s: float
+    seal_order: int | None = None
+    ended_at_s: float | None = None
+    closed: bool = False
+
+    @property
+    def key(self) -> GroupId:
+        return self.group_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRecord:
+    """`attempt` is the current one (0: none yet), `failures` counts attempts that died of infra."""
+
+    rollout_id: RolloutId
+    group_id: GroupId
+    member: int
+    state: RolloutState
+    attempt: int = 0
+    failures: int = 0
+    reward: float | None = None
+    advantage: float | None = None
+    batch_id: BatchId | None = None
+    reason: FilterReason | None = None
+
+    @property
+    def key(self) -> RolloutId:
+        return self.rollout_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTokens:
+    """How many trained tokens of a trajectory `version` sampled."""
+
+    version: PolicyVersion
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRecord:
+    """One try. `version` was served when it was issued. `offered` tells a result from an abandoned attempt."""
+
+    rollout_id: RolloutId
+    attempt: int
+    version: PolicyVersion
+    issued_at_s: float
+    ended_at_s: float | None = None
+    offered: bool = False
+    cause: Cause | None = None
+    reward: float | None = None
+    trainable: bool = False
+    detail: str = ""
+    trained: tuple[TrainedTokens, ...] = ()
+    turns: int = 0
+    phases_s: tuple[tuple[str, float], ...] = ()
+    trace_id: str = ""
+
+    @property
+    def key(self) -> tuple[RolloutId, int]:
+        return (self.rollout_id, self.attempt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchMember:
+    """`staleness` in optimizer updates against the batch's version."""
+
+    rollout_id: RolloutId
+    attempt: int
+    staleness: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRecord:
+    """`version` is the one the batch is trained at; `queue_order` is its place among batches to be issued again.
+    `closed` as in `GroupRecord`."""
+
+    batch_id: BatchId
+    ordinal: int
+    state: BatchState
+    epoch: int
+    version: PolicyVersion
+    members: tuple[BatchMember, ...]
+    leased_at_s: float
+    queue_order: int | None = None
+    closed: bool = False
+
+    @property
+    def key(self) -> BatchId:
+        return self.batch_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRecord:
+    """One step. `trained_at` is the version before it, `version` the one after, `chain` the hash chain after it,
+    `max_staleness` the bound in force. `rolled_back_by` is the epoch that undid it."""
+
+    sequence: int
+    batch_id: BatchId
+    epoch: int
+    trained_at: PolicyVersion
+    version: PolicyVersion
+    skipped: bool
+    chain: str
+    max_staleness: int
+    committed_at_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    rolled_back_by: int | None = None
+
+    @property
+    def key(self) -> int:
+        return self.sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochRecord:
+    """A learner incarnation: forked at `parent`, where the hash chain was `chain`."""
+
+    epoch: int
+    parent: PolicyVersion | None
+    chain: str
+    opened_at_s: float
+
+    @property
+    def key(self) -> int:
+        return self.epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRecord:
+    """A durable checkpoint directory that the learner reported."""
+
+    version: PolicyVersion
+    path: str
+    batch_ids: tuple[BatchId, ...]
+    chain: str
+    recorded_at_s: float
+
+    @property
+    def key(self) -> PolicyVersion:
+        return self.version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRecord:
+    """One finished evaluation rollout. `version` is the one it was asked for, `sampled` what really sampled it."""
+
+    rollout_id: RolloutId
+    attempt: int
+    task_id: TaskId
+    tag: str
+    version: PolicyVersion
+    cause: Cause
+    reward: float | None
+    detail: str
+    sampled: tuple[TrainedTokens, ...]
+    recorded_at_s: float
+
+    @property
+    def key(self) -> tuple[RolloutId, int]:
+        return (self.rollout_id, self.attempt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterRecord:
+    """A count of something that changes no rollout: refused offers, filtered members, rolled-back batches."""
+
+    name: str
+    value: int
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+
+Record = (
+    EpochRecord
+    | GroupRecord
+    | RolloutRecord
+    | AttemptRecord
+    | BatchRecord
+    | CommitRecord
+    | CheckpointRecord
+    | EvaluationRecord
+    | CounterRecord
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What a core is folded from. `closed` counts the rollouts of closed groups, whose records are not here."""
+
+    records: tuple[Record, ...] = ()
+    evaluations: frozenset[tuple[RolloutId, int]] = frozenset()
+    next_ordinal: int = 0
+    next_seal: int = 1
+    next_batch: int = 1
+    next_commit: int = 1
+    closed: Mapping[RolloutState, int] = field(default_factory=dict)

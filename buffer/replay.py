@@ -1,0 +1,261 @@
+"""The replay buffer's pure core: a synchronous state machine without clock or I/O.
+
+Invariants:
+- Every rollout of an opened group is in exactly one state; nothing is lost and nothing is trained twice on the
+  surviving path.
+- Every change shows in `drain`: the shell writes what it returns in one transaction before it answers the caller. A
+  typed error leaves the core unchanged.
+- The core is a cache: folding the ledger's rows gives the same core.
+- Trajectories are not here; the shell keeps them by (rollout, attempt).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headrace.buffer.acceptance import every_member
+from headrace.buffer.admission import Inventory, groups_to_open
+from headrace.buffer.advantages import AdvantageKind
+from headrace.buffer.batches import BatchBook
+from headrace.buffer.groups import GroupBook, trained_tokens
+from headrace.buffer.records import EvaluationRecord, RolloutState, Snapshot
+from headrace.buffer.state import ReplayState
+from headrace.buffer.types import Receipt, ReceiptStatus, RolloutOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+    from typing import Self
+
+    from headrace.buffer.records import BatchRecord, Record, RolloutRecord
+    from headrace.buffer.stream import TaskStream
+    from headrace.buffer.tasks import TaskId
+    from headrace.buffer.types import BatchLease, CheckpointRef, RolloutId, RolloutResult, StepReport
+    from headrace.buffer.versions import PolicyVersion
+
+
+class BufferConfig(BaseModel):
+    """Sizes and rules of the replay buffer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch_size: int = Field(default=64, ge=1)
+    """Rollouts in a batch."""
+    group_size: int = Field(default=8, ge=2)
+    """Rollouts of one task that share a baseline."""
+    max_staleness: int = Field(default=4, ge=0)
+    """Hard bound, in optimizer updates, on what may be trained. 0 needs mode `sync`."""
+    mode: Literal["async", "sync"] = "async"
+    """`async` paces by inventory; `sync` starts only what the current batch needs."""
+    max_attempts: int = Field(default=3, ge=1)
+    """A rollout that dies of infrastructure this often is poison and left out."""
+    min_members: int = Field(default=2, ge=2)
+    """A group in which fewer members finish is dropped."""
+    max_in_flight: int | None = Field(default=None, ge=1)
+    """Cap on rollouts in flight, for small machines; None: the inventory alone decides."""
+    advantage: AdvantageKind = "grpo"
+    """`grpo` divides by the group's standard deviation, `centered` does not."""
+    zero_variance: Literal["keep", "filter"] = "keep"
+    """Groups with equal rewards: trained with advantage 0, or left out of batches."""
+    rule: Literal["all"] = "all"
+    """When a group is sealed; `all`: every member has finished or is poison."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.max_staleness == 0 and self.mode == "async":
+            raise ValueError('max_staleness = 0 needs mode = "sync": set buffer.mode, or raise buffer.max_staleness')
+        if self.min_members > self.group_size:
+            raise ValueError(f"min_members = {self.min_members} exceeds group_size = {self.group_size}: lower it")
+        if self.mode == "async" and self.max_staleness * self.batch_size < self.group_size - 1:
+            raise ValueError(
+                f"a group of group_size = {self.group_size} may never fit beside an unfinished batch of "
+                f"batch_size = {self.batch_size}: raise batch_size or max_staleness"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferStatus:
+    """Counts for people and metrics. `rollouts` covers all of the run by state, `counters` what was refused, filtered,
+    undone."""
+
+    head: PolicyVersion | None
+    admit: int
+    inventory: Inventory
+    rollouts: Mapping[RolloutState, int]
+    counters: Mapping[str, int]
+    steps_committed: int
+    steps_skipped: int
+    batches_queued: int
+    groups_opened: int
+    evaluations: int
+    chain: str
+
+
+class ReplayBuffer:
+    """Groups in, batches out. `now` is in seconds since the Unix epoch; it is recorded and decides nothing."""
+
+    def __init__(self, config: BufferConfig, stream: TaskStream, snapshot: Snapshot | None = None) -> None:
+        self.config = config
+        self._stream = stream
+        self.fold(snapshot or Snapshot())
+
+    def fold(self, snapshot: Snapshot) -> None:
+        """Replace everything by what the snapshot holds."""
+        self.state = ReplayState(snapshot)
+        self._groups = GroupBook(self.state, self.config, every_member())
+        self._batches = BatchBook(self.state, self.config)
+
+    def drain(self) -> tuple[Record, ...]:
+        """The records that changed since the last call."""
+        return self.state.drain()
+
+    def inventory(self, in_flight: int | None = None) -> Inventory:
+        """Rollouts in stock; `in_flight` counts if it is more than the ledger knows of."""
+        size = {state: len(rollouts) for state, rollouts in self.state.by_state.items()}
+        return Inventory(
+            pending=size[RolloutState.PENDING],
+            in_flight=max(size[RolloutState.IN_FLIGHT], in_flight or 0),
+            waiting=size[RolloutState.WAITING],
+            sealed=size[RolloutState.SEALED],
+            leased=size[RolloutState.LEASED],
+        )
+
+    def admit(self, in_flight: int | None = None) -> int:
+        """How many rollouts may start now (DESIGN 7): pending ones, and whole new groups for which there is room."""
+        stock = self.inventory(in_flight)
+        allowed = stock.pending + self._groups_to_open(stock) * self.config.group_size
+        cap = self.config.max_in_flight
+        return allowed if cap is None else max(0, min(allowed, cap - stock.in_flight))
+
+    def issue(self, limit: int, version: PolicyVersion, now: float) -> tuple[RolloutOrder, ...]:
+        """Up to `limit` attempts to run, at most `admit()`: pending rollouts of the oldest groups first, then new
+        groups.
+
+        `version` is the one the engines serve. In mode `sync` nothing starts before they serve the newest one.
+        """
+        if self.config.mode == "sync" and version != self.state.head:
+            return ()
+        room = min(limit, self.admit())
+        while len(pending := self._groups.pending()) < room:
+            ordinal = self.state.next_ordinal
+            self._groups.open_group(self._stream.task(ordinal).id, now)
+        started = [self._groups.start(rollout, version, now) for rollout in pending[: max(0, room)]]
+        return tuple(self._order(rollout) for rollout in started)
+
+    def offer(self, result: RolloutResult, now: float) -> Receipt:
+        """Take in what became of an attempt; idempotent by (rollout, attempt). Late, repeated and unknown ones are
+        counted."""
+        return self._groups.offer(result, now)
+
+    def abandon(self, attempts: Iterable[tuple[RolloutId, int]], now: float) -> int:
+        """The runner of these attempts is gone: they count as infra failures. Returns how many were in flight."""
+        return sum(self._groups.abandon(rollout_id, attempt, now) for rollout_id, attempt in attempts)
+
+    def worker_lost(self, rollouts: Iterable[RolloutId], now: float) -> int:
+        """`abandon` for the current attempts of these rollouts."""
+        known = (self.state.attempts[rollout] for rollout in rollouts if rollout in self.state.attempts)
+        return self.abandon([attempt.key for attempt in known], now)
+
+    def restart_in_flight(self, now: float) -> int:
+        """After the driver's death: every attempt in flight is abandoned."""
+        return self.worker_lost(list(self.state.by_state[RolloutState.IN_FLIGHT]), now)
+
+    def keep_in_flight(self, carried: Collection[tuple[RolloutId, int]], now: float) -> int:
+        """Abandon every attempt in flight that is not `carried`; returns how many."""
+        running = (self.state.attempts[rollout].key for rollout in self.state.by_state[RolloutState.IN_FLIGHT])
+        return self.abandon([key for key in running if key not in carried], now)
+
+    def over_bound(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
+        """Attempts in flight that could not be trained at `version` or later, judged by the version they were issued
+        at."""
+        return self._groups.over_bound(version)
+
+    def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
+        """Lease the next batch, to be trained at `version`. Raises StaleEpoch, VersionMismatch."""
+        return self._batches.take(version, epoch, now)
+
+    def commit(self, lease: BatchLease, report: StepReport, now: float) -> None:
+        """The step is done; idempotent by batch id. Raises StaleEpoch, LeaseError, VersionMismatch."""
+        self._batches.commit(lease, report, now)
+
+    def release(self, lease: BatchLease) -> None:
+        """Give a batch back before its step began. Raises StaleEpoch, LeaseError."""
+        self._batches.release(lease)
+
+    def checkpointed(self, ref: CheckpointRef, now: float) -> None:
+        """A checkpoint directory is durable; idempotent. Raises StaleEpoch, LedgerMismatch."""
+        self._batches.checkpointed(ref, now)
+
+    def open_epoch(self, checkpoint: CheckpointRef | None, now: float) -> PolicyVersion:
+        """A new learner incarnation; older leases end, steps after the checkpoint are undone. Raises LedgerMismatch,
+        LedgerBehind."""
+        return self._batches.open_epoch(checkpoint, now)
+
+    def needs_history(self, checkpoint: CheckpointRef | None) -> bool:
+        """Whether `open_epoch` needs a core folded from all rows, closed groups too."""
+        return self._batches.needs_history(checkpoint)
+
+    def record_evaluation(
+        self, result: RolloutResult, task_id: TaskId, tag: str, version: PolicyVersion, now: float
+    ) -> Receipt:
+        """Keep the outcome of an evaluation rollout asked for at `version`; idempotent by (rollout, attempt)."""
+        key = (result.rollout_id, result.attempt)
+        if key in self.state.evaluations:
+            self.state.count("evaluations_duplicate")
+            return Receipt(rollout_id=key[0], attempt=key[1], status=ReceiptStatus.DUPLICATE)
+        self.state.put(
+            EvaluationRecord(
+                rollout_id=result.rollout_id,
+                attempt=result.attempt,
+                task_id=task_id,
+                tag=tag,
+                version=version,
+                cause=result.outcome.cause,
+                reward=result.outcome.reward,
+                detail=result.outcome.detail,
+                sampled=trained_tokens(result.trajectory, self.state.tree),
+                recorded_at_s=now,
+            )
+        )
+        return Receipt(rollout_id=key[0], attempt=key[1], status=ReceiptStatus.ACCEPTED)
+
+    def status(self) -> BufferStatus:
+        """Counts by state, of closed groups too."""
+        rollouts = Counter(self.state.closed)
+        rollouts.update({state: len(ids) for state, ids in self.state.by_state.items()})
+        skipped = sum(commit.skipped for commit in self.state.commits.values())
+        return BufferStatus(
+            head=self.state.head,
+            admit=self.admit(),
+            inventory=self.inventory(),
+            rollouts=dict(rollouts),
+            counters=dict(self.state.counters),
+            steps_committed=len(self.state.commits) - skipped,
+            steps_skipped=skipped,
+            batches_queued=len(self.state.queue()),
+            groups_opened=self.state.next_ordinal,
+            evaluations=len(self.state.evaluations),
+            chain=self.state.chain,
+        )
+
+    def _groups_to_open(self, stock: Inventory) -> int:
+        return groups_to_open(
+            stock,
+            batch_size=self.config.batch_size,
+            group_size=self.config.group_size,
+            max_staleness=self.config.max_staleness,
+            sync=self.config.mode == "sync",
+        )
+
+    def _order(self, rollout: RolloutRecord) -> RolloutOrder:
+        group = self.state.groups[rollout.group_id]
+        return RolloutOrder(
+            rollout_id=rollout.rollout_id,
+            group_id=rollout.group_id,
+            attempt=rollout.attempt,
+            task=self._stream.by_id(group.task_id),
+        )

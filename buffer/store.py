@@ -1,0 +1,337 @@
+"""The replay buffer with its ledger: the async shell around the core.
+
+Invariants:
+- Nothing is answered before it is durable. Calls that arrive while a transaction is being written share the next one
+  (group commit).
+- The core is never ahead of the disk for long: when a write fails, or the core breaks off half-way, the store has
+  ended and every later call raises LedgerBroken.
+- All SQLite work runs in one thread; the event loop never waits for the disk. In memory it runs in place (virtual time
+  has no threads).
+- A typed error of the core changes nothing and ends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from headrace.buffer.errors import CodecError, LedgerBroken, ReplayError
+from headrace.buffer.ledger import TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory
+from headrace.buffer.replay import ReplayBuffer
+from headrace.buffer.stream import TaskStream
+from headrace.buffer.types import Batch, BatchItem, BatchLease, ReceiptStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Sequence
+    from pathlib import Path
+    from types import TracebackType
+    from typing import Self, TypeVar
+
+    from headrace.buffer.records import BatchRecord, Snapshot
+    from headrace.buffer.replay import BufferConfig, BufferStatus
+    from headrace.buffer.tasks import Task, TaskId
+    from headrace.buffer.types import CheckpointRef, Receipt, RolloutId, RolloutOrder, RolloutResult, StepReport
+    from headrace.buffer.versions import PolicyVersion
+
+    T = TypeVar("T")
+
+
+class ReplayStore:
+    """Made by `open`; an async context manager. `clock` gives seconds since the Unix epoch."""
+
+    def __init__(
+        self, core: ReplayBuffer, ledger: Ledger, executor: ThreadPoolExecutor | None, clock: Callable[[], float]
+    ) -> None:
+        self._core, self._ledger, self._executor, self._clock = core, ledger, executor, clock
+        self._stored: list[StoredTrajectory] = []
+        self._writing = asyncio.Lock()
+        self._applied = self._durable = 0
+        self._changed = asyncio.Event()
+        self._broken: str | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        run_dir: Path | None,
+        config: BufferConfig,
+        tasks: Sequence[Task],
+        *,
+        run_id: str,
+        seed: int,
+        clock: Callable[[], float] = time.time,
+        trajectory_file_bytes: int = TRAJECTORY_FILE_BYTES,
+    ) -> Self:
+        """Open or create the ledger in `run_dir` (None: in memory) and fold the core from it. Raises LedgerRefused,
+        LedgerInUse."""
+        stream = TaskStream(tasks, seed=seed)
+        identity = {"run_id": run_id, "tasks_sha256": stream.digest()}
+        if run_dir is None:
+            ledger = Ledger.in_memory(identity)
+            return cls(ReplayBuffer(config, stream, ledger.load()), ledger, None, clock)
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
+        loop = asyncio.get_running_loop()
+        try:
+            ledger = await loop.run_in_executor(
+                executor, lambda: Ledger.open(run_dir, identity, trajectory_file_bytes=trajectory_file_bytes)
+            )
+            snapshot = await loop.run_in_executor(executor, ledger.load)
+        except BaseException:
+            executor.shutdown(wait=False)
+            raise
+        return cls(ReplayBuffer(config, stream, snapshot), ledger, executor, clock)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Wait for a running transaction and close the files; idempotent. Later calls raise LedgerBroken."""
+        if self._broken is None:
+            await self._flush()
+        self._end("the store is closed")
+        async with self._writing:
+            await self._in_thread(self._ledger.close)
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+
+    async def issue(self, limit: int, version: PolicyVersion, *, timeout_s: float = 0.0) -> tuple[RolloutOrder, ...]:
+        """Up to `limit` attempts to run, durable. Waits up to `timeout_s` for at least one; `version` is what the
+        engines serve."""
+        handed: list[tuple[RolloutId, int]] = []
+
+        def issue() -> tuple[RolloutOrder, ...] | None:
+            orders = self._core.issue(limit, version, self._clock())
+            handed.extend((order.rollout_id, order.attempt) for order in orders)
+            return orders or None
+
+        try:
+            return await self._until(issue, timeout_s) or ()
+        except asyncio.CancelledError:
+            # Nobody will run what a cancelled caller never received.
+            self._apply(lambda: self._core.abandon(handed, self._clock()))
+            raise
+
+    async def offer_many(self, results: Sequence[RolloutResult]) -> tuple[Receipt, ...]:
+        """Take in finished attempts, durable when this returns; one receipt each, in order."""
+
+        def offer_all() -> tuple[Receipt, ...]:
+            now = self._clock()
+            return tuple(self._offer(result, now) for result in results)
+
+        return await self._change(offer_all)
+
+    async def abandon(self, attempts: Sequence[tuple[RolloutId, int]]) -> int:
+        """The runner of these attempts is gone; returns how many were in flight."""
+        return await self._change(lambda: self._core.abandon(attempts, self._clock()))
+
+    async def worker_lost(self, rollouts: Sequence[RolloutId]) -> int:
+        """`abandon` for the current attempts of these rollouts."""
+        return await self._change(lambda: self._core.worker_lost(rollouts, self._clock()))
+
+    async def restart_in_flight(self) -> int:
+        """After the driver's death: every attempt in flight is abandoned."""
+        return await self._change(lambda: self._core.restart_in_flight(self._clock()))
+
+    async def keep_in_flight(self, carried: Collection[tuple[RolloutId, int]]) -> int:
+        """Abandon every attempt in flight that nobody carries any more; returns how many."""
+        return await self._change(lambda: self._core.keep_in_flight(carried, self._clock()))
+
+    async def take(self, version: PolicyVersion, epoch: int, *, timeout_s: float) -> Batch | None:
+        """Lease the next batch, to be trained at `version`; waits up to `timeout_s`, then None. Repeating it is safe.
+
+        Raises StaleEpoch (also while waiting, when a newer learner opens), VersionMismatch."""
+        record = await self._until(lambda: self._core.take(version, epoch, self._clock()), timeout_s)
+        return None if record is None else await self._batch(record)
+
+    async def commit(self, lease: BatchLease, report: StepReport) -> None:
+        """The step is done; durable when this returns. Raises StaleEpoch, LeaseError, VersionMismatch."""
+        await self._change(lambda: self._core.commit(lease, report, self._clock()))
+
+    async def release(self, lease: BatchLease) -> None:
+        """Give a batch back before its step began. Raises StaleEpoch, LeaseError."""
+        await self._change(lambda: self._core.release(lease))
+
+    async def checkpointed(self, ref: CheckpointRef) -> None:
+        """A checkpoint directory is durable. Raises StaleEpoch, LedgerMismatch."""
+        await self._change(lambda: self._core.checkpointed(ref, self._clock()))
+
+    async def open_epoch(self, checkpoint: CheckpointRef | None) -> PolicyVersion:
+        """A new learner incarnation starts at `checkpoint`; returns its first version. Raises LedgerMismatch,
+        LedgerBehind."""
+        self._check()
+        if not self._core.needs_history(checkpoint):
+            return await self._change(lambda: self._core.open_epoch(checkpoint, self._clock()))
+        await self._refold(history=True)
+        version = await self._change(lambda: self._core.open_epoch(checkpoint, self._clock()))
+        await self._refold(history=False)
+        return version
+
+    async def record_evaluations(
+        self, results: Sequence[tuple[RolloutResult, TaskId]], *, tag: str, version: PolicyVersion
+    ) -> tuple[Receipt, ...]:
+        """Keep outcomes of evaluation rollouts asked for at `version`; idempotent by (rollout, attempt)."""
+
+        def record_all() -> tuple[Receipt, ...]:
+            now = self._clock()
+            return tuple(self._core.record_evaluation(result, task, tag, version, now) for result, task in results)
+
+        return await self._change(record_all)
+
+    def status(self) -> BufferStatus:
+        """Counts, from memory."""
+        self._check()
+        return self._core.status()
+
+    def admit(self, in_flight: int | None = None) -> int:
+        """How many rollouts may start now."""
+        self._check()
+        return self._core.admit(in_flight)
+
+    def over_bound(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
+        """Attempts in flight that could not be trained at `version` or later."""
+        self._check()
+        return self._core.over_bound(version)
+
+    async def backup(self, destination: Path) -> None:
+        """A consistent copy of `ledger.db`, to be kept with a checkpoint. Raises OSError."""
+        self._check()
+        async with self._writing:
+            await self._in_thread(lambda: self._ledger.backup(destination))
+
+    def _offer(self, result: RolloutResult, now: float) -> Receipt:
+        receipt = self._core.offer(result, now)
+        trained = (
+            self._core.state.attempts[result.rollout_id].trained if receipt.status is ReceiptStatus.ACCEPTED else ()
+        )
+        if trained and result.trajectory is not None:
+            self._stored.append(
+                StoredTrajectory(rollout_id=result.rollout_id, attempt=result.attempt, trajectory=result.trajectory)
+            )
+        return receipt
+
+    async def _until(self, attempt: Callable[[], T | None], timeout_s: float) -> T | None:
+        """Apply `attempt` now and after each change until it gives something or the time is over."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            changed = self._changed
+            result = await self._change(attempt)
+            if result is not None:
+                return result
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await changed.wait()
+            except TimeoutError:
+                return None
+
+    async def _change(self, change: Callable[[], T]) -> T:
+        result = self._apply(change)
+        await self._flush()
+        return result
+
+    def _apply(self, change: Callable[[], T]) -> T:
+        """Run a change of the core. If it ends neither well nor in a typed error, the store stays broken."""
+        self._check()
+        self._broken = "a change of the core broke off half-way"
+        try:
+            result = change()
+        except ReplayError:
+            self._broken = None
+            raise
+        self._broken = None
+        self._applied += 1
+        return result
+
+    async def _flush(self) -> None:
+        """Return when everything applied so far is durable. Whoever comes first writes for all who wait."""
+        wanted = self._applied
+        async with self._writing:
+            self._check()
+            if self._durable >= wanted:
+                return
+            applied, changes, stored = self._applied, self._core.drain(), self._stored
+            self._stored = []
+            if changes:
+                with self._ending_on_failure():
+                    await self._in_thread(lambda: self._ledger.write(changes, stored))
+                self._signal()
+            self._durable = applied
+
+    @contextmanager
+    def _ending_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError, CodecError) as error:
+            self._end(f"the ledger failed: {error}")
+            raise LedgerBroken(f"{self._broken}; see to the disk, then restart the buffer") from error
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run to the end even when the caller is cancelled: a transaction is never left in doubt."""
+        if self._executor is None:
+            return work()
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        cancelled: asyncio.CancelledError | None = None
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        result = future.result()
+        if cancelled is not None:
+            raise cancelled
+        return result
+
+    async def _batch(self, record: BatchRecord) -> Batch:
+        keys = [(member.rollout_id, member.attempt) for member in record.members]
+        rollouts = [self._core.state.rollouts[rollout_id] for rollout_id, _ in keys]
+        with self._ending_on_failure():
+            trajectories = await self._in_thread(lambda: self._ledger.trajectories(keys))
+        items = tuple(
+            BatchItem(
+                rollout_id=rollout.rollout_id,
+                group_id=rollout.group_id,
+                attempt=member.attempt,
+                reward=rollout.reward or 0.0,
+                advantage=rollout.advantage or 0.0,
+                staleness=member.staleness,
+                trajectory=trajectory,
+            )
+            for member, rollout, trajectory in zip(record.members, rollouts, trajectories, strict=True)
+        )
+        return Batch(
+            lease=BatchLease(batch_id=record.batch_id, epoch=record.epoch), version=record.version, items=items
+        )
+
+    async def _refold(self, *, history: bool) -> None:
+        """Fold the core again from the rows, with closed groups or without. It blocks: nothing may change meanwhile."""
+        async with self._writing:
+            self._check()
+            changes, stored, self._stored = self._core.drain(), self._stored, []
+
+            def write_and_load() -> Snapshot:
+                self._ledger.write(changes, stored)
+                return self._ledger.load(history=history)
+
+            with self._ending_on_failure():
+                executor = self._executor
+                snapshot = executor.submit(write_and_load).result() if executor else write_and_load()
+            self._core.fold(snapshot)
+
+    def _check(self) -> None:
+        if self._broken is not None:
+            raise LedgerBroken(f"the store has ended: {self._broken}")
+
+    def _end(self, reason: str) -> None:
+        self._broken = self._broken or reason
+        self._signal()
+
+    def _signal(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

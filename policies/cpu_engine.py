@@ -1,0 +1,195 @@
+"""The embedded CPU engine: a process that serves a small Qwen3 model over SGLang's HTTP contract.
+
+Invariants:
+- HTTP lives in the main thread, torch in one other thread, weight transfers in threads of their own.
+- The address is announced only when requests are answered, by one atomic write of `{"url", "pid"}`.
+- With `parent_pid` the process dies with its parent.
+
+Start it with `python -m headrace.policies.cpu_engine --model DIR` or through `EngineProcess`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.policies.errors import ModelInvalid
+from headrace.policies.parent_death import die_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tokenizers import Tokenizer
+
+    from headrace.policies.cpu_engine_server import EngineServer
+    from headrace.policies.cpu_engine_thread import EngineThread
+
+DEFAULT_CONTEXT_TOKENS = 1024
+
+
+class CpuEngineConfig(BaseModel):
+    """One engine process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Path
+    """Directory with config.json, model.safetensors and tokenizer.json."""
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int = Field(default=0, ge=0, lt=65536)
+    """0 takes a free port."""
+    announce: Path | None = None
+    """File that receives `{"url", "pid"}` once the engine answers."""
+    weight_version: str = "1.0"
+    """Label of the weights on disk."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Of the sampling noise."""
+    max_running: int = Field(default=64, gt=0, le=1024)
+    """Rows of the cache: sequences decoded at once."""
+    max_context: int | None = Field(default=None, gt=1)
+    """Tokens of prompt and output together; None takes the model's own, at most 1024."""
+    max_prefill_tokens: int = Field(default=4096, gt=0)
+    """Padded tokens of one prefill."""
+    group_timeout_s: float = Field(default=20.0, gt=0)
+    """Longest formation of a weight group, and longest transfer of one bucket."""
+    parent_pid: int | None = None
+    """Die when this process is gone; it must be our parent."""
+
+
+def read_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
+    """Raises ModelInvalid when the file is unreadable or has ids that the model has no rows for."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise ModelInvalid(f"{path}: {error}") from error
+    if tokenizer.get_vocab_size(with_added_tokens=True) > vocab_size:
+        raise ModelInvalid(
+            f"{path}: the tokenizer has {tokenizer.get_vocab_size(with_added_tokens=True)} tokens, the model only "
+            f"{vocab_size} (vocab_size in config.json)"
+        )
+    return tokenizer
+
+
+def read_eos_ids(directory: Path) -> frozenset[int]:
+    """End ids of generation_config.json if it names them, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        given = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if isinstance(given, int):
+            return frozenset({given})
+        if isinstance(given, list) and all(isinstance(item, int) for item in given):
+            return frozenset(given)
+    return frozenset()
+
+
+def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
+    """Load the model and put the parts together. Raises ModelInvalid."""
+    from headrace.policies.cpu_engine_requests import Limits
+    from headrace.policies.cpu_engine_runner import Runner
+    from headrace.policies.cpu_engine_scheduler import Scheduler
+    from headrace.policies.cpu_engine_server import EngineServer, ServerSettings
+    from headrace.policies.cpu_engine_thread import EngineThread
+    from headrace.policies.cpu_engine_update import WeightUpdater
+    from headrace.policies.qwen3 import Qwen3Config, read_weights
+
+    model = Qwen3Config.read(config.model / "config.json")
+    context_tokens = config.max_context or min(model.max_position_embeddings, DEFAULT_CONTEXT_TOKENS)
+    tokenizer = read_tokenizer(config.model / "tokenizer.json", model.vocab_size)
+    runner = Runner(
+        model,
+        read_weights(model, config.model / "model.safetensors"),
+        version=config.weight_version,
+        max_running=config.max_running,
+        context_tokens=context_tokens,
+        seed=config.seed,
+    )
+    scheduler = Scheduler(
+        max_running=config.max_running,
+        max_prefill_tokens=config.max_prefill_tokens,
+        eos_ids=read_eos_ids(config.model),
+        tail_text=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+    )
+    engine = EngineThread(runner, scheduler)
+    settings = ServerSettings(
+        model_path=str(config.model),
+        limits=Limits(vocab_size=model.vocab_size, context_tokens=context_tokens),
+        max_running=config.max_running,
+    )
+    updater = WeightUpdater(engine, group_timeout_s=config.group_timeout_s)
+    return engine, EngineServer(engine, updater, tokenizer, settings)
+
+
+async def serve(config: CpuEngineConfig) -> None:
+    """Run until SIGTERM or SIGINT."""
+    from aiohttp import web
+
+    engine, server = build(config)
+    engine.start()
+    runner = web.AppRunner(server.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        await web.TCPSite(runner, config.host, config.port).start()
+        port = runner.addresses[0][1]
+        announce(config.announce, f"http://{config.host}:{port}")
+        await stop.wait()
+    finally:
+        await runner.cleanup()
+        engine.stop()
+
+
+def announce(path: Path | None, url: str) -> None:
+    logging.getLogger(__name__).info("engine ready at %s", url)
+    if path is None:
+        return
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+    partial.replace(path)
+
+
+def run(config: CpuEngineConfig) -> int:
+    """The whole life of an engine process; returns its exit code."""
+    import uvloop
+
+    if config.parent_pid is not None:
+        die_with_parent(config.parent_pid)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(config))
+    except (ModelInvalid, OSError) as error:
+        sys.stderr.write(f"cannot serve {config.model}: {error}\n")
+        return 2
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> CpuEngineConfig:
+    parser = argparse.ArgumentParser(prog="headrace.policies.cpu_engine", description=(__doc__ or "").splitlines()[0])
+    for name, field in CpuEngineConfig.model_fields.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", required=field.is_required(), default=argparse.SUPPRESS)
+    return CpuEngineConfig.model_validate(vars(parser.parse_args(arguments)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    return run(parse_arguments(arguments))
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    # A transfer thread may hang in a collective that nothing can cancel: leave without waiting for it.
+    os._exit(code)

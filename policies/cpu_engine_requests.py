@@ -1,0 +1,230 @@
+"""Parsing of /generate bodies with SGLang's keys, defaults and refusals. Pure: no clock, no I/O, no torch.
+
+Invariants:
+- What leaves here can be run: ids inside the vocabulary, prompt and output inside the context, finite sampling numbers.
+- A key that SGLang knows and this engine cannot honour is refused in plain words, never ignored; unknown keys at the top level are
+  ignored and unknown sampling keys refused, as SGLang does.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headrace.policies.errors import RequestInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+GREEDY_BELOW = 1e-6
+UNSUPPORTED_SAMPLING: Mapping[str, object] = {
+    "stop_regex": None,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "logit_bias": None,
+    "custom_params": None,
+    "beam_width": None,
+    "watermark": None,
+    "choice": None,
+}
+IGNORED_SAMPLING = frozenset({"spaces_between_special_tokens", "stream_interval"})
+UNSUPPORTED_TOP: Mapping[str, object] = {
+    "input_embeds": None,
+    "stream": False,
+    "top_logprobs_num": 0,
+    "token_ids_logprob": None,
+    "return_sampling_mask": False,
+    "return_hidden_states": False,
+    "lora_path": None,
+}
+
+
+class Sampling(BaseModel):
+    """The sampling parameters this engine honours, with SGLang's names and defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    max_new_tokens: int = Field(default=128, ge=0)
+    """Most output tokens; 0 samples nothing."""
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Divides the logits; 0 is greedy and reports raw log-probabilities."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus."""
+    top_k: int = Field(default=-1, ge=-1)
+    """-1 is off."""
+    stop: str | list[str] | None = None
+    """Strings that end the output when its text contains one."""
+    stop_token_ids: list[int] | None = None
+    """Ids that end the output, besides the model's own."""
+    ignore_eos: bool = False
+    """No id ends the output."""
+    no_stop_trim: bool = False
+    """The text keeps what matched."""
+    skip_special_tokens: bool = True
+    """The text leaves special tokens out."""
+    sampling_seed: int | None = None
+    """Own random stream of this request."""
+    n: int = Field(default=1, ge=1, le=64)
+    """Samples of each prompt."""
+
+    def stop_strings(self) -> tuple[str, ...]:
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(text for text in given if text)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the model can take; tokens."""
+
+    vocab_size: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One sequence to continue."""
+
+    request_id: str
+    input_ids: tuple[int, ...]
+    sampling: Sampling
+    return_logprob: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedBody:
+    """`listed` says whether the reply is a list (a batch, or n > 1)."""
+
+    prompts: tuple[Prompt, ...]
+    listed: bool
+
+
+def parse_generate(body: object, limits: Limits, encode: Callable[[str], list[int]]) -> ParsedBody:
+    """The prompts of one /generate body. Raises RequestInvalid with the text of the 400."""
+    if not isinstance(body, dict):
+        raise RequestInvalid("the body must be one JSON object")
+    refuse_unsupported(body, UNSUPPORTED_TOP, "")
+    if body.get("logprob_start_len") not in (None, -1):
+        raise RequestInvalid(
+            "logprob_start_len other than -1 is not supported yet: this engine gives output logprobs only"
+        )
+    inputs, batched = read_inputs(body, encode)
+    samplings = read_samplings(body.get("sampling_params"), len(inputs))
+    logprobs = read_flags(body.get("return_logprob", False), len(inputs))
+    names = read_request_ids(body.get("rid"), len(inputs), batched)
+    prompts = []
+    for ids, sampling, wanted, name in zip(inputs, samplings, logprobs, names, strict=True):
+        check_ids(ids, sampling, limits)
+        copies = [name] if sampling.n == 1 else [f"{name}_{index}" for index in range(sampling.n)]
+        prompts += [
+            Prompt(request_id=copy, input_ids=tuple(ids), sampling=sampling, return_logprob=wanted) for copy in copies
+        ]
+    return ParsedBody(prompts=tuple(prompts), listed=batched or len(prompts) > 1)
+
+
+def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, object], prefix: str) -> None:
+    for key, default in defaults.items():
+        if given.get(key, default) not in (default, None):
+            raise RequestInvalid(f"{prefix}{key} is not supported by this engine; leave it out")
+
+
+def read_inputs(body: Mapping[str, Any], encode: Callable[[str], list[int]]) -> tuple[list[list[int]], bool]:
+    """Lists of ids and whether they came as a batch."""
+    text, ids = body.get("text"), body.get("input_ids")
+    if (text is None) == (ids is None):
+        raise RequestInvalid("Either text or input_ids should be provided, and not both.")
+    if isinstance(text, str):
+        return [encode(text)], False
+    if isinstance(text, list) and text and all(isinstance(item, str) for item in text):
+        return [encode(item) for item in text], True
+    if isinstance(ids, list) and ids and all(isinstance(item, list) for item in ids):
+        return ids, True
+    if isinstance(ids, list):
+        return [ids], False
+    raise RequestInvalid("text must be a string or strings, input_ids a list of integers or a list of such lists")
+
+
+def read_samplings(given: object, count: int) -> list[Sampling]:
+    if isinstance(given, list):
+        if len(given) != count:
+            raise RequestInvalid(f"sampling_params has {len(given)} entries for {count} prompts")
+        return [read_sampling(item) for item in given]
+    return [read_sampling(given)] * count
+
+
+def read_sampling(given: object) -> Sampling:
+    if given is None:
+        return Sampling()
+    if not isinstance(given, dict):
+        raise RequestInvalid("sampling_params must be a JSON object")
+    known = [*Sampling.model_fields, *UNSUPPORTED_SAMPLING, *IGNORED_SAMPLING]
+    unknown = sorted(map(str, given.keys() - set(known)))
+    if unknown:
+        raise RequestInvalid(f"Unexpected sampling_params keys {unknown}; valid keys are {sorted(known)}")
+    refuse_unsupported(given, UNSUPPORTED_SAMPLING, "sampling_params.")
+    kept = {key: value for key, value in given.items() if key in Sampling.model_fields and value is not None}
+    try:
+        sampling = Sampling.model_validate(kept)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise RequestInvalid(f"sampling_params.{key}: {first['msg']}, got {first['input']!r}") from error
+    if sampling.top_k == 0:
+        raise RequestInvalid("top_k must be -1 (disable) or at least 1, got 0.")
+    if sampling.sampling_seed is not None and not 0 <= sampling.sampling_seed < 2**63:
+        raise RequestInvalid("sampling_seed must be between 0 and 2**63 - 1")
+    return sampling
+
+
+def read_flags(given: object, count: int) -> list[bool]:
+    if given is None or isinstance(given, bool):
+        return [bool(given)] * count
+    if isinstance(given, list) and len(given) == count and all(isinstance(flag, bool) for flag in given):
+        return given
+    raise RequestInvalid("return_logprob must be a boolean, or one boolean for each prompt")
+
+
+def read_request_ids(given: object, count: int, batched: bool) -> list[str]:
+    """SGLang's naming: the rid `bat` of a batch becomes `bat_0`, `bat_1`."""
+    if given is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(given, str) and given:
+        return [f"{given}_{index}" for index in range(count)] if batched else [given]
+    if isinstance(given, list) and len(given) == count and all(isinstance(name, str) and name for name in given):
+        if len(set(given)) == count:
+            return given
+        raise RequestInvalid("Duplicate request IDs detected within the request: rid must be unique")
+    raise RequestInvalid("rid must be a non-empty string, or one such string for each prompt")
+
+
+def check_ids(ids: list[Any], sampling: Sampling, limits: Limits) -> None:
+    if not ids:
+        raise RequestInvalid("input_ids cannot be empty.")
+    wrong = next((item for item in ids if type(item) is not int or not 0 <= item < limits.vocab_size), None)
+    if wrong is not None or None in ids:
+        raise RequestInvalid(f"input_ids holds {wrong!r}; the vocabulary is [0, {limits.vocab_size})")
+    if len(ids) >= limits.context_tokens:
+        raise RequestInvalid(
+            f"The input ({len(ids)} tokens) is longer than the model's context length ({limits.context_tokens} tokens)."
+        )
+    total = len(ids) + sampling.max_new_tokens
+    if total > limits.context_tokens:
+        raise RequestInvalid(
+            f"Requested token count exceeds the model's maximum context length of {limits.context_tokens} tokens. "
+            f"You requested a total of {total} tokens: {len(ids)} tokens from the input messages and "
+            f"{sampling.max_new_tokens} tokens for the completion. Please reduce the number of tokens in the input "
+            "messages or the completion to fit within the limit."
+        )

@@ -1,0 +1,117 @@
+"""Forward passes and sampling for the rows of a scheduler. Lives in the torch thread.
+
+Invariants:
+- Reported log-probabilities are those of the temperature-scaled softmax over the whole vocabulary, whatever top_k and top_p cut away
+  (temperature 0: of the raw softmax).
+- `version` is the label of `model.weights`; both change in one call between steps.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.policies.qwen3 import KeyValueCache, Qwen3, Qwen3Weights
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from headrace.policies.cpu_engine_requests import Sampling
+    from headrace.policies.cpu_engine_scheduler import Generation, Scheduler
+    from headrace.policies.qwen3 import Qwen3Config
+
+
+class Runner:
+    """Weights, cache and random numbers of one engine."""
+
+    def __init__(
+        self,
+        config: Qwen3Config,
+        weights: Qwen3Weights,
+        *,
+        version: str,
+        max_running: int,
+        context_tokens: int,
+        seed: int,
+    ) -> None:
+        self.version = version
+        self.model = Qwen3(config, weights, capacity=context_tokens)
+        self.cache = KeyValueCache(config, rows=max_running, capacity=context_tokens)
+        self._random = torch.Generator().manual_seed(seed)
+        # The request's own stream survives a retraction: it belongs to the generation, not to the row.
+        self._own_random: dict[int, torch.Generator] = {}
+
+    def swap(self, weights: Qwen3Weights, version: str | None) -> None:
+        """Run on `weights` from now on; None keeps the label."""
+        self.model.weights = weights
+        self.version = self.version if version is None else version
+
+    def step(self, scheduler: Scheduler) -> list[Generation]:
+        """One prefill of what may enter, then one token for everything that was running before. Returns what finished."""
+        for move in scheduler.moves:
+            self.cache.move(move.source, move.target, move.length)
+        scheduler.moves.clear()
+        admitted = scheduler.admit()
+        if admitted:
+            first = len(scheduler.running) - len(admitted)
+            logits = self.model.prefill([item.tokens() for item in admitted], first, self.cache)
+            return self._record(scheduler, range(first, len(scheduler.running)), logits)
+        running = scheduler.running
+        tokens = torch.tensor([item.output_ids[-1] for item in running])
+        logits = self.model.decode(tokens, [item.token_count - 1 for item in running], self.cache)
+        return self._record(scheduler, range(len(running)), logits)
+
+    def _record(self, scheduler: Scheduler, rows: range, logits_BV: Tensor) -> list[Generation]:
+        generations = [scheduler.running[row] for row in rows]
+        noise = self._noise(generations, logits_BV.shape[1])
+        ids, logprobs = sample(logits_BV, [item.prompt.sampling for item in generations], noise)
+        finished = scheduler.record(rows, ids, logprobs, self.version)
+        self.forget(finished)
+        return finished
+
+    def forget(self, finished: Sequence[Generation]) -> None:
+        """Drop what is kept for these generations."""
+        for generation in finished:
+            self._own_random.pop(id(generation), None)
+
+    def _noise(self, generations: Sequence[Generation], width: int) -> Tensor:
+        """Exponential noise `(B, V)`; ones where the request is greedy."""
+        noise = torch.empty(len(generations), width).exponential_(generator=self._random)
+        for row, generation in enumerate(generations):
+            sampling = generation.prompt.sampling
+            if sampling.greedy:
+                noise[row] = 1
+            elif sampling.sampling_seed is not None:
+                own = self._own_random.get(id(generation))
+                if own is None:
+                    own = self._own_random[id(generation)] = torch.Generator().manual_seed(sampling.sampling_seed)
+                noise[row].exponential_(generator=own)
+        return noise.clamp_min_(1e-30)
+
+
+@torch.inference_mode()
+def sample(logits_BV: Tensor, samplings: Sequence[Sampling], noise_BV: Tensor) -> tuple[list[int], list[float]]:
+    """Ids and their log-probabilities. `argmax(p / exponential noise)` is a draw from p (the exponential race)."""
+    temperatures = [1.0 if item.temperature < 1e-6 else item.temperature for item in samplings]
+    if any(value != 1.0 for value in temperatures):
+        logits_BV = logits_BV / torch.tensor(temperatures)[:, None]
+    logprobs_BV = logits_BV.log_softmax(-1)
+    weights_BV = logprobs_BV.exp()
+    if any(item.top_p < 1.0 or item.top_k > 1 for item in samplings):
+        weights_BV = truncate(weights_BV, samplings)
+    chosen = weights_BV.div_(noise_BV).argmax(-1)
+    return chosen.tolist(), logprobs_BV.gather(1, chosen[:, None])[:, 0].tolist()
+
+
+def truncate(weights_BV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Zero what top_k and top_p leave out; the most likely id always stays."""
+    ordered, order = weights_BV.sort(dim=-1, descending=True)
+    vocabulary = ordered.shape[1]
+    top_p = torch.tensor([item.top_p for item in samplings])[:, None]
+    top_k = torch.tensor([min(item.top_k, vocabulary) if item.top_k > 0 else vocabulary for item in samplings])[:, None]
+    before = ordered.cumsum(-1) - ordered
+    ordered[(before > top_p) | (torch.arange(vocabulary) >= top_k)] = 0
+    return torch.zeros_like(weights_BV).scatter_(1, order, ordered)

@@ -1,0 +1,223 @@
+"""Which generation runs in which cache row, when it ends, and what a pause does to it. Pure: no clock, no I/O, no torch.
+
+Invariants:
+- A generation is in exactly one place: waiting, running (its index is its cache row), or finished; it finishes once.
+- Nothing enters while `paused` or `holding` (a weight update session is open).
+- Every output token carries the version that sampled it; spans cover the output without gaps.
+- `moves` lists the row copies the cache needs, in order, before the next forward pass.
+- Like SGLang, an abort of a request that arrived during a pause is lost: callers repeat it after the pause.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from headrace.policies.engine import PauseMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from headrace.policies.cpu_engine_requests import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """A stop id or a stop string."""
+
+    matched: int | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthReached:
+    """max_new_tokens."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aborted:
+    """`queued`: it held no cache row when it was aborted; SGLang answers in another shape then."""
+
+    queued: bool
+
+
+Finish = Stopped | LengthReached | Aborted
+
+
+@dataclass(slots=True, kw_only=True)
+class Span:
+    """Output positions `[start, end)`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Generation:
+    """One request on its way."""
+
+    prompt: Prompt
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    retractions: int = 0
+    arrived_paused: bool = False
+    finish: Finish | None = None
+
+    @property
+    def token_count(self) -> int:
+        return len(self.prompt.input_ids) + len(self.output_ids)
+
+    def tokens(self) -> list[int]:
+        return [*self.prompt.input_ids, *self.output_ids]
+
+    def append(self, token: int, logprob: float, version: str) -> None:
+        position = len(self.output_ids)
+        self.output_ids.append(token)
+        self.logprobs.append(logprob)
+        if self.spans and self.spans[-1].version == version:
+            self.spans[-1].end = position + 1
+        else:
+            self.spans.append(Span(version=version, start=position, end=position + 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowMove:
+    """Copy the first `length` tokens of cache row `source` over row `target`."""
+
+    source: int
+    target: int
+    length: int
+
+
+class Scheduler:
+    """The core of the engine. `tail_text` decodes ids to text, specials included; `eos_ids` are the model's own stop ids."""
+
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        max_prefill_tokens: int,
+        eos_ids: frozenset[int],
+        tail_text: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.max_running = max_running
+        self.max_prefill_tokens = max_prefill_tokens
+        self.eos_ids = eos_ids
+        self.tail_text = tail_text
+        self.waiting: deque[Generation] = deque()
+        self.running: list[Generation] = []
+        self.moves: list[RowMove] = []
+        self.paused = False
+        self.holding = False
+
+    @property
+    def runnable(self) -> bool:
+        """A step would do something."""
+        return bool(self.running) or (bool(self.waiting) and not self.paused and not self.holding)
+
+    def knows(self, request_id: str) -> bool:
+        return any(item.prompt.request_id == request_id for item in (*self.running, *self.waiting))
+
+    def add(self, generation: Generation) -> list[Generation]:
+        """Queue a generation. Returns it at once if there is nothing to sample."""
+        generation.arrived_paused = self.paused
+        if generation.prompt.sampling.max_new_tokens == 0:
+            generation.finish = LengthReached(length=0)
+            return [generation]
+        self.waiting.append(generation)
+        return []
+
+    def admit(self) -> list[Generation]:
+        """Give rows to waiting generations, in order of arrival, up to the padded size of one prefill."""
+        admitted: list[Generation] = []
+        widest = 0
+        while self.waiting and not self.paused and not self.holding and len(self.running) < self.max_running:
+            widest = max(widest, self.waiting[0].token_count)
+            if admitted and widest * (len(admitted) + 1) > self.max_prefill_tokens:
+                break
+            admitted.append(self.waiting.popleft())
+            self.running.append(admitted[-1])
+        return admitted
+
+    def record(self, rows: range, tokens: Iterable[int], logprobs: Iterable[float], version: str) -> list[Generation]:
+        """Append one sampled token to each of the running `rows`; returns those that finished."""
+        finished = []
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+            generation = self.running[row]
+            generation.append(token, logprob, version)
+            generation.finish = self._finish_of(generation)
+            if generation.finish is not None:
+                finished.append(generation)
+        self._release(finished)
+        return finished
+
+    def abort(self, request_id: str | None) -> list[Generation]:
+        """Finish the request of this id (None: all), except what arrived during the present pause."""
+        chosen = [
+            item
+            for item in (*self.running, *self.waiting)
+            if (request_id is None or item.prompt.request_id == request_id)
+            and not (self.paused and item.arrived_paused)
+        ]
+        return self._abort(chosen)
+
+    def drop(self, generations: Sequence[Generation]) -> list[Generation]:
+        """Finish generations whose client is gone, wherever they are."""
+        return self._abort([item for item in generations if item.finish is None])
+
+    def pause(self, mode: PauseMode) -> list[Generation]:
+        """Stop sampling; returns what finished by it. `retract` frees all rows and keeps the tokens."""
+        if mode is PauseMode.IN_PLACE:
+            raise ValueError("pause mode in_place is not supported yet by this engine; use retract or abort")
+        finished = self._abort([*self.running, *self.waiting]) if mode is PauseMode.ABORT else []
+        for generation in reversed(self.running):
+            generation.retractions += 1
+            self.waiting.appendleft(generation)
+        self.running.clear()
+        self.paused = True
+        return finished
+
+    def resume(self) -> None:
+        self.paused = False
+        for generation in self.waiting:
+            generation.arrived_paused = False
+
+    def _finish_of(self, generation: Generation) -> Finish | None:
+        sampling, outputs = generation.prompt.sampling, generation.output_ids
+        if len(outputs) >= sampling.max_new_tokens:
+            return LengthReached(length=sampling.max_new_tokens)
+        last = outputs[-1]
+        if not sampling.ignore_eos and (last in self.eos_ids or last in (sampling.stop_token_ids or ())):
+            return Stopped(matched=last)
+        stops = sampling.stop_strings()
+        if stops:
+            # A token is at least one byte, so this many tokens surely hold the longest stop string.
+            tail = self.tail_text(outputs[-max(len(stop.encode()) for stop in stops) - 1 :])
+            matched = next((stop for stop in stops if stop in tail), None)
+            if matched is not None:
+                return Stopped(matched=matched)
+        return None
+
+    def _abort(self, chosen: Sequence[Generation]) -> list[Generation]:
+        running = set(map(id, self.running))
+        for generation in chosen:
+            generation.finish = Aborted(queued=id(generation) not in running)
+        self._release(chosen)
+        return list(chosen)
+
+    def _release(self, finished: Sequence[Generation]) -> None:
+        gone = set(map(id, finished))
+        if not gone:
+            return
+        self.waiting = deque(item for item in self.waiting if id(item) not in gone)
+        # From the end: then the last row, which fills the hole, is never one that goes as well.
+        for row in reversed(range(len(self.running))):
+            if id(self.running[row]) in gone:
+                last = self.running.pop()
+                if row < len(self.running):
+                    self.running[row] = last
+                    self.moves.append(RowMove(source=len(self.running), target=row, length=last.token_count))

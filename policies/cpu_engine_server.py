@@ -1,0 +1,294 @@
+"""SGLang's HTTP routes over an engine thread.
+
+Invariants:
+- Every reply is JSON, or empty where SGLang's is; a bad request is a 400 that says why and changes nothing.
+- Bodies are parsed here, in the event loop's thread; the torch thread sees checked values only.
+- A client that goes away takes its requests with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from importlib.metadata import version as distribution_version
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import orjson
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from headrace.policies.cpu_engine_replies import generation_json, loads_json
+from headrace.policies.cpu_engine_requests import Limits, parse_generate
+from headrace.policies.cpu_engine_update import InitGroup, UpdateWeights
+from headrace.policies.engine import PauseMode
+from headrace.policies.errors import EngineUnavailable, GroupFailed, RequestInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from tokenizers import Tokenizer
+
+    from headrace.policies.cpu_engine_replies import Json
+    from headrace.policies.cpu_engine_thread import EngineThread
+    from headrace.policies.cpu_engine_update import WeightUpdater
+
+logger = logging.getLogger(__name__)
+Body = TypeVar("Body", bound=BaseModel)
+MAX_BODY_BYTES = 64 * 1024 * 1024
+HEALTH_GENERATE_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """What the server tells about itself."""
+
+    model_path: str
+    limits: Limits
+    max_running: int
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
+
+
+def outcome(message: str, *, success: bool = True) -> web.Response:
+    """The form in which SGLang answers weight calls."""
+    return json_response({"success": success, "message": message}, 200 if success else 400)
+
+
+@web.middleware
+async def classify(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """The one place that turns errors into statuses."""
+    try:
+        return await handler(request)
+    except (RequestInvalid, GroupFailed) as error:
+        body: Json = {"error": {"message": str(error)}}
+        if "weight" in request.path:
+            body |= {"success": False, "message": str(error)}
+        return json_response(body, 400)
+    except EngineUnavailable as error:
+        return json_response({"error": {"message": str(error)}}, 503)
+    except web.HTTPException as error:
+        return json_response({"error": {"message": error.reason}}, error.status)
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.path)
+        return json_response({"error": {"message": "internal error; see the engine's log"}}, 500)
+
+
+async def read_json(request: web.Request) -> Any:
+    data = await request.read()
+    if not data.strip():
+        return {}
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise RequestInvalid(f"the body is not JSON: {error}") from error
+
+
+async def read_body(request: web.Request, model: type[Body]) -> Body:
+    try:
+        return model.model_validate(await read_json(request))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RequestInvalid(f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}") from error
+
+
+async def read_object(request: web.Request) -> Json:
+    body = await read_json(request)
+    if not isinstance(body, dict):
+        raise RequestInvalid("the body must be one JSON object")
+    return body
+
+
+class EngineServer:
+    """Handlers of one engine."""
+
+    def __init__(
+        self, engine: EngineThread, updater: WeightUpdater, tokenizer: Tokenizer, settings: ServerSettings
+    ) -> None:
+        self._engine = engine
+        self._updater = updater
+        self._tokenizer = tokenizer
+        self._settings = settings
+
+    def application(self) -> web.Application:
+        application = web.Application(middlewares=[classify], client_max_size=MAX_BODY_BYTES)
+        post, get = application.router.add_post, application.router.add_get
+        post("/generate", self.generate)
+        post("/abort_request", self.abort)
+        post("/pause_generation", self.pause)
+        post("/continue_generation", self.resume)
+        post("/begin_weight_update", self.begin)
+        post("/end_weight_update", self.end)
+        post("/init_weights_update_group", self.init_group)
+        post("/destroy_weights_update_group", self.destroy_group)
+        post("/update_weights_from_distributed", self.update)
+        post("/weights_checker", self.check_weights)
+        post("/flush_cache", self.flush)
+        get("/flush_cache", self.flush)
+        get("/model_info", self.model_info)
+        get("/get_model_info", self.model_info)
+        get("/server_info", self.server_info)
+        get("/get_server_info", self.server_info)
+        get("/v1/loads", self.loads)
+        get("/health", self.health)
+        get("/health_generate", self.health_generate)
+        get("/ready", self.ready)
+        return application
+
+    async def generate(self, request: web.Request) -> web.Response:
+        parsed = parse_generate(await read_json(request), self._settings.limits, self._encode)
+        started_s = time.monotonic()
+        generations, futures = self._engine.generate(parsed.prompts)
+        try:
+            # Every future is resolved even when a sibling fails: the torch thread owns them.
+            results = await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+        except asyncio.CancelledError:
+            self._engine.drop(generations)
+            raise
+        replies = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            version = result.spans[-1].version if result.spans else self._engine.runner.version
+            latency_s = time.monotonic() - started_s
+            replies.append(
+                generation_json(result, self._decode, version=version, latency_s=latency_s, now_s=time.time())
+            )
+        return json_response(replies if parsed.listed else replies[0])
+
+    async def abort(self, request: web.Request) -> web.Response:
+        body = await read_object(request)
+        request_id, everything = body.get("rid"), body.get("abort_all", False)
+        if request_id is not None and not isinstance(request_id, str):
+            raise RequestInvalid("rid must be a string")
+        if everything is True or request_id:
+            await asyncio.wrap_future(self._engine.abort(None if everything is True else request_id))
+        return web.Response()
+
+    async def pause(self, request: web.Request) -> web.Response:
+        name = (await read_object(request)).get("mode", "abort")
+        if not isinstance(name, str) or name not in set(PauseMode):
+            raise RequestInvalid(f"Invalid pause mode {name!r}: must be one of abort, retract, in_place")
+        if name == PauseMode.IN_PLACE:
+            raise RequestInvalid("pause mode in_place is not supported yet by this engine; use retract or abort")
+        await asyncio.wrap_future(self._engine.pause(PauseMode(name)))
+        return json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        await read_object(request)
+        await asyncio.wrap_future(self._engine.resume())
+        return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def begin(self, request: web.Request) -> web.Response:
+        selector = (await read_object(request)).get("selector", "all")
+        if selector not in ("target", "draft", "all"):
+            raise RequestInvalid(f"selector must be target, draft or all, got {selector!r}")
+        await self._updater.begin()
+        return outcome("Weight update session opened.")
+
+    async def end(self, request: web.Request) -> web.Response:
+        await read_object(request)
+        await self._updater.end()
+        return outcome("Weight update session closed.")
+
+    async def init_group(self, request: web.Request) -> web.Response:
+        await self._updater.init_group(await read_body(request, InitGroup))
+        return outcome("Succeeded to initialize custom process group.")
+
+    async def destroy_group(self, request: web.Request) -> web.Response:
+        name = (await read_object(request)).get("group_name", "weight_update_group")
+        if not isinstance(name, str):
+            raise RequestInvalid("group_name must be a string")
+        await self._updater.destroy_group(name)
+        return outcome("Succeeded to destroy custom process group.")
+
+    async def update(self, request: web.Request) -> web.Response:
+        await self._updater.update(await read_body(request, UpdateWeights))
+        return outcome("Succeeded to update parameter online.")
+
+    async def check_weights(self, request: web.Request) -> web.Response:
+        action = (await read_object(request)).get("action")
+        if action != "checksum":
+            raise RequestInvalid(f"action must be checksum, got {action!r}")
+        sums = await self._updater.checksums()
+        return json_response({"success": True, "message": "Success.", "ranks": [{"checksums": sums}]})
+
+    async def flush(self, request: web.Request) -> web.Response:
+        scheduler = self._engine.scheduler
+        if await asyncio.wrap_future(self._engine.submit(lambda: scheduler.runnable)):
+            return web.Response(text="Flush cache failed.\n", status=400)
+        return web.Response(text="Cache flushed.\n")
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        settings = self._settings
+        return json_response(
+            {
+                "model_path": settings.model_path,
+                "tokenizer_path": settings.model_path,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": self._engine.runner.version,
+                "model_type": "qwen3",
+                "architectures": ["Qwen3ForCausalLM"],
+            }
+        )
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        settings = self._settings
+        context_tokens = settings.limits.context_tokens
+        return json_response(
+            {
+                "model_path": settings.model_path,
+                "device": "cpu",
+                "status": "ready",
+                "version": f"headrace-cpu {distribution_version('headrace')}",
+                "weight_version": self._engine.runner.version,
+                "context_length": context_tokens,
+                "max_req_input_len": context_tokens - 1,
+                "max_total_num_tokens": context_tokens * settings.max_running,
+                "max_running_requests": settings.max_running,
+            }
+        )
+
+    async def loads(self, request: web.Request) -> web.Response:
+        scheduler, settings = self._engine.scheduler, self._settings
+
+        def read() -> Json:
+            used = sum(item.token_count for item in scheduler.running)
+            total = settings.limits.context_tokens * settings.max_running
+            return loads_json(len(scheduler.running), len(scheduler.waiting), used, total, settings.max_running)
+
+        return json_response(await asyncio.wrap_future(self._engine.submit(read)))
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 when the torch thread answers, paused or not: SGLang with its health generation switched off."""
+        await asyncio.wrap_future(self._engine.submit(lambda: None))
+        return web.Response()
+
+    async def health_generate(self, request: web.Request) -> web.Response:
+        """Generates one token; paused it blocks and then answers 503, as SGLang does."""
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+        prompts = parse_generate(body, self._settings.limits, self._encode).prompts
+        generations, futures = self._engine.generate(prompts)
+        try:
+            async with asyncio.timeout(HEALTH_GENERATE_TIMEOUT_S):
+                await asyncio.wrap_future(futures[0])
+        except TimeoutError:
+            return web.Response(status=503)
+        finally:
+            self._engine.drop(generations)
+        return web.Response()
+
+    async def ready(self, request: web.Request) -> web.Response:
+        return web.Response(status=503 if self._engine.scheduler.paused else 200)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=True).ids
+
+    def _decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -1,0 +1,80 @@
+"""Errors of engines and of the weight push. Every one survives pickling and names the knob to turn.
+
+PolicyError
+|- ModelInvalid            a model directory or snapshot cannot be used
+|- EngineError             a call to an inference engine failed
+|  |- EngineUnavailable    no connection, connection lost, or a 5xx reply
+|  |- EngineTimeout        no reply within the deadline
+|  |- EngineRefused        a 4xx reply: `status`, `message`
+|  |- EngineReplyInvalid   a reply without the keys of the contract
+|  |- RequestInvalid       our own check refused the request; nothing was sent
+|  `- EngineStartFailed    an engine process did not announce itself
+`- PushError               a weight push failed
+   |- GroupFailed          a process group could not be formed or used
+   |- SenderFailed         the sender process died or reported an error
+   `- SenderTimeout        the sender missed a deadline; it was killed
+
+Invariant: nothing here imports torch, aiohttp or any other heavy library.
+"""
+
+from __future__ import annotations
+
+
+class PolicyError(Exception):
+    """Root of all errors of this folder but the learner's."""
+
+
+class ModelInvalid(PolicyError):
+    """A model directory, a config or a snapshot cannot be used; the message names the file."""
+
+
+class EngineError(PolicyError):
+    """A call to an inference engine failed."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine is not there: no connection, a connection lost in mid-call, or a 5xx reply."""
+
+
+class EngineTimeout(EngineError):
+    """No reply within the deadline that the message names."""
+
+
+class EngineRefused(EngineError):
+    """The engine answered with a 4xx status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(status, message)
+        self.status = status
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"engine answered {self.status}: {self.message}"
+
+
+class EngineReplyInvalid(EngineError):
+    """The reply lacks a key or has a wrong type: not the contract this client speaks."""
+
+
+class RequestInvalid(EngineError):
+    """The request was refused before it was sent (ids outside the vocabulary, nothing to sample)."""
+
+
+class EngineStartFailed(EngineError):
+    """An engine process ended or stayed silent before it announced its address."""
+
+
+class PushError(PolicyError):
+    """A weight push, or one part of it, failed."""
+
+
+class GroupFailed(PushError):
+    """A process group could not be formed or used; it is discarded, never reused."""
+
+
+class SenderFailed(PushError):
+    """The sender process died or reported an error."""
+
+
+class SenderTimeout(SenderFailed):
+    """The sender missed its deadline and was killed: a hung transfer costs the sender."""

@@ -1,0 +1,101 @@
+"""Names and layouts of a Qwen3 model in Hugging Face and in megatron-core, both ways.
+
+Invariants:
+- The mapping only renames, reorders and concatenates: a round trip is exact to the bit.
+- It is one to one: a missing name, an unknown one or a wrong shape is refused, never ignored.
+
+Layouts (megatron-core `SelfAttention` and `MLP`): `linear_qkv` holds, group after group, the group's query heads, its
+key head and its value head; `linear_fc1` holds the gate's rows, then the up projection's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.policies.errors import ModelInvalid
+
+if TYPE_CHECKING:
+    from headrace.policies.qwen3 import Qwen3Config
+
+Weights = dict[str, torch.Tensor]
+
+_LAYER_NAMES = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+
+
+def to_megatron(weights: Weights, config: Qwen3Config) -> Weights:
+    """Hugging Face names to megatron-core's. Raises ModelInvalid when names or shapes are not those of `config`."""
+    _check_shapes(weights, config)
+    result = {megatron: weights[name] for megatron, name in _top_names(config).items()}
+    for layer in range(config.num_hidden_layers):
+        result |= _layer_to_megatron(weights, layer, config)
+    return result
+
+
+def to_hugging_face(weights: Weights, config: Qwen3Config) -> Weights:
+    """megatron-core names to Hugging Face's: the inverse of `to_megatron`, as contiguous copies that share no
+    memory."""
+    result = {name: weights[megatron].clone() for megatron, name in _top_names(config).items()}
+    for layer in range(config.num_hidden_layers):
+        result |= _layer_to_hugging_face(weights, layer, config)
+    return result
+
+
+def _check_shapes(weights: Weights, config: Qwen3Config) -> None:
+    wanted, found = config.shapes(), {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if config.tie_word_embeddings:
+        found.pop("lm_head.weight", None)
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise ModelInvalid(
+                f"model.safetensors: {name} has shape {found.get(name)}, config.json asks for {wanted.get(name)}"
+            )
+
+
+def _top_names(config: Qwen3Config) -> dict[str, str]:
+    names = {
+        "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+        "decoder.final_layernorm.weight": "model.norm.weight",
+    }
+    return names if config.tie_word_embeddings else names | {"output_layer.weight": "lm_head.weight"}
+
+
+def _layer_to_megatron(weights: Weights, layer: int, config: Qwen3Config) -> Weights:
+    source, target = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+    result = {target + megatron: weights[source + name] for megatron, name in _LAYER_NAMES.items()}
+    per_group = [
+        weights[f"{source}self_attn.{name}_proj.weight"].reshape(
+            config.num_key_value_heads, -1, config.head_dim, config.hidden_size
+        )
+        for name in "qkv"
+    ]
+    fused = torch.cat(per_group, dim=1).reshape(-1, config.hidden_size)
+    gate_up = torch.cat([weights[f"{source}mlp.gate_proj.weight"], weights[f"{source}mlp.up_proj.weight"]])
+    return result | {
+        target + "self_attention.linear_qkv.weight": fused,
+        target + "mlp.linear_fc1.weight": gate_up,
+    }
+
+
+def _layer_to_hugging_face(weights: Weights, layer: int, config: Qwen3Config) -> Weights:
+    source, target = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    result = {target + name: weights[source + megatron].clone() for megatron, name in _LAYER_NAMES.items()}
+    groups = config.num_key_value_heads
+    fused = weights[source + "self_attention.linear_qkv.weight"].reshape(
+        groups, -1, config.head_dim, config.hidden_size
+    )
+    parts = torch.split(fused, [config.num_attention_heads // groups, 1, 1], dim=1)
+    for name, part in zip("qkv", parts, strict=True):
+        result[f"{target}self_attn.{name}_proj.weight"] = part.reshape(-1, config.hidden_size).clone()
+    gate, up = weights[source + "mlp.linear_fc1.weight"].chunk(2)
+    result[target + "mlp.gate_proj.weight"] = gate.clone()
+    result[target + "mlp.up_proj.weight"] = up.clone()
+    return result

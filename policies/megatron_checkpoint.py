@@ -1,0 +1,101 @@
+"""Model and optimizer through megatron-core's distributed checkpointing.
+
+Invariants:
+- The format on disk is Megatron's `torch_dist`: `dist_checkpointing.load` reads it, also at another parallel size.
+- Saving stays in this process and thread: Megatron's own writer forks workers and spawns a manager, which a process
+  full of Ray's threads must not do.
+- What is loaded equals what was saved to the bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+    from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megatron.core.models.gpt import GPTModel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class InProcessSave(torch_strategies.TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Megatron's sharded save with torch's own writer, which writes and fsyncs in the calling thread."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        grouped = torch_strategies._replace_state_dict_keys_with_sharded_keys  # noqa: SLF001  (Megatron has no public one)
+        by_key, _, _ = grouped(sharded_state_dict, True)
+        planner = torch_strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        save_sharded(
+            torch_strategies.mcore_to_pyt_state_dict(by_key, False),
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
+            planner=planner,
+        )
+
+
+def save_state(directory: Path, model: GPTModel, optimizer: torch.optim.AdamW) -> None:
+    """Write parameters, AdamW's moments and step count, and torch's random state into the empty `directory`."""
+    updates = _updates(optimizer)
+    state = _sharded(model, optimizer, updates) | {"updates": updates, "random": torch.get_rng_state()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist_checkpointing.save(state, str(directory), sharded_strategy=InProcessSave())
+
+
+def load_state(directory: Path, model: GPTModel, optimizer: torch.optim.AdamW) -> None:
+    """The inverse of `save_state`, into a model of the same shape and a fresh optimizer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        updates = int(dist_checkpointing.load_common_state_dict(str(directory))["updates"])
+        if updates:
+            _start_moments(optimizer, updates)
+        loaded = dist_checkpointing.load(_sharded(model, optimizer, updates), str(directory))
+    model.load_state_dict(loaded["model"])
+    if updates:
+        _copy_moments(model, optimizer, loaded["moments"])
+    torch.set_rng_state(loaded["random"])
+
+
+def _updates(optimizer: torch.optim.AdamW) -> int:
+    return max((int(state["step"]) for state in optimizer.state.values()), default=0)
+
+
+def _sharded(model: GPTModel, optimizer: torch.optim.AdamW, updates: int) -> dict[str, Any]:
+    tensors = model.sharded_state_dict()
+    if not updates:
+        return {"model": tensors}
+    moments = {
+        key: {
+            name: make_sharded_optimizer_tensor(tensors[name], optimizer.state[parameter][key], f"optimizer.{key}")
+            for name, parameter in model.named_parameters()
+        }
+        for key in MOMENTS
+    }
+    return {"model": tensors, "moments": moments}
+
+
+def _start_moments(optimizer: torch.optim.AdamW, updates: int) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            moments = {key: torch.zeros_like(parameter) for key in MOMENTS}
+            optimizer.state[parameter] = {"step": torch.tensor(float(updates)), **moments}
+
+
+def _copy_moments(model: GPTModel, optimizer: torch.optim.AdamW, moments: dict[str, dict[str, torch.Tensor]]) -> None:
+    for name, parameter in model.named_parameters():
+        for key in MOMENTS:
+            optimizer.state[parameter][key].copy_(moments[key][name])

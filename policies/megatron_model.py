@@ -1,0 +1,112 @@
+"""megatron-core's GPTModel from a Hugging Face Qwen3 directory.
+
+Invariants:
+- The model is megatron-core's own (local layer spec, no kernels that need a GPU), in fp32; only sizes come from
+  config.json.
+- Rows are padded on the right and the mask is causal, so a real position never attends to padding.
+- Importing this module imports torch and megatron: only the learner's thread does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from headrace.policies.errors import ModelInvalid
+from headrace.policies.hf_mapping import Weights, to_hugging_face, to_megatron
+
+with warnings.catch_warnings():
+    # Megatron announces each accelerator library it does not find and each deprecated module it imports from itself.
+    warnings.simplefilter("ignore")
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.policies.qwen3 import Qwen3Config
+
+
+def transformer_config(shape: Qwen3Config) -> TransformerConfig:
+    """Megatron's configuration of `shape`, without the fusions that need CUDA."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TransformerConfig(
+            num_layers=shape.num_hidden_layers,
+            hidden_size=shape.hidden_size,
+            ffn_hidden_size=shape.intermediate_size,
+            num_attention_heads=shape.num_attention_heads,
+            num_query_groups=shape.num_key_value_heads,
+            kv_channels=shape.head_dim,
+            normalization="RMSNorm",
+            layernorm_epsilon=shape.rms_norm_eps,
+            qk_layernorm=True,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            add_bias_linear=False,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            use_cpu_initialization=True,
+            perform_initialization=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            masked_softmax_fusion=False,
+            gradient_accumulation_fusion=False,
+            apply_rope_fusion=False,
+            persist_layer_norm=False,
+        )
+
+
+def build_model(shape: Qwen3Config, config: TransformerConfig) -> GPTModel:
+    """An uninitialised model: load weights next. Needs Megatron's model-parallel groups."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return GPTModel(
+            config,
+            get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm"),
+            vocab_size=shape.vocab_size,
+            max_sequence_length=shape.max_position_embeddings,
+            share_embeddings_and_output_weights=shape.tie_word_embeddings,
+            position_embedding_type="rope",
+            rotary_base=shape.rope_theta,
+            parallel_output=False,
+        )
+
+
+def read_weights(model_dir: Path) -> Weights:
+    """`model_dir/model.safetensors` in Hugging Face names, converted to fp32. Raises ModelInvalid."""
+    path = model_dir / "model.safetensors"
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelInvalid(f"cannot read {path}: {error}") from error
+    return {name: tensor.float() for name, tensor in weights.items()}
+
+
+def load_weights(model: GPTModel, weights: Weights, shape: Qwen3Config) -> None:
+    """Copy weights in Hugging Face names into `model`. Raises ModelInvalid when they do not fit."""
+    mapped = to_megatron(weights, shape)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(mapped[name])
+
+
+def export_weights(model: GPTModel, shape: Qwen3Config) -> Weights:
+    """A copy of the weights in Hugging Face names, on the CPU."""
+    named = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    return to_hugging_face(named, shape)
+
+
+def forward(model: torch.nn.Module, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """Logits of shape (B, T, V). `model` is a GPTModel or Megatron's DDP around one."""
+    length = tokens_BT.shape[1]
+    positions_BT = torch.arange(length, device=tokens_BT.device).expand_as(tokens_BT)
+    # True hides: without an explicit mask Megatron builds one on CUDA.
+    hidden_11TT = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens_BT.device).triu(1)
+    logits: torch.Tensor = model(tokens_BT, positions_BT, hidden_11TT)
+    return logits

@@ -1,0 +1,260 @@
+"""The synchronous half of the Megatron learner: everything that touches torch, called from one thread.
+
+Invariants:
+- Weights, moments and version change only at the end of a step whose gradient is finite; whatever fails earlier
+  leaves them as they were.
+- A batch is stepped once: handing in the last batch again (its answer was lost to a cancelled await) returns the same
+  report.
+- Every stepped batch, also a skipped one, enters the hash chain in order and the next checkpoint's manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+
+from headrace.buffer.packing import pack
+from headrace.buffer.types import CheckpointRef, StepReport
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies import checkpoints, megatron_checkpoint, megatron_model, megatron_world
+from headrace.policies.learner import LearnerState, WeightsSnapshot
+from headrace.policies.learner_errors import CheckpointUnreadable, NonFiniteRun
+from headrace.policies.objectives import Brakes, LossSums, collate, policy_loss, trained_logprobs
+from headrace.policies.qwen3 import Qwen3Config
+from headrace.policies.train_rows import trained_tokens, weighted_rows
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+if TYPE_CHECKING:
+    from headrace.buffer.types import Batch
+    from headrace.policies.megatron import LearnerConfig
+    from headrace.policies.train_rows import WeightedRow
+
+KEPT_SNAPSHOTS = 2
+"""The one being sent and the one just written."""
+MODEL_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+
+class MegatronTrainer:
+    """Model, optimizer, version and hash chain of one learner incarnation. Start one with `open_trainer`."""
+
+    def __init__(self, config: LearnerConfig, resume: CheckpointRef | None, epoch: int) -> None:
+        self._config = config
+        self._source = Path(resume.path) if resume else config.model_dir
+        self._device = megatron_world.start(config.seed)
+        self._shape = Qwen3Config.read(self._source / "config.json")
+        settings = megatron_model.transformer_config(self._shape)
+        self._model = megatron_model.build_model(self._shape, settings).to(self._device)
+        self._ddp = DistributedDataParallel(
+            settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), self._model
+        )
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
+        )
+        self._parent = resume.version if resume else None
+        self._version = PolicyVersion(epoch, resume.version.step if resume else 0)
+        self._chain = self._saved_chain = resume.chain if resume else ""
+        self._since_save: list[checkpoints.SteppedBatch] = []
+        self._skipped_in_a_row = 0
+        self._last_report: StepReport | None = None
+        self._last_snapshot: WeightsSnapshot | None = None
+        if resume:
+            megatron_checkpoint.load_state(self._source / checkpoints.MEGATRON_STATE, self._model, self._optimizer)
+        else:
+            megatron_model.load_weights(self._model, megatron_model.read_weights(self._source), self._shape)
+
+    def state(self) -> LearnerState:
+        return LearnerState(parent=self._parent, step=self._version.step, chain=self._chain)
+
+    def step(self, batch: Batch) -> StepReport:
+        """One update. Raises RowUnusable or RowOverBudget before anything changed, NonFiniteRun after the last skip
+        allowed."""
+        if self._last_report is not None and self._last_report.batch_id == batch.lease.batch_id:
+            self._stop_when_diverged()
+            return self._last_report
+        started, learning_rate = time.perf_counter(), self._learning_rate()
+        loss, sums = self._accumulate(weighted_rows(batch, vocabulary=self._shape.vocab_size))
+        grad_norm = self._clipped_grad_norm()
+        skipped = not math.isfinite(grad_norm)
+        if not skipped:
+            self._update(learning_rate)
+        self._release_gradients()
+        self._record(batch, skipped=skipped)
+        metrics = _metrics(batch, sums) | {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "seconds": time.perf_counter() - started,
+        }
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._last_report = StepReport(
+            batch_id=batch.lease.batch_id, version=self._version, skipped=skipped, metrics=finite
+        )
+        self._stop_when_diverged()
+        return self._last_report
+
+    def snapshot(self) -> WeightsSnapshot:
+        """Write the weights for the sender; the file of the snapshot before the last is removed."""
+        if self._last_snapshot is not None and self._last_snapshot.version == self._version:
+            return self._last_snapshot
+        directory = self._config.snapshot_dir
+        directory.mkdir(parents=True, exist_ok=True)
+        final = directory / f"{self._version}.safetensors"
+        staged = final.with_suffix(".tmp")
+        self._export(staged)
+        with staged.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        staged.rename(final)
+        # By age, not from memory: the sender may still read what an incarnation before this one wrote.
+        oldest_first = sorted(directory.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        for path in oldest_first[:-KEPT_SNAPSHOTS]:
+            path.unlink()
+        self._last_snapshot = WeightsSnapshot(version=self._version, path=final, sha256=sha256)
+        return self._last_snapshot
+
+    def save(self) -> CheckpointRef:
+        """Write the checkpoint of the current version. When it exists (only skipped steps since), it is returned as
+        it is."""
+        root = self._config.checkpoint_dir
+        if (root / str(self._version)).exists():
+            return checkpoints.read_checkpoint(root / str(self._version))
+        staged = checkpoints.stage(root, self._version)
+        manifest = checkpoints.Manifest(
+            version=self._version,
+            previous_chain=self._saved_chain,
+            chain=self._chain,
+            batches=tuple(self._since_save),
+        )
+        self._copy_model_files(staged)
+        self._export(staged / "model.safetensors")
+        (staged / checkpoints.MEGATRON_STATE).mkdir()
+        megatron_checkpoint.save_state(staged / checkpoints.MEGATRON_STATE, self._model, self._optimizer)
+        checkpoints.write_manifest(staged, manifest)
+        final = checkpoints.publish(staged, self._version)
+        self._saved_chain, self._since_save = self._chain, []
+        checkpoints.keep_newest(root, self._config.keep_checkpoints)
+        return checkpoints.read_checkpoint(final)
+
+    def close(self) -> None:
+        """End the process group; the trainer is unusable afterwards."""
+        megatron_world.stop()
+
+    def _accumulate(self, rows: list[WeightedRow]) -> tuple[float, LossSums]:
+        """Sum the gradient of all rows into Megatron's buffers; the loss and its sums over trained tokens."""
+        self._ddp.zero_grad_buffer()
+        lengths = [len(row.row.tokens_T) for row in rows]
+        brakes = Brakes(
+            eps_low=self._config.eps_low, eps_high=self._config.eps_high, weight_cap=self._config.weight_cap
+        )
+        total, sums = 0.0, LossSums()
+        for indices in pack(lengths, token_budget=self._config.token_budget):
+            micro = collate([rows[index] for index in indices], self._device)
+            logprobs_N, entropies_N = trained_logprobs(megatron_model.forward(self._ddp, micro.tokens_BT), micro)
+            loss, part = policy_loss(logprobs_N, micro, brakes, entropies_N)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total, sums = total + float(loss.detach()), sums + part
+        self._ddp.finish_grad_sync()
+        return total, sums
+
+    def _clipped_grad_norm(self) -> float:
+        """Hand each parameter its accumulated gradient, clip in place, and return the norm before clipping."""
+        for parameter in self._model.parameters():
+            parameter.grad = parameter.main_grad
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_grad_norm)
+        return float(norm)
+
+    def _update(self, learning_rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        self._version = PolicyVersion(self._version.epoch, self._version.step + 1)
+
+    def _release_gradients(self) -> None:
+        # Megatron's hooks add a parameter's `grad` to its buffer, so it must be empty before the next backward.
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def _learning_rate(self) -> float:
+        """Constant after a linear warm-up over the first `warmup_steps` updates of the run."""
+        warm = (self._version.step + 1) / self._config.warmup_steps if self._config.warmup_steps else 1.0
+        return self._config.learning_rate * min(1.0, warm)
+
+    def _record(self, batch: Batch, *, skipped: bool) -> None:
+        members = tuple((item.rollout_id, item.attempt) for item in batch.items)
+        stepped = checkpoints.SteppedBatch(batch_id=batch.lease.batch_id, members=members, skipped=skipped)
+        self._since_save.append(stepped)
+        self._chain = checkpoints.fold_chain(self._chain, [stepped])
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+
+    def _stop_when_diverged(self) -> None:
+        limit = self._config.max_skipped_in_a_row
+        if self._skipped_in_a_row >= limit:
+            raise NonFiniteRun(
+                f"the gradients of the last {limit} steps were not finite at version {self._version}: resume from an "
+                "earlier checkpoint with a lower learner.learning_rate, or raise learner.max_skipped_in_a_row"
+            )
+
+    def _export(self, path: Path) -> None:
+        weights = megatron_model.export_weights(self._model, self._shape)
+        save_file(weights, path, metadata={"format": "pt", "version": str(self._version)})
+
+    def _copy_model_files(self, target: Path) -> None:
+        """Configuration, tokenizer and template; a resumed run takes them from its own checkpoint."""
+        for file in sorted(self._source.iterdir()):
+            if file.suffix in MODEL_FILE_SUFFIXES and file.name not in (checkpoints.MANIFEST, WEIGHTS_INDEX):
+                shutil.copyfile(file, target / file.name)
+        # transformers loads in the dtype that config.json names; the export is fp32 whatever the start policy was.
+        keys = json.loads((target / "config.json").read_text(encoding="utf-8")) | {"dtype": "float32"}
+        (target / "config.json").write_text(json.dumps(keys, indent=2), encoding="utf-8")
+
+
+def open_trainer(config: LearnerConfig, resume: CheckpointRef | None, epoch: int) -> MegatronTrainer:
+    """Start the world and load the model or the checkpoint; ends the world again when that fails."""
+    if resume is not None:
+        _check_resume(resume, epoch)
+    try:
+        return MegatronTrainer(config, resume, epoch)
+    except BaseException:
+        megatron_world.stop()
+        raise
+
+
+def _check_resume(resume: CheckpointRef, epoch: int) -> None:
+    found = checkpoints.read_checkpoint(Path(resume.path))
+    if (found.version, found.chain) != (resume.version, resume.chain):
+        raise CheckpointUnreadable(f"{resume.path} holds version {found.version}, not the {resume.version} asked for")
+    if epoch <= resume.version.epoch:
+        raise CheckpointUnreadable(f"{resume.path} is of epoch {resume.version.epoch}: resume it in a later epoch")
+
+
+def _metrics(batch: Batch, sums: LossSums) -> dict[str, float]:
+    """Means over trained tokens of rows that were computed (none when every advantage is 0); `tokens` counts all
+    trained tokens."""
+    staleness = [item.staleness for item in batch.items]
+    metrics = {
+        "tokens": float(sum(trained_tokens(item) for item in batch.items)),
+        "computed_tokens": float(sums.tokens),
+        "mean_staleness": sum(staleness) / len(staleness),
+        "max_staleness": float(max(staleness)),
+        "mean_reward": sum(item.reward for item in batch.items) / len(batch.items),
+    }
+    if sums.tokens:
+        metrics |= {
+            "entropy": sums.entropy / sums.tokens,
+            "clip_fraction": sums.clipped / sums.tokens,
+            "mean_ratio": sums.ratio / sums.tokens,
+            "mean_abs_log_ratio": sums.abs_log_ratio / sums.tokens,
+        }
+    return metrics

@@ -1,0 +1,138 @@
+"""The policy loss: GRPO with truncated importance weights and the directional clip, both on current / behaviour.
+
+Invariants:
+- The ratio is always against the policy that sampled the token (the behaviour log-probability stored with it). One
+  update per batch makes current / proximal identically 1, so a clip there would brake nothing.
+- A token whose ratio has already passed the clip in the direction of its advantage has exactly zero gradient.
+- Sums, not means: the caller's weights fix the reduction, so splitting a batch changes nothing.
+
+Shapes: B rows, T padded tokens, V vocabulary, N trained tokens of the micro-batch in row-major order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.policies.train_rows import WeightedRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brakes:
+    """`eps_low`, `eps_high`: the clip lets the ratio be in [1 - eps_low, 1 + eps_high]. `weight_cap`: C, the largest
+    importance weight."""
+
+    eps_low: float
+    eps_high: float
+    weight_cap: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Rows padded on the right to the longest. `trained_BT` marks sampled tokens; the arrays over N follow it in
+    row-major order."""
+
+    tokens_BT: torch.Tensor
+    trained_BT: torch.Tensor
+    behaviour_logprobs_N: torch.Tensor
+    advantages_N: torch.Tensor
+    temperatures_N: torch.Tensor
+    weights_N: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSums:
+    """Sums over trained tokens, detached: add them over micro-batches, divide by `tokens`."""
+
+    tokens: int = 0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    ratio: float = 0.0
+    abs_log_ratio: float = 0.0
+
+    def __add__(self, other: LossSums) -> LossSums:
+        return LossSums(
+            tokens=self.tokens + other.tokens,
+            entropy=self.entropy + other.entropy,
+            clipped=self.clipped + other.clipped,
+            ratio=self.ratio + other.ratio,
+            abs_log_ratio=self.abs_log_ratio + other.abs_log_ratio,
+        )
+
+
+def collate(rows: Sequence[WeightedRow], device: torch.device) -> MicroBatch:
+    """Pad `rows` on the right (causal attention never looks there) and flatten what belongs to trained tokens."""
+    longest = max(len(row.row.tokens_T) for row in rows)
+    tokens_BT = np.zeros((len(rows), longest), dtype=np.int64)
+    trained_BT = np.zeros((len(rows), longest), dtype=np.bool_)
+    behaviour_BT = np.zeros((len(rows), longest), dtype=np.float32)
+    for index, row in enumerate(rows):
+        length = len(row.row.tokens_T)
+        tokens_BT[index, :length] = row.row.tokens_T
+        trained_BT[index, :length] = row.row.loss_mask_T
+        behaviour_BT[index, :length] = row.row.logprobs_T
+    counts = trained_BT.sum(axis=1)
+
+    def spread(values: list[float]) -> torch.Tensor:
+        return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float32), counts)).to(device)
+
+    return MicroBatch(
+        tokens_BT=torch.from_numpy(tokens_BT).to(device),
+        trained_BT=torch.from_numpy(trained_BT).to(device),
+        behaviour_logprobs_N=torch.from_numpy(behaviour_BT[trained_BT]).to(device),
+        advantages_N=spread([row.advantage for row in rows]),
+        temperatures_N=spread([row.temperature for row in rows]),
+        weights_N=spread([row.weight for row in rows]),
+    )
+
+
+def trained_logprobs(logits_BTV: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies (nats, detached) of the trained tokens, each of shape N, of softmax(logits /
+    temperature).
+
+    The logits at position t predict the token at t + 1."""
+    predicts_BT = micro.trained_BT[:, 1:]
+    logits_NV = logits_BTV[:, :-1][predicts_BT].float() / micro.temperatures_N[:, None]
+    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+    targets_N1 = micro.tokens_BT[:, 1:][predicts_BT][:, None]
+    detached_NV = logprobs_NV.detach()
+    entropies_N = -(detached_NV.exp() * detached_NV).sum(dim=-1)
+    return logprobs_NV.gather(-1, targets_N1)[:, 0], entropies_N
+
+
+def policy_loss(
+    logprobs_N: torch.Tensor, micro: MicroBatch, brakes: Brakes, entropies_N: torch.Tensor
+) -> tuple[torch.Tensor, LossSums]:
+    """The weighted sum over trained tokens of
+
+        l = - sg[min(r, C) * active] * A * exp(logp - sg[logp]),    r = exp(logp - logp_behaviour)
+        active = not (A > 0 and r > 1 + eps_high  or  A < 0 and r < 1 - eps_low)
+
+    with sg the stop-gradient, so that the gradient of a token is -min(r, C) A grad logp where active and 0 elsewhere.
+
+    `active` is where PPO's max(-r A, -clip(r, 1 - eps_low, 1 + eps_high) A) (arXiv 1707.06347) has a gradient, with
+    the group-relative advantage of GRPO (arXiv 2402.03300) and DAPO's higher upper bound (arXiv 2503.14476). min(r,
+    C) is the weight of decoupled PPO (arXiv 2505.24298), capped, with the current policy as the proximal one; it
+    bounds what a negative advantage with a large ratio adds.
+    """
+    log_ratio_N = logprobs_N.detach() - micro.behaviour_logprobs_N
+    ratio_N = log_ratio_N.exp()
+    passed_N = ((micro.advantages_N > 0) & (ratio_N > 1.0 + brakes.eps_high)) | (
+        (micro.advantages_N < 0) & (ratio_N < 1.0 - brakes.eps_low)
+    )
+    scale_N = torch.where(passed_N, 0.0, ratio_N.clamp(max=brakes.weight_cap) * micro.advantages_N * micro.weights_N)
+    loss = -(scale_N * (logprobs_N - logprobs_N.detach()).exp()).sum()
+    sums = LossSums(
+        tokens=int(logprobs_N.numel()),
+        entropy=float(entropies_N.sum()),
+        clipped=float(passed_N.sum()),
+        ratio=float(ratio_N.sum()),
+        abs_log_ratio=float(log_ratio_N.abs().sum()),
+    )
+    return loss, sums

@@ -1,0 +1,267 @@
+"""The sender: a process that alone shares process groups with engines, and the client that commands it.
+
+Invariants:
+- Commands and replies are one JSON object a line on stdin and stdout, one command at a time; nothing else is printed there.
+- A command that misses its deadline or is cancelled costs the process: a collective cannot be cancelled, so it is killed. The next
+  command starts a new one, which knows no snapshot and no group (`incarnation` tells).
+- The process ends when its stdin closes or its parent dies.
+
+Commands: ping; load {path, sha256, bucket_bytes, checksums} -> {buckets, sizes, checksums}; open_group {name, host, world_size, backend, timeout_s} ->
+{port}; join_group {name}; broadcast {name, bucket} -> {seconds}; close_group {name}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.policies.errors import GroupFailed, ModelInvalid, SenderFailed, SenderTimeout
+from headrace.policies.parent_death import die_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from headrace.policies.process_group import WeightGroup
+    from headrace.policies.weights import Bucket
+
+Json = dict[str, Any]
+LINE_LIMIT_BYTES = 256 * 1024 * 1024
+ERROR_KINDS: Mapping[str, type[Exception]] = {"group": GroupFailed, "model": ModelInvalid}
+
+
+class SenderConfig(BaseModel):
+    """The sender process."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    log_path: Path | None = None
+    """Receives its stderr; None shares ours."""
+    start_timeout_s: float = Field(default=60.0, gt=0)
+    """From start to the first reply; importing torch takes seconds."""
+
+
+class SenderProcess:
+    """`async with SenderProcess(config) as sender: await sender.call("ping", {}, timeout_s=1)`."""
+
+    def __init__(self, config: SenderConfig) -> None:
+        self._config = config
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self.incarnation = 0
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def __aenter__(self) -> Self:
+        async with self._turn:
+            await self._start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.shield(self.kill())
+
+    async def call(self, op: str, arguments: Mapping[str, object], *, timeout_s: float) -> Json:
+        """One command. Raises SenderTimeout (killed), SenderFailed (it died), GroupFailed or ModelInvalid (it says so)."""
+        async with self._turn:
+            if self._process is None:
+                await self._start()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    reply = await self._exchange({"op": op, **arguments})
+            except TimeoutError as error:
+                await self.kill()
+                raise SenderTimeout(f"sender did not finish {op} within {timeout_s} s and was killed") from error
+            except (SenderFailed, asyncio.CancelledError):
+                await self.kill()
+                raise
+        if "error" in reply:
+            raise ERROR_KINDS.get(reply.get("kind", ""), SenderFailed)(reply["error"])
+        return reply
+
+    async def kill(self) -> None:
+        """SIGKILL and reap. Idempotent; the next call starts another."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+    async def _start(self) -> None:
+        self.incarnation += 1
+        command = [sys.executable, "-m", "headrace.policies.sender", "--parent-pid", str(os.getpid())]
+        log: IO[bytes] | None = None
+        if self._config.log_path is not None:
+            self._config.log_path.parent.mkdir(parents=True, exist_ok=True)
+            log = self._config.log_path.open("ab")
+        pipe = asyncio.subprocess.PIPE
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command, stdin=pipe, stdout=pipe, stderr=log, env=environment, limit=LINE_LIMIT_BYTES
+            )
+        finally:
+            if log is not None:
+                log.close()
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await self._exchange({"op": "ping"})
+        except TimeoutError as error:
+            await self.kill()
+            raise SenderTimeout(
+                f"sender did not start within start_timeout_s={self._config.start_timeout_s}"
+            ) from error
+        except (SenderFailed, asyncio.CancelledError):
+            await self.kill()
+            raise
+
+    async def _exchange(self, command: Json) -> Json:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(command).encode() + b"\n")
+            await process.stdin.drain()
+            line = await process.stdout.readline()
+        except (ConnectionError, ValueError) as error:
+            raise SenderFailed(f"sender died during {command['op']}: {error!r}") from error
+        if not line.endswith(b"\n"):
+            raise SenderFailed(f"sender died during {command['op']}")
+        reply: Json = json.loads(line)
+        return reply
+
+
+class Sender:
+    """What runs inside the process. Methods take and give what crosses the pipe."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._buckets: tuple[Bucket, ...] = ()
+        self._flat: dict[int, Tensor] = {}
+        self._stores: dict[str, tuple[dist.TCPStore, Json]] = {}
+        self._groups: dict[str, WeightGroup] = {}
+
+    def handle(self, command: Json) -> Json:
+        """Raises GroupFailed, ModelInvalid, or KeyError for what is not a command."""
+        handlers = {
+            "ping": lambda _: {},
+            "load": self._load,
+            "open_group": self._open_group,
+            "join_group": self._join_group,
+            "broadcast": self._broadcast,
+            "close_group": self._close_group,
+        }
+        return handlers[command["op"]](command)
+
+    def _load(self, command: Json) -> Json:
+        from headrace.policies.weights import checksums, plan_buckets, read_snapshot
+
+        self._tensors = read_snapshot(Path(command["path"]), command["sha256"])
+        self._buckets = plan_buckets(self._tensors, command["bucket_bytes"])
+        self._flat.clear()
+        sums = checksums(self._tensors) if command["checksums"] else {}
+        sizes = [bucket.size_bytes for bucket in self._buckets]
+        return {"buckets": [asdict(bucket) for bucket in self._buckets], "sizes": sizes, "checksums": sums}
+
+    def _open_group(self, command: Json) -> Json:
+        from headrace.policies.process_group import host_store
+
+        store = host_store(command["host"], command["world_size"], command["timeout_s"])
+        self._stores[command["name"]] = (store, command)
+        return {"port": store.port}
+
+    def _join_group(self, command: Json) -> Json:
+        from headrace.policies.process_group import form_group
+
+        store, asked = self._stores.pop(command["name"])
+        self._groups[command["name"]] = form_group(
+            store,
+            name=asked["name"],
+            rank=0,
+            world_size=asked["world_size"],
+            backend=asked["backend"],
+            timeout_s=asked["timeout_s"],
+        )
+        return {}
+
+    def _broadcast(self, command: Json) -> Json:
+        from headrace.policies.process_group import finish_broadcast, start_broadcast
+
+        group, index = self._groups[command["name"]], command["bucket"]
+        started_s = time.perf_counter()
+        work = start_broadcast(group, self._flattened(index, group))
+        if index + 1 < len(self._buckets):
+            # The second buffer: the next bucket is laid out while this one is on its way.
+            self._flattened(index + 1, group)
+        finish_broadcast(group, work)
+        self._flat.pop(index)
+        return {"seconds": time.perf_counter() - started_s}
+
+    def _flattened(self, index: int, group: WeightGroup) -> Tensor:
+        from headrace.policies.weights import flatten
+
+        if index not in self._flat:
+            flat = flatten(self._buckets[index], self._tensors)
+            self._flat[index] = flat.cuda() if group.backend == "nccl" else flat
+        return self._flat[index]
+
+    def _close_group(self, command: Json) -> Json:
+        from headrace.policies.process_group import destroy_group
+
+        self._stores.pop(command["name"], None)
+        self._flat.clear()
+        group = self._groups.pop(command["name"], None)
+        if group is not None:
+            destroy_group(group)
+        return {}
+
+
+def answer(sender: Sender, line: str) -> Json:
+    """The reply to one line; the one boundary of the process."""
+    try:
+        return sender.handle(json.loads(line))
+    except GroupFailed as error:
+        return {"error": str(error), "kind": "group"}
+    except ModelInvalid as error:
+        return {"error": str(error), "kind": "model"}
+    except (KeyError, IndexError, ValueError, TypeError, RuntimeError) as error:
+        return {"error": f"{type(error).__name__}: {error}", "kind": "sender"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="headrace.policies.sender")
+    parser.add_argument("--parent-pid", type=int, required=True)
+    die_with_parent(parser.parse_args().parent_pid)
+    import torch
+
+    torch.set_num_threads(1)
+    # Libraries print; replies must not be mixed with that.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sender = Sender()
+    for line in sys.stdin:
+        replies.write(json.dumps(answer(sender, line)) + "\n")
+        replies.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The shape and the vocabulary of the tiny policy: a Qwen3 of 333k parameters that one CPU core trains in minutes.
+
+Invariants:
+- Ids are a function of this file and of the task family's vocabulary: 256 bytes, then the special tokens, then the
+  pieces, then reserved tokens up to a multiple of 64. No merges: text that is no piece is spelled in bytes.
+- The files are in Hugging Face's format and load unchanged in transformers (Qwen3ForCausalLM, AutoTokenizer).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from headrace.buffer.datasets.terminal import CONSTANTS, NAMES, NUMBERS, WORDS, WRONG_NUMBER
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+END, SYSTEM, USER, ASSISTANT, TOOL = "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"
+PAD = "<|pad|>"
+SPECIALS = (PAD, END, SYSTEM, USER, ASSISTANT, TOOL)
+ROLE_MARKERS = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}
+
+PIECES = (
+    *WORDS, *NAMES, *CONSTANTS, *NUMBERS, WRONG_NUMBER,
+    "write ", " to the file named in ", "move the last line of ", " to ", "rename the file that has ",
+    "repair ", " in calc.py so that test.py passes",
+    "cat ", "tail -n 1 ", "grep -l ", "echo ", "mv ", "sed -i ", "ls", "test.py", "calc.py",
+    " *", " > ", " >> ", "; exit", "; ",
+    'sed -i "s/= .*/= ', '/" calc.py', "/d ", " = ", "head ", "cp ",
+    "from calc import total; assert total(1) == ", "def total(count):", "    return count * ",
+    ": No such file or directory", "bash: line 1: ", ": command not found",
+    "mv: ", "sed: ", "cat: ", "grep: ", "tail: ",
+    "cannot stat ", "cannot open ", "can't read ", "syntax error near unexpected token ", "Is a directory", "timeout",
+)  # fmt: skip
+"""Whole tokens for frequent text, longest match first."""
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+"""Contents between role markers and nothing else: rendering more messages only appends."""
+
+VOCABULARY_MULTIPLE = 64
+MAX_CONTEXT_TOKENS = 1024
+
+
+def vocabulary() -> tuple[dict[str, int], tuple[str, ...]]:
+    """The byte alphabet (ids 0 to 255) and the added tokens (ids from 256), in order of their ids."""
+    used = 256 + len(SPECIALS) + len(PIECES)
+    reserved = tuple(f"<|reserved_{index}|>" for index in range(-used % VOCABULARY_MULTIPLE))
+    return {character: byte for byte, character in enumerate(_byte_characters())}, (*SPECIALS, *PIECES, *reserved)
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's printable stand-in for every byte (openai/gpt-2, encoder.py, bytes_to_unicode), in order of the bytes."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    moved = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(moved)) for byte in range(256)]
+
+
+def tokenizer_json() -> dict[str, Any]:
+    """The content of tokenizer.json."""
+    alphabet, added = vocabulary()
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": len(alphabet) + index,
+                "content": content,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": content.startswith("<|"),
+            }
+            for index, content in enumerate(added)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": alphabet,
+            "merges": [],
+        },
+    }
+
+
+def tokenizer_config() -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": MAX_CONTEXT_TOKENS,
+        "bos_token": None,
+        "eos_token": END,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def model_config() -> dict[str, Any]:
+    """The content of config.json: 3 layers, width 96, 3 heads of 32 over 1 key-value head, tied embeddings."""
+    alphabet, added = vocabulary()
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": len(alphabet) + len(added),
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": MAX_CONTEXT_TOKENS,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "initializer_range": 0.02,
+        "bos_token_id": None,
+        "eos_token_id": len(alphabet) + SPECIALS.index(END),
+        "pad_token_id": len(alphabet) + SPECIALS.index(PAD),
+        "use_cache": True,
+        "dtype": "bfloat16",
+    }
+
+
+def generation_config() -> dict[str, Any]:
+    return {
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "eos_token_id": model_config()["eos_token_id"],
+        "pad_token_id": model_config()["pad_token_id"],
+    }
+
+
+def write_description(folder: Path) -> None:
+    """Write everything of the model directory but the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    documents = {
+        "config.json": model_config(),
+        "generation_config.json": generation_config(),
+        "tokenizer.json": tokenizer_json(),
+        "tokenizer_config.json": tokenizer_config(),
+    }
+    for name, document in documents.items():
+        (folder / name).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")

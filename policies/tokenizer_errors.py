@@ -1,0 +1,24 @@
+"""Errors of tokenizers and chat templates. Each message is one line that names the file, the numbers and the fix.
+
+PolicyError
+└── ModelInvalid
+    └── TokenizerInvalid        a tokenizer file is missing, unreadable or incomplete
+        ├── TokenizerMismatch   the tokenizer's ids are not the model's
+        └── TemplateRefused     the chat template cannot render these messages, or cannot be extended turn by turn
+"""
+
+from __future__ import annotations
+
+from headrace.policies.errors import ModelInvalid
+
+
+class TokenizerInvalid(ModelInvalid):
+    """A tokenizer file is missing, unreadable or incomplete."""
+
+
+class TokenizerMismatch(TokenizerInvalid):
+    """The tokenizer does not fit the model: names both numbers."""
+
+
+class TemplateRefused(TokenizerInvalid):
+    """The chat template refuses the messages, or cannot be extended turn by turn."""

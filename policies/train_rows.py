@@ -1,0 +1,64 @@
+"""From a batch to weighted rows.
+
+Invariants:
+- A trajectory contributes the mean over all its trained tokens in all its rows, a batch the mean over its
+  trajectories: each token of trajectory i weighs 1 / (batch_size * trained tokens of i), whatever row or micro-batch
+  it is in.
+- Trajectories with advantage exactly 0 or without trained tokens yield no rows, but stay in the denominator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.policies.learner_errors import RowUnusable
+
+if TYPE_CHECKING:
+    from headrace.buffer.types import Batch, BatchItem, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WeightedRow:
+    """A row with what its tokens share. `weight` multiplies each trained token's loss."""
+
+    row: Row
+    advantage: float
+    temperature: float
+    weight: float
+
+
+def trained_tokens(item: BatchItem) -> int:
+    """Trained tokens of a trajectory over all its rows."""
+    return sum(int(row.loss_mask_T.sum()) for row in item.trajectory.rows)
+
+
+def weighted_rows(batch: Batch, *, vocabulary: int) -> list[WeightedRow]:
+    """The rows of `batch` that add to the gradient. Raises RowUnusable for a row the model cannot be trained on."""
+    rows: list[WeightedRow] = []
+    for item in batch.items:
+        tokens = trained_tokens(item)
+        if item.advantage == 0.0 or tokens == 0:
+            continue
+        weight = 1.0 / (len(batch.items) * tokens)
+        for row in item.trajectory.rows:
+            _check(row, item, vocabulary)
+            if row.loss_mask_T.any():
+                rows.append(
+                    WeightedRow(
+                        row=row, advantage=item.advantage, temperature=item.trajectory.temperature, weight=weight
+                    )
+                )
+    return rows
+
+
+def _check(row: Row, item: BatchItem, vocabulary: int) -> None:
+    where = f"rollout {item.rollout_id}"
+    if not len(row.tokens_T) == len(row.loss_mask_T) == len(row.logprobs_T):
+        raise RowUnusable(f"{where}: tokens, mask and log-probabilities differ in length")
+    if len(row.tokens_T) and row.loss_mask_T[0]:
+        raise RowUnusable(f"{where}: the first token of a row has no context and cannot be trained: mask it")
+    if len(row.tokens_T) and not 0 <= int(row.tokens_T.min()) <= int(row.tokens_T.max()) < vocabulary:
+        raise RowUnusable(f"{where}: a token id is outside the model's vocabulary of {vocabulary}: check the tokenizer")
+    if not item.trajectory.temperature > 0.0:
+        raise RowUnusable(f"{where}: temperature {item.trajectory.temperature} has no gradient: sample above 0")

@@ -1,0 +1,226 @@
+"""Makes the tiny policy's starting point: supervised learning on noisy demonstrations of the training split.
+
+Invariants:
+- The result is a function of the config alone (seed included) on one machine and torch version; one thread, no clock.
+- It has two parts. Practice shows mostly good demonstrations, until copying what was read works. Then come poor ones on
+  purpose: most look in the wrong place, guess, or show another task's command. To look in the right place first is left
+  to reinforcement learning.
+- Most wrong demonstrations are as long as the right ones. A trajectory's gradient is the mean over its tokens, so short
+  failures beside long successes would push down the tokens that both share, until a kind of task is lost.
+- Held-out combinations are never shown.
+
+A development tool: it needs transformers. The checkpoint it made is kept under scripts/models/tiny.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.buffer.datasets.terminal import Kind, Problem, Split, combinations, guesses
+from headrace.policies.tiny import PAD, model_config, write_description
+from headrace.policies.tokenizer import ChatTokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+logger = logging.getLogger(__name__)
+DIGEST_FILE = "DIGEST"
+
+
+class WarmStartConfig(BaseModel):
+    """What decides the starting point."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int = 0
+    """Initial weights and demonstrations."""
+    practice_steps: int = Field(default=500, ge=0)
+    """Updates on good demonstrations. Copying appears within 300; without it a kind of task can stay at 0 for ever."""
+    noise_steps: int = Field(default=200, ge=1)
+    """Updates on poor demonstrations, after the practice."""
+    batch_size: int = Field(default=64, ge=1)
+    """Demonstrations in one update."""
+    learning_rate: float = Field(default=2e-3, gt=0)
+    """Peak of AdamW's, after `warmup_steps`; held for the first half, then falling in a line to 0."""
+    warmup_steps: int = Field(default=30, ge=1)
+    """Updates up to that peak."""
+    practice_look_share: float = Field(default=0.9, ge=0, le=1)
+    """Practice demonstrations that look first and act on what they saw; the others guess."""
+    look_share: float = Field(default=0.28, ge=0, le=1)
+    """Poor demonstrations that look in the right place: about the success of the starting policy."""
+    stray_share: float = Field(default=0.50, ge=0, le=1)
+    """Poor demonstrations that look in the wrong place and act on what they saw there."""
+    other_share: float = Field(default=0.10, ge=0, le=1)
+    """Poor demonstrations that show another task's command. What the three shares leave guesses at once."""
+    wrong_share: float = Field(default=0.04, ge=0, le=1)
+    """Share of those that look in the right place and then act on something else all the same."""
+    max_observation_bytes: int = Field(default=48, ge=1)
+    """How much of a command's output is shown: as much as ShellAgentConfig says."""
+
+    @property
+    def steps(self) -> int:
+        """Updates in all."""
+        return self.practice_steps + self.noise_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """One message of a demonstration."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """Ids of a whole conversation; `trained[i]` is True where token i is the policy's."""
+
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...]
+
+
+class Demonstrator:
+    """Draws noisy demonstrations, the kinds in turn."""
+
+    def __init__(self, config: WarmStartConfig, tokenizer: ChatTokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._chance = random.Random(config.seed)
+        self._pools = [[problem for problem in combinations(kind) if problem.split is Split.TRAIN] for kind in Kind]
+
+    def batch(self, count: int, *, step: int) -> list[Demonstration]:
+        draw = self._good if step < self._config.practice_steps else self._poor
+        return [draw(self._pools[index % len(self._pools)]) for index in range(count)]
+
+    def _good(self, pool: Sequence[Problem]) -> Demonstration:
+        problem = self._chance.choice(pool)
+        if self._chance.random() < self._config.practice_look_share:
+            return self.spell(problem, problem.look, problem.shown, problem.act(problem.finding))
+        return self.spell(problem, self._guess(problem))
+
+    def _poor(self, pool: Sequence[Problem]) -> Demonstration:
+        problem, luck = self._chance.choice(pool), self._chance.random()
+        config = self._config
+        if luck < config.other_share:
+            return self.spell(problem, self._guess(self._chance.choice(pool)))
+        if luck < config.other_share + config.stray_share:
+            command, shown, finding = problem.stray
+            return self.spell(problem, command, shown, problem.act(finding))
+        if luck >= config.other_share + config.stray_share + config.look_share:
+            return self.spell(problem, self._guess(problem))
+        wrong = self._chance.random() < self._config.wrong_share
+        act = self._guess(problem) if wrong else problem.act(problem.finding)
+        return self.spell(problem, problem.look, problem.shown, act)
+
+    def _guess(self, problem: Problem) -> str:
+        return problem.act(self._chance.choice(guesses(problem)))
+
+    def _cut(self, shown: str) -> str:
+        return shown.encode()[: self._config.max_observation_bytes].decode(errors="replace").rstrip("\n")
+
+    def spell(self, problem: Problem, *turns: str) -> Demonstration:
+        """The conversation of a command, or of a command, its output and another command."""
+        tokens = list(self._tokenizer.render([Said(role="user", content=problem.instruction)]))
+        trained = [False] * len(tokens)
+        for position, text in enumerate(turns):
+            if position % 2 == 0:
+                added = (*self._tokenizer.encode(text), self._tokenizer.eos_id)
+            else:
+                added = self._tokenizer.bridge(self._tokenizer.eos_id, [Said(role="user", content=self._cut(text))])
+            tokens.extend(added)
+            trained.extend([position % 2 == 0] * len(added))
+        return Demonstration(tokens=tuple(tokens), trained=tuple(trained))
+
+
+def train(config: WarmStartConfig, tokenizer: ChatTokenizer) -> Any:
+    """A Qwen3ForCausalLM in float32 after `config.steps` updates. Needs transformers."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(config.seed)
+    keys = {
+        name: value for name, value in model_config().items() if name not in {"architectures", "model_type", "dtype"}
+    }
+    model = Qwen3ForCausalLM(Qwen3Config(**keys)).float().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    demonstrator = Demonstrator(config, tokenizer)
+    for step in range(config.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate_at(config, step)
+        loss = _loss(model, demonstrator.batch(config.batch_size, step=step), tokenizer.encode(PAD)[0])
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 100 == 0:
+            logger.info("step %d of %d: loss %.3f", step + 1, config.steps, loss.item())
+    return model
+
+
+def learning_rate_at(config: WarmStartConfig, step: int) -> float:
+    """The schedule that `learning_rate` describes."""
+    rise = min(1.0, (step + 1) / config.warmup_steps)
+    fall = min(1.0, 2 * (config.steps - step) / config.steps)
+    return config.learning_rate * rise * fall
+
+
+def _loss(model: Any, batch: Sequence[Demonstration], pad_id: int) -> Tensor:
+    """Mean cross-entropy over the policy's tokens of the batch."""
+    import torch
+
+    length = max(len(shown.tokens) for shown in batch)
+    tokens = torch.full((len(batch), length), pad_id)
+    trained = torch.zeros((len(batch), length), dtype=torch.bool)
+    for row, shown in enumerate(batch):
+        tokens[row, : len(shown.tokens)] = torch.tensor(shown.tokens)
+        trained[row, : len(shown.trained)] = torch.tensor(shown.trained)
+    logits = model(tokens[:, :-1], use_cache=False).logits
+    wanted = trained[:, 1:]
+    return torch.nn.functional.cross_entropy(logits[wanted], tokens[:, 1:][wanted])
+
+
+def save(model: Any, folder: Path) -> str:
+    """Write model.safetensors in bfloat16 and the digest file; returns the SHA-256 of the weights, hexadecimal."""
+    import torch
+    from safetensors.torch import save_file
+
+    tied = model.config.tie_word_embeddings
+    tensors = {
+        name: tensor.detach().to(torch.bfloat16).contiguous()
+        for name, tensor in sorted(model.state_dict().items())
+        if not (tied and name == "lm_head.weight")
+    }
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    (folder / DIGEST_FILE).write_text(f"{digest}  {path.name}\n", encoding="utf-8")
+    return digest
+
+
+def warm_start(config: WarmStartConfig, folder: Path) -> str:
+    """Write a whole model directory; returns the digest of its weights."""
+    write_description(folder)
+    return save(train(config, ChatTokenizer(folder)), folder)
+
+
+def main() -> None:
+    """`scripts/warm_start --seed 0 --out DIR`."""
+    parser = argparse.ArgumentParser(description="Make the tiny policy's starting point (about 90 s of one core).")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="model directory to write")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    digest = warm_start(WarmStartConfig(seed=arguments.seed), arguments.out)
+    logger.info("wrote %s: model.safetensors has SHA-256 %s", arguments.out, digest)

@@ -1,0 +1,145 @@
+"""Speaking to a launcher from an event loop: many requests at once over one connection per process and endpoint.
+
+Invariants:
+- Every request ends: with the launcher's answer, with its typed error, or with LauncherGone when the connection ends.
+- A request that is cancelled here is cancelled there: its command's tree is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from headrace.sandboxes.errors import LauncherGone, error_from_name
+from headrace.sandboxes.wire import Channel, ChannelClosed, Message, close_all
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class LauncherClient:
+    """One connection. Use `LauncherConnections` to share it."""
+
+    def __init__(self, endpoint: str, channel: Channel) -> None:
+        self.endpoint = endpoint
+        self._channel = channel
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._last_id = 0
+        self.closed = False
+        self._loop.add_reader(channel.fileno(), self._on_readable)
+
+    @classmethod
+    async def connect(cls, endpoint: str) -> LauncherClient:
+        """Raises LauncherGone when nobody listens at `endpoint`."""
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        stream.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(stream, endpoint)
+        except OSError as error:
+            stream.close()
+            raise LauncherGone(f"no launcher listens at {endpoint}: {error}") from error
+        return cls(endpoint, Channel(stream))
+
+    async def request(self, message: Message, descriptors: Sequence[int] = ()) -> Message:
+        """Send and wait for the answer; owns `descriptors`. Raises the typed error of the answer, LauncherGone."""
+        if self.closed:
+            close_all(descriptors)
+            raise LauncherGone(f"the launcher at {self.endpoint} is gone")
+        self._last_id += 1
+        request_id = self._last_id
+        future: asyncio.Future[Message] = self._loop.create_future()
+        self._waiting[request_id] = future
+        try:
+            self._send({**message, "id": request_id}, descriptors)
+            answer = await future
+        except asyncio.CancelledError:
+            self._cancel(message, request_id)
+            raise
+        finally:
+            self._waiting.pop(request_id, None)
+        if "error" in answer:
+            raise error_from_name(str(answer["error"]), str(answer.get("message", "")))
+        return answer
+
+    def _cancel(self, message: Message, request_id: int) -> None:
+        if self.closed or "sandbox" not in message:
+            return
+        names = {"sandbox": message["sandbox"], "secret": message["secret"]}
+        self._send({"op": "cancel", "target": request_id, "id": 0, **names})
+
+    def post(self, message: Message) -> None:
+        """Send without waiting for the answer."""
+        if not self.closed:
+            self._send({**message, "id": 0})
+
+    def _send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        try:
+            self._channel.send(message, descriptors)
+        except ChannelClosed:
+            self.close()
+            return
+        if self._channel.backlog:
+            self._loop.add_writer(self._channel.fileno(), self._on_writable)
+
+    def _on_writable(self) -> None:
+        try:
+            self._channel.flush()
+        except ChannelClosed:
+            self.close()
+            return
+        if not self._channel.backlog:
+            self._loop.remove_writer(self._channel.fileno())
+
+    def _on_readable(self) -> None:
+        try:
+            messages = self._channel.receive()
+        except ChannelClosed:
+            self.close()
+            return
+        for message, descriptors in messages:
+            close_all(descriptors)
+            future = self._waiting.get(int(message.pop("id", 0)))
+            if future is not None and not future.done():
+                future.set_result(message)
+
+    def close(self) -> None:
+        """End the connection; every waiting request ends with LauncherGone. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._channel.fileno())
+        self._loop.remove_writer(self._channel.fileno())
+        self._channel.close()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(LauncherGone(f"the launcher at {self.endpoint} died, and its sandboxes with it"))
+
+
+class LauncherConnections:
+    """One connection for each endpoint, made at the first use and again after a loss. Close it with `close`."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, LauncherClient] = {}
+        self._connecting = asyncio.Lock()
+
+    async def get(self, endpoint: str) -> LauncherClient:
+        client = self._clients.get(endpoint)
+        if client is not None and not client.closed:
+            return client
+        async with self._connecting:
+            client = self._clients.get(endpoint)
+            if client is None or client.closed:
+                client = self._clients[endpoint] = await LauncherClient.connect(endpoint)
+            return client
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+
+
+def open_null() -> int:
+    return os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)

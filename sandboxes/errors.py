@@ -1,0 +1,128 @@
+"""What can go wrong with a sandbox. Each error says whether trying again may help (`transient`) and survives pickling.
+
+```
+SandboxError
+├── TransientSandboxError            try again, elsewhere or later
+│   ├── BootTimeout                  the sandbox was not ready in time
+│   ├── BootFailed                   the host refused a step of the boot (out of processes, memory, descriptors)
+│   ├── CapacityExceeded             no room now; `retry_after_s` says when to ask again
+│   └── LauncherGone                 the process that owns the sandboxes died, and they with it
+└── PermanentSandboxError            the same call would fail again
+    ├── ImageUnknown
+    ├── SpecRefused                  the spec asks for what this provider does not have
+    ├── SecretRefused
+    ├── SandboxGone                  killed, expired or frozen
+    ├── ExecTimeout                  the command's process tree is dead
+    ├── SandboxFileError             missing, not a regular file, too large, no permission
+    │   └── FrozenPathRefused        the declared data path is missing or leads through a symbolic link
+    └── NamespacesUnavailable        this machine cannot isolate; `reason` says why
+```
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class SandboxError(Exception):
+    """Root of the tree. `message` is one line that names the knob to turn."""
+
+    transient: ClassVar[bool] = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class TransientSandboxError(SandboxError):
+    transient = True
+
+
+class BootTimeout(TransientSandboxError):
+    pass
+
+
+class BootFailed(TransientSandboxError):
+    pass
+
+
+class CapacityExceeded(TransientSandboxError):
+    """No room for another sandbox; ask again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.args = (message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+
+class LauncherGone(TransientSandboxError):
+    pass
+
+
+class PermanentSandboxError(SandboxError):
+    pass
+
+
+class ImageUnknown(PermanentSandboxError):
+    pass
+
+
+class SpecRefused(PermanentSandboxError):
+    pass
+
+
+class SecretRefused(PermanentSandboxError):
+    pass
+
+
+class SandboxGone(PermanentSandboxError):
+    pass
+
+
+class ExecTimeout(PermanentSandboxError):
+    pass
+
+
+class SandboxFileError(PermanentSandboxError):
+    pass
+
+
+class FrozenPathRefused(SandboxFileError):
+    pass
+
+
+class NamespacesUnavailable(PermanentSandboxError):
+    """`reason` names the missing guarantee and the error of the kernel."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"no namespace sandboxes on this machine: {self.reason}; `--sandbox subprocess` runs without protection"
+
+
+_BY_NAME: dict[str, type[SandboxError]] = {
+    kind.__name__: kind
+    for kind in (
+        BootTimeout,
+        BootFailed,
+        CapacityExceeded,
+        LauncherGone,
+        ImageUnknown,
+        SpecRefused,
+        SecretRefused,
+        SandboxGone,
+        ExecTimeout,
+        SandboxFileError,
+        FrozenPathRefused,
+    )
+}
+
+
+def error_from_name(name: str, message: str) -> SandboxError:
+    """The typed error for a name that crossed the wire; an unknown name is a SandboxError."""
+    return _BY_NAME.get(name, SandboxError)(message)

@@ -1,0 +1,218 @@
+# ruff: noqa: PTH123
+# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
+"""Process 1 of a sandbox: builds it, then starts its commands and reaps its orphans until it is killed.
+
+Invariants:
+- Forked from the launcher into a new pid namespace; it never runs anything of the agent's in itself.
+- It dies with the launcher (parent-death signal, and the end of its control socket), and all of the sandbox with it.
+- Nobody inside can trace it (not dumpable, memory owned by the first user namespace), stop it or kill it: no signal it
+  handles ends it, and the kernel shields process 1 from the others.
+- Every command has a deadline kept here; at the deadline its tree is ended, or else the whole sandbox.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import time
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+
+from headrace.sandboxes import commands, processes, rootfs, syscalls
+from headrace.sandboxes.wire import Channel, ChannelClosed, close_all
+
+if TYPE_CHECKING:
+    from headrace.sandboxes.commands import Limits
+
+# chown, dac_override, fowner, fsetid, kill, setgid, setuid: what root needs for chown, su and package files.
+KEPT_CAPABILITIES: Final = (0, 1, 3, 4, 5, 6, 7)
+_NAMESPACES: Final = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWNET | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
+_OOM_SCORE: Final = 500
+
+
+class Plan(NamedTuple):
+    """All that the first process needs to know, settled before the fork."""
+
+    sandbox_id: str
+    base_id: int
+    image: rootfs.HostImage
+    mounts: tuple[rootfs.Mount, ...]
+    limits: Limits
+    last_capability: int
+
+
+class _Running:
+    """A child of init that somebody waits for."""
+
+    __slots__ = ("deadline", "started", "tag", "timed_out")
+
+    def __init__(self, tag: int, deadline: float) -> None:
+        self.tag = tag
+        self.started = time.monotonic()
+        self.deadline = deadline
+        self.timed_out = False
+
+
+def run_init(plan: Plan, control: socket.socket) -> NoReturn:
+    """Build the sandbox, tell the launcher, serve. `control` is the only descriptor left open above 2."""
+    control.setblocking(True)
+    try:
+        _build(plan, control)
+    except rootfs.MountRefused as error:
+        _report_failure(control, "FrozenPathRefused", str(error))
+    except OSError as error:
+        _report_failure(control, "BootFailed", str(error))
+    wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    channel = Channel(control)
+    channel.send({"event": "ready"})
+    _Init(plan.limits, channel, wake_read).serve()
+
+
+def _report_failure(control: socket.socket, name: str, message: str) -> NoReturn:
+    Channel(control).send({"event": "failed", "error": name, "message": message})
+    os._exit(1)
+
+
+def _build(plan: Plan, control: socket.socket) -> None:
+    # When memory runs out, agents go before whoever trains on them.
+    _write("/proc/self/oom_score_adj", str(_OOM_SCORE))
+    syscalls.unshare(_NAMESPACES)
+    socket.sethostname("sandbox")
+    rootfs.raise_loopback()
+    rootfs.build_sandbox_root(plan.sandbox_id, plan.base_id, plan.image, plan.mounts)
+    syscalls.unshare(syscalls.CLONE_NEWUSER)
+    control.sendall(b"u")
+    if control.recv(1) != b"m":
+        os._exit(1)
+    os.setgroups([])
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    # A nested user namespace would give all capabilities back, over namespaces of the agent's own.
+    _write("/proc/sys/user/max_user_namespaces", "0")
+    syscalls.drop_capabilities(KEPT_CAPABILITIES, plan.last_capability)
+    syscalls.forbid_new_privileges()
+    syscalls.die_with_parent(signal.SIGKILL)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+class _Init:
+    """The loop of process 1: one control socket, one wake-up pipe, the running commands by pid."""
+
+    def __init__(self, limits: Limits, channel: Channel, wake: int) -> None:
+        self._limits = limits
+        self._channel = channel
+        self._wake = wake
+        self._running: dict[int, _Running] = {}
+
+    def serve(self) -> NoReturn:
+        while True:
+            poll = select.poll()
+            poll.register(self._wake, select.POLLIN)
+            poll.register(self._channel.fileno(), select.POLLIN | (select.POLLOUT if self._channel.backlog else 0))
+            poll.poll(self._wait_ms())
+            try:
+                self._channel.flush()
+                self._take_messages()
+                self._reap()
+                self._expire()
+            except ChannelClosed:
+                os._exit(0)
+
+    def _wait_ms(self) -> int | None:
+        deadlines = [running.deadline for running in self._running.values() if not running.timed_out]
+        if not deadlines:
+            return None
+        return max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
+
+    def _take_messages(self) -> None:
+        for message, descriptors in self._channel.receive():
+            if message["op"] == "cancel":
+                self._cancel(int(message["tag"]))
+            else:
+                self._start(message, descriptors)
+                close_all(descriptors)
+
+    def _start(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        tag = int(message["tag"])
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._channel.send({"tag": tag, "error": "BootFailed", "message": f"cannot fork in the sandbox: {error}"})
+            return
+        if pid == 0:
+            self._become_child(message, descriptors)
+        self._running[pid] = _Running(tag, time.monotonic() + float(message["timeout_s"]))
+
+    def _become_child(self, message: dict[str, Any], descriptors: list[int]) -> NoReturn:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+        os.closerange(3, 1 << 20)
+        try:
+            if message["op"] == "exec":
+                commands.run_command(message, self._limits)
+            elif message["op"] == "read":
+                commands.read_file(message)
+            commands.write_files(message)
+        finally:
+            # The loop of process 1 must never go on in a child, whatever was wrong with the message.
+            os._exit(commands.EXIT_CANNOT_RUN)
+
+    def _cancel(self, tag: int) -> None:
+        for pid, running in self._running.items():
+            if running.tag == tag:
+                self._end(pid, running)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for pid, running in list(self._running.items()):
+            if running.deadline <= now and not running.timed_out:
+                self._end(pid, running)
+
+    def _end(self, pid: int, running: _Running) -> None:
+        running.timed_out = True
+        if not processes.kill_tree(pid, strays=len(self._running) == 1):
+            self._channel.send({"tag": running.tag, "timed_out": True})
+            os._exit(1)
+
+    def _reap(self) -> None:
+        _drain(self._wake)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            running = self._running.pop(pid, None)
+            if running is not None:
+                self._report(running, status)
+
+    def _report(self, running: _Running, status: int) -> None:
+        code = os.waitstatus_to_exitcode(status)
+        self._channel.send(
+            {
+                "tag": running.tag,
+                "exit_code": code if code >= 0 else 128 - code,
+                "duration_s": time.monotonic() - running.started,
+                "timed_out": running.timed_out,
+            }
+        )
+
+
+def _drain(descriptor: int) -> None:
+    try:
+        while os.read(descriptor, 4096):
+            pass
+    except BlockingIOError:
+        return

@@ -1,0 +1,375 @@
+"""Local sandboxes on Linux namespaces: the provider that owns a launcher, and the sandbox any process attaches to.
+
+Invariants:
+- One launcher per provider, started by it and dead with it. One that died took its sandboxes with it; whoever asked at
+  that moment gets LauncherGone (transient), and the next create starts a new one.
+- Output is captured in the client, by pipes that lead straight from the command to it.
+- A create that is cancelled leaves nothing: the launcher is told to discard it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.sandboxes.base import (
+    DEFAULT_MAX_OUTPUT_BYTES,
+    ExecResult,
+    Network,
+    SandboxId,
+    SandboxInfo,
+    SandboxRef,
+    SandboxSpec,
+)
+from headrace.sandboxes.capture import OutputCapture, memory_file
+from headrace.sandboxes.client import LauncherConnections, open_null
+from headrace.sandboxes.commands import EXIT_FILE_ERROR
+from headrace.sandboxes.errors import (
+    ExecTimeout,
+    ImageUnknown,
+    LauncherGone,
+    NamespacesUnavailable,
+    SandboxError,
+    SandboxFileError,
+    SandboxGone,
+    SpecRefused,
+)
+from headrace.sandboxes.stdlib_process import stdlib_command
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from headrace.sandboxes.wire import Message
+
+PROVIDER: Final = "local"
+_START_TIMEOUT_S: Final = 30.0
+_CLOSE_TIMEOUT_S: Final = 30.0
+_OUTPUT_GRACE_S: Final = 0.2
+_FILE_TIMEOUT_S: Final = 60.0
+_ANSWER_GRACE_S: Final = 20.0
+
+
+class LocalSandboxConfig(BaseModel):
+    """Limits of one launcher and of each of its sandboxes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_sandboxes: int = Field(default=512, ge=1, le=16_000)
+    """Live and frozen sandboxes at once; above it create raises CapacityExceeded."""
+    layer_bytes: int = Field(default=256 << 20, ge=1 << 20)
+    """Size of a sandbox's file layer in memory, where its spec names no `disk_bytes`; what exceeds it gets ENOSPC."""
+    pids: int = Field(default=512, ge=8)
+    """Processes of one user in a sandbox, where its spec names no `pids`."""
+    open_files: int = Field(default=4096, ge=64)
+    """Descriptors of one process in a sandbox."""
+    boot_timeout_s: float = Field(default=20.0, gt=0)
+    """A sandbox that is not ready by then is killed: BootTimeout."""
+    label: str = ""
+    """Shown in the command line of the launcher and its sandboxes: `leftovers.run_label(run directory)`."""
+    runtime_folder: Path | None = None
+    """Where socket folders are made; by default below the system's folder for temporary files."""
+
+
+class LocalProvider:
+    """Starts a launcher and asks it for sandboxes. An async context manager; `aclose` ends every sandbox."""
+
+    def __init__(self, config: LocalSandboxConfig | None = None) -> None:
+        self._config = config or LocalSandboxConfig()
+        self._admin_secret = secrets.token_hex(16)
+        self._connections = LauncherConnections()
+        self._folder: Path | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
+
+    @property
+    def endpoint(self) -> str:
+        """Path of the launcher's socket."""
+        if self._folder is None:
+            raise LauncherGone("the provider is not started: use `async with` or `await provider.start()`")
+        return str(self._folder / "socket")
+
+    @property
+    def launcher_pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def start(self) -> None:
+        """Start the launcher. Raises NamespacesUnavailable with the kernel's reason, LauncherGone."""
+        parent = self._config.runtime_folder or Path(tempfile.gettempdir()) / f"headrace-sandboxes-{os.getuid()}"
+        self._folder = await asyncio.to_thread(_make_socket_folder, parent)
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await self._start_launcher()
+        except TimeoutError as error:
+            await self.aclose()
+            raise LauncherGone(f"the launcher did not start in {_START_TIMEOUT_S} s") from error
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def _restart_if_dead(self) -> None:
+        async with self._starting:
+            if self._process is not None and self._process.returncode is not None:
+                await self.aclose()
+                await self.start()
+
+    async def _start_launcher(self) -> None:
+        environment = {"LD_LIBRARY_PATH": path} if (path := os.environ.get("LD_LIBRARY_PATH")) else {}
+        # A session of its own: Ctrl-C at the terminal is for the owner, which then closes in order.
+        self._process = process = await asyncio.create_subprocess_exec(
+            *stdlib_command("launcher"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+            cwd="/",
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(self._launcher_settings()).encode() + b"\n")
+        with suppress(ConnectionError):
+            await process.stdin.drain()
+        line = await process.stdout.readline()
+        if not line:
+            raise LauncherGone("the launcher ended while it started: see its standard error")
+        if "error" in (answer := json.loads(line)):
+            raise NamespacesUnavailable(str(answer["error"]))
+
+    def _launcher_settings(self) -> dict[str, Any]:
+        return {
+            "admin_secret": self._admin_secret,
+            "owner_pid": os.getpid(),
+            "socket_path": self.endpoint,
+            "max_sandboxes": self._config.max_sandboxes,
+            "layer_bytes": self._config.layer_bytes,
+            "processes": self._config.pids,
+            "open_files": self._config.open_files,
+            "boot_timeout_s": self._config.boot_timeout_s,
+            "label": self._config.label,
+        }
+
+    async def create(self, spec: SandboxSpec) -> SandboxRef:
+        """Boot a sandbox, or return the one with the same idempotency key.
+
+        Raises ImageUnknown, SpecRefused, FrozenPathRefused, CapacityExceeded, BootFailed, BootTimeout, LauncherGone.
+        """
+        _check_spec(spec)
+        # A key of our own lets a cancelled create be found and discarded.
+        key = spec.idempotency_key or f"once-{secrets.token_hex(8)}"
+        await self._restart_if_dead()
+        client = await self._connections.get(self.endpoint)
+        message = {
+            "op": "create",
+            "secret": self._admin_secret,
+            "key": key,
+            "ttl_s": spec.ttl_s,
+            "labels": dict(spec.labels),
+            "disk_bytes": spec.disk_bytes,
+            "pids": spec.pids,
+            "mounts": [(mount.source, mount.path, mount.target) for mount in spec.mounts],
+        }
+        try:
+            answer = await client.request(message)
+        except asyncio.CancelledError:
+            client.post({"op": "discard", "secret": self._admin_secret, "key": key})
+            raise
+        return SandboxRef(
+            provider=PROVIDER, id=SandboxId(answer["sandbox"]), endpoint=self.endpoint, secret=answer["secret"]
+        )
+
+    async def attach(self, ref: SandboxRef) -> LocalSandbox:
+        return LocalSandbox(ref, self._connections)
+
+    async def list(self) -> list[SandboxInfo]:
+        answer = await self._admin({"op": "list"})
+        return [
+            SandboxInfo(
+                id=SandboxId(row["id"]),
+                state=row["state"],
+                expires_in_s=row["expires_in_s"],
+                labels=row["labels"],
+                idempotency_key=row["key"],
+            )
+            for row in answer["sandboxes"]
+        ]
+
+    async def cpu_s(self) -> float:
+        """CPU seconds, user and system, of the launcher and of all its sandboxes that have ended."""
+        return float((await self._admin({"op": "usage"}))["cpu_s"])
+
+    async def _admin(self, message: Message) -> Message:
+        client = await self._connections.get(self.endpoint)
+        return await client.request({**message, "secret": self._admin_secret})
+
+    async def aclose(self) -> None:
+        """End every sandbox and the launcher. Idempotent."""
+        self._connections.close()
+        process, self._process = self._process, None
+        if process is not None:
+            await _end_process(process)
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+async def _end_process(process: asyncio.subprocess.Process) -> None:
+    """The end of its standard input tells the launcher to kill its sandboxes and to go."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _check_spec(spec: SandboxSpec) -> None:
+    if spec.image != "host":
+        raise ImageUnknown(f"image {spec.image!r}: the local provider has only `host` so far")
+    if spec.network is not Network.NONE:
+        raise SpecRefused(f"network {spec.network.value!r}: the local provider has only `none`")
+    for name in ("cpu", "memory_bytes"):
+        if getattr(spec, name) is not None:
+            raise SpecRefused(f"{name}: the local provider has no cgroup limits yet; leave it unset")
+
+
+def _make_socket_folder(parent: Path) -> Path:
+    """A private folder `<owner pid>-<random>`; those whose owner is dead and where nobody listens are removed."""
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = parent.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise SandboxError(f"{parent} must belong to this user with mode 700: remove it or set runtime_folder")
+    for folder in parent.iterdir():
+        owner = folder.name.partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and not _listens(folder / "socket"):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent))
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+class LocalSandbox:
+    """A sandbox of some launcher on this host, by its ref. Every method raises SandboxGone once it is dead."""
+
+    def __init__(self, ref: SandboxRef, connections: LauncherConnections) -> None:
+        self._ref = ref
+        self._connections = connections
+
+    @property
+    def id(self) -> SandboxId:
+        return self._ref.id
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        user: str = "root",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float,
+        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
+    ) -> ExecResult:
+        """See `Sandbox.exec`. A command whose daemon holds its output returns 0.2 s after the command's own end."""
+        message = {"op": "exec", "command": command, "user": user, "env": dict(env or {}), "cwd": cwd}
+        answer, stdout, stderr, truncated = await self._run(message, stdin, timeout_s, max_output_bytes)
+        if answer["timed_out"]:
+            raise ExecTimeout(f"command ran longer than timeout_s={timeout_s} and was killed: {command[:200]!r}")
+        return ExecResult(
+            exit_code=answer["exit_code"],
+            stdout=stdout,
+            stderr=stderr,
+            truncated=truncated,
+            duration_s=answer["duration_s"],
+        )
+
+    async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
+        message = {"op": "read", "path": path, "user": user, "max_bytes": max_bytes}
+        return await self._file_operation(message, None, max_bytes)
+
+    async def write(self, path: str, data: bytes, *, user: str = "root") -> None:
+        await self.write_many({path: data}, user=user)
+
+    async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
+        sizes = [(path, len(data)) for path, data in files.items()]
+        await self._file_operation({"op": "write", "files": sizes, "user": user}, b"".join(files.values()), 4096)
+
+    async def _file_operation(self, message: Message, stdin: bytes | None, max_bytes: int) -> bytes:
+        answer, stdout, stderr, _ = await self._run(message, stdin, _FILE_TIMEOUT_S, max(max_bytes, 4096))
+        if answer["timed_out"]:
+            raise SandboxFileError(f"file operation took longer than {_FILE_TIMEOUT_S} s")
+        if answer["exit_code"] == EXIT_FILE_ERROR:
+            raise SandboxFileError(stderr.decode(errors="replace").strip())
+        if answer["exit_code"] != 0:
+            raise SandboxFileError(f"file operation ended with {answer['exit_code']}")
+        return stdout
+
+    async def _run(
+        self, message: Message, stdin: bytes | None, timeout_s: float, max_output_bytes: int
+    ) -> tuple[Message, bytes, bytes, bool]:
+        async with OutputCapture(max_output_bytes) as out, OutputCapture(max_output_bytes) as err:
+            source = open_null() if stdin is None else memory_file(stdin)
+            descriptors = (source, out.write_end, err.write_end)
+            answer = await self._timed_request({**message, "timeout_s": timeout_s}, descriptors, timeout_s)
+            stdout = await out.finish(_OUTPUT_GRACE_S)
+            stderr = await err.finish(_OUTPUT_GRACE_S if not out.held else 0)
+        return answer, stdout, stderr, out.truncated or err.truncated
+
+    async def _timed_request(self, message: Message, descriptors: tuple[int, ...], timeout_s: float) -> Message:
+        """The deadline is kept inside the sandbox; one that does not answer even then is killed as a whole."""
+        try:
+            async with asyncio.timeout(timeout_s + _ANSWER_GRACE_S):
+                return await self._request(message, descriptors)
+        except TimeoutError as error:
+            await self.kill()
+            raise ExecTimeout(f"sandbox {self.id} did not answer after timeout_s={timeout_s} and was killed") from error
+
+    async def freeze(self) -> None:
+        await self._request({"op": "freeze"})
+
+    async def renew(self, ttl_s: float) -> None:
+        await self._request({"op": "renew", "ttl_s": ttl_s})
+
+    async def kill(self) -> None:
+        with suppress(SandboxGone):
+            await self._request({"op": "kill"})
+
+    async def _request(self, message: Message, descriptors: tuple[int, ...] = ()) -> Message:
+        named = {**message, "sandbox": self._ref.id, "secret": self._ref.secret}
+        try:
+            client = await self._connections.get(self._ref.endpoint)
+        except LauncherGone as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise SandboxGone(str(error)) from error
+        try:
+            return await client.request(named, descriptors)
+        except LauncherGone as error:
+            raise SandboxGone(str(error)) from error

@@ -1,0 +1,112 @@
+# ruff: noqa: PTH119, PTH120, PTH123
+# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
+"""What this machine's kernel allows, found by doing it in forked children of a process with the standard library only.
+
+Invariants: nothing outlives a child, nothing of the host is changed; each check ends in its own process, so one that
+the kernel refuses spoils no other. Prints one line of JSON: name to an empty string (present) or the kernel's reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from typing import TYPE_CHECKING, Final
+
+from headrace.sandboxes import init, rootfs, syscalls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_FIRST_ID: Final = 100_000
+
+
+def main() -> None:
+    os.write(1, json.dumps({name: _in_child(check) for name, check in CHECKS.items()}).encode() + b"\n")
+
+
+def _in_child(check: Callable[[], None]) -> str:
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        reason = ""
+        try:
+            check()
+        except OSError as error:
+            reason = str(error)
+        finally:
+            os.write(write_end, reason.encode())
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        reason = pipe.read().decode()
+    _, status = os.waitpid(pid, 0)
+    return reason if status == 0 else reason or f"the check died with status {status}"
+
+
+def _own_namespace(flag: int) -> Callable[[], None]:
+    return lambda: syscalls.unshare(flag)
+
+
+def _id_range() -> None:
+    """A parent outside writes the map of a child's user namespace, as the launcher does."""
+    ready_read, ready_write = os.pipe()
+    done_read, done_write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        syscalls.unshare(syscalls.CLONE_NEWUSER)
+        os.write(ready_write, b"u")
+        os.read(done_read, 1)
+        os._exit(0)
+    os.close(ready_write)
+    try:
+        if os.read(ready_read, 1) != b"u":
+            raise OSError(1, "the child has no user namespace")
+        for name in ("uid_map", "gid_map"):
+            with open(f"/proc/{child}/{name}", "w", encoding="utf-8") as file:
+                file.write(f"0 {_FIRST_ID} {rootfs.IDS_PER_SANDBOX}")
+    finally:
+        os.write(done_write, b"d")
+        os.waitpid(child, 0)
+
+
+def _private_root() -> None:
+    """The launcher's own root: tmpfs, read-only recursive bind (mount_setattr), devices, pivot_root."""
+    folder = tempfile.mkdtemp(prefix="headrace-probe-")
+    held = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        rootfs.build_launcher_root(folder)
+    finally:
+        # The folder's name is only in the namespace that was left; its parent was opened there.
+        os.rmdir(os.path.basename(folder), dir_fd=held)
+
+
+def _openat2() -> None:
+    root = os.open("/", os.O_PATH)
+    os.close(syscalls.open_resolved(root, "proc", os.O_PATH, syscalls.RESOLVE_IN_ROOT))
+
+
+def _drop() -> None:
+    with open("/proc/sys/kernel/cap_last_cap", encoding="utf-8") as file:
+        last = int(file.read())
+    syscalls.drop_capabilities(init.KEPT_CAPABILITIES, last)
+
+
+def _pidfd() -> None:
+    os.close(os.pidfd_open(os.getpid()))
+
+
+CHECKS: Final[dict[str, Callable[[], None]]] = {
+    "user namespace": _own_namespace(syscalls.CLONE_NEWUSER),
+    "mount namespace": _own_namespace(syscalls.CLONE_NEWNS),
+    "pid namespace": _own_namespace(syscalls.CLONE_NEWPID),
+    "network namespace": _own_namespace(syscalls.CLONE_NEWNET),
+    "ipc namespace": _own_namespace(syscalls.CLONE_NEWIPC),
+    "uts namespace": _own_namespace(syscalls.CLONE_NEWUTS),
+    "id range": _id_range,
+    "private root": _private_root,
+    "link-safe paths": _openat2,
+    "dropped capabilities": _drop,
+    "no new privileges": syscalls.forbid_new_privileges,
+    "death with the owner": _pidfd,
+}

@@ -1,0 +1,92 @@
+# ruff: noqa: PTH123, PTH208
+# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
+"""The processes of one sandbox as its init sees them, and how a command's whole tree is ended.
+
+Invariants:
+- Everything a process can choose about itself (its name above all) is only skipped over, never interpreted.
+- A tree is stopped before it is killed, so that nothing in it forks away between a look and a kill.
+- A command's shell is a child subreaper: a daemon it left with setsid and a double fork is still its descendant. One
+  that escaped all the same is a child of init and younger than the command: it is taken too while no other command
+  runs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_INIT: Final = 1
+_MAX_ROUNDS: Final = 100
+
+
+class ProcessEntry(NamedTuple):
+    parent: int
+    state: str
+    started: int
+    """Clock ticks since boot."""
+
+
+def parse_stat(text: str) -> ProcessEntry:
+    """One line of /proc/<pid>/stat, whose second field is a free text in parentheses (proc(5))."""
+    fields = text.rpartition(")")[2].split()
+    return ProcessEntry(parent=int(fields[1]), state=fields[0], started=int(fields[19]))
+
+
+def read_processes() -> dict[int, ProcessEntry]:
+    """All processes of this pid namespace except init."""
+    entries: dict[int, ProcessEntry] = {}
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    for pid in pids:
+        with (
+            suppress(FileNotFoundError, ProcessLookupError),
+            open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat,
+        ):
+            entries[pid] = parse_stat(stat.read())
+    entries.pop(_INIT, None)
+    return entries
+
+
+def tree_of(root: int, entries: Mapping[int, ProcessEntry], *, strays: bool) -> set[int]:
+    """Living descendants of `root` with itself; with `strays` also init's children that are not older, and theirs."""
+    roots = {root} & entries.keys()
+    if strays and root in entries:
+        born = entries[root].started
+        roots |= {pid for pid, entry in entries.items() if entry.parent == _INIT and entry.started >= born}
+    children: dict[int, list[int]] = {}
+    for pid, entry in entries.items():
+        children.setdefault(entry.parent, []).append(pid)
+    found: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        pid = waiting.pop()
+        if pid not in found:
+            found.add(pid)
+            waiting.extend(children.get(pid, ()))
+    return {pid for pid in found if entries[pid].state not in "ZX"}
+
+
+def kill_tree(root: int, *, strays: bool) -> bool:
+    """Stop, then kill a command and all it started. False when new processes kept appearing: kill the sandbox then."""
+    stopped: set[int] = set()
+    for _ in range(_MAX_ROUNDS):
+        fresh = tree_of(root, read_processes(), strays=strays) - stopped
+        if not fresh:
+            break
+        for pid in fresh:
+            _signal(pid, signal.SIGSTOP)
+        stopped |= fresh
+    else:
+        return False
+    for pid in stopped:
+        _signal(pid, signal.SIGKILL)
+    return True
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,278 @@
+# ruff: noqa: PTH101, PTH102, PTH106, PTH112, PTH113, PTH114, PTH115, PTH123, PTH211
+# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
+"""What a sandbox sees: the file trees of the launcher and of each sandbox, built with direct mounts.
+
+Invariants:
+- The launcher lives in a mount namespace of its own whose root is a private tmpfs: the host's /root, /home, /var, /etc
+  are not there, so no mistake further down can reach them, and everything vanishes with the last process.
+- Each sandbox has one size-capped tmpfs, `/layers/<id>` for the launcher and `/` for itself. Nothing else is writable.
+- Layers are built by real root before the sandbox's user namespace exists: the sandbox owns none of its mounts and
+  cannot change them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import stat
+import struct
+from typing import Final, NamedTuple
+
+from headrace.sandboxes import syscalls
+
+LAYERS: Final = "/layers"
+IDS_PER_SANDBOX: Final = 65536
+
+_SYSTEM_FOLDERS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_DEVICES: Final = {
+    "null": (1, 3),
+    "zero": (1, 5),
+    "full": (1, 7),
+    "random": (1, 8),
+    "urandom": (1, 9),
+    "tty": (5, 0),
+}
+_DEVICE_LINKS: Final = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+    "ptmx": "pts/ptmx",
+    "shm": "/run/shm",
+}
+_FOLDERS: Final = (
+    ("etc", 0o755),
+    ("etc/alternatives", 0o755),
+    ("etc/pam.d", 0o755),
+    ("root", 0o700),
+    ("home", 0o755),
+    ("workspace", 0o777),
+    ("tmp", 0o1777),
+    ("var", 0o755),
+    ("var/tmp", 0o1777),
+    ("run", 0o755),
+    ("run/shm", 0o1777),
+    ("opt", 0o755),
+    ("mnt", 0o755),
+    ("srv", 0o755),
+    ("usr", 0o755),
+    ("dev", 0o755),
+    ("proc", 0o555),
+)
+AGENT_ID: Final = 1000
+_ETC: Final = {
+    "passwd": f"root:x:0:0:root:/root:/bin/bash\nagent:x:{AGENT_ID}:{AGENT_ID}:agent:/home/agent:/bin/bash\n"
+    "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+    "group": f"root:x:0:\ntty:x:5:\nagent:x:{AGENT_ID}:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "hostname": "sandbox\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files\n",
+    "resolv.conf": "",
+    "pam.d/su": "auth sufficient pam_rootok.so\naccount required pam_permit.so\nsession required pam_permit.so\n",
+    "pam.d/other": "auth required pam_deny.so\naccount required pam_deny.so\nsession required pam_deny.so\n",
+}
+_FORBIDDEN_TARGETS: Final = ("proc", "dev", "usr", "etc", *_SYSTEM_FOLDERS)
+
+
+class HostImage(NamedTuple):
+    """The parts of the host that the image `host` shows, all read-only, as found when the launcher started."""
+
+    links: dict[str, str]
+    """/bin and its like where they are links into /usr."""
+    folders: tuple[str, ...]
+    """/bin and its like where they are folders of their own."""
+    files: dict[str, bytes]
+    """Files of /etc, by name below it."""
+
+
+class Mount(NamedTuple):
+    """A frozen path: `path` below /layers/<source>, shown at `target`, both absolute."""
+
+    source: str
+    path: str
+    target: str
+
+
+class MountRefused(Exception):
+    """The frozen path is missing or leads through a symbolic link, or the target is not allowed."""
+
+
+def build_launcher_root(base: str, size_bytes: int = 64 << 20) -> HostImage:
+    """Move this process into a new mount namespace with a private root, mounted over the folder `base`."""
+    syscalls.unshare(syscalls.CLONE_NEWNS)
+    syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_PRIVATE)
+    syscalls.mount("tmpfs", base, "tmpfs", syscalls.MS_NOSUID, f"mode=755,size={size_bytes}")
+    for name in ("usr", "dev", "dev/pts", "proc", "layers", "alternatives", "system"):
+        os.mkdir(f"{base}/{name}", 0o755)
+    _bind_read_only("/usr", f"{base}/usr", syscalls.MS_NOSUID | syscalls.MS_NODEV)
+    links, folders = {}, []
+    for name in _SYSTEM_FOLDERS:
+        if os.path.islink(f"/{name}"):
+            links[name] = os.readlink(f"/{name}")
+        elif os.path.isdir(f"/{name}"):
+            os.mkdir(f"{base}/system/{name}", 0o755)
+            _bind_read_only(f"/{name}", f"{base}/system/{name}", syscalls.MS_NOSUID | syscalls.MS_NODEV)
+            folders.append(name)
+    _make_devices(f"{base}/dev")
+    _copy_alternatives(f"{base}/alternatives")
+    files = {name: text.encode() for name, text in _ETC.items()}
+    if os.path.isfile("/etc/ld.so.cache"):
+        with open("/etc/ld.so.cache", "rb") as cache:
+            files["ld.so.cache"] = cache.read()
+    syscalls.mount("proc", f"{base}/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+    syscalls.pivot_into(base)
+    return HostImage(links, tuple(folders), files)
+
+
+def _bind_read_only(source: str, target: str, flags: int) -> None:
+    syscalls.mount(source, target, flags=syscalls.MS_BIND | syscalls.MS_REC)
+    syscalls.set_mount_flags(target, syscalls.MS_RDONLY | flags)
+
+
+def _make_devices(folder: str) -> None:
+    for name, (major, minor) in _DEVICES.items():
+        path = f"{folder}/{name}"
+        try:
+            os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(major, minor))
+            os.chmod(path, 0o666)
+        except PermissionError:
+            # A container without CAP_MKNOD may still show the host's own device.
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+            syscalls.mount(f"/dev/{name}", path, flags=syscalls.MS_BIND)
+    for name, target in _DEVICE_LINKS.items():
+        os.symlink(target, f"{folder}/{name}")
+    _bind_read_only(folder, folder, syscalls.MS_NOSUID | syscalls.MS_NOEXEC)
+
+
+def _copy_alternatives(folder: str) -> None:
+    """Debian's /usr/bin/awk and many others lead through links of /etc/alternatives into /usr: keep those."""
+    if os.path.isdir("/etc/alternatives"):
+        for entry in os.scandir("/etc/alternatives"):
+            if entry.is_symlink() and (target := os.readlink(entry.path)).startswith(("/usr/", "/bin/", "/lib/")):
+                os.symlink(target, f"{folder}/{entry.name}")
+    _bind_read_only(folder, folder, syscalls.MS_NOSUID | syscalls.MS_NODEV)
+
+
+def mount_layer(sandbox_id: str, base_id: int, size_bytes: int) -> None:
+    """Make the tmpfs of one sandbox, owned by its root. One inode for every 4 KiB, as the kernel does by itself."""
+    path = f"{LAYERS}/{sandbox_id}"
+    os.mkdir(path, 0o755)
+    options = f"mode=755,size={size_bytes},nr_inodes={max(size_bytes // 4096, 1024)},uid={base_id},gid={base_id}"
+    try:
+        syscalls.mount("tmpfs", path, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
+    except OSError:
+        os.rmdir(path)
+        raise
+
+
+def drop_layer(sandbox_id: str) -> None:
+    syscalls.detach(f"{LAYERS}/{sandbox_id}")
+    os.rmdir(f"{LAYERS}/{sandbox_id}")
+
+
+def build_sandbox_root(sandbox_id: str, base_id: int, image: HostImage, mounts: tuple[Mount, ...]) -> None:
+    """Called in the sandbox's first process, already in its own mount, pid and net namespaces: ends with the new root.
+
+    Raises MountRefused, OSError.
+    """
+    root = f"{LAYERS}/{sandbox_id}"
+    syscalls.create_files_as(base_id, base_id)
+    _write_tree(root, image)
+    syscalls.create_files_as(0, 0)
+    os.mkdir(f"{root}/home/agent", 0o755)
+    os.chown(f"{root}/home/agent", base_id + AGENT_ID, base_id + AGENT_ID)
+    recursive_bind = syscalls.MS_BIND | syscalls.MS_REC
+    syscalls.mount("/usr", f"{root}/usr", flags=recursive_bind)
+    for name in image.folders:
+        os.mkdir(f"{root}/{name}", 0o755)
+        syscalls.mount(f"/system/{name}", f"{root}/{name}", flags=recursive_bind)
+    syscalls.mount("/alternatives", f"{root}/etc/alternatives", flags=syscalls.MS_BIND)
+    syscalls.mount("/dev", f"{root}/dev", flags=recursive_bind)
+    safe = syscalls.MS_NOSUID | syscalls.MS_NOEXEC
+    terminals = f"newinstance,ptmxmode=0666,mode=620,gid={base_id + 5}"
+    syscalls.mount("devpts", f"{root}/dev/pts", "devpts", safe, terminals)
+    syscalls.mount("proc", f"{root}/proc", "proc", safe | syscalls.MS_NODEV)
+    for frozen in mounts:
+        _mount_frozen(root, base_id, frozen)
+    syscalls.pivot_into(root)
+
+
+def _write_tree(root: str, image: HostImage) -> None:
+    for name, mode in _FOLDERS:
+        os.mkdir(f"{root}/{name}", mode)
+        if mode & 0o1022:
+            os.chmod(f"{root}/{name}", mode)
+    for name, target in image.links.items():
+        os.symlink(target, f"{root}/{name}")
+    os.symlink("/proc/self/mounts", f"{root}/etc/mtab")
+    for name, content in image.files.items():
+        descriptor = os.open(f"{root}/etc/{name}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        os.write(descriptor, content)
+        os.close(descriptor)
+
+
+def check_target(target: str) -> list[str]:
+    """The parts of an absolute path below the sandbox's own layer. Raises MountRefused."""
+    parts = [part for part in target.split("/") if part]
+    if not target.startswith("/") or not parts or {".", ".."} & set(parts) or parts[0] in _FORBIDDEN_TARGETS:
+        raise MountRefused(f"mount target {target!r}: use an absolute path outside {', '.join(_FORBIDDEN_TARGETS)}")
+    return parts
+
+
+def _mount_frozen(root: str, base_id: int, frozen: Mount) -> None:
+    parts = check_target(frozen.target)
+    source = _open_frozen(frozen)
+    try:
+        target = _make_target(root, base_id, parts, folder=stat.S_ISDIR(os.fstat(source).st_mode))
+        syscalls.mount(f"/proc/self/fd/{source}", target, flags=syscalls.MS_BIND)
+    finally:
+        os.close(source)
+    flags = syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC
+    syscalls.set_mount_flags(target, flags)
+
+
+def _open_frozen(frozen: Mount) -> int:
+    """Open a path of a dead layer, which nobody changes any more, without following any link. Raises MountRefused."""
+    layer = os.open(f"{LAYERS}/{frozen.source}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        path = frozen.path.strip("/") or "."
+        resolve = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_MAGICLINKS
+        descriptor = syscalls.open_resolved(layer, path, os.O_PATH | os.O_NOFOLLOW, resolve)
+    except OSError as error:
+        reason = "leads through a symbolic link" if error.errno == errno.ELOOP else os.strerror(error.errno or 0)
+        raise MountRefused(f"frozen path {frozen.path!r}: {reason}") from error
+    finally:
+        os.close(layer)
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+        os.close(descriptor)
+        raise MountRefused(f"frozen path {frozen.path!r}: neither a folder nor a regular file")
+    return descriptor
+
+
+def _make_target(root: str, base_id: int, parts: list[str], *, folder: bool) -> str:
+    """Folders (and a file) for a mount point. An earlier read-only mount on the way makes this fail, which is right."""
+    path = root
+    for position, part in enumerate(parts):
+        path = f"{path}/{part}"
+        if os.path.islink(path):
+            # An earlier frozen mount may hold links of the agent's: following one would mount outside this root.
+            raise MountRefused(f"mount target below {path.removeprefix(root)!r}: leads through a symbolic link")
+        if os.path.lexists(path):
+            continue
+        if folder or position < len(parts) - 1:
+            os.mkdir(path, 0o755)
+            os.chown(path, base_id, base_id)
+        else:
+            os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+    return path
+
+
+def raise_loopback() -> None:
+    """Bring `lo` up in this network namespace and let everyone bind low ports there (`SIOCSIFFLAGS`, netdevice(7))."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as control:
+        fcntl.ioctl(control, 0x8914, struct.pack("16sH14x", b"lo", 0x1 | 0x40))
+    with open("/proc/sys/net/ipv4/ip_unprivileged_port_start", "w", encoding="utf-8") as setting:
+        setting.write("0")

@@ -1,0 +1,163 @@
+# ruff: noqa: PTH123
+# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
+"""Linux system calls that Python 3.11 does not wrap.
+
+Invariants: every wrapper raises OSError that names the call and its object; nothing keeps state; only the standard
+library is imported, for the launcher starts without site-packages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+CLONE_NEWNS: Final = 0x00020000
+CLONE_NEWUTS: Final = 0x04000000
+CLONE_NEWIPC: Final = 0x08000000
+CLONE_NEWUSER: Final = 0x10000000
+CLONE_NEWPID: Final = 0x20000000
+CLONE_NEWNET: Final = 0x40000000
+
+MS_RDONLY: Final = 1
+MS_NOSUID: Final = 2
+MS_NODEV: Final = 4
+MS_NOEXEC: Final = 8
+MS_REMOUNT: Final = 32
+MS_BIND: Final = 4096
+MS_REC: Final = 16384
+MS_PRIVATE: Final = 1 << 18
+
+RESOLVE_NO_MAGICLINKS: Final = 0x02
+RESOLVE_NO_SYMLINKS: Final = 0x04
+RESOLVE_IN_ROOT: Final = 0x10
+
+_MNT_DETACH: Final = 2
+_AT_RECURSIVE: Final = 0x8000
+_SYS_OPENAT2: Final = 437
+_SYS_MOUNT_SETATTR: Final = 442
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_DUMPABLE: Final = 4
+_PR_SET_NAME: Final = 15
+_PR_CAPBSET_DROP: Final = 24
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_PR_SET_NO_NEW_PRIVS: Final = 38
+_CAPABILITY_VERSION_3: Final = 0x20080522
+
+
+class _OpenHow(ctypes.Structure):
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+class _MountAttributes(ctypes.Structure):
+    _fields_ = (
+        ("attr_set", ctypes.c_uint64),
+        ("attr_clr", ctypes.c_uint64),
+        ("propagation", ctypes.c_uint64),
+        ("userns_fd", ctypes.c_uint64),
+    )
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    arguments = (source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), options.encode())
+    _checked(_libc.mount(*arguments), f"mount {kind or 'bind'} on {target}")
+
+
+def detach(target: str) -> None:
+    """Unmount lazily: users of the mount keep it, nobody else finds it."""
+    _checked(_libc.umount2(target.encode(), _MNT_DETACH), f"umount {target}")
+
+
+def set_mount_flags(target: str, flags: int) -> None:
+    """Add MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC to a mount and all below it (their MOUNT_ATTR values are equal)."""
+    attributes = _MountAttributes(attr_set=flags)
+    result = _libc.syscall(
+        _SYS_MOUNT_SETATTR, -100, target.encode(), _AT_RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes)
+    )
+    _checked(result, f"mount_setattr {target}")
+
+
+def pivot_into(root: str) -> None:
+    """Make the mount point `root` the root of this mount namespace and let go of the old one."""
+    os.chdir(root)
+    _checked(_libc.pivot_root(b".", b"."), f"pivot_root {root}")
+    detach(".")
+    os.chdir("/")
+
+
+def unshare(flags: int) -> None:
+    _checked(_libc.unshare(flags), f"unshare {flags:#x}")
+
+
+def join_namespace(descriptor: int, flags: int) -> None:
+    _checked(_libc.setns(descriptor, flags), f"setns {flags:#x}")
+
+
+def open_resolved(directory: int, path: str, flags: int, resolve: int) -> int:
+    """openat2: open `path` below `directory` under RESOLVE_* restrictions. Returns a descriptor."""
+    how = _OpenHow(flags=flags | os.O_CLOEXEC, mode=0, resolve=resolve)
+    result = _libc.syscall(_SYS_OPENAT2, directory, path.encode(), ctypes.byref(how), ctypes.sizeof(how))
+    return _checked(result, f"open {path}")
+
+
+def _prctl(option: int, argument: object, what: str) -> None:
+    _checked(_libc.prctl(option, argument, 0, 0, 0), what)
+
+
+def die_with_parent(signal_number: int) -> None:
+    """Ask for `signal_number` when the parent thread dies. Any later change of credentials forgets it."""
+    _prctl(_PR_SET_PDEATHSIG, signal_number, "PR_SET_PDEATHSIG")
+
+
+def forbid_inspection() -> None:
+    """No other process may trace this one or read its memory, descriptors or environment; forks inherit it."""
+    _prctl(_PR_SET_DUMPABLE, 0, "PR_SET_DUMPABLE")
+
+
+def become_subreaper() -> None:
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1, "PR_SET_CHILD_SUBREAPER")
+
+
+def forbid_new_privileges() -> None:
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
+
+
+def name_process(name: str) -> None:
+    """Replace name and command line, which every process in a sandbox could read, by `name`."""
+    _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), "PR_SET_NAME")
+    with open("/proc/self/stat", encoding="utf-8", errors="replace") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    # proc(5): arg_start and arg_end are fields 48 and 49; the split begins at field 3.
+    start, end = int(fields[45]), int(fields[46])
+    ctypes.memmove(start, name.encode().ljust(end - start, b"\0"), end - start)
+
+
+def drop_capabilities(keep: Collection[int], last: int) -> None:
+    """Leave only `keep` in the bounding, permitted and effective sets; `last` is the kernel's highest capability."""
+    for capability in range(last + 1):
+        if capability not in keep:
+            _prctl(_PR_CAPBSET_DROP, capability, f"PR_CAPBSET_DROP {capability}")
+    mask = sum(1 << capability for capability in keep)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    sets = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)
+    _checked(_libc.capset(header, sets), "capset")
+
+
+def create_files_as(user_id: int, group_id: int) -> None:
+    """Set the ids that files made by this process get (setfsuid, setfsgid)."""
+    _libc.setfsgid(group_id)
+    _libc.setfsuid(user_id)

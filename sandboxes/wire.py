@@ -1,0 +1,135 @@
+"""Framed JSON with file descriptors over a unix stream socket: client to launcher, launcher to a sandbox's init.
+
+Invariants:
+- A message is 4 bytes big-endian length and that many bytes of JSON; `"fds": n` says that n descriptors came with it.
+- `send` owns the descriptors it is given: they are closed once sent or once the channel is closed.
+- Nothing blocks: what the socket does not take waits in `backlog` until `flush`.
+"""
+
+from __future__ import annotations
+
+import array  # noqa: F401 - send_fds imports it late, when the launcher sees no library folder any more
+import json
+import os
+import socket
+import struct
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Message = dict[str, Any]
+
+MAX_MESSAGE_BYTES: Final = 8 << 20
+_HEADER: Final = struct.Struct("!I")
+_RECEIVE_BYTES: Final = 1 << 16
+_MAX_DESCRIPTORS: Final = 64
+
+
+class ChannelClosed(ConnectionError):
+    """The other side is gone or broke the framing."""
+
+
+class Channel:
+    """One end of a connection. Not safe for threads."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        stream.setblocking(False)
+        self.socket = stream
+        self._received = bytearray()
+        self._descriptors: deque[int] = deque()
+        self._backlog: deque[tuple[memoryview, list[int]]] = deque()
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    @property
+    def backlog(self) -> bool:
+        """Something waits to be sent: call `flush` when the socket is writable."""
+        return bool(self._backlog)
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Queue one message and send what the socket takes. Raises ChannelClosed."""
+        if descriptors:
+            message = {**message, "fds": len(descriptors)}
+        body = json.dumps(message, separators=(",", ":")).encode()
+        if len(body) > MAX_MESSAGE_BYTES:
+            close_all(descriptors)
+            raise ValueError(f"message of {len(body)} bytes, at most {MAX_MESSAGE_BYTES}")
+        self._backlog.append((memoryview(_HEADER.pack(len(body)) + body), list(descriptors)))
+        self.flush()
+
+    def flush(self) -> None:
+        while self._backlog:
+            data, descriptors = self._backlog[0]
+            try:
+                sent = socket.send_fds(self.socket, [data], descriptors, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise ChannelClosed(str(error)) from error
+            close_all(descriptors)
+            if sent == len(data):
+                self._backlog.popleft()
+            else:
+                self._backlog[0] = (data[sent:], [])
+
+    def receive(self) -> list[tuple[Message, list[int]]]:
+        """All complete messages that have come, each with its descriptors, which the caller now owns.
+
+        Raises ChannelClosed at the end of the stream or for a message above MAX_MESSAGE_BYTES.
+        """
+        try:
+            data, descriptors, _, _ = socket.recv_fds(
+                self.socket, _RECEIVE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+        if not data:
+            raise ChannelClosed("end of stream")
+        self._descriptors.extend(descriptors)
+        self._received += data
+        return self._complete_messages()
+
+    def _complete_messages(self) -> list[tuple[Message, list[int]]]:
+        messages: list[tuple[Message, list[int]]] = []
+        while len(self._received) >= _HEADER.size:
+            (size,) = _HEADER.unpack_from(self._received)
+            if size > MAX_MESSAGE_BYTES:
+                raise ChannelClosed(f"message of {size} bytes, at most {MAX_MESSAGE_BYTES}")
+            end = _HEADER.size + size
+            if len(self._received) < end:
+                break
+            message = _parse(bytes(self._received[_HEADER.size : end]))
+            del self._received[:end]
+            count = int(message.pop("fds", 0))
+            if count > len(self._descriptors):
+                raise ChannelClosed("descriptors are missing")
+            messages.append((message, [self._descriptors.popleft() for _ in range(count)]))
+        return messages
+
+    def close(self) -> None:
+        for _, descriptors in self._backlog:
+            close_all(descriptors)
+        self._backlog.clear()
+        close_all(self._descriptors)
+        self._descriptors.clear()
+        self.socket.close()
+
+
+def _parse(body: bytes) -> Message:
+    try:
+        message = json.loads(body)
+    except ValueError as error:
+        raise ChannelClosed(f"not JSON: {error}") from error
+    if not isinstance(message, dict) or not isinstance(message.get("fds", 0), int):
+        raise ChannelClosed("not an object of JSON, or its `fds` is no number")
+    return message
+
+
+def close_all(descriptors: Sequence[int] | deque[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

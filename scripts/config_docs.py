@@ -1,0 +1,58 @@
+"""Writes docs/configuration.md from the config models: every key, its default and its docstring. A test compares the two."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from headrace.actors.config import RunConfig
+
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+SET_BY_THE_RUN = {"learner": {"model_dir", "checkpoint_dir", "snapshot_dir", "seed"}}
+HEAD = """# Configuration
+
+A recipe is a TOML file (`scripts/recipes/*.toml`); its tables are the headings below. `--set table.key=value` overrides a key. Unknown keys,
+wrong types and impossible combinations are refused at start. Written by `scripts/config_docs.py` from the models in the code.
+"""
+
+
+def docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """The docstring under each field, of base classes too."""
+    found: dict[str, str] = {}
+    for cls in reversed(model.__mro__):
+        if not issubclass(cls, BaseModel) or cls is BaseModel:
+            continue
+        [body] = [node.body for node in ast.parse(inspect.getsource(cls).lstrip()).body if isinstance(node, ast.ClassDef)]
+        for field, text in zip(body, body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
+                    found[field.target.id] = " ".join(text.value.value.split())
+    return found
+
+
+def section(path: str, model: type[BaseModel]) -> list[str]:
+    """A heading, a table of plain keys, then the sub-tables."""
+    texts, lines, nested = docstrings(model), [], []
+    for name, field in model.model_fields.items():
+        if name in SET_BY_THE_RUN.get(path, set()):
+            continue
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            nested.append((f"{path}.{name}" if path else name, field.annotation))
+            continue
+        default = "required" if field.is_required() else f"`{field.default}`"
+        lines.append(f"| `{name}` | {default} | {texts.get(name, '')} |")
+    table = [f"\n## [{path}]\n", "| key | default | meaning |", "|---|---|---|", *lines] if lines else []
+    return table + [line for sub_path, sub in nested for line in section(sub_path, sub)]
+
+
+def render() -> str:
+    return HEAD + "\n".join(section("", RunConfig)) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")
+    sys.stdout.write(f"{TARGET}\n")

@@ -1,0 +1,189 @@
+"""JSON forms of the admin routes, shared by gateway and client.
+
+Invariants:
+- Arrays travel as base64 of their little-endian bytes: int32 ids, float32 log-probabilities, mask bits packed (numpy
+  `packbits`).
+- Reading checks what it reads: wrong keys or types are a BadRequest that names the key.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headrace.buffer.types import Row, Trajectory, VersionSpan
+from headrace.buffer.versions import PolicyVersion
+from headrace.serve.errors import BadRequest
+from headrace.serve.session import Budgets, Exhausted, Sampling, SessionId, SessionReport, SessionSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
+FormT = TypeVar("FormT", bound=BaseModel)
+_STRICT = ConfigDict(frozen=True, extra="forbid")
+
+
+class SamplingForm(BaseModel):
+    """As `Sampling`."""
+
+    model_config = _STRICT
+    temperature: float = Field(default=1.0, ge=0, le=10)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, ge=-1)
+
+
+class BudgetsForm(BaseModel):
+    """As `Budgets`."""
+
+    model_config = _STRICT
+    max_turns: int = Field(default=64, ge=1)
+    max_tokens_per_turn: int = Field(default=4096, ge=1)
+    max_context_tokens: int = Field(default=32768, ge=1)
+    wall_s: float = Field(default=3600.0, gt=0)
+
+
+class SpecForm(BaseModel):
+    """As `SessionSpec`."""
+
+    model_config = _STRICT
+    session_id: _Name
+    sampling: SamplingForm = SamplingForm()
+    budgets: BudgetsForm = BudgetsForm()
+    traceparent: str = Field(default="", max_length=64)
+
+    def to_spec(self) -> SessionSpec:
+        return SessionSpec(
+            session_id=SessionId(self.session_id),
+            sampling=Sampling(**self.sampling.model_dump()),
+            budgets=Budgets(**self.budgets.model_dump()),
+            traceparent=self.traceparent,
+        )
+
+
+class OpenForm(BaseModel):
+    """Body of `POST /sessions`."""
+
+    model_config = _STRICT
+    sessions: list[SpecForm] = Field(min_length=1, max_length=4096)
+
+
+class FinishForm(BaseModel):
+    """Body of `POST /sessions/finish`."""
+
+    model_config = _STRICT
+    session_ids: list[_Name] = Field(min_length=1, max_length=4096)
+
+
+def read_form(form: type[FormT], body: bytes) -> FormT:
+    """Parse and check a body. Raises BadRequest that names the first wrong key."""
+    try:
+        return form.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadRequest(f"{where or 'body'}: {first['msg']}", where or None) from None
+
+
+def open_body(specs: Sequence[SessionSpec]) -> dict[str, object]:
+    return {"sessions": [_spec(spec) for spec in specs]}
+
+
+def _spec(spec: SessionSpec) -> dict[str, object]:
+    sampling, budgets = spec.sampling, spec.budgets
+    return {
+        "session_id": spec.session_id,
+        "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
+        "budgets": {
+            "max_turns": budgets.max_turns,
+            "max_tokens_per_turn": budgets.max_tokens_per_turn,
+            "max_context_tokens": budgets.max_context_tokens,
+            "wall_s": budgets.wall_s,
+        },
+        "traceparent": spec.traceparent,
+    }
+
+
+def write_report(report: SessionReport) -> dict[str, object]:
+    trajectory = report.trajectory
+    return {
+        "session_id": report.session_id,
+        "temperature": trajectory.temperature if trajectory else None,
+        "rows": [_write_row(row) for row in trajectory.rows] if trajectory else [],
+        "turns": report.turns,
+        "sampled_tokens": report.sampled_tokens,
+        "trained_tokens": report.trained_tokens,
+        "masked": report.masked,
+        "rerendered": report.rerendered,
+        "exhausted": report.exhausted.value,
+        "failures": list(report.failures),
+    }
+
+
+def _write_row(row: Row) -> dict[str, object]:
+    return {
+        "tokens": _encode(row.tokens_T.astype("<i4").tobytes()),
+        "loss_mask": _encode(np.packbits(row.loss_mask_T).tobytes()),
+        "logprobs": _encode(row.logprobs_T.astype("<f4").tobytes()),
+        "versions": [[span.start, span.end, str(span.version)] for span in row.versions],
+    }
+
+
+def _encode(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+class RowForm(BaseModel):
+    """As `_write_row` writes it."""
+
+    model_config = _STRICT
+    tokens: str
+    loss_mask: str
+    logprobs: str
+    versions: list[tuple[int, int, str]]
+
+    def to_row(self) -> Row:
+        tokens = np.frombuffer(base64.b64decode(self.tokens), dtype="<i4").astype(np.int32)
+        bits = np.frombuffer(base64.b64decode(self.loss_mask), dtype=np.uint8)
+        return Row(
+            tokens_T=tokens,
+            loss_mask_T=np.unpackbits(bits, count=len(tokens)).astype(np.bool_),
+            logprobs_T=np.frombuffer(base64.b64decode(self.logprobs), dtype="<f4").astype(np.float32),
+            versions=tuple(
+                VersionSpan(start=start, end=end, version=PolicyVersion.parse(version))
+                for start, end, version in self.versions
+            ),
+        )
+
+
+class ReportForm(BaseModel):
+    """As `write_report` writes it."""
+
+    model_config = _STRICT
+    session_id: str
+    temperature: float | None
+    rows: list[RowForm]
+    turns: int
+    sampled_tokens: int
+    trained_tokens: int
+    masked: dict[str, int]
+    rerendered: int
+    exhausted: Exhausted
+    failures: list[str]
+
+    def to_report(self) -> SessionReport:
+        rows = tuple(row.to_row() for row in self.rows)
+        return SessionReport(
+            session_id=SessionId(self.session_id),
+            trajectory=None if self.temperature is None else Trajectory(rows=rows, temperature=self.temperature),
+            turns=self.turns,
+            sampled_tokens=self.sampled_tokens,
+            trained_tokens=self.trained_tokens,
+            masked=self.masked,
+            rerendered=self.rerendered,
+            exhausted=self.exhausted,
+            failures=tuple(self.failures),
+        )

@@ -1,0 +1,274 @@
+"""The way from a turn to an engine: admission, one retry elsewhere, continuation after an engine's own abort, and
+aborts.
+
+Invariants:
+- A turn waits, bounded, while every gate is closed; a closed gate never fails a turn that another engine could serve.
+- An engine failure resamples the turn once; nothing of the failed call is kept. Tokens an engine handed over with an
+  abort of its own are kept, and sampling goes on from them: the version spans tell who sampled what.
+- Whoever leaves a running call (agent gone, budget over, deadline) aborts it on its engine. Aborts sent while the gate
+  is closed are sent again when it opens: SGLang loses those that arrive for a request which came in during a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from headrace.policies.engine import Completion, FinishReason, RequestId, TokenSpan
+from headrace.policies.errors import EngineError
+from headrace.serve import span_names
+from headrace.serve.errors import InfraError, NoEngineOpen
+from headrace.serve.routing import Router
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.util.types import AttributeValue
+
+    from headrace.policies.engine import Engine, EngineId, GenerateRequest
+    from headrace.serve.routing import EngineRoute, RoutingTable
+    from headrace.serve.session import SessionId
+
+MAX_FAILURES = 1
+MAX_CONTINUATIONS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDeadlines:
+    """`gate_wait_s`: how long a turn waits for an open gate. `call_s`: one generate call. `abort_grace_s`: how long an
+    aborted call may take to hand over its partial tokens."""
+
+    gate_wait_s: float
+    call_s: float
+    abort_grace_s: float
+
+
+@dataclass(slots=True)
+class _Client:
+    url: str
+    engine: Engine
+    aborts_to_repeat: set[RequestId] = field(default_factory=set)
+
+
+class EnginePool:
+    """The engines of one gateway. `connect` makes the client of a route; `clock` is monotonic, in seconds."""
+
+    def __init__(
+        self,
+        deadlines: EngineDeadlines,
+        connect: Callable[[EngineRoute], Engine],
+        clock: Callable[[], float],
+        tracer: Tracer,
+        *,
+        max_imbalance: int = 8,
+    ) -> None:
+        self.router = Router(max_imbalance=max_imbalance)
+        self._deadlines = deadlines
+        self._connect = connect
+        self._clock = clock
+        self._tracer = tracer
+        self._clients: dict[EngineId, _Client] = {}
+        self._changed = asyncio.Event()
+
+    async def replace_table(self, table: RoutingTable) -> bool:
+        """Take a newer table and connect to its engines; False, and nothing done, when the table is not newer."""
+        if not self.router.replace(table):
+            return False
+        urls = {route.engine_id: route.url for route in table.engines}
+        gone = [engine_id for engine_id, client in self._clients.items() if urls.get(engine_id) != client.url]
+        dropped = [self._clients.pop(engine_id) for engine_id in gone]
+        for route in table.engines:
+            if route.engine_id not in self._clients:
+                self._clients[route.engine_id] = _Client(url=route.url, engine=self._connect(route))
+        self._notify()
+        for client in dropped:
+            await client.engine.aclose()
+        return True
+
+    def close_gate(self, engine_id: EngineId, lease_s: float) -> None:
+        self.router.close_gate(engine_id, self._clock() + lease_s)
+
+    async def open_gate(self, engine_id: EngineId) -> None:
+        """Let turns through again, and repeat the aborts asked for meanwhile."""
+        self.router.open_gate(engine_id)
+        self._notify()
+        client = self._clients.get(engine_id)
+        if client is None:
+            return
+        repeats, client.aborts_to_repeat = client.aborts_to_repeat, set()
+        for request_id in repeats:
+            await self._send_abort(client.engine, request_id)
+
+    async def aclose(self) -> None:
+        clients, self._clients = list(self._clients.values()), {}
+        for client in clients:
+            await client.engine.aclose()
+
+    async def sample(self, session_id: SessionId, ask: GenerateRequest, pieces: list[Completion]) -> Completion:
+        """Sample one turn. Completions, whole or partial, are appended to `pieces` as they come, so that the caller
+        knows what was sampled also when this raises.
+
+        Raises:
+            NoEngineOpen: every gate stayed closed.
+            InfraError: engines failed twice.
+        """
+        failures, avoid = 0, None
+        while True:
+            engine_id = await self._admission(session_id, avoid)
+            request = _continue(ask, pieces, failures)
+            outcome = await self._call(engine_id, request, pieces)
+            if isinstance(outcome, EngineError):
+                failures, avoid = failures + 1, engine_id
+                if failures > MAX_FAILURES:
+                    raise InfraError(f"engine {engine_id} failed the turn after a retry: {outcome}")
+                continue
+            whole = _join(pieces)
+            if whole.finish is not FinishReason.ABORT:
+                return whole
+            if len(whole.output_ids) >= ask.max_new_tokens:
+                return replace(whole, finish=FinishReason.LENGTH)
+            if len(pieces) > MAX_CONTINUATIONS:
+                raise InfraError(f"engine {engine_id} aborted the turn {len(pieces)} times")
+
+    async def _admission(self, session_id: SessionId, avoid: EngineId | None) -> EngineId:
+        deadline = self._clock() + self._deadlines.gate_wait_s
+        while True:
+            now = self._clock()
+            engine_id = self.router.choose(session_id, now, avoid)
+            if engine_id is not None:
+                return engine_id
+            if now >= deadline:
+                raise NoEngineOpen(
+                    f"no engine took the turn within gateway.gate_wait_s = {self._deadlines.gate_wait_s:g}"
+                )
+            wake_at = min(deadline, self.router.next_opening(now) or deadline)
+            changed = self._changed
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wake_at - now):
+                    await changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _call(
+        self, engine_id: EngineId, request: GenerateRequest, pieces: list[Completion]
+    ) -> Completion | EngineError:
+        self.router.begin(engine_id)
+        try:
+            attributes: dict[str, AttributeValue] = {
+                span_names.ENGINE_ID: str(engine_id),
+                span_names.INPUT_TOKENS: len(request.input_ids),
+            }
+            with self._tracer.start_as_current_span(span_names.ENGINE, attributes=attributes) as span:
+                outcome = await self._call_or_abort(self._clients[engine_id], engine_id, request, pieces)
+                _describe(span, outcome)
+                return outcome
+        finally:
+            self.router.end(engine_id)
+
+    async def _call_or_abort(
+        self, client: _Client, engine_id: EngineId, request: GenerateRequest, pieces: list[Completion]
+    ) -> Completion | EngineError:
+        async with asyncio.TaskGroup() as group:
+            call = group.create_task(_outcome(client.engine, request))
+            try:
+                async with asyncio.timeout(self._deadlines.call_s):
+                    outcome = await asyncio.shield(call)
+            except TimeoutError:
+                await self._abort(client, engine_id, request.request_id, call)
+                return EngineError(f"no answer within gateway.turn_timeout_s = {self._deadlines.call_s:g}")
+            except asyncio.CancelledError:
+                partial = await self._abort(client, engine_id, request.request_id, call)
+                pieces += [partial] if partial else []
+                raise
+        if isinstance(outcome, Completion):
+            pieces.append(outcome)
+        return outcome
+
+    async def _abort(
+        self, client: _Client, engine_id: EngineId, request_id: RequestId, call: asyncio.Task[Completion | EngineError]
+    ) -> Completion | None:
+        """End a running call on its engine; what it had sampled, if it says so in time."""
+        if self.router.is_closed(engine_id, self._clock()):
+            client.aborts_to_repeat.add(request_id)
+        try:
+            async with asyncio.timeout(self._deadlines.abort_grace_s):
+                await self._send_abort(client.engine, request_id)
+                outcome = await asyncio.shield(call)
+        except TimeoutError:
+            return None
+        finally:
+            call.cancel()
+        return outcome if isinstance(outcome, Completion) else None
+
+    async def _send_abort(self, engine: Engine, request_id: RequestId) -> None:
+        # An engine that cannot be told is dead or will be quarantined by the EngineGroup, which asks it itself.
+        with suppress(EngineError):
+            await engine.abort(request_id)
+
+
+async def _outcome(engine: Engine, request: GenerateRequest) -> Completion | EngineError:
+    """The completion, or the error as a value: a raised one would cancel the group that waits for it."""
+    try:
+        completion = await engine.generate(request)
+    except EngineError as error:
+        return error
+    if len(completion.output_ids) != len(completion.logprobs):
+        return EngineError(f"{len(completion.output_ids)} output ids but {len(completion.logprobs)} log-probabilities")
+    if sum(span.end - span.start for span in completion.spans) != len(completion.output_ids):
+        return EngineError("the version spans do not cover the output")
+    return completion
+
+
+def _continue(ask: GenerateRequest, pieces: list[Completion], failures: int) -> GenerateRequest:
+    """The request for what is still missing of the turn, under an id of its own."""
+    done = tuple(token for piece in pieces for token in piece.output_ids)
+    suffix = f"-{len(pieces)}-{failures}" if pieces or failures else ""
+    return replace(
+        ask,
+        request_id=RequestId(ask.request_id + suffix),
+        input_ids=ask.input_ids + done,
+        max_new_tokens=ask.max_new_tokens - len(done),
+    )
+
+
+def _join(pieces: list[Completion]) -> Completion:
+    """One completion out of consecutive ones; the prompt is the first one's."""
+    if len(pieces) == 1:
+        return pieces[0]
+    spans, offset = [], 0
+    for piece in pieces:
+        spans += [
+            TokenSpan(start=span.start + offset, end=span.end + offset, version=span.version) for span in piece.spans
+        ]
+        offset += len(piece.output_ids)
+    return Completion(
+        output_ids=tuple(token for piece in pieces for token in piece.output_ids),
+        logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        spans=tuple(spans),
+        finish=pieces[-1].finish,
+        text="".join(piece.text for piece in pieces),
+        prompt_tokens=pieces[0].prompt_tokens,
+        cached_tokens=pieces[0].cached_tokens,
+        retractions=sum(piece.retractions for piece in pieces),
+    )
+
+
+def _describe(span: Span, outcome: Completion | EngineError) -> None:
+    if isinstance(outcome, EngineError):
+        span.record_exception(outcome)
+        return
+    if span.is_recording():
+        span.set_attributes(
+            {
+                span_names.OUTPUT_TOKENS: len(outcome.output_ids),
+                span_names.CACHED_TOKENS: outcome.cached_tokens,
+                span_names.RETRACTIONS: outcome.retractions,
+                span_names.VERSIONS: [str(part.version) for part in outcome.spans],
+                span_names.FINISH_REASONS: [outcome.finish.value],
+            }
+        )

@@ -1,0 +1,99 @@
+"""Errors of the folder `serve`.
+
+    ServeError
+    ├── WireError                what an agent or an operator is told: status, code, sentence
+    │   ├── BadRequest           400, the request is wrong
+    │   ├── ContextExceeded      400, prompt over the context budget
+    │   ├── SessionUnknown       400, no such session, or it is closed
+    │   ├── BodyTooLarge         413
+    │   ├── AdminDenied          401
+    │   ├── SessionExists        409
+    │   └── InfraError           502, not the agent's fault: the session is marked
+    │       ├── NoEngineOpen     503, every gate stayed closed until the deadline
+    │       └── GatewayBroken    500, a defect of ours
+    └── GatewayUnreachable       the worker's client could not reach the gateway, or got no usable answer
+
+Invariant: every error survives pickling (all arguments after the message have defaults and live in `__dict__`).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ServeError(Exception):
+    """Root of the tree."""
+
+
+class WireError(ServeError):
+    """Something a dialect can say on its wire. `code` is a stable word for programs, the message a sentence for
+    people."""
+
+    status: ClassVar[int] = 400
+    code: ClassVar[str] = "invalid_request"
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class BadRequest(WireError):
+    """The request cannot be honoured as it is; `field` names the part at fault."""
+
+
+class ContextExceeded(WireError):
+    """The rendered prompt leaves no room for a token. Knob: budgets.max_context_tokens."""
+
+    code = "context_length_exceeded"
+
+
+class SessionUnknown(WireError):
+    """No open session has this token or id (closed, or lost with a restart). 400, so that agents stop at once."""
+
+    code = "unknown_session"
+
+
+class BodyTooLarge(WireError):
+    """Knob: gateway.max_body_bytes."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class AdminDenied(WireError):
+    """The admin routes need `Authorization: Bearer <admin token>`."""
+
+    status = 401
+    code = "admin_token_required"
+
+
+class SessionExists(WireError):
+    """A session id may be open once."""
+
+    status = 409
+    code = "session_exists"
+
+
+class InfraError(WireError):
+    """Engine, gateway or network failed. Reaching the agent, it makes the outcome infra whatever is scored."""
+
+    status = 502
+    code = "engine_failed"
+
+
+class NoEngineOpen(InfraError):
+    """Knobs: gateway.gate_wait_s, and the length of the gate lease of a push."""
+
+    status = 503
+    code = "no_engine_open"
+
+
+class GatewayBroken(InfraError):
+    """A defect of ours; the traceback is in the log."""
+
+    status = 500
+    code = "gateway_error"
+
+
+class GatewayUnreachable(ServeError):
+    """The gateway did not answer an admin call; the worker turns this into infra."""

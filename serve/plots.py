@@ -1,0 +1,183 @@
+"""The picture of a run: what it learned, how stale its data was, where the time went.
+
+Invariant: the picture is a function of the metrics records alone, so that `reward.png` can be drawn again from
+metrics.jsonl.
+
+A record is a mapping with "kind" and, by kind:
+- "evaluation": `step`, `success` (share in [0, 1]), `answers` (how many); the one with the lowest step is the base.
+- "step": `step`, `reward`, `staleness` (mapping of staleness, as text or number, to trajectories) and the seconds
+  `step_s`, `idle_s`, `push_s` of the learner.
+- "rollout_phases": mean seconds a rollout spent in `queue`, `boot`, `prepare`, `agent`, `evaluate`.
+Other kinds and fields are left alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    Record = Mapping[str, Any]
+
+ROLLOUT_PHASES = ("queue", "boot", "prepare", "agent", "evaluate")
+LEARNER_PHASES = ("step", "idle", "push")
+WATER, DEEP, STONE, AMBER, INK, MIST = "#2a7fb8", "#0b3c5d", "#9aa5ad", "#e0912f", "#22303a", "#e8edf0"
+PHASE_COLORS = {
+    "queue": STONE, "boot": "#7fb7be", "prepare": "#58a4b0", "agent": WATER, "evaluate": DEEP,
+    "step": DEEP, "idle": MIST, "push": AMBER,
+}  # fmt: skip
+
+
+def reward_png(metrics: Sequence[Record], out: Path) -> None:
+    """Draw three panels into `out` (PNG, 1,650 x 525 pixels). Needs matplotlib (extra `cpu`)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=0.2, h_pad=0.2, wspace=0.04)
+    figure = Figure(figsize=(16.5, 5.25), dpi=100, layout=layout, facecolor="white")
+    FigureCanvasAgg(figure)
+    learned, stale, time = figure.subplots(1, 3, width_ratios=(1.35, 0.9, 1.1))
+    draw_success(learned, metrics)
+    draw_staleness(stale, metrics)
+    draw_time(time, metrics)
+    for axes in (learned, stale, time):
+        _tidy(axes)
+    time.spines["bottom"].set_visible(False)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)
+
+
+def draw_success(axes: Any, metrics: Sequence[Record]) -> None:
+    """Held-out success over steps with its 95 % interval (Wilson 1927), the base as a dashed line, training reward
+    behind."""
+    steps = sorted(_of_kind(metrics, "step"), key=lambda record: record["step"])
+    points = sorted(_of_kind(metrics, "evaluation"), key=lambda record: record["step"])
+    if steps:
+        xs, ys = [record["step"] for record in steps], [record["reward"] for record in steps]
+        axes.plot(xs, ys, color=STONE, alpha=0.35, linewidth=1)
+        axes.plot(xs, _smooth(ys), color=STONE, linewidth=1.6, label="training reward (mean of 5 steps)")
+    if points:
+        xs = [record["step"] for record in points]
+        bounds = [_wilson(record["success"], record["answers"]) for record in points]
+        axes.fill_between(
+            xs, [low for low, _ in bounds], [high for _, high in bounds], color=WATER, alpha=0.15, linewidth=0
+        )
+        axes.plot(
+            xs,
+            [p["success"] for p in points],
+            color=WATER,
+            linewidth=2.4,
+            marker="o",
+            markersize=6,
+            label="held-out success",
+        )
+        base, last = points[0], points[-1]
+        axes.axhline(
+            base["success"], color=AMBER, linewidth=1.4, linestyle=(0, (5, 3)), label=f"base {base['success']:.0%}"
+        )
+        axes.annotate(
+            f"{last['success']:.0%}", (last["step"], last["success"]), xytext=(-4, 10), textcoords="offset points",
+            ha="right", color=DEEP, fontsize=14, fontweight="bold",
+        )  # fmt: skip
+    axes.set(ylim=(0, 1.04), xlabel="version (optimizer steps)", title="Success on held-out tasks")
+    axes.yaxis.set_major_formatter(lambda value, _position: f"{value:.0%}")
+    _legend(axes, steps or points, "lower right")
+
+
+def draw_staleness(axes: Any, metrics: Sequence[Record]) -> None:
+    """How many trained trajectories had which staleness."""
+    counts: Counter[int] = Counter()
+    for record in _of_kind(metrics, "step"):
+        for staleness, number in record.get("staleness", {}).items():
+            counts[int(staleness)] += int(number)
+    axes.set(xlabel="staleness (updates)", ylabel="share of trained trajectories", title="Staleness")
+    total = sum(counts.values())
+    if not total:
+        return
+    xs = list(range(max(counts) + 1))
+    bars = axes.bar(xs, [counts[x] / total for x in xs], color=WATER, width=0.72)
+    axes.bar_label(bars, [f"{counts[x] / total:.0%}" for x in xs], padding=3, color=INK, fontsize=9)
+    mean = sum(x * n for x, n in counts.items()) / total
+    axes.axvline(mean, color=AMBER, linewidth=1.6, linestyle=(0, (5, 3)), label=f"mean {mean:.2f}")
+    axes.set_xticks(xs)
+    axes.yaxis.set_major_formatter(lambda value, _position: f"{value:.0%}")
+    axes.margins(y=0.14)
+    _legend(axes, [mean], "upper right")
+
+
+def draw_time(axes: Any, metrics: Sequence[Record]) -> None:
+    """Mean seconds per rollout and per learner step, each as one stacked bar with its parts as shares."""
+    rollout = _means(_of_kind(metrics, "rollout_phases"), {phase: phase for phase in ROLLOUT_PHASES})
+    learner = _means(_of_kind(metrics, "step"), {phase: f"{phase}_s" for phase in LEARNER_PHASES})
+    axes.set(xlim=(0, 1), ylim=(-0.6, 1.5), title="Where the time went")
+    labels = []
+    for y, name, parts in ((1, "rollout", rollout), (0, "learner step", learner)):
+        total = sum(parts.values())
+        labels.append(f"{name}\n{total:.2f} s" if total else f"{name}\nno data")
+        _stack(axes, y, parts)
+    axes.set_yticks([1, 0], labels, color=INK)
+    axes.set_xticks([])
+
+
+def _stack(axes: Any, y: float, parts: Mapping[str, float]) -> None:
+    total, left = sum(parts.values()), 0.0
+    if not total:
+        return
+    entries = []
+    for phase, seconds in parts.items():
+        share = seconds / total
+        axes.barh(y, share, left=left, height=0.46, color=PHASE_COLORS[phase], edgecolor="white", linewidth=1.5)
+        if share >= 0.12:
+            color = INK if phase in ("idle", "boot", "push", "queue") else "white"
+            axes.text(left + share / 2, y, f"{phase}\n{share:.0%}", ha="center", va="center", color=color, fontsize=9)
+        else:
+            entries.append(f"{phase} {share:.0%}")
+        left += share
+    axes.text(
+        0, y - 0.36, "also: " + ", ".join(entries) if entries else "", color=INK, alpha=0.7, fontsize=9, va="center"
+    )
+
+
+def _of_kind(metrics: Sequence[Record], kind: str) -> list[Record]:
+    return [record for record in metrics if record.get("kind") == kind]
+
+
+def _means(records: Sequence[Record], fields: Mapping[str, str]) -> dict[str, float]:
+    sums = {name: sum(float(record.get(field, 0.0)) for record in records) for name, field in fields.items()}
+    return {name: total / len(records) for name, total in sums.items()} if records else {}
+
+
+def _smooth(values: Sequence[float], window: int = 5) -> list[float]:
+    return [sum(values[max(0, i - window + 1) : i + 1]) / min(window, i + 1) for i in range(len(values))]
+
+
+def _wilson(share: float, answers: int, z: float = 1.96) -> tuple[float, float]:
+    """95 % interval of a share (E. B. Wilson, J. Am. Stat. Assoc. 22, 1927, p. 209)."""
+    if answers < 1:
+        return share, share
+    scale = 1 + z * z / answers
+    center = (share + z * z / (2 * answers)) / scale
+    half = z * math.sqrt(share * (1 - share) / answers + z * z / (4 * answers * answers)) / scale
+    return center - half, center + half
+
+
+def _legend(axes: Any, drawn: Sequence[object], place: str) -> None:
+    if drawn:
+        axes.legend(loc=place, frameon=False, fontsize=9, labelcolor=INK)
+
+
+def _tidy(axes: Any) -> None:
+    axes.set_title(axes.get_title(), loc="left", fontsize=13, fontweight="bold", color=INK, pad=12)
+    axes.title.set_text("")
+    if len(axes.get_xticks()):
+        axes.grid(axis="y", color=MIST, linewidth=0.9)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, length=0, labelsize=10)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(STONE)

@@ -1,0 +1,140 @@
+"""The live progress of a run: a frozen snapshot and two ways to show it.
+
+Invariants:
+- Rendering reads nothing but the snapshot.
+- On a terminal a panel is redrawn in place; without one a plain line is written at most every `plain_interval_s`
+  seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One moment of a run. Shares are in [0, 1]; None means not known yet. `rewards` are mean rewards of the steps so
+    far."""
+
+    phase: str
+    step: int
+    total_steps: int
+    version: str
+    elapsed_s: float
+    reward: float | None = None
+    held_out_success: float | None = None
+    mean_staleness: float | None = None
+    rollouts_in_flight: int = 0
+    sandboxes: int = 0
+    tokens_per_s: float = 0.0
+    learner_idle_share: float | None = None
+    infra_failures: int = 0
+    rewards: tuple[float, ...] = ()
+
+
+def plain_line(progress: Progress) -> str:
+    """One line for a log: `name value` pairs, always in the same order."""
+    parts = [
+        f"{_clock(progress.elapsed_s)} {progress.phase}",
+        f"step {progress.step}/{progress.total_steps}",
+        f"version {progress.version}",
+        f"reward {_number(progress.reward)}",
+        f"held-out {_percent(progress.held_out_success)}",
+        f"staleness {_number(progress.mean_staleness)}",
+        f"rollouts {progress.rollouts_in_flight}",
+        f"sandboxes {progress.sandboxes}",
+        f"tokens/s {progress.tokens_per_s:.0f}",
+        f"learner idle {_percent(progress.learner_idle_share)}",
+    ]
+    if progress.infra_failures:
+        parts.append(f"infra {progress.infra_failures}")
+    return "  ".join(parts)
+
+
+def panel(progress: Progress) -> RenderableType:
+    """Two lines for a terminal: a bar with reward and version, then the state of the machine."""
+    top = Table.grid(padding=(0, 2))
+    top.add_row(
+        Text(progress.phase, style="bold cyan"),
+        ProgressBar(total=max(1, progress.total_steps), completed=progress.step, width=24),
+        Text(f"{progress.step}/{progress.total_steps}", style="bold"),
+        _pair("version", progress.version),
+        _pair("reward", _number(progress.reward), "bold green"),
+        Text(sparkline(progress.rewards), style="green"),
+        _pair("held-out", _percent(progress.held_out_success), "bold green"),
+        Text(_clock(progress.elapsed_s), style="dim"),
+    )
+    state = Table.grid(padding=(0, 2))
+    cells = [
+        _pair("rollouts", str(progress.rollouts_in_flight)),
+        _pair("sandboxes", str(progress.sandboxes)),
+        _pair("staleness", _number(progress.mean_staleness)),
+        _pair("tokens/s", f"{progress.tokens_per_s:.0f}"),
+        _pair("learner idle", _percent(progress.learner_idle_share)),
+    ]
+    if progress.infra_failures:
+        cells.append(_pair("infra", str(progress.infra_failures), "bold red"))
+    state.add_row(*cells)
+    return Group(top, state)
+
+
+def sparkline(values: tuple[float, ...], width: int = 16) -> str:
+    """The last `width` values in [0, 1] as bars."""
+    return "".join(BARS[min(len(BARS) - 1, max(0, int(value * len(BARS))))] for value in values[-width:])
+
+
+def _pair(name: str, value: str, style: str = "bold") -> Text:
+    return Text.assemble((f"{name} ", "dim"), (value, style))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _clock(elapsed_s: float) -> str:
+    minutes, seconds = divmod(int(elapsed_s), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes:02d}:{seconds:02d}"
+
+
+class ProgressDisplay:
+    """Shows snapshots on standard error. Use as a context manager and call `show` as often as you like."""
+
+    def __init__(self, console: Console | None = None, *, plain_interval_s: float = 10.0) -> None:
+        self._console = console or Console(stderr=True)
+        self._plain_interval_s = plain_interval_s
+        self._live: Live | None = None
+        self._last_plain_s: float | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, progress: Progress) -> None:
+        """Redraw; without a terminal, write a line when the last one is `plain_interval_s` of `elapsed_s` ago."""
+        if self._live is not None:
+            self._live.update(panel(progress), refresh=True)
+        elif self._last_plain_s is None or progress.elapsed_s - self._last_plain_s >= self._plain_interval_s:
+            self._last_plain_s = progress.elapsed_s
+            self._console.print(plain_line(progress), markup=False, highlight=False, soft_wrap=True)

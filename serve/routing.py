@@ -1,0 +1,100 @@
+"""Which engine gets a turn: a pure state machine over a versioned routing table.
+
+Invariants:
+- A table is replaced as a whole, and only by a newer one.
+- A gate is a lease: it opens by itself when the lease ends, so a dead EngineGroup cannot close an engine for ever.
+- A session stays with its engine (its prefix is cached there) while that engine is open and at most `max_imbalance`
+  requests busier than the least busy one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.policies.engine import EngineId
+    from headrace.serve.session import SessionId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRoute:
+    """`admitted` is false for an engine that must get no traffic (quarantined, not caught up)."""
+
+    engine_id: EngineId
+    url: str
+    admitted: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingTable:
+    """All engines at once. `version` grows with every change."""
+
+    version: int
+    engines: tuple[EngineRoute, ...]
+
+
+@dataclass(slots=True)
+class Router:
+    """`now` is a monotonic clock in seconds."""
+
+    max_imbalance: int = 8
+    table: RoutingTable = field(default_factory=lambda: RoutingTable(version=-1, engines=()))
+    in_flight: dict[EngineId, int] = field(default_factory=dict)
+    _closed_until: dict[EngineId, float] = field(default_factory=dict)
+    _affinity: dict[SessionId, EngineId] = field(default_factory=dict)
+
+    def replace(self, table: RoutingTable) -> bool:
+        """Take a newer table; False when the one here is as new."""
+        if table.version <= self.table.version:
+            return False
+        self.table = table
+        known = {route.engine_id for route in table.engines}
+        self._closed_until = {engine: until for engine, until in self._closed_until.items() if engine in known}
+        return True
+
+    def close_gate(self, engine_id: EngineId, until: float) -> None:
+        self._closed_until[engine_id] = until
+
+    def open_gate(self, engine_id: EngineId) -> None:
+        self._closed_until.pop(engine_id, None)
+
+    def is_closed(self, engine_id: EngineId, now: float) -> bool:
+        return self._closed_until.get(engine_id, now) > now
+
+    def next_opening(self, now: float) -> float | None:
+        """When the first of the closed gates opens by itself; None when none is closed."""
+        return min((until for until in self._closed_until.values() if until > now), default=None)
+
+    def choose(self, session_id: SessionId, now: float, avoid: EngineId | None = None) -> EngineId | None:
+        """The engine for the session's next turn, None when every gate is closed.
+
+        `avoid` is the engine that just failed this turn: it is taken again only when the table admits no other one.
+        """
+        admitted = [route.engine_id for route in self.table.engines if route.admitted]
+        others = [engine for engine in admitted if engine != avoid]
+        candidates = [engine for engine in others or admitted if not self.is_closed(engine, now)]
+        if not candidates:
+            return None
+        least = min(candidates, key=lambda engine: self.in_flight.get(engine, 0))
+        usual = self._affinity.get(session_id)
+        if usual in candidates and self._load(usual) <= self._load(least) + self.max_imbalance:
+            return usual
+        self._affinity[session_id] = least
+        return least
+
+    def _load(self, engine_id: EngineId) -> int:
+        return self.in_flight.get(engine_id, 0)
+
+    def begin(self, engine_id: EngineId) -> None:
+        self.in_flight[engine_id] = self._load(engine_id) + 1
+
+    def end(self, engine_id: EngineId) -> None:
+        left = self._load(engine_id) - 1
+        if left > 0:
+            self.in_flight[engine_id] = left
+        else:
+            self.in_flight.pop(engine_id, None)
+
+    def forget(self, session_id: SessionId) -> None:
+        self._affinity.pop(session_id, None)

@@ -1,0 +1,43 @@
+"""Names of spans and attributes, in one place (DESIGN 11).
+
+The tree: rollout > sandbox.boot > agent > turn (render, engine) > tool > evaluate > buffer.offer. Attributes follow
+the OpenTelemetry conventions for generative AI (`gen_ai.*`) where these have a word, `headrace.*` otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+ROLLOUT: Final = "rollout"
+SANDBOX_BOOT: Final = "sandbox.boot"
+PREPARE: Final = "prepare"
+AGENT: Final = "agent"
+FINISH: Final = "session.finish"
+TURN: Final = "turn"
+RENDER: Final = "render"
+ENGINE: Final = "engine"
+TOOL: Final = "tool"
+EVALUATE: Final = "evaluate"
+BUFFER_OFFER: Final = "buffer.offer"
+
+OPERATION: Final = "gen_ai.operation.name"
+MODEL: Final = "gen_ai.request.model"
+MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+TEMPERATURE: Final = "gen_ai.request.temperature"
+INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+CONVERSATION_ID: Final = "gen_ai.conversation.id"
+
+ROLLOUT_ID: Final = "headrace.rollout.id"
+ATTEMPT: Final = "headrace.rollout.attempt"
+TASK_ID: Final = "headrace.task.id"
+CAUSE: Final = "headrace.outcome.cause"
+REWARD: Final = "headrace.outcome.reward"
+TURN_NUMBER: Final = "headrace.turn.number"
+ENGINE_ID: Final = "headrace.engine.id"
+VERSIONS: Final = "headrace.versions"
+CACHED_TOKENS: Final = "headrace.engine.cached_tokens"
+RETRACTIONS: Final = "headrace.engine.retractions"
+RERENDERED: Final = "headrace.turn.rerendered"
+EXHAUSTED: Final = "headrace.budget.exhausted"

@@ -1,0 +1,173 @@
+"""The OpenTelemetry SDK is set up here and nowhere else.
+
+Invariants:
+- Ending a span never blocks: it goes into a bounded queue; a full queue drops spans, and a full disk drops batches.
+- The span file of a process is JSON lines, at most `max_file_bytes` plus one earlier file (`.1`) of the same size.
+- Root spans started by `tracing.start_rollout_span` get the trace id derived from their rollout attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import orjson
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.serve.tracing import root_trace_id
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import Tracer
+
+logger = logging.getLogger(__name__)
+
+
+class TelemetryConfig(BaseModel):
+    """Where spans go."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    enabled: bool = True
+    """False leaves the API without an SDK: spans cost next to nothing and go nowhere."""
+    otlp_endpoint: str | None = None
+    """Full URL of an OTLP/HTTP trace receiver (`http://collector:4318/v1/traces`); None sends nothing."""
+    max_file_bytes: int = Field(default=64 * 2**20, ge=4096)
+    """Size at which the span file is renamed to `.1`, replacing the one before."""
+    max_queue_spans: int = Field(default=16384, ge=512)
+    """Spans waiting for export; further ones are dropped."""
+    flush_interval_s: float = Field(default=1.0, gt=0)
+    """How long a finished span may wait in memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryHandle:
+    """What `configure` set up."""
+
+    provider: TracerProvider | None
+
+    def tracer(self, name: str) -> Tracer:
+        """A tracer of this set-up, also when it is not installed as the global one."""
+        return self.provider.get_tracer(name) if self.provider else trace.NoOpTracer()
+
+    def flush(self, timeout_s: float = 5.0) -> bool:
+        """Write what is queued; False when that took too long."""
+        return self.provider is None or self.provider.force_flush(int(timeout_s * 1000))
+
+    def shutdown(self) -> None:
+        """Flush and stop the export threads. Idempotent."""
+        if self.provider is not None:
+            self.provider.shutdown()
+
+
+def configure(
+    config: TelemetryConfig,
+    *,
+    process: str,
+    spans_dir: Path | None,
+    resource: Mapping[str, str] | None = None,
+    install: bool = True,
+) -> TelemetryHandle:
+    """Set up the SDK for this process: spans to `spans_dir/<process>.jsonl` and, when configured, to an OTLP receiver.
+
+    `install` makes it the global provider, which a process can do once. Raises OSError when the directory cannot be
+    made.
+    """
+    if not config.enabled:
+        return TelemetryHandle(provider=None)
+    attributes = {"service.name": "headrace", "service.instance.id": process, **(resource or {})}
+    provider = TracerProvider(
+        resource=Resource.create(attributes),
+        id_generator=RolloutIdGenerator(),
+        span_limits=SpanLimits(max_span_attributes=64, max_events=16, max_attribute_length=2048),
+        shutdown_on_exit=False,
+    )
+    exporters: list[SpanExporter] = []
+    if spans_dir is not None:
+        spans_dir.mkdir(parents=True, exist_ok=True)
+        exporters.append(JsonLinesExporter(spans_dir / f"{process}.jsonl", config.max_file_bytes))
+    if config.otlp_endpoint is not None:
+        exporters.append(_otlp(config.otlp_endpoint))
+    for exporter in exporters:
+        provider.add_span_processor(
+            BatchSpanProcessor(
+                exporter,
+                max_queue_size=config.max_queue_spans,
+                schedule_delay_millis=config.flush_interval_s * 1000,
+                max_export_batch_size=512,
+            )
+        )
+    if install:
+        trace.set_tracer_provider(provider)
+    return TelemetryHandle(provider=provider)
+
+
+def _otlp(endpoint: str) -> SpanExporter:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter(endpoint=endpoint)
+
+
+class RolloutIdGenerator(RandomIdGenerator):
+    """Random ids, but for the root span of a rollout attempt (tracing.py says which)."""
+
+    def generate_trace_id(self) -> int:
+        return root_trace_id.get() or super().generate_trace_id()
+
+
+class JsonLinesExporter(SpanExporter):
+    """Appends spans to a file, from the batch processor's thread."""
+
+    def __init__(self, path: Path, max_file_bytes: int) -> None:
+        self._path = path
+        self._max_file_bytes = max_file_bytes
+        self._failed = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        data = b"".join(orjson.dumps(span_record(span), default=str) + b"\n" for span in spans)
+        try:
+            if self._path.exists() and self._path.stat().st_size + len(data) > self._max_file_bytes:
+                self._path.replace(self._path.with_suffix(self._path.suffix + ".1"))
+            with self._path.open("ab") as file:
+                file.write(data)
+        except OSError:
+            if not self._failed:
+                logger.exception("spans are lost: %s cannot be written", self._path)
+            self._failed = True
+            return SpanExportResult.FAILURE
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        """Nothing is held open."""
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return True
+
+
+def span_record(span: ReadableSpan) -> dict[str, object]:
+    """One line of the span file: ids in hexadecimal, times in nanoseconds since 1970, `parent_id` "" for a root."""
+    context = span.context
+    return {
+        "name": span.name,
+        "trace_id": f"{context.trace_id:032x}" if context else "",
+        "span_id": f"{context.span_id:016x}" if context else "",
+        "parent_id": f"{span.parent.span_id:016x}" if span.parent else "",
+        "start_ns": span.start_time,
+        "end_ns": span.end_time,
+        "status": span.status.status_code.name.lower(),
+        "process": span.resource.attributes.get("service.instance.id", ""),
+        "attributes": dict(span.attributes or {}),
+        "events": [
+            {"name": event.name, "time_ns": event.timestamp, "attributes": dict(event.attributes or {})}
+            for event in span.events
+        ],
+    }

@@ -1,0 +1,76 @@
+"""Trace context as an explicit argument, on the OpenTelemetry API alone.
+
+Invariants:
+- Without a configured SDK everything here works and costs next to nothing: spans are not recorded, `traceparent_of` is
+  "".
+- The trace id of a rollout attempt is a function of its id and attempt number: whoever knows the rollout finds the
+  trace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+
+from headrace.serve import span_names
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.util.types import AttributeValue
+
+# The API has no argument for the trace id of a root span; the SDK's id generator (telemetry.py) reads this.
+root_trace_id: ContextVar[int | None] = ContextVar("headrace_root_trace_id", default=None)
+
+
+def trace_id_for(rollout_id: str, attempt: int) -> int:
+    """128-bit trace id of one attempt; never 0."""
+    digest = hashlib.sha256(f"{rollout_id} {attempt}".encode()).digest()
+    return int.from_bytes(digest[:16], "big") or 1
+
+
+def traceparent_of(span: Span) -> str:
+    """W3C trace context header of `span`; "" when it is not recorded (https://www.w3.org/TR/trace-context/, section
+    3.2)."""
+    context = span.get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+
+def context_from(traceparent: str) -> Context:
+    """The context whose current span is the remote one; an empty context when the text is empty or malformed."""
+    parts = traceparent.split("-")
+    if [len(part) for part in parts] != [2, 32, 16, 2]:
+        return Context()
+    try:
+        trace_id, span_id, flags = (int(part, 16) for part in parts[1:])
+    except ValueError:
+        return Context()
+    remote = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags))
+    return trace.set_span_in_context(NonRecordingSpan(remote), Context()) if remote.is_valid else Context()
+
+
+def start_rollout_span(
+    tracer: Tracer, rollout_id: str, attempt: int, attributes: Mapping[str, AttributeValue] | None = None
+) -> Span:
+    """The root span of one attempt, under `trace_id_for(rollout_id, attempt)`. The caller ends it."""
+    token = root_trace_id.set(trace_id_for(rollout_id, attempt))
+    try:
+        return tracer.start_span(
+            span_names.ROLLOUT,
+            context=Context(),
+            attributes={
+                span_names.ROLLOUT_ID: rollout_id,
+                span_names.ATTEMPT: attempt,
+                **(attributes or {}),
+            },
+        )
+    finally:
+        root_trace_id.reset(token)

@@ -1,0 +1,45 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+
+def load_support(name: str) -> ModuleType:
+    """A support module of this folder (tests are no package: import-mode is importlib)."""
+    spec = importlib.util.spec_from_file_location(f"headrace_tests_{name}", Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def write_model() -> Callable[..., Path]:
+    """`write_model(directory, seed=0, tied=True)` writes a random tiny Qwen3 model directory."""
+    function: Callable[..., Path] = load_support("tiny_model").write_tiny_model
+    return function
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, write_model: Callable[..., Path]) -> Path:
+    """A random tiny Qwen3 model directory, the same in the whole run: do not write into it."""
+    return write_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def open_rig() -> Callable[..., Any]:
+    """`async with open_rig(model_dir, work_dir) as rig`: two engines, a sender and counting gates."""
+    function: Callable[..., Any] = load_support("push_rig").open_rig
+    return function

@@ -1,0 +1,478 @@
+"""The HTTP contract of an engine, against a real engine process: keys, types, statuses, spans, log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId, FinishReason, GenerateRequest, PauseMode, RequestId
+from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.errors import EngineRefused, EngineStartFailed, EngineTimeout, EngineUnavailable, RequestInvalid
+from headrace.policies.sglang import SGLangConfig, SGLangEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+PROMPT = [10, 20, 30, 40]
+VOCABULARY = 258
+MAX_RUNNING = 4
+META_TYPES = {
+    "id": str,
+    "finish_reason": dict,
+    "prompt_tokens": int,
+    "weight_version": str,
+    "weight_versions": list,
+    "num_retractions": int,
+    "completion_tokens": int,
+    "reasoning_tokens": int,
+    "cached_tokens": int,
+    "cached_tokens_details": type(None),
+    "dp_rank": type(None),
+    "e2e_latency": float,
+    "response_sent_to_client_ts": float,
+    "input_token_logprobs": list,
+    "output_token_logprobs": list,
+    "output_token_logprobs_length": int,
+}
+
+
+class Wire:
+    """Raw calls to one engine."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, process: EngineProcess) -> None:
+        self.session, self.url, self.process = session, url, process
+
+    async def post(self, path: str, body: object = None, *, data: bytes | None = None) -> tuple[int, Any]:
+        payload = (b"" if body is None else json.dumps(body).encode()) if data is None else data
+        async with self.session.post(self.url + path, data=payload) as response:
+            return response.status, parse(await response.read())
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path) as response:
+            return response.status, parse(await response.read())
+
+    async def generate(self, ids: list[int] = PROMPT, **sampling: object) -> dict[str, Any]:
+        params = {"max_new_tokens": 8, "ignore_eos": True, **sampling}
+        status, reply = await self.post(
+            "/generate", {"input_ids": ids, "sampling_params": params, "return_logprob": True}
+        )
+        assert status == 200, reply
+        return reply
+
+    def long(self, rid: str, tokens: int = 900) -> asyncio.Task[tuple[int, Any]]:
+        params = {"max_new_tokens": tokens, "ignore_eos": True}
+        body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True, "rid": rid}
+        return asyncio.get_running_loop().create_task(self.post("/generate", body))
+
+    async def until(self, *, running: int | None = None, waiting: int | None = None) -> None:
+        """Ask until the engine says so: each answer is one round trip through the torch thread."""
+        async with asyncio.timeout(30):
+            while True:
+                load = (await self.get("/v1/loads"))[1]["loads"][0]
+                if running in (None, load["num_running_reqs"]) and waiting in (None, load["num_waiting_reqs"]):
+                    return
+
+
+def parse(payload: bytes) -> Any:
+    try:
+        return json.loads(payload)
+    except ValueError:
+        return payload.decode()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def wire(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wire]:
+    config = EngineProcessConfig(
+        model=tiny_model_dir,
+        directory=tmp_path_factory.mktemp("engine"),
+        max_running=MAX_RUNNING,
+        group_timeout_s=2.0,
+    )
+    async with EngineProcess(config) as process, aiohttp.ClientSession() as session:
+        yield Wire(session, process.url, process)
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def clean_between_tests(wire: Wire) -> AsyncIterator[None]:
+    yield
+    await wire.post("/continue_generation", {})
+    await wire.post("/abort_request", {"abort_all": True})
+    await wire.until(running=0, waiting=0)
+
+
+def client(wire: Wire, **changes: float) -> SGLangEngine:
+    config = SGLangConfig.model_validate({"vocab_size": VOCABULARY, **changes})
+    return SGLangEngine(EngineId("e"), wire.url, wire.session, config)
+
+
+async def test_reply_has_the_keys_and_types_of_the_contract(wire: Wire) -> None:
+    reply = await wire.generate()
+    assert set(reply) == {"text", "output_ids", "meta_info"}
+    meta = reply["meta_info"]
+    assert set(meta) == set(META_TYPES)
+    for key, kind in META_TYPES.items():
+        assert type(meta[key]) is kind, key
+    assert meta["finish_reason"] == {"type": "length", "length": 8}
+    assert meta["weight_versions"] == [{"version": "1.0", "start": 0, "end": 8}]
+    assert [entry[1:] for entry in meta["output_token_logprobs"]] == [[item, None] for item in reply["output_ids"]]
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (4, 8, 0)
+    status, bare = await wire.post("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
+    assert status == 200
+    assert "output_token_logprobs" not in bare["meta_info"]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6}, {"top_k": 3, "temperature": 1.5}, {"temperature": 0}])
+async def test_logprobs_are_those_of_the_temperature_scaled_softmax(
+    wire: Wire, tiny_model_dir: Path, sampling: dict[str, float]
+) -> None:
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    reference = Qwen3ForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+    replies = await asyncio.gather(
+        *(wire.generate([7 * index + 1, *PROMPT[:index]], max_new_tokens=40, **sampling) for index in range(5))
+    )
+    for index, reply in enumerate(replies):
+        prompt, output = [7 * index + 1, *PROMPT[:index]], reply["output_ids"]
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        scaled = (logits / (sampling.get("temperature", 1.0) or 1.0)).log_softmax(-1)
+        expected = scaled[torch.arange(len(output)), torch.tensor(output)]
+        got = torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
+        assert (got - expected).abs().max() <= 1e-3
+        if sampling.get("temperature") == 0:
+            assert output == logits.argmax(-1).tolist()
+        if "top_k" in sampling:
+            assert all(token in logits[row].topk(3).indices for row, token in enumerate(output))
+
+
+async def test_samples_follow_the_distribution(wire: Wire, tiny_model_dir: Path) -> None:
+    import torch
+
+    from headrace.policies.qwen3 import Qwen3, Qwen3Config, read_weights
+
+    config = Qwen3Config.read(tiny_model_dir / "config.json")
+    model = Qwen3(config, read_weights(config, tiny_model_dir / "model.safetensors"), capacity=16)
+    expected = model.logits([PROMPT])[0, -1].softmax(-1)
+    body = {"input_ids": [PROMPT] * 600, "sampling_params": {"max_new_tokens": 1}}
+    _, replies = await wire.post("/generate", body)
+    counts = torch.bincount(torch.tensor([reply["output_ids"][0] for reply in replies]), minlength=VOCABULARY)
+    distance = (counts / 600 - expected).abs().sum() / 2
+    # The expected total variation of 600 honest draws is at most sqrt(K / (2 pi n)) for K likely tokens.
+    likely = int((expected > 1e-3).sum())
+    assert distance < 2 * (likely / (2 * 3.14 * 600)) ** 0.5 + 0.05
+
+
+async def test_batch_and_n_give_lists(wire: Wire) -> None:
+    params = {"max_new_tokens": 2, "ignore_eos": True}
+    body = {"input_ids": [[1], [2, 3]], "rid": "bat", "sampling_params": params}
+    status, replies = await wire.post("/generate", body)
+    assert status == 200
+    assert [reply["meta_info"]["id"] for reply in replies] == ["bat_0", "bat_1"]
+    assert [reply["meta_info"]["prompt_tokens"] for reply in replies] == [1, 2]
+    status, replies = await wire.post("/generate", {"input_ids": [1], "sampling_params": {**params, "n": 3}})
+    assert status == 200
+    assert len(replies) == 3
+
+
+async def test_stop_id_stays_in_ids_and_leaves_the_text(wire: Wire) -> None:
+    greedy = await wire.generate(max_new_tokens=6, temperature=0)
+    ids = greedy["output_ids"]
+    stop = ids[3]
+    reply = await wire.generate(max_new_tokens=6, temperature=0, ignore_eos=False, stop_token_ids=[stop])
+    cut = ids.index(stop) + 1
+    assert reply["output_ids"] == ids[:cut]
+    assert len(reply["meta_info"]["output_token_logprobs"]) == cut
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    kept = await wire.generate(
+        max_new_tokens=6, temperature=0, ignore_eos=False, stop_token_ids=[stop], no_stop_trim=True
+    )
+    assert kept["output_ids"] == ids[:cut]
+    assert len(kept["text"]) > len(reply["text"])
+    assert kept["text"].startswith(reply["text"])
+
+
+async def test_stop_string_stays_in_ids_and_leaves_the_text(wire: Wire) -> None:
+    from itertools import pairwise
+
+    params = {"max_new_tokens": 120, "top_k": -1, "sampling_seed": 5}
+    free = await wire.generate(**params)
+    text = free["text"]
+    stop = next(
+        first + second for first, second in pairwise(text) if first.isascii() and second.isascii() and first != second
+    )
+    reply = await wire.generate(**params, stop=[stop])
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert reply["text"] == text[: text.find(stop)]
+    assert reply["output_ids"] == free["output_ids"][: len(reply["output_ids"])]
+    kept = await wire.generate(**params, stop=[stop], no_stop_trim=True)
+    assert kept["output_ids"] == reply["output_ids"]
+    assert kept["text"].endswith(stop)
+
+
+async def test_a_seeded_request_repeats_itself_in_company(wire: Wire) -> None:
+    alone = await wire.generate(max_new_tokens=30, sampling_seed=11)
+    together = await asyncio.gather(
+        *(wire.generate(max_new_tokens=30, sampling_seed=seed) for seed in (11, 12, 11)), wire.generate()
+    )
+    assert together[0]["output_ids"] == together[2]["output_ids"] == alone["output_ids"]
+    assert together[1]["output_ids"] != alone["output_ids"]
+
+
+async def test_abort_of_a_running_and_of_a_queued_request(wire: Wire) -> None:
+    tasks = [wire.long(f"run{index}") for index in range(MAX_RUNNING)]
+    await wire.until(running=MAX_RUNNING)
+    queued = wire.long("queued")
+    await wire.until(waiting=1)
+    assert await wire.post("/abort_request", {"rid": "queued"}) == (200, "")
+    status, reply = await queued
+    assert status == 200
+    assert reply["meta_info"]["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
+    assert reply["output_ids"] == []
+    missing = {"prompt_tokens", "cached_tokens", "num_retractions"}
+    assert set(reply["meta_info"]) == set(META_TYPES) - missing
+    assert await wire.post("/abort_request", {"rid": "run0"}) == (200, "")
+    status, reply = await tasks[0]
+    assert status == 200
+    assert reply["meta_info"]["finish_reason"] == {
+        "type": "abort",
+        "message": "Aborted",
+        "status_code": None,
+        "err_type": None,
+    }
+    assert len(reply["output_ids"]) == len(reply["meta_info"]["output_token_logprobs"]) > 0
+    assert await wire.post("/abort_request", {"rid": "nobody"}) == (200, "")
+    assert await wire.post("/abort_request", {"abort_all": True}) == (200, "")
+    for task in tasks[1:]:
+        assert (await task)[1]["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_pause_abort(wire: Wire) -> None:
+    task = wire.long("a")
+    await wire.until(running=1)
+    status, reply = await wire.post("/pause_generation")
+    assert (status, reply["status"]) == (200, "ok")
+    assert (await task)[1]["meta_info"]["finish_reason"]["type"] == "abort"
+    assert (await wire.get("/ready"))[0] == 503
+    assert (await wire.get("/health"))[0] == 200
+    assert (await wire.post("/continue_generation", {}))[0] == 200
+    assert (await wire.post("/continue_generation", {}))[0] == 200
+    assert (await wire.get("/ready"))[0] == 200
+
+
+async def test_pause_retract_continues_with_the_same_tokens(wire: Wire) -> None:
+    params = {"max_new_tokens": 200, "ignore_eos": True, "sampling_seed": 3}
+    free = await wire.generate(**params)
+    body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True, "rid": "x"}
+    task = asyncio.get_running_loop().create_task(wire.post("/generate", body))
+    await wire.until(running=1)
+    assert (await wire.post("/pause_generation", {"mode": "retract"}))[0] == 200
+    await wire.until(running=0, waiting=1)
+    arrived = wire.long("arrived", tokens=3)
+    await wire.until(waiting=2)
+    # As in SGLang: the abort of a request that arrived during the pause is lost.
+    assert (await wire.post("/abort_request", {"rid": "arrived"}))[0] == 200
+    await wire.until(waiting=2)
+    assert (await wire.post("/continue_generation", {}))[0] == 200
+    status, reply = await task
+    assert status == 200
+    assert reply["meta_info"]["num_retractions"] == 1
+    assert reply["output_ids"] == free["output_ids"]
+    assert (await arrived)[1]["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+
+
+async def test_retracted_request_can_be_aborted_while_paused(wire: Wire) -> None:
+    task = wire.long("x")
+    await wire.until(running=1)
+    await wire.post("/pause_generation", {"mode": "retract"})
+    await wire.post("/abort_request", {"rid": "x"})
+    status, reply = await task
+    assert status == 200
+    assert reply["meta_info"]["finish_reason"]["message"] == "Abort in waiting queue"
+    assert len(reply["output_ids"]) == len(reply["meta_info"]["output_token_logprobs"]) > 0
+
+
+async def test_a_client_that_leaves_takes_its_request_with_it(wire: Wire) -> None:
+    task = wire.long("leaving", tokens=1000)
+    await wire.until(running=1)
+    task.cancel()
+    await wire.until(running=0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/generate", {"input_ids": [1, 99999], "sampling_params": {}}, "99999"),
+        ("/generate", {"input_ids": [], "sampling_params": {}}, "empty"),
+        ("/generate", {"input_ids": [1] * 1024}, "longer than the model's context length"),
+        ("/generate", {"input_ids": [1] * 1000, "sampling_params": {"max_new_tokens": 25}}, "total of 1025"),
+        ("/generate", {"input_ids": [1], "sampling_params": {"temperature": -1.0}}, "temperature"),
+        ("/generate", {"input_ids": [1], "sampling_params": {"foo": 1}}, "foo"),
+        ("/generate", [1, 2], "object"),
+        ("/pause_generation", {"mode": "softly"}, "softly"),
+        ("/pause_generation", {"mode": "in_place"}, "not supported yet"),
+        ("/pause_generation", {"mode": ["abort"]}, "abort"),
+        ("/abort_request", {"rid": 3}, "rid"),
+        ("/end_weight_update", {}, "No weight update session"),
+        ("/begin_weight_update", {"selector": "some"}, "selector"),
+        ("/update_weights_from_distributed", {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}, "No weight"),
+        ("/update_weights_from_distributed", {"names": 3}, "names"),
+        ("/init_weights_update_group", {"master_address": "127.0.0.1"}, "master_port"),
+        ("/destroy_weights_update_group", {"group_name": "unknown"}, "unknown"),
+        ("/weights_checker", {"action": "burn"}, "burn"),
+    ],
+)
+async def test_bad_requests_are_400_and_say_why(wire: Wire, path: str, body: object, named: str) -> None:
+    status, reply = await wire.post(path, body)
+    assert status == 400
+    assert named in reply["error"]["message"]
+
+
+async def test_garbage_does_not_hurt(wire: Wire) -> None:
+    for data in (b"{", b"\xff\xfe", b"[" * 100_000, b'{"input_ids": [1' + b"0" * 5000 + b"]}", b"null", b'"a"'):
+        assert (await wire.post("/generate", data=data))[0] == 400
+    assert (await wire.get("/nowhere"))[0] == 404
+    assert (await wire.get("/generate"))[0] == 405
+    assert len((await wire.generate())["output_ids"]) == 8
+
+
+async def test_duplicate_request_id_is_refused_and_the_first_lives(wire: Wire) -> None:
+    task = wire.long("twice", tokens=300)
+    await wire.until(running=1)
+    status, reply = await wire.post("/generate", {"input_ids": PROMPT, "rid": "twice"})
+    assert status == 400
+    assert "twice" in reply["error"]["message"]
+    assert (await task)[1]["meta_info"]["completion_tokens"] == 300
+
+
+async def test_begin_waits_for_what_runs_and_holds_what_comes(wire: Wire) -> None:
+    first = wire.long("first", tokens=400)
+    await wire.until(running=1)
+    assert (await wire.post("/begin_weight_update", {}))[0] == 200
+    assert first.done() or (await wire.get("/v1/loads"))[1]["loads"][0]["num_running_reqs"] == 0
+    assert (await first)[1]["meta_info"]["completion_tokens"] == 400
+    second = wire.long("second", tokens=3)
+    await wire.until(waiting=1)
+    status, reply = await wire.post("/begin_weight_update", {})
+    assert status == 400
+    assert reply["success"] is False
+    body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[96]], "group_name": "none"}
+    status, reply = await wire.post("/update_weights_from_distributed", body)
+    assert status == 400
+    assert "Failed to receive weights" in reply["message"]
+    assert (await wire.post("/end_weight_update", {}))[0] == 200
+    assert (await second)[1]["meta_info"]["completion_tokens"] == 3
+
+
+async def test_group_without_rank_0_times_out_while_generation_goes_on(wire: Wire) -> None:
+    body = {
+        "master_address": "127.0.0.1",
+        "master_port": 1,
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": "alone",
+        "backend": "gloo",
+    }
+    joining = asyncio.get_running_loop().create_task(wire.post("/init_weights_update_group", body))
+    assert len((await wire.generate(max_new_tokens=50))["output_ids"]) == 50
+    status, reply = await joining
+    assert status == 400
+    assert reply["success"] is False
+
+
+async def test_flush_is_refused_while_something_runs(wire: Wire) -> None:
+    assert (await wire.get("/flush_cache"))[0] == 200
+    task = wire.long("x")
+    await wire.until(running=1)
+    status, text = await wire.post("/flush_cache")
+    assert status == 400
+    assert text.startswith("Flush cache failed.")
+    await wire.post("/pause_generation", {"mode": "retract"})
+    assert (await wire.post("/flush_cache"))[0] == 200
+    await wire.post("/abort_request", {"abort_all": True})
+    await task
+
+
+async def test_info_routes(wire: Wire, tiny_model_dir: Path) -> None:
+    status, model = await wire.get("/model_info")
+    assert status == 200
+    assert (model["model_path"], model["weight_version"]) == (str(tiny_model_dir), "1.0")
+    assert (await wire.get("/get_model_info")) == (status, model)
+    status, server = await wire.get("/server_info")
+    assert status == 200
+    assert {"version", "status", "max_req_input_len", "max_total_num_tokens"} <= set(server)
+    assert (await wire.get("/health_generate"))[0] == 200
+    status, sums = await wire.post("/weights_checker", {"action": "checksum"})
+    assert status == 200
+    assert sums["success"] is True
+    assert all(len(value) == 64 for value in sums["ranks"][0]["checksums"].values())
+
+
+async def test_client_reads_a_completion(wire: Wire) -> None:
+    engine = client(wire)
+    done = await engine.generate(
+        GenerateRequest(request_id=RequestId("c"), input_ids=tuple(PROMPT), max_new_tokens=5, temperature=0.8)
+    )
+    assert len(done.output_ids) == len(done.logprobs) <= 5
+    assert done.spans[-1].end == len(done.output_ids)
+    assert done.spans[-1].version == PolicyVersion(1, 0)
+    info = await engine.info()
+    assert (info.version, info.running, info.paused, info.max_context_tokens) == (PolicyVersion(1, 0), 0, False, 1024)
+    await engine.pause(PauseMode.RETRACT)
+    assert (await engine.info()).paused
+    await engine.resume()
+
+
+async def test_client_errors_are_typed(wire: Wire) -> None:
+    engine = client(wire, generate_timeout_s=0.3)
+    bad = GenerateRequest(request_id=RequestId("b"), input_ids=(VOCABULARY,), max_new_tokens=5)
+    with pytest.raises(RequestInvalid, match="vocab_size"):
+        await engine.generate(bad)
+    long = GenerateRequest(request_id=RequestId("l"), input_ids=(1,), max_new_tokens=5000)
+    with pytest.raises(EngineRefused, match="context length") as refused:
+        await engine.generate(long)
+    assert refused.value.status == 400
+    await engine.pause(PauseMode.RETRACT)
+    with pytest.raises(EngineTimeout, match=r"0\.3 s"):
+        await engine.generate(GenerateRequest(request_id=RequestId("t"), input_ids=(1,), max_new_tokens=5))
+    await engine.resume()
+    nobody = SGLangEngine(EngineId("n"), "http://127.0.0.1:1", wire.session, SGLangConfig(vocab_size=VOCABULARY))
+    with pytest.raises(EngineUnavailable):
+        await nobody.info()
+
+
+async def test_cancelled_generation_is_aborted(wire: Wire) -> None:
+    engine = client(wire)
+    request = GenerateRequest(request_id=RequestId("gone"), input_ids=(1,), max_new_tokens=1000)
+    task = asyncio.get_running_loop().create_task(engine.generate(request))
+    await wire.until(running=1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await wire.until(running=0)
+
+
+async def test_finish_reasons_of_the_client(wire: Wire) -> None:
+    engine = client(wire)
+    request = GenerateRequest(
+        request_id=RequestId("s"), input_ids=(1,), max_new_tokens=50, stop_token_ids=tuple(range(VOCABULARY))
+    )
+    done = await engine.generate(request)
+    assert (done.finish, len(done.output_ids)) == (FinishReason.STOP, 1)
+
+
+async def test_a_bad_model_directory_is_one_clear_line(tmp_path: Path, write_model) -> None:
+    directory = write_model(tmp_path / "model")
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(EngineStartFailed, match=r"tokenizer\.json") as failed:
+        async with EngineProcess(EngineProcessConfig(model=directory, directory=tmp_path)):
+            pass
+    assert "Traceback" not in str(failed.value)

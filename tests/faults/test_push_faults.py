@@ -1,0 +1,139 @@
+"""A push under failing engines and a failing sender: the others get their weights, and nobody is left paused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import FinishReason
+from headrace.policies.errors import SenderFailed, SenderTimeout
+from headrace.policies.push_machine import Phase, PushOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+OLD, NEW = PolicyVersion(1, 0), PolicyVersion(1, 1)
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory, write_model) -> Path:
+    return write_model(tmp_path_factory.mktemp("other") / "model", seed=9)
+
+
+@pytest.fixture
+async def rig(tiny_model_dir: Path, tmp_path: Path, open_rig) -> AsyncIterator:
+    async with open_rig(tiny_model_dir, tmp_path) as rig:
+        yield rig
+
+
+def at(phase: Phase, action: Callable[[], Awaitable[None]], wave: int = 0) -> Callable[[int, Phase], Awaitable[None]]:
+    """A journal hook that acts before one phase."""
+
+    async def before(now: int, reached: Phase) -> None:
+        if (now, reached) == (wave, phase):
+            await action()
+
+    return before
+
+
+def outcomes(report) -> dict[str, PushOutcome]:
+    return {engine.engine_id: engine.outcome for engine in report.engines}
+
+
+async def works(rig, name: str, version: PolicyVersion) -> None:
+    """Not paused, not held, and at this version."""
+    done = await rig.generate(name, f"after-{name}", 5)
+    assert done.finish is not FinishReason.ABORT
+    assert {span.version for span in done.spans} == {version}
+
+
+async def test_engine_killed_before_the_broadcast(rig, other_model: Path) -> None:
+    report = await rig.push(other_model, 1, before=at(Phase.BROADCAST, rig.processes["one"].kill))
+    assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
+    await works(rig, "two", NEW)
+
+
+async def test_engine_killed_in_a_wave_of_two(rig, other_model: Path) -> None:
+    report = await rig.push(other_model, 1, wave_size=2, before=at(Phase.PAUSE, rig.processes["one"].kill))
+    assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
+    assert "EngineUnavailable" in report.engines[0].failure
+    await works(rig, "two", NEW)
+
+
+async def test_engine_stopped_during_the_pause_misses_its_deadline(rig, other_model: Path) -> None:
+    async def stop() -> None:
+        os.kill(rig.processes["one"].pid, signal.SIGSTOP)
+
+    report = await rig.push(other_model, 1, phase_timeout_s=1.0, before=at(Phase.BEGIN, stop))
+    assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
+    assert "EngineTimeout" in report.engines[0].failure
+    assert not rig.gate.closed
+    await works(rig, "two", NEW)
+    os.kill(rig.processes["one"].pid, signal.SIGCONT)
+
+
+async def test_engine_stopped_in_the_broadcast_costs_at_most_the_sender(rig, other_model: Path) -> None:
+    async def stop() -> None:
+        os.kill(rig.processes["one"].pid, signal.SIGSTOP)
+
+    report = await rig.push(other_model, 1, transfer_timeout_s=1.0, before=at(Phase.BROADCAST, stop))
+    assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
+    # It may hold mixed weights: it stays gated until somebody replaces it.
+    assert set(rig.gate.closed) == {"one"}
+    await works(rig, "two", NEW)
+    os.kill(rig.processes["one"].pid, signal.SIGCONT)
+
+
+async def test_an_open_session_is_refused_before_any_rank_broadcasts(rig, other_model: Path) -> None:
+    await rig.engines["one"].begin_update()
+    report = await rig.push(other_model, 1)
+    assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
+    assert (0, "broadcast") not in rig.journal
+    assert not rig.gate.closed
+    await works(rig, "one", OLD)
+    await works(rig, "two", NEW)
+
+
+@pytest.mark.parametrize("phase", [Phase.FORM, Phase.BEGIN, Phase.BROADCAST])
+async def test_sender_killed(rig, other_model: Path, phase: Phase) -> None:
+    async def kill() -> None:
+        os.kill(rig.sender.pid, signal.SIGKILL)
+
+    report = await rig.push(other_model, 1, before=at(phase, kill))
+    assert isinstance(report.sender_failure, SenderFailed)
+    assert outcomes(report) == {"one": PushOutcome.BEHIND, "two": PushOutcome.BEHIND}
+    assert not rig.gate.closed
+    for name in rig.engines:
+        await works(rig, name, OLD)
+    again = await rig.push(other_model, 2)
+    assert outcomes(again) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
+
+
+async def test_sender_stopped_misses_its_deadline_and_is_replaced(rig, other_model: Path) -> None:
+    async def stop() -> None:
+        os.kill(rig.sender.pid, signal.SIGSTOP)
+
+    first = rig.sender.pid
+    report = await rig.push(other_model, 1, phase_timeout_s=1.0, before=at(Phase.BROADCAST, stop))
+    assert isinstance(report.sender_failure, SenderTimeout)
+    assert outcomes(report) == {"one": PushOutcome.BEHIND, "two": PushOutcome.BEHIND}
+    for name in rig.engines:
+        await works(rig, name, OLD)
+    assert outcomes(await rig.push(other_model, 2)) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
+    assert rig.sender.pid != first
+
+
+async def test_sender_killed_between_waves_leaves_the_second_behind(rig, other_model: Path) -> None:
+    async def kill() -> None:
+        os.kill(rig.sender.pid, signal.SIGKILL)
+
+    report = await rig.push(other_model, 1, before=at(Phase.FORM, kill, wave=1))
+    assert isinstance(report.sender_failure, SenderFailed)
+    assert outcomes(report) == {"one": PushOutcome.UPDATED, "two": PushOutcome.BEHIND}
+    await works(rig, "one", NEW)
+    await works(rig, "two", OLD)

@@ -1,0 +1,93 @@
+"""Gateway and a real engine process: what is captured is what the model sampled, position by position."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import aiohttp
+import numpy as np
+import pytest
+
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId
+from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.tiny import model_config, write_description
+from headrace.serve.client import GatewayClient
+from headrace.serve.gateway import Gateway, GatewayConfig
+from headrace.serve.routing import EngineRoute, RoutingTable
+from headrace.serve.session import Budgets, Sampling, SessionId, SessionReport, SessionSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ADMIN = "an admin token of enough letters"
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny policy's tokenizer and template with random weights, far from uniform."""
+    import torch
+    from safetensors.torch import save_file
+
+    from headrace.policies.qwen3 import Qwen3Config
+
+    folder: Path = tmp_path_factory.mktemp("policy") / "model"
+    write_description(folder)
+    generator = torch.Generator().manual_seed(5)
+    tensors = {}
+    for name, shape in Qwen3Config.from_keys(model_config(), source="tiny").shapes().items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[name] = 1 + 0.1 * noise if len(shape) == 1 else noise * (0.3 if "embed" in name else shape[1] ** -0.5)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def recomputed(model_dir: Path, tokens: list[int]) -> np.ndarray:
+    """Log-probability of each token but the first under the temperature-scaled model, (T,) with 0 in front."""
+    import torch
+
+    from headrace.policies.qwen3 import Qwen3, Qwen3Config, read_weights
+
+    config = Qwen3Config.read(model_dir / "config.json")
+    model = Qwen3(config, read_weights(config, model_dir / "model.safetensors"), capacity=1024)
+    log_probabilities_TV = torch.log_softmax(model.logits([tokens])[0] / TEMPERATURE, -1)
+    taken = log_probabilities_TV[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    return np.concatenate([[0.0], taken.numpy()]).astype(np.float32)
+
+
+async def converse(http: aiohttp.ClientSession, base_url: str, turns: int) -> None:
+    messages = [{"role": "user", "content": "write alpha to a.txt"}]
+    for turn in range(turns):
+        async with http.post(f"{base_url}/v1/chat/completions", json={"messages": messages}) as response:
+            assert response.status == 200, await response.text()
+            text = (await response.json())["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"output {turn}"}]
+
+
+async def test_captured_logprobs_are_those_of_the_model(model_dir: Path, tmp_path: Path) -> None:
+    gateway = Gateway(GatewayConfig(tokenizer_dir=model_dir), ADMIN)
+    budgets = Budgets(max_tokens_per_turn=12, max_context_tokens=512)
+    spec = SessionSpec(session_id=SessionId("r"), sampling=Sampling(temperature=TEMPERATURE), budgets=budgets)
+    process = EngineProcess(EngineProcessConfig(model=model_dir, directory=tmp_path, weight_version="1.3"))
+    url = await gateway.start()
+    async with (
+        gateway,
+        process as engine,
+        GatewayClient(url, ADMIN) as client,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http,
+    ):
+        route = EngineRoute(engine_id=EngineId("cpu"), url=engine.url)
+        await gateway.set_engines(RoutingTable(version=1, engines=(route,)))
+        [opened] = await client.open([spec])
+        await converse(http, opened.base_url, turns=3)
+        [report] = await client.finish([opened.session_id])
+    assert isinstance(report, SessionReport)
+    assert (report.turns, report.rerendered, report.failures) == (3, 0, ())
+    assert report.trajectory is not None
+    [row] = report.trajectory.rows
+    assert 3 <= int(row.loss_mask_T.sum()) == report.trained_tokens <= 36
+    assert {span.version for span in row.versions} == {PolicyVersion(1, 3)}
+    expected = recomputed(model_dir, row.tokens_T.tolist())
+    assert np.abs(expected - row.logprobs_T)[row.loss_mask_T].max() < 1e-3
+    assert expected[row.loss_mask_T].std() > 0.1, "near-uniform log-probabilities would prove nothing"

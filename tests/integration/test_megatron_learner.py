@@ -1,0 +1,468 @@
+"""The learner on real megatron-core: parity with transformers, steps, skips, checkpoints, kills."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import pickle
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headrace.buffer.types import (
+    Batch,
+    BatchId,
+    BatchItem,
+    BatchLease,
+    GroupId,
+    RolloutId,
+    Row,
+    Trajectory,
+    VersionSpan,
+)
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies import checkpoints
+from headrace.policies.errors import ModelInvalid
+from headrace.policies.learner_errors import (
+    CheckpointUnreadable,
+    LearnerAlreadyOpen,
+    LearnerNotOpen,
+    NonFiniteRun,
+    RowUnusable,
+)
+from headrace.policies.megatron import LearnerConfig, MegatronLearner
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from headrace.buffer.types import CheckpointRef
+
+# Megatron's own call sites rely on the default group it warns about.
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. tp_group is None:DeprecationWarning")
+
+VOCABULARY = 258
+PROMPT, LENGTH = 6, 24
+
+
+def learner_config(tmp_path: Path, model_dir: Path, **changes: object) -> LearnerConfig:
+    return LearnerConfig.model_validate(
+        {"model_dir": model_dir, "checkpoint_dir": tmp_path / "checkpoints", "snapshot_dir": tmp_path / "weights"}
+        | changes
+    )
+
+
+@asynccontextmanager
+async def opened(
+    config: LearnerConfig, resume: CheckpointRef | None = None, epoch: int = 1
+) -> AsyncIterator[MegatronLearner]:
+    learner = MegatronLearner(config)
+    try:
+        await learner.open(resume, epoch=epoch)
+        yield learner
+    finally:
+        await learner.close()
+
+
+def random_tokens(count: int, seed: int) -> list[np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return [
+        generator.integers(0, VOCABULARY, size=int(generator.integers(PROMPT + 2, LENGTH))).astype(np.int32)
+        for _ in range(count)
+    ]
+
+
+def make_batch(number: int, *, model_dir: Path, advantages: tuple[float, ...] = (1.0, -1.0, 0.5, -0.5)) -> Batch:
+    """Random rows with the log-probabilities that transformers gives them."""
+    rows = random_tokens(len(advantages), seed=number)
+    logprobs = reference_logprobs(model_dir, rows)
+    version = PolicyVersion(1, 0)
+    items = []
+    for index, (tokens, values, advantage) in enumerate(zip(rows, logprobs, advantages, strict=True)):
+        trained = np.arange(len(tokens)) >= PROMPT
+        row = Row(
+            tokens_T=tokens,
+            loss_mask_T=trained,
+            logprobs_T=np.where(trained, values, 0.0).astype(np.float32),
+            versions=(VersionSpan(start=PROMPT, end=len(tokens), version=version),),
+        )
+        items.append(
+            BatchItem(
+                rollout_id=RolloutId(f"b{number}r{index}"),
+                group_id=GroupId(f"b{number}"),
+                attempt=1 + index % 2,
+                reward=float(index % 2),
+                advantage=advantage,
+                staleness=index,
+                trajectory=Trajectory(rows=(row,), temperature=1.0),
+            )
+        )
+    return Batch(lease=BatchLease(batch_id=BatchId(f"b{number}"), epoch=1), version=version, items=tuple(items))
+
+
+def reference_logprobs(model_dir: Path, rows: list[np.ndarray]) -> list[np.ndarray]:
+    """Per row, log-probabilities of each token given those before it (0 for the first), by transformers."""
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    result = []
+    with torch.inference_mode():
+        for tokens in rows:
+            ids = torch.from_numpy(tokens.astype(np.int64))[None]
+            values = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            result.append(np.concatenate([[0.0], values.numpy()]))
+    return result
+
+
+def mean_trained(values: np.ndarray) -> float:
+    return float(values[PROMPT:].mean())
+
+
+@pytest.mark.parametrize(("tied", "heads", "groups"), [(True, 3, 1), (False, 4, 2)])
+def test_megatron_agrees_with_transformers_and_round_trips(tmp_path: Path, tied: bool, heads: int, groups: int) -> None:
+    from transformers import Qwen3Config as ReferenceConfig
+    from transformers import Qwen3ForCausalLM
+
+    from headrace.policies import megatron_model, megatron_world
+    from headrace.policies.qwen3 import Qwen3Config
+
+    torch.manual_seed(0)
+    reference = Qwen3ForCausalLM(
+        ReferenceConfig(
+            vocab_size=101,
+            hidden_size=96,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=heads,
+            num_key_value_heads=groups,
+            head_dim=32,
+            tie_word_embeddings=tied,
+            initializer_range=0.3,
+            rope_parameters={"rope_type": "default", "rope_theta": 50_000.0},
+        )
+    ).eval()
+    reference.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 101, (3, 40), generator=torch.Generator().manual_seed(1))
+    shape, weights = Qwen3Config.read(tmp_path / "config.json"), megatron_model.read_weights(tmp_path)
+    megatron_world.start(seed=0)
+    try:
+        model = megatron_model.build_model(shape, megatron_model.transformer_config(shape))
+        megatron_model.load_weights(model, weights, shape)
+        with torch.inference_mode():
+            got = megatron_model.forward(model, tokens).log_softmax(-1)
+            expected = reference(tokens).logits.log_softmax(-1)
+        exported = megatron_model.export_weights(model, shape)
+    finally:
+        megatron_world.stop()
+    assert float((got - expected).abs().max()) <= 1e-3
+    assert float(expected.std()) > 0.5
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], weights[name]) for name in weights)
+
+
+async def test_steps_raise_what_was_good_and_lower_what_was_bad(tmp_path: Path, tiny_model_dir: Path) -> None:
+    batch = make_batch(0, model_dir=tiny_model_dir, advantages=(1.0, -1.0, 1.0, -1.0))
+    rows = [item.trajectory.rows[0].tokens_T for item in batch.items]
+    before = reference_logprobs(tiny_model_dir, rows)
+    async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:
+        for number in range(3):
+            report = await learner.step(renamed(batch, number))
+        checkpoint = await learner.save()
+    assert report.version == PolicyVersion(1, 3)
+    after = reference_logprobs(Path(checkpoint.path), rows)
+    for item, old, new in zip(batch.items, before, after, strict=True):
+        assert (mean_trained(new) - mean_trained(old)) * item.advantage > 0.005
+
+
+def renamed(batch: Batch, number: int) -> Batch:
+    return replace(batch, lease=BatchLease(batch_id=BatchId(f"again{number}"), epoch=1))
+
+
+async def test_report_of_an_on_policy_step(tmp_path: Path, tiny_model_dir: Path) -> None:
+    batch = make_batch(1, model_dir=tiny_model_dir, advantages=(1.0, -1.0, 0.0, 2.0))
+    tokens = [int(item.trajectory.rows[0].loss_mask_T.sum()) for item in batch.items]
+    async with opened(learner_config(tmp_path, tiny_model_dir, warmup_steps=4)) as learner:
+        metrics = (await learner.step(batch)).metrics
+    assert metrics["mean_abs_log_ratio"] < 1e-4
+    assert metrics["mean_ratio"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["loss"] == pytest.approx(-(1.0 - 1.0 + 0.0 + 2.0) / 4, abs=1e-4)
+    assert metrics["clip_fraction"] == 0.0
+    assert metrics["learning_rate"] == pytest.approx(5e-4 / 4)
+    assert (metrics["tokens"], metrics["computed_tokens"]) == (sum(tokens), sum(tokens) - tokens[2])
+    assert (metrics["mean_staleness"], metrics["max_staleness"], metrics["mean_reward"]) == (1.5, 3.0, 0.5)
+    assert 0.0 < metrics["entropy"] < math.log(VOCABULARY)
+    assert metrics["grad_norm"] > 0.0
+
+
+async def test_micro_batches_change_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
+    batch = make_batch(2, model_dir=tiny_model_dir)
+    results = []
+    for budget in (LENGTH, 10_000):
+        config = learner_config(tmp_path / str(budget), tiny_model_dir, token_budget=budget)
+        async with opened(config) as learner:
+            report = await learner.step(batch)
+            results.append((report.metrics, load_file((await learner.snapshot()).path)))
+    (small, small_weights), (large, large_weights) = results
+    start = load_file(tiny_model_dir / "model.safetensors")
+    for name in ("loss", "grad_norm", "entropy"):
+        assert small[name] == pytest.approx(large[name], rel=1e-4, abs=1e-6)
+    for name, tensor in small_weights.items():
+        moved = large_weights[name] - start[name]
+        # AdamW's first update is the gradient's sign, so rounding shows where a gradient is almost 0.
+        assert float((tensor - large_weights[name]).norm()) <= 0.01 * float(moved.norm()), name
+
+
+async def test_not_finite_gradients_skip_count_and_end_the_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+    good = make_batch(3, model_dir=tiny_model_dir)
+    bad = [make_batch(number, model_dir=tiny_model_dir, advantages=(1.0, math.nan)) for number in (4, 5, 6)]
+    async with opened(learner_config(tmp_path, tiny_model_dir, max_skipped_in_a_row=2)) as learner:
+        start = await learner.snapshot()
+        skipped = await learner.step(bad[0])
+        assert (skipped.skipped, skipped.version) == (True, PolicyVersion(1, 0))
+        assert "grad_norm" not in skipped.metrics
+        assert (await learner.snapshot()).sha256 == start.sha256
+        report = await learner.step(good)
+        assert (report.skipped, report.version) == (False, PolicyVersion(1, 1))
+        trained = await learner.snapshot()
+        assert all(bool(tensor.isfinite().all()) for tensor in load_file(trained.path).values())
+        assert (await learner.step(bad[1])).skipped
+        with pytest.raises(NonFiniteRun, match="max_skipped_in_a_row"):
+            await learner.step(bad[2])
+        checkpoint = await learner.save()
+    manifest = checkpoints.read_manifest(Path(checkpoint.path))
+    assert [(batch.batch_id, batch.skipped) for batch in manifest.batches] == [
+        ("b4", True),
+        ("b3", False),
+        ("b5", True),
+        ("b6", True),
+    ]
+    assert manifest.batches[1].members == (("b3r0", 1), ("b3r1", 2), ("b3r2", 1), ("b3r3", 2))
+
+
+async def test_a_skip_leaves_the_moments_alone(tmp_path: Path, tiny_model_dir: Path) -> None:
+    batches = [make_batch(number, model_dir=tiny_model_dir) for number in (7, 8)]
+    bad = make_batch(9, model_dir=tiny_model_dir, advantages=(math.nan,))
+    digests = []
+    for index, order in enumerate(([batches[0], batches[1]], [batches[0], bad, batches[1]])):
+        async with opened(learner_config(tmp_path / str(index), tiny_model_dir)) as learner:
+            for batch in order:
+                await learner.step(batch)
+            digests.append(weights_of(await learner.save()))
+    assert equal(digests[0], digests[1])
+
+
+def weights_of(checkpoint: CheckpointRef) -> dict[str, torch.Tensor]:
+    return load_file(Path(checkpoint.path) / "model.safetensors")
+
+
+def equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+async def test_a_batch_without_advantages_is_a_step_like_any_other(tmp_path: Path, tiny_model_dir: Path) -> None:
+    async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:
+        report = await learner.step(make_batch(24, model_dir=tiny_model_dir, advantages=(0.0, 0.0)))
+    assert (report.skipped, report.version) == (False, PolicyVersion(1, 1))
+    assert (report.metrics["grad_norm"], report.metrics["computed_tokens"]) == (0.0, 0.0)
+    assert "entropy" not in report.metrics
+
+
+async def test_a_cancelled_step_is_done_once(tmp_path: Path, tiny_model_dir: Path) -> None:
+    batches = [make_batch(number, model_dir=tiny_model_dir) for number in (10, 11)]
+    async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:
+        await learner.step(batches[0])
+        step = asyncio.ensure_future(learner.step(batches[1]))
+        await asyncio.sleep(0)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        report = await learner.step(batches[1])
+        assert report.version == PolicyVersion(1, 2)
+        assert (await learner.save()).batch_ids == ("b10", "b11")
+
+
+async def test_snapshots_keep_the_last_two(tmp_path: Path, tiny_model_dir: Path) -> None:
+    async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:
+        first = await learner.snapshot()
+        assert equal(load_file(first.path), load_file(tiny_model_dir / "model.safetensors"))
+        for number in (12, 13):
+            await learner.step(make_batch(number, model_dir=tiny_model_dir))
+            last = await learner.snapshot()
+        assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["1.1.safetensors", "1.2.safetensors"]
+        assert last.path.name == "1.2.safetensors"
+
+
+def run_program(program: str, message: object) -> subprocess.CompletedProcess[bytes]:
+    """Run Python source in a new process with `message` pickled on its standard input."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        input=pickle.dumps(message),
+        stdout=subprocess.PIPE,
+        check=False,
+        timeout=100,
+    )
+
+
+CONTINUE = """
+import asyncio, pickle, sys
+from headrace.policies.megatron import MegatronLearner
+
+async def main():
+    config, resume, epoch, batches = pickle.load(sys.stdin.buffer)
+    learner = MegatronLearner(config)
+    state = await learner.open(resume, epoch=epoch)
+    for batch in batches:
+        await learner.step(batch)
+    snapshot = await learner.snapshot()
+    await learner.close()
+    print(snapshot.path, state.chain)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_new_process_continues_to_the_bit(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = learner_config(tmp_path, tiny_model_dir, warmup_steps=10)
+    batches = [make_batch(number, model_dir=tiny_model_dir) for number in range(14, 18)]
+    async with opened(config) as learner:
+        for batch in batches[:2]:
+            await learner.step(batch)
+        checkpoint = await learner.save()
+        for batch in batches[2:]:
+            await learner.step(batch)
+        straight = load_file((await learner.snapshot()).path)
+    elsewhere = config.model_copy(update={"snapshot_dir": tmp_path / "other", "model_dir": tmp_path / "gone"})
+    answer = await asyncio.to_thread(run_program, CONTINUE, (elsewhere, checkpoint, 2, batches[2:]))
+    assert answer.returncode == 0
+    path, chain = answer.stdout.decode().split()
+    assert chain == checkpoint.chain
+    assert path.endswith("2.4.safetensors")
+    assert equal(load_file(path), straight)
+
+
+SAVE_AND_DIE = """
+import asyncio, os, pickle, signal, sys
+from headrace.policies.megatron import MegatronLearner
+
+def die_at(event, arguments):
+    if armed and event == DEADLY and FRAGMENT in str(arguments[0]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    config, batches = pickle.load(sys.stdin.buffer)
+    learner = MegatronLearner(config)
+    await learner.open(None, epoch=1)
+    await learner.step(batches[0])
+    await learner.save()
+    await learner.step(batches[1])
+    armed.append(True)
+    await learner.save()
+
+armed = []
+sys.addaudithook(die_at)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("event", "fragment"), [("open", "tmp-1.2/headrace.json"), ("os.rename", "tmp-1.2")])
+async def test_a_kill_in_a_save_leaves_the_checkpoint_before(
+    tmp_path: Path, tiny_model_dir: Path, event: str, fragment: str
+) -> None:
+    config = learner_config(tmp_path, tiny_model_dir)
+    batches = [make_batch(number, model_dir=tiny_model_dir) for number in (18, 19)]
+    program = f"DEADLY, FRAGMENT = {event!r}, {fragment!r}\n{SAVE_AND_DIE}"
+    died = await asyncio.to_thread(run_program, program, (config, batches))
+    assert died.returncode == -signal.SIGKILL
+    assert (config.checkpoint_dir / "tmp-1.2").is_dir()
+    latest = checkpoints.latest_checkpoint(config.checkpoint_dir)
+    assert latest is not None
+    assert (latest.version, latest.batch_ids) == (PolicyVersion(1, 1), ("b18",))
+    async with opened(config, latest, epoch=2) as learner:
+        await learner.step(batches[1])
+        assert (await learner.save()).batch_ids == ("b19",)
+    assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["1.1", "2.2"]
+
+
+async def test_chain_continues_over_checkpoints_and_epochs(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = learner_config(tmp_path, tiny_model_dir, keep_checkpoints=2)
+    batches = [make_batch(number, model_dir=tiny_model_dir) for number in (20, 21, 22)]
+    async with opened(config) as learner:
+        await learner.step(batches[0])
+        await learner.save()
+        await learner.step(batches[1])
+        second = await learner.save()
+        assert await learner.save() == second
+    resumed = MegatronLearner(config)
+    try:
+        state = await resumed.open(second, epoch=2)
+        assert (state.parent, state.step, state.chain) == (PolicyVersion(1, 2), 2, second.chain)
+        await resumed.step(batches[2])
+        third = await resumed.save()
+    finally:
+        await resumed.close()
+    stepped = [
+        checkpoints.SteppedBatch(
+            batch_id=batch.lease.batch_id,
+            members=tuple((item.rollout_id, item.attempt) for item in batch.items),
+            skipped=False,
+        )
+        for batch in batches
+    ]
+    assert third.chain == checkpoints.fold_chain("", stepped)
+    assert third.batch_ids == ("b22",)
+    assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["1.2", "2.3"]
+
+
+async def test_one_learner_a_process(tmp_path: Path, tiny_model_dir: Path) -> None:
+    second = MegatronLearner(learner_config(tmp_path, tiny_model_dir))
+    async with opened(learner_config(tmp_path, tiny_model_dir)) as first:
+        with pytest.raises(LearnerAlreadyOpen):
+            await second.open(None, epoch=1)
+        with pytest.raises(LearnerAlreadyOpen):
+            await first.open(None, epoch=1)
+        with pytest.raises(LearnerNotOpen):
+            await second.snapshot()
+        await second.close()
+        assert (await first.snapshot()).version == PolicyVersion(1, 0)
+    assert (await second.open(None, epoch=1)).step == 0
+    await second.close()
+
+
+async def test_a_failed_open_frees_the_process(tmp_path: Path, write_model: Callable[..., Path]) -> None:
+    model_dir = write_model(tmp_path / "model")
+    config = learner_config(tmp_path, model_dir)
+    keys = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(keys | {"intermediate_size": 128}))
+    learner = MegatronLearner(config)
+    with pytest.raises(ModelInvalid, match="mlp"):
+        await learner.open(None, epoch=1)
+    (model_dir / "config.json").write_text(json.dumps(keys))
+    await learner.open(None, epoch=1)
+    checkpoint = await learner.save()
+    await learner.close()
+    with pytest.raises(CheckpointUnreadable, match="epoch"):
+        await learner.open(checkpoint, epoch=1)
+    with pytest.raises(CheckpointUnreadable, match="holds version"):
+        await learner.open(replace(checkpoint, version=PolicyVersion(1, 5)), epoch=2)
+
+
+async def test_an_unusable_row_changes_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
+    batch = make_batch(23, model_dir=tiny_model_dir)
+    row = batch.items[0].trajectory.rows[0]
+    wrong = replace(row, tokens_T=row.tokens_T + VOCABULARY)
+    item = replace(batch.items[0], trajectory=Trajectory(rows=(wrong,), temperature=1.0))
+    async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:
+        with pytest.raises(RowUnusable, match="b23r0"):
+            await learner.step(replace(batch, items=(item, *batch.items[1:])))
+        report = await learner.step(batch)
+        assert report.version == PolicyVersion(1, 1)
+        assert report.metrics["mean_abs_log_ratio"] < 1e-4

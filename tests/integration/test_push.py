@@ -1,0 +1,176 @@
+"""Weights pushed over real gloo into two real engines while they generate."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+import torch
+
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import FinishReason
+from headrace.policies.errors import ModelInvalid
+from headrace.policies.push_machine import Phase
+from headrace.policies.qwen3 import Qwen3, Qwen3Config, read_weights
+from headrace.policies.weights import checksums, read_snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, write_model) -> list[Path]:
+    """Three sets of weights of one shape."""
+    directory = tmp_path_factory.mktemp("models")
+    return [write_model(directory / str(seed), seed=seed) for seed in range(3)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(models: list[Path], open_rig, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator:
+    async with open_rig(models[0], tmp_path_factory.mktemp("rig")) as rig:
+        yield rig
+
+
+def reference_logprobs(directory: Path, tokens: list[int]) -> torch.Tensor:
+    """Log-probability of each token after the first, under the weights of a directory."""
+    config = Qwen3Config.read(directory / "config.json")
+    model = Qwen3(config, read_weights(config, directory / "model.safetensors"), capacity=1024)
+    logprobs = model.logits([tokens])[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+async def test_versions_change_in_mid_request_and_every_token_matches_its_version(rig, models: list[Path]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(rig.generate(name, f"{name}{index}", 600)) for name in rig.engines for index in range(8)
+        ]
+        for name in rig.engines:
+            await rig.until_busy(name, 8)
+        reports = [await rig.push(models[step], step) for step in (1, 2)]
+    for report in reports:
+        assert report.updated == ("one", "two")
+        assert report.quarantined == ()
+        assert all(engine.in_flight > 0 for engine in report.engines), report
+        assert report.sent_bytes == 2 * sum(
+            item.nbytes for item in read_snapshot(models[1] / "model.safetensors", None).values()
+        )
+    completions = [task.result() for task in running]
+    assert all(done.finish is not FinishReason.ABORT for done in completions)
+    mixed = [done for done in completions if len(done.spans) > 1]
+    assert mixed
+    assert any(done.retractions for done in completions)
+    for done in completions:
+        tokens = [*PROMPT, *done.output_ids]
+        for span in done.spans:
+            expected = reference_logprobs(models[span.version.step], tokens)[len(PROMPT) - 1 :]
+            got = torch.tensor(done.logprobs)
+            assert (got - expected)[span.start : span.end].abs().max() <= 1e-3, span
+
+
+async def test_engines_agree_with_the_snapshot_after_a_push(rig, models: list[Path]) -> None:
+    await rig.push(models[2], 3)
+    expected = checksums(read_snapshot(models[2] / "model.safetensors", None))
+    for engine in rig.engines.values():
+        assert await engine.checksums() == expected
+        info = await engine.info()
+        assert (info.version, info.paused) == (PolicyVersion(1, 3), False)
+    assert not rig.gate.closed
+
+
+async def test_phases_are_journalled_in_order_and_gates_stand_around_the_pause(rig, models: list[Path]) -> None:
+    rig.journal.clear()
+    rig.gate.log.clear()
+    await rig.push(models[1], 4)
+    assert rig.journal == [(wave, phase.value) for wave in (0, 1) for phase in Phase]
+    assert rig.gate.log == ["close one", "open one", "close two", "open two"]
+
+
+async def test_one_wave_of_two_engines(rig, models: list[Path]) -> None:
+    report = await rig.push(models[0], 5, wave_size=2, verify="engines")
+    assert report.updated == ("one", "two")
+    assert {(await engine.info()).version for engine in rig.engines.values()} == {PolicyVersion(1, 5)}
+
+
+async def test_aborts_lost_in_the_pause_are_sent_again(rig, models: list[Path]) -> None:
+    """A request that arrives in the pause cannot be aborted there; the gate tells, and the push aborts it afterwards."""
+    late: list[asyncio.Task] = []
+
+    async def before(wave: int, phase: Phase) -> None:
+        if (wave, phase) == (0, Phase.BEGIN):
+            late.append(asyncio.get_running_loop().create_task(rig.generate("one", "late", 1000)))
+            async with asyncio.timeout(30):
+                while (await rig.engines["one"].load()).waiting < 1:
+                    pass
+            await rig.engines["one"].abort("late")
+            rig.gate.aborts = ["late"]
+
+    await rig.push(models[1], 6, before=before)
+    rig.gate.aborts = []
+    assert (await late[0]).finish is FinishReason.ABORT
+
+
+async def test_a_changed_snapshot_is_refused_before_anything_is_touched(
+    rig, models: list[Path], tmp_path: Path
+) -> None:
+    rig.journal.clear()
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ModelInvalid, match=r"model\.safetensors"):
+        await rig.push(tmp_path, 7)
+    assert rig.journal == []
+    assert (await rig.push(models[0], 8)).updated == ("one", "two")
+
+
+async def test_a_cancelled_push_leaves_no_engine_paused(rig, models: list[Path]) -> None:
+    reached, never = asyncio.Event(), asyncio.Event()
+
+    async def before(wave: int, phase: Phase) -> None:
+        if phase is Phase.BROADCAST:
+            reached.set()
+            await never.wait()
+
+    task = asyncio.get_running_loop().create_task(rig.push(models[1], 9, before=before))
+    await reached.wait()
+    assert (await rig.engines["one"].info()).paused
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    info = await rig.engines["one"].info()
+    assert (info.paused, info.version) == (False, PolicyVersion(1, 8))
+    assert not rig.gate.closed
+    assert (await rig.push(models[1], 10)).updated == ("one", "two")
+
+
+async def test_an_engine_joins_a_group_hosted_by_plain_torch(rig) -> None:
+    """The trainer's side as SGLang's own function forms it: a tcp rendezvous at rank 0."""
+    import socket
+    from datetime import timedelta
+
+    from torch.distributed import rendezvous
+    from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper
+
+    from headrace.policies.process_group import WeightGroup, destroy_group
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def host() -> WeightGroup:
+        timeout = timedelta(seconds=10)
+        store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=timeout))
+        group, _ = _new_process_group_helper(
+            size, rank, [], "gloo", PrefixStore("plain", store), group_name="plain", timeout=timeout
+        )
+        return WeightGroup(name="plain", rank=0, world_size=2, backend="gloo", group=group, store=store)
+
+    engine = rig.engines["one"]
+    async with asyncio.TaskGroup() as tasks:
+        hosting = tasks.create_task(asyncio.to_thread(host))
+        tasks.create_task(engine.join_group("plain", host="127.0.0.1", port=port, rank=1, world_size=2, backend="gloo"))
+    await engine.leave_group("plain")
+    destroy_group(hosting.result())

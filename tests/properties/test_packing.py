@@ -1,0 +1,34 @@
+"""Micro-batches under a token budget."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.buffer.packing import RowOverBudget, pack
+
+lengths_strategy = st.lists(st.integers(1, 50), max_size=60)
+
+
+@given(lengths=lengths_strategy, token_budget=st.integers(50, 400))
+def test_each_row_once_and_within_the_budget(lengths: list[int], token_budget: int) -> None:
+    bins = pack(lengths, token_budget=token_budget)
+    assert sorted(index for rows in bins for index in rows) == list(range(len(lengths)))
+    assert all(rows for rows in bins)
+    assert all(len(rows) * max(lengths[index] for index in rows) <= token_budget for rows in bins)
+
+
+@given(lengths=lengths_strategy, token_budget=st.integers(50, 400))
+def test_no_row_would_have_fitted_an_earlier_micro_batch(lengths: list[int], token_budget: int) -> None:
+    bins = pack(lengths, token_budget=token_budget)
+    for later, rows in enumerate(bins):
+        for earlier in bins[:later]:
+            longest = max(lengths[index] for index in earlier)
+            assert lengths[rows[0]] > longest or (len(earlier) + 1) * longest > token_budget
+
+
+@given(lengths=lengths_strategy, excess=st.integers(1, 10), token_budget=st.integers(10, 400))
+def test_a_row_above_the_budget_is_refused(lengths: list[int], excess: int, token_budget: int) -> None:
+    with pytest.raises(RowOverBudget, match=r"learner\.token_budget"):
+        pack([*lengths, token_budget + excess], token_budget=token_budget)

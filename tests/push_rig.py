@@ -1,0 +1,114 @@
+"""Two real engines, a sender and gates that only count: what the tests of a push stand on."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId, GenerateRequest, RequestId
+from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.learner import WeightsSnapshot
+from headrace.policies.push import PushConfig, push
+from headrace.policies.sender import SenderConfig, SenderProcess
+from headrace.policies.sglang import SGLangConfig, SGLangEngine
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
+
+    from headrace.policies.push import PushReport
+    from headrace.policies.push_machine import Phase
+
+VOCABULARY = 258
+NAMES = ("one", "two")
+
+
+@dataclass
+class RecordingGate:
+    """A gate over nothing: it remembers who is closed, and which aborts to send again."""
+
+    closed: dict[str, float] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+    aborts: list[RequestId] = field(default_factory=list)
+
+    async def close(self, engine_id: EngineId, lease_s: float) -> None:
+        self.closed[engine_id] = lease_s
+        self.log.append(f"close {engine_id}")
+
+    async def open(self, engine_id: EngineId) -> list[RequestId]:
+        del self.closed[engine_id]
+        self.log.append(f"open {engine_id}")
+        return self.aborts
+
+
+@dataclass
+class Rig:
+    """`push` pushes a model directory as `1.<step>` to both engines."""
+
+    processes: dict[str, EngineProcess]
+    engines: dict[str, SGLangEngine]
+    sender: SenderProcess
+    gate: RecordingGate = field(default_factory=RecordingGate)
+    journal: list[tuple[int, str]] = field(default_factory=list)
+
+    async def push(
+        self,
+        directory: Path,
+        step: int,
+        *,
+        before: Callable[[int, Phase], Awaitable[None]] | None = None,
+        **config: object,
+    ) -> PushReport:
+        async def journal(push_id: str, wave: int, phase: Phase) -> None:
+            self.journal.append((wave, phase.value))
+            if before is not None:
+                await before(wave, phase)
+
+        given = PushConfig.model_validate({"bucket_bytes": 200_000, "phase_timeout_s": 5.0, **config})
+        return await push(
+            snapshot(directory, step), list(self.engines.values()), self.sender, self.gate, journal, given
+        )
+
+    async def generate(self, name: str, request_id: str, tokens: int):
+        request = GenerateRequest(
+            request_id=RequestId(request_id), input_ids=(5, 6, 7), max_new_tokens=tokens, temperature=1.0
+        )
+        return await self.engines[name].generate(request)
+
+    async def until_busy(self, name: str, running: int) -> None:
+        async with asyncio.timeout(30):
+            while (await self.engines[name].load()).running < running:
+                pass
+
+
+def snapshot(directory: Path, step: int) -> WeightsSnapshot:
+    path = directory / "model.safetensors"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return WeightsSnapshot(version=PolicyVersion(1, step), path=path, sha256=digest)
+
+
+@asynccontextmanager
+async def open_rig(model: Path, directory: Path) -> AsyncIterator[Rig]:
+    """Start everything; end everything."""
+    configs = {
+        name: EngineProcessConfig(model=model, directory=directory, name=name, seed=seed, group_timeout_s=5.0)
+        for seed, name in enumerate(NAMES)
+    }
+    async with (
+        EngineProcess(configs["one"]) as one,
+        EngineProcess(configs["two"]) as two,
+        SenderProcess(SenderConfig(log_path=directory / "sender.log")) as sender,
+        aiohttp.ClientSession() as session,
+    ):
+        processes = {"one": one, "two": two}
+        config = SGLangConfig(vocab_size=VOCABULARY)
+        engines = {
+            name: SGLangEngine(EngineId(name), process.url, session, config) for name, process in processes.items()
+        }
+        yield Rig(processes=processes, engines=engines, sender=sender)

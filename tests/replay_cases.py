@@ -1,0 +1,98 @@
+"""Builders for tests of the buffer: tasks, trajectories, results. Loaded by path (tests are no package)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.buffer.replay import BufferConfig, ReplayBuffer
+from headrace.buffer.stream import TaskStream
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.types import (
+    BatchLease,
+    Cause,
+    CheckpointRef,
+    Outcome,
+    RolloutResult,
+    Row,
+    StepReport,
+    Trajectory,
+    VersionSpan,
+)
+from headrace.buffer.versions import PolicyVersion
+
+SMALL = BufferConfig(batch_size=4, group_size=2, max_staleness=2)
+
+
+def tasks(count=8):
+    spec = EvaluatorSpec(kind=EvaluatorKind.NONE)
+    return [Task(id=TaskId(f"task-{i}"), family="words", instruction="do it", evaluator=spec) for i in range(count)]
+
+
+def core(config=SMALL, snapshot=None):
+    return ReplayBuffer(config, TaskStream(tasks(), seed=3), snapshot)
+
+
+def trajectory(*versions, tokens=6, seed=0):
+    """One row: a prompt of two tokens, then `tokens` sampled ones for each version."""
+    generator = np.random.default_rng(seed)
+    length = 2 + tokens * len(versions)
+    mask = np.arange(length) >= 2
+    spans = tuple(
+        VersionSpan(start=2 + i * tokens, end=2 + (i + 1) * tokens, version=version)
+        for i, version in enumerate(versions)
+    )
+    row = Row(
+        tokens_T=generator.integers(0, 500, length).astype(np.int32),
+        loss_mask_T=mask,
+        logprobs_T=np.where(mask, -generator.random(length), 0).astype(np.float32),
+        versions=spans,
+    )
+    return Trajectory(rows=(row,), temperature=1.0)
+
+
+def result(order, *versions, reward=1.0, trainable=True, tokens=6):
+    """A finished attempt, sampled by `versions`."""
+    outcome = Outcome(reward=reward, trainable=trainable, cause=Cause.SOLVED if reward else Cause.FAILED)
+    return RolloutResult(
+        rollout_id=order.rollout_id,
+        attempt=order.attempt,
+        outcome=outcome,
+        trajectory=trajectory(*versions, tokens=tokens) if versions else None,
+        phases_s=(("boot", 0.5), ("agent", 2.0)),
+        turns=1,
+        trace_id="abc",
+    )
+
+
+def ended(order, cause):
+    """An attempt that says nothing about the policy."""
+    outcome = Outcome(reward=None, trainable=False, cause=cause, detail="it broke")
+    return RolloutResult(rollout_id=order.rollout_id, attempt=order.attempt, outcome=outcome, trajectory=None)
+
+
+def fill(buffer, version, *, rewards=(1.0, 0.0), limit=1000):
+    """Issue and finish all that may start; rewards alternate. Returns the orders."""
+    orders = buffer.issue(limit, version, 0.0)
+    for position, order in enumerate(orders):
+        buffer.offer(result(order, version, reward=rewards[position % len(rewards)]), 1.0)
+    return orders
+
+
+def lease_of(record):
+    return BatchLease(batch_id=record.batch_id, epoch=record.epoch)
+
+
+def step(buffer, version, epoch=1, *, skipped=False):
+    """Take and commit one batch; returns (batch record, version after)."""
+    record = buffer.take(version, epoch, 2.0)
+    assert record is not None
+    after = version if skipped else PolicyVersion(version.epoch, version.step + 1)
+    report = StepReport(batch_id=record.batch_id, version=after, skipped=skipped, metrics={"loss": 0.5})
+    buffer.commit(lease_of(record), report, 3.0)
+    return record, after
+
+
+def checkpoint(buffer, version, path="checkpoints/x"):
+    """What a learner that saved now would hand over."""
+    commits = tuple(commit.batch_id for commit in buffer.state.commits.values())
+    return CheckpointRef(path=path, version=version, batch_ids=commits, chain=buffer.state.chain)

@@ -1,0 +1,91 @@
+"""Progress lines and the picture of a run."""
+
+from __future__ import annotations
+
+import io
+import struct
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from headrace.serve.plots import reward_png
+from headrace.serve.progress import Progress, ProgressDisplay, panel, plain_line, sparkline
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def progress(elapsed_s: float = 83.0) -> Progress:
+    return Progress(
+        phase="train",
+        step=12,
+        total_steps=40,
+        version="1.12",
+        elapsed_s=elapsed_s,
+        reward=0.625,
+        held_out_success=0.5,
+        mean_staleness=1.25,
+        rollouts_in_flight=96,
+        sandboxes=12,
+        tokens_per_s=1234.5,
+        learner_idle_share=0.07,
+        rewards=(0.1, 0.5, 1.0),
+    )
+
+
+def test_the_plain_line_says_everything_in_order() -> None:
+    assert plain_line(progress()) == (
+        "01:23 train  step 12/40  version 1.12  reward 0.62  held-out 50%  staleness 1.25  rollouts 96  sandboxes 12  "
+        "tokens/s 1234  learner idle 7%"
+    )
+
+
+def test_what_is_not_known_yet_is_a_dash() -> None:
+    line = plain_line(Progress(phase="start", step=0, total_steps=40, version="1.0", elapsed_s=3700.0))
+    assert line.startswith("1:01:40 start")
+    assert "reward -" in line
+
+
+def test_without_a_terminal_lines_come_at_intervals() -> None:
+    out = io.StringIO()
+    with ProgressDisplay(Console(file=out, force_terminal=False), plain_interval_s=10.0) as display:
+        for elapsed_s in (0.0, 3.0, 9.9, 10.0, 12.0, 25.0):
+            display.show(progress(elapsed_s))
+    assert [line.split()[0] for line in out.getvalue().splitlines()] == ["00:00", "00:10", "00:25"]
+
+
+def test_the_panel_shows_reward_and_machine() -> None:
+    out = io.StringIO()
+    Console(file=out, force_terminal=True, width=160).print(panel(progress()))
+    text = out.getvalue()
+    assert "12/40" in text
+    assert "learner idle" in text
+
+
+def test_a_terminal_is_redrawn_in_place() -> None:
+    out = io.StringIO()
+    with ProgressDisplay(Console(file=out, force_terminal=True, width=160)) as display:
+        display.show(progress())
+        display.show(progress())
+    assert "\x1b[1A" in out.getvalue()
+
+
+def test_sparklines_keep_the_last_values_within_the_bars() -> None:
+    assert sparkline((-1.0, 0.0, 0.5, 1.0, 2.0)) == "▁▁▅██"
+    assert len(sparkline((0.5,) * 100)) == 16
+
+
+def test_a_picture_is_drawn_from_any_part_of_the_metrics(tmp_path: Path) -> None:
+    metrics: list[dict[str, object]] = [
+        {"kind": "evaluation", "step": 0, "success": 0.25, "answers": 256},
+        {"kind": "step", "step": 1, "reward": 0.3, "staleness": {"0": 5, "2": 3}, "step_s": 2.0, "idle_s": 1.0},
+        {"kind": "rollout_phases", "agent": 1.0, "queue": 0.5},
+        {"kind": "something else"},
+        {"kind": "evaluation", "step": 1, "success": 1.0, "answers": 0},
+    ]
+    for number in range(len(metrics) + 1):
+        out = tmp_path / "pictures" / f"{number}.png"
+        reward_png(metrics[:number], out)
+        data = out.read_bytes()
+        assert data.startswith(b"\x89PNG")
+        assert struct.unpack(">II", data[16:24]) == (1650, 525)

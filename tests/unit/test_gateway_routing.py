@@ -1,0 +1,90 @@
+"""The router: gates are leases, affinity yields to load, a failed engine is avoided while there is another."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.policies.engine import EngineId
+from headrace.serve.routing import EngineRoute, Router, RoutingTable
+from headrace.serve.session import SessionId
+
+A, B = EngineId("a"), EngineId("b")
+ONE, TWO = SessionId("one"), SessionId("two")
+
+
+def table(version: int, *engines: EngineId, refused: tuple[EngineId, ...] = ()) -> RoutingTable:
+    routes = tuple(EngineRoute(engine_id=e, url=f"http://{e}", admitted=e not in refused) for e in engines)
+    return RoutingTable(version=version, engines=routes)
+
+
+@pytest.fixture
+def router() -> Router:
+    router = Router(max_imbalance=2)
+    assert router.replace(table(1, A, B))
+    return router
+
+
+def test_without_engines_nothing_is_chosen() -> None:
+    assert Router().choose(ONE, 0.0) is None
+
+
+def test_an_older_table_is_refused(router: Router) -> None:
+    assert not router.replace(table(1, A))
+    assert not router.replace(table(0, A))
+    assert len(router.table.engines) == 2
+
+
+def test_the_least_busy_engine_is_chosen(router: Router) -> None:
+    router.begin(A)
+    assert router.choose(ONE, 0.0) == B
+    router.begin(B)
+    router.begin(B)
+    assert router.choose(TWO, 0.0) == A
+
+
+def test_a_session_stays_until_its_engine_is_much_busier(router: Router) -> None:
+    assert router.choose(ONE, 0.0) == A
+    for _ in range(2):
+        router.begin(A)
+    assert router.choose(ONE, 0.0) == A
+    router.begin(A)
+    assert router.choose(ONE, 0.0) == B
+    for _ in range(3):
+        router.end(A)
+    assert router.choose(ONE, 0.0) == B
+
+
+def test_a_closed_gate_sends_turns_elsewhere_and_opens_by_itself(router: Router) -> None:
+    assert router.choose(ONE, 0.0) == A
+    router.close_gate(A, until=10.0)
+    assert router.choose(ONE, 5.0) == B
+    router.close_gate(B, until=8.0)
+    assert router.choose(ONE, 5.0) is None
+    assert router.next_opening(5.0) == 8.0
+    assert router.choose(ONE, 8.0) == B
+    router.open_gate(A)
+    assert router.choose(TWO, 5.0) == A
+
+
+def test_a_failed_engine_is_avoided_only_while_another_is_admitted(router: Router) -> None:
+    assert router.choose(ONE, 0.0, avoid=A) == B
+    router.close_gate(B, until=10.0)
+    assert router.choose(ONE, 0.0, avoid=A) is None, "waiting for B is better than the engine that just failed"
+    router.replace(table(2, A, B, refused=(B,)))
+    assert router.choose(ONE, 0.0, avoid=A) == A
+
+
+def test_a_quarantined_engine_gets_nothing(router: Router) -> None:
+    router.choose(ONE, 0.0)
+    router.replace(table(2, A, B, refused=(A,)))
+    assert router.choose(ONE, 0.0) == B
+
+
+def test_in_flight_counts_return_to_nothing(router: Router) -> None:
+    router.begin(A)
+    router.begin(A)
+    router.end(A)
+    assert router.in_flight == {A: 1}
+    router.end(A)
+    router.end(A)
+    assert router.in_flight == {}

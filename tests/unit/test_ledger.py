@@ -1,0 +1,202 @@
+"""The ledger on disk: what is written is what is loaded; what is not ours is refused."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from headrace.buffer.codec import decode, encode
+from headrace.buffer.errors import CodecError, LedgerBroken, LedgerInUse, LedgerRefused
+from headrace.buffer.ledger import Ledger, StoredTrajectory
+from headrace.buffer.local_disk import filesystem_magic, refuse_network
+from headrace.buffer.records import AttemptRecord
+from headrace.buffer.types import Cause, RolloutId, Trajectory
+from headrace.buffer.versions import PolicyVersion
+
+cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
+FIRST = PolicyVersion(1, 0)
+IDENTITY = {"run_id": "run", "tasks_sha256": "00"}
+
+
+def tables(buffer):
+    """All that a core knows, comparable."""
+    state = buffer.state
+    return {name: getattr(state, name) for name in vars(state) if name not in {"_changes", "by_state"}} | {
+        "by_state": {name: set(ids) for name, ids in state.by_state.items()}
+    }
+
+
+def busy_core():
+    """A core with something in every table and most states."""
+    buffer = cases.core()
+    buffer.open_epoch(None, 0.0)
+    cases.fill(buffer, FIRST)
+    _, version = cases.step(buffer, FIRST)
+    saved = cases.checkpoint(buffer, version)
+    buffer.checkpointed(saved, 4.0)
+    orders = buffer.issue(4, version, 5.0)
+    buffer.offer(cases.ended(orders[0], Cause.INFRA), 6.0)
+    buffer.offer(cases.result(orders[1], version, FIRST), 6.0)
+    buffer.offer(cases.result(orders[1], version), 6.0)
+    buffer.record_evaluation(cases.result(orders[2], version), orders[2].task.id, "held out", version, 7.0)
+    _, version = cases.step(buffer, version, skipped=True)
+    assert buffer.take(buffer.open_epoch(saved, 8.0), 2, 9.0) is not None
+    return buffer
+
+
+def test_load_gives_back_what_was_written(tmp_path):
+    buffer = busy_core()
+    ledger = Ledger.open(tmp_path, IDENTITY)
+    ledger.write(buffer.drain(), [])
+    ledger.close()
+    again = Ledger.open(tmp_path, IDENTITY)
+    assert tables(cases.core(snapshot=again.load())) == tables(buffer)
+    again.close()
+
+
+def test_memory_ledger_behaves_like_the_file():
+    buffer = busy_core()
+    ledger = Ledger.in_memory(IDENTITY)
+    ledger.write(buffer.drain(), [])
+    assert tables(cases.core(snapshot=ledger.load())) == tables(buffer)
+    ledger.close()
+
+
+def stored(buffer, count=3):
+    orders = buffer.issue(count, FIRST, 0.0)
+    pairs = []
+    for seed, order in enumerate(orders):
+        done = replace(cases.result(order, FIRST), trajectory=cases.trajectory(FIRST, tokens=50, seed=seed))
+        buffer.offer(done, 1.0)
+        pairs.append(StoredTrajectory(rollout_id=order.rollout_id, attempt=1, trajectory=done.trajectory))
+    return pairs
+
+
+def assert_equal(left: Trajectory, right: Trajectory):
+    assert (left.temperature, len(left.rows)) == (right.temperature, len(right.rows))
+    for one, other in zip(left.rows, right.rows, strict=True):
+        assert one.versions == other.versions
+        for name in ("tokens_T", "loss_mask_T", "logprobs_T"):
+            assert getattr(one, name).dtype == getattr(other, name).dtype
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_trajectory_files_rotate_and_stay_readable(tmp_path):
+    buffer = cases.core()
+    buffer.open_epoch(None, 0.0)
+    ledger = Ledger.open(tmp_path, IDENTITY, trajectory_file_bytes=1)
+    pairs = stored(buffer)
+    for pair in pairs:
+        ledger.write(buffer.drain(), [pair])
+    names = sorted(path.name for path in (tmp_path / "trajectories").glob("*.db"))
+    assert names == [f"00000{number}.db" for number in range(1, 5)], "each write finds its file full"
+    ledger.close()
+    again = Ledger.open(tmp_path, IDENTITY)
+    loaded = again.trajectories([(pair.rollout_id, pair.attempt) for pair in pairs])
+    for pair, trajectory in zip(pairs, loaded, strict=True):
+        assert_equal(pair.trajectory, trajectory)
+    with pytest.raises(LedgerBroken, match="missing"):
+        again.trajectories([(RolloutId("g000007-1"), 1)])
+    again.close()
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    buffer = busy_core()
+    ledger = Ledger.open(tmp_path, IDENTITY)
+    ledger.write(buffer.drain(), [])
+    before = ledger.load()
+    orphan = AttemptRecord(rollout_id=RolloutId("g999-0"), attempt=1, version=FIRST, issued_at_s=0.0)
+    buffer.state.count("something")
+    with pytest.raises(sqlite3.IntegrityError):
+        ledger.write([*buffer.drain(), orphan], [])
+    assert ledger.load() == before
+    ledger.close()
+
+
+def test_one_process_at_a_time(tmp_path):
+    ledger = Ledger.open(tmp_path, IDENTITY)
+    with pytest.raises(LedgerInUse, match="another process"):
+        Ledger.open(tmp_path, IDENTITY)
+    ledger.close()
+    ledger.close()
+    Ledger.open(tmp_path, IDENTITY).close()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("PRAGMA user_version = 99", "schema 99"),
+        ("PRAGMA application_id = 7", "another program"),
+        ("UPDATE meta SET value = 'other' WHERE key = 'run_id'", "run_id = other"),
+        ("UPDATE meta SET value = 'other' WHERE key = 'tasks_sha256'", "tasks_sha256"),
+    ],
+)
+def test_foreign_ledgers_are_refused_and_left_alone(tmp_path, damage, message):
+    Ledger.open(tmp_path, IDENTITY).close()
+    with sqlite3.connect(tmp_path / "ledger.db") as database:
+        database.execute(damage)
+    database.close()
+    before = (tmp_path / "ledger.db").read_bytes()
+    with pytest.raises(LedgerRefused, match=message):
+        Ledger.open(tmp_path, IDENTITY)
+    assert (tmp_path / "ledger.db").read_bytes() == before
+
+
+def test_garbage_is_refused_and_an_empty_file_is_new(tmp_path):
+    path = tmp_path / "ledger.db"
+    path.write_bytes(b"this is no database" * 100)
+    with pytest.raises(LedgerRefused, match="not readable"):
+        Ledger.open(tmp_path, IDENTITY)
+    path.write_bytes(b"")
+    Ledger.open(tmp_path, IDENTITY).close()
+
+
+def test_network_file_systems_are_refused(tmp_path):
+    refuse_network(tmp_path, filesystem_magic(tmp_path))
+    with pytest.raises(LedgerRefused, match="NFS"):
+        refuse_network(tmp_path, 0x6969)
+    with pytest.raises(LedgerRefused, match="CIFS"):
+        refuse_network(tmp_path, 0xFF534D42)
+    with pytest.raises(OSError, match="No such file"):
+        filesystem_magic(tmp_path / "missing")
+    if os.path.ismount("/proc"):
+        assert filesystem_magic(Path("/proc")) == 0x9FA0, "procfs, from statfs(2)"
+
+
+def test_backup_is_a_ledger_of_its_own(tmp_path):
+    buffer = busy_core()
+    ledger = Ledger.open(tmp_path / "run", IDENTITY)
+    ledger.write(buffer.drain(), [])
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    ledger.backup(copy / "ledger.db")
+    assert [path.name for path in copy.iterdir()] == ["ledger.db"]
+    restored = Ledger.open(copy, IDENTITY)
+    assert restored.load() == ledger.load()
+    restored.close()
+    ledger.close()
+
+
+def test_codec_round_trip_is_exact_and_stable():
+    first = cases.trajectory(FIRST, PolicyVersion(2, 7), tokens=9)
+    empty = replace(first.rows[0], versions=(), **{
+        name: getattr(first.rows[0], name)[:0] for name in ("tokens_T", "loss_mask_T", "logprobs_T")
+    })
+    for trajectory in (first, replace(first, rows=(*first.rows, empty), temperature=0.7), replace(first, rows=())):
+        data = encode(trajectory)
+        assert_equal(decode(data), trajectory)
+        assert encode(trajectory) == data
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-3], lambda data: b"x" + data, lambda data: data[:9] + b"\0\0\0" + data[12:]])
+def test_damaged_trajectories_are_refused(damage):
+    data = encode(cases.trajectory(FIRST, tokens=40))
+    with pytest.raises(CodecError):
+        decode(damage(data))

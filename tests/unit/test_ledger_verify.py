@@ -1,0 +1,165 @@
+"""`verify` finds what contradicts, and changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import runpy
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from headrace.buffer.errors import LedgerRefused
+from headrace.buffer.store import ReplayStore
+from headrace.buffer.types import Cause, CheckpointRef, StepReport
+from headrace.buffer.verify import verify
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.checkpoints import Manifest, SteppedBatch, publish, read_checkpoint, stage, write_manifest
+
+cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
+FIRST = PolicyVersion(1, 0)
+
+
+def save(run_dir: Path, version: PolicyVersion, previous: str, chain: str, batches) -> CheckpointRef:
+    """A checkpoint directory as the learner writes it."""
+    root = run_dir / "checkpoints"
+    staged = stage(root, version)
+    stepped = tuple(
+        SteppedBatch(
+            batch_id=batch.lease.batch_id,
+            members=tuple((item.rollout_id, item.attempt) for item in batch.items),
+            skipped=False,
+        )
+        for batch in batches
+    )
+    write_manifest(staged, Manifest(version=version, previous_chain=previous, chain=chain, batches=stepped))
+    return read_checkpoint(publish(staged, version))
+
+
+async def make_run(run_dir: Path) -> ReplayStore:
+    """An open store after three steps, a checkpoint after the second; something in every state that lasts."""
+    store = await ReplayStore.open(run_dir, cases.SMALL, cases.tasks(), run_id="run", seed=3, clock=lambda: 100.0)
+    version = await store.open_epoch(None)
+    batches = []
+    for number in range(3):
+        orders = await store.issue(1000, version)
+        offers = [cases.result(order, version, reward=float(i % 2)) for i, order in enumerate(orders)]
+        await store.offer_many(offers)
+        batch = await store.take(version, 1, timeout_s=1.0)
+        version = PolicyVersion(1, version.step + 1)
+        await store.commit(batch.lease, StepReport(batch_id=batch.lease.batch_id, version=version, skipped=False))
+        batches.append(batch)
+        if number == 1:
+            await store.checkpointed(save(run_dir, version, "", store.status().chain, batches))
+    first, second, third, _ = await store.issue(4, version)
+    await store.offer_many([cases.ended(first, Cause.INFRA), cases.ended(second, Cause.CANCELLED)])
+    await store.offer_many([cases.result(third, version)])
+    await store.take(version, 1, timeout_s=1.0)
+    return store
+
+
+@pytest.fixture
+async def run_dir(tmp_path):
+    await (await make_run(tmp_path / "run")).aclose()
+    return tmp_path / "run"
+
+
+def change(run_dir, statement):
+    with closing(sqlite3.connect(run_dir / "ledger.db")) as database, database:
+        database.execute(statement)
+
+
+async def test_a_sound_run_is_clean_and_adds_up(run_dir):
+    report = verify(run_dir)
+    assert report.problems == ()
+    assert report.clean
+    parts = ("trained", "leased", "sealed", "waiting", "in_flight", "pending", "evicted", "filtered", "infra", "poison")
+    assert report.issued == sum(getattr(report, part) for part in (*parts, "cancelled")) == 24
+    assert (report.trained, report.leased, report.waiting, report.in_flight) == (12, 4, 1, 1)
+    assert (report.infra, report.cancelled) == (1, 1)
+    assert (report.steps, report.checkpoints, report.trained_twice, report.lost) == (3, 1, 0, 0)
+    assert (report.max_staleness, report.max_staleness_seen, report.mean_staleness) == (2, 2, 1.0)
+
+
+async def test_a_killed_run_is_read_from_its_log_without_changing_it(tmp_path):
+    store = await make_run(tmp_path / "run")
+    killed = tmp_path / "killed"
+    shutil.copytree(tmp_path / "run", killed)
+    await store.aclose()
+    (killed / "ledger.db-shm").unlink()
+    files = [path for path in sorted(killed.rglob("*")) if path.is_file() and path.suffix in {".db", ".db-wal"}]
+    assert (killed / "ledger.db-wal").stat().st_size > 0
+    before = [hashlib.sha256(path.read_bytes()).digest() for path in files]
+    report = verify(killed)
+    assert report == verify(tmp_path / "run")
+    assert [hashlib.sha256(path.read_bytes()).digest() for path in files] == before
+
+
+@pytest.mark.parametrize(
+    ("statement", "problem"),
+    [
+        ("UPDATE attempts SET trained = '[[\"1.0\",5]]' WHERE rollout_id = 'g000004-0'", "its spans are not those"),
+        ("UPDATE commits SET max_staleness = 0", "was trained at staleness 1 > 0"),
+        ("UPDATE commits SET chain = '00' WHERE sequence = 2", "hash chain does not follow"),
+        ("UPDATE commits SET version = '1.9' WHERE sequence = 3", "goes from 1.2 to 1.9"),
+        ("UPDATE commits SET rolled_back_by = 1 WHERE sequence = 3", "marked as undone"),
+        ("UPDATE rollouts SET state = 'sealed' WHERE rollout_id = 'g000001-1'", "history says trained"),
+        ("UPDATE rollouts SET state = 'pending' WHERE state = 'waiting'", "is pending, but its history says waiting"),
+        ("UPDATE rollouts SET failures = 2 WHERE failures = 1", "counts 2 failures"),
+        ("DELETE FROM rollouts WHERE rollout_id = 'g000000-0'", "dangling reference"),
+        ("UPDATE batches SET members = replace(members, 'g000002-0', 'g000000-0')", "trained more than once"),
+        ("UPDATE batches SET members = replace(members, '-1\",1,1', '-1\",1,0')", "stored is 0"),
+        ("UPDATE groups SET ordinal = 99 WHERE ordinal = 3", "gaps"),
+        ("UPDATE epochs SET chain = '11'", "was opened at a chain"),
+        ("UPDATE checkpoints SET chain = '11'", "different hash chains"),
+    ],
+)
+async def test_contradictions_are_found(run_dir, statement, problem):
+    change(run_dir, statement)
+    report = verify(run_dir)
+    assert not report.clean
+    assert any(problem in line for line in report.problems), report.problems
+
+
+async def test_twice_and_lost_are_counted(run_dir):
+    change(run_dir, "UPDATE batches SET members = replace(members, 'g000002-0', 'g000000-0')")
+    report = verify(run_dir)
+    assert report.trained_twice == 1
+    assert report.lost == 1, "g000002-0 says trained, no step has it"
+
+
+async def test_a_missing_trajectory_is_a_loss(run_dir):
+    path = run_dir / "trajectories" / "000001.db"
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("DELETE FROM trajectories WHERE rollout_id = 'g000006-0'")
+    assert verify(run_dir).lost == 1
+    path.unlink()
+    report = verify(run_dir)
+    assert report.lost == 4 + 4 + 4 + 1, "trained since the checkpoint, leased, sealed, waiting"
+
+
+async def test_the_checkpoint_is_an_independent_witness(run_dir):
+    manifest = run_dir / "checkpoints" / "1.2" / "headrace.json"
+    document = json.loads(manifest.read_text())
+    first, second = document["batches"]
+    manifest.write_text(json.dumps({**document, "batches": [second, first]}))
+    assert any("do not give its hash chain" in line for line in verify(run_dir).problems)
+    manifest.write_text(json.dumps({**document, "version": "1.5"}))
+    assert any("no step with its version" in line for line in verify(run_dir).problems)
+    first["members"][0][1] = 2
+    manifest.write_text(json.dumps(document))
+    assert any("batch b000001 is not the ledger's" in line for line in verify(run_dir).problems)
+    manifest.write_text("{")
+    assert any("not readable" in line for line in verify(run_dir).problems)
+
+
+def test_a_directory_without_a_ledger_is_refused(tmp_path):
+    with pytest.raises(LedgerRefused, match=r"no ledger\.db"):
+        verify(tmp_path)
+    (tmp_path / "ledger.db").write_bytes(b"nothing of the kind" * 300)
+    with pytest.raises(LedgerRefused, match="not readable"):
+        verify(tmp_path)

@@ -1,0 +1,85 @@
+"""The packages: import order, wheel content, weight of an import, the version."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = {"sandboxes": 0, "buffer": 0, "policies": 1, "serve": 2, "actors": 3}
+HEAVY = ("torch", "sglang", "megatron", "e2b", "transformers", "matplotlib")
+
+
+def imported_packages(path: Path) -> set[str]:
+    """Packages of ours that a file imports anywhere in it, type-checking imports included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+            if node.module == "headrace":
+                names = [f"headrace.{alias.name}" for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("headrace.")}
+    return found
+
+
+@pytest.mark.parametrize("package", RANKS)
+def test_imports_go_only_downwards(package: str) -> None:
+    for path in (ROOT / package).rglob("*.py"):
+        for target in imported_packages(path) - {package}:
+            assert RANKS[target] < RANKS[package], f"{path.relative_to(ROOT)} imports headrace.{target}"
+
+
+def test_an_upward_import_would_be_seen(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f() -> None:\n    from headrace import actors\n    import headrace.serve.gateway\n")
+    assert imported_packages(bad) == {"actors", "serve"}
+
+
+def test_every_package_folder_is_listed() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {
+        "headrace." + ".".join(path.parent.relative_to(ROOT).parts)
+        for package in RANKS
+        for path in (ROOT / package).rglob("__init__.py")
+    }
+    assert found == listed
+
+
+def test_wheel_holds_exactly_the_tree(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    subprocess.run([*command, "--config-settings=--build-option=--quiet", str(ROOT)], check=True, cwd=tmp_path, timeout=100)
+    [wheel] = tmp_path.glob("headrace-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if name.startswith("headrace/")}
+    tree = {
+        f"headrace/{path.relative_to(ROOT)}"
+        for package in RANKS
+        for path in (ROOT / package).rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+    assert packed == tree
+
+
+def test_importing_the_packages_pulls_nothing_heavy() -> None:
+    code = (
+        "import sys, headrace.sandboxes, headrace.buffer, headrace.policies, headrace.serve, headrace.actors\n"
+        "import headrace.actors.config, headrace.actors.service, headrace.serve.gateway, headrace.sandboxes.local\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_version_comes_from_the_distribution() -> None:
+    from importlib.metadata import version
+
+    assert version("headrace") == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

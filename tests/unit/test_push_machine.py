@@ -1,0 +1,117 @@
+"""The order of a push under failures in every place."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.policies.engine import EngineId
+from headrace.policies.push_machine import Blame, Failure, Phase, PushMachine, PushOutcome, Step
+
+A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
+GONE = Failure(blame=Blame.ENGINE, message="gone")
+VICTIM = Failure(blame=Blame.VICTIM, message="its group broke")
+
+
+def run(machine: PushMachine, failing: dict[tuple[Phase, EngineId], Failure]) -> list[Step]:
+    """Drive the machine; each failure happens once."""
+    steps = []
+    while step := machine.next():
+        steps.append(step)
+        if step.phase is Phase.BROADCAST:
+            for engine_id in step.engines:
+                machine.touched(engine_id)
+        found = {
+            engine_id: failing.pop((step.phase, engine_id))
+            for engine_id in step.engines
+            if (step.phase, engine_id) in failing
+        }
+        machine.done(step, found)
+    return steps
+
+
+def phases(steps: list[Step], engine_id: EngineId) -> list[Phase]:
+    return [step.phase for step in steps if engine_id in step.engines]
+
+
+def test_a_good_push_takes_every_phase_in_order() -> None:
+    machine = PushMachine([[A], [B]])
+    steps = run(machine, {})
+    assert phases(steps, A) == phases(steps, B) == list(Phase)
+    assert [step.wave for step in steps] == [0] * len(Phase) + [1] * len(Phase)
+    assert machine.outcome(A) is machine.outcome(B) is PushOutcome.UPDATED
+
+
+def test_refused_begin_leaves_session_pause_and_gate() -> None:
+    machine = PushMachine([[A], [B]])
+    steps = run(machine, {(Phase.BEGIN, A): GONE})
+    assert phases(steps, A)[-4:] == [Phase.BEGIN, Phase.END, Phase.RESUME, Phase.OPEN]
+    assert machine.outcome(A) is PushOutcome.QUARANTINED
+    assert machine.outcome(B) is PushOutcome.UPDATED
+
+
+def test_tainted_engine_is_neither_resumed_nor_opened() -> None:
+    machine = PushMachine([[A], [B]])
+    steps = run(machine, {(Phase.BROADCAST, A): GONE})
+    assert phases(steps, A)[-1] is Phase.BROADCAST
+    assert machine.outcome(A) is PushOutcome.QUARANTINED
+    assert machine.outcome(B) is PushOutcome.UPDATED
+
+
+def test_survivors_of_a_wave_are_sent_again_in_a_new_group() -> None:
+    machine = PushMachine([[A, B, C]])
+    steps = run(machine, {(Phase.BROADCAST, A): GONE, (Phase.BROADCAST, B): VICTIM, (Phase.BROADCAST, C): VICTIM})
+    broadcasts = [step for step in steps if step.phase is Phase.BROADCAST]
+    assert [(step.engines, step.attempt) for step in broadcasts] == [((A, B, C), 0), ((B, C), 1)]
+    assert [machine.outcome(item) for item in (A, B, C)] == [
+        PushOutcome.QUARANTINED,
+        PushOutcome.UPDATED,
+        PushOutcome.UPDATED,
+    ]
+
+
+def test_loss_during_pause_forms_a_new_group_before_broadcast() -> None:
+    machine = PushMachine([[A, B]])
+    steps = run(machine, {(Phase.PAUSE, A): GONE})
+    assert phases(steps, B).count(Phase.FORM) == 2
+    assert phases(steps, B).count(Phase.PAUSE) == 1
+    assert phases(steps, A)[-2:] == [Phase.RESUME, Phase.OPEN]
+
+
+def test_abandoned_push_leaves_later_waves_behind() -> None:
+    machine = PushMachine([[A], [B]])
+    steps = []
+    while step := machine.next():
+        steps.append(step)
+        if step.phase is Phase.BEGIN:
+            machine.abandon("the sender died")
+        machine.done(step, {})
+    assert phases(steps, A)[-3:] == [Phase.END, Phase.RESUME, Phase.OPEN]
+    assert phases(steps, B) == []
+    assert machine.outcome(A) is machine.outcome(B) is PushOutcome.BEHIND
+
+
+FAILURES = st.dictionaries(
+    st.tuples(st.sampled_from(list(Phase)), st.sampled_from([A, B, C])), st.sampled_from([GONE, VICTIM]), max_size=6
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(FAILURES, st.sampled_from([[[A], [B], [C]], [[A, B], [C]], [[A, B, C]]]))
+def test_whatever_fails(failing: dict[tuple[Phase, EngineId], Failure], waves: list[list[EngineId]]) -> None:
+    machine = PushMachine(waves)
+    steps = run(machine, dict(failing))
+    assert len(steps) < 200
+    for engine_id in (A, B, C):
+        taken, progress = phases(steps, engine_id), machine.progress[engine_id]
+        if Phase.BROADCAST in taken:
+            assert Phase.BEGIN in taken[: taken.index(Phase.BROADCAST)]
+        if not progress.tainted:
+            assert not progress.gated or (Phase.OPEN, engine_id) in failing
+            assert not progress.paused or (Phase.RESUME, engine_id) in failing
+            assert not progress.session or (Phase.END, engine_id) in failing
+        else:
+            assert (taken[-1], engine_id) in failing
+        if machine.outcome(engine_id) is PushOutcome.UPDATED:
+            assert progress.complete
+            assert {Phase.VERIFY, Phase.RESUME, Phase.OPEN} <= set(taken)

@@ -1,0 +1,253 @@
+"""Batches: the bound, leases, commits, epochs, rollbacks."""
+
+from __future__ import annotations
+
+import pickle
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from headrace.buffer.errors import LeaseError, LedgerBehind, LedgerMismatch, StaleEpoch, VersionMismatch
+from headrace.buffer.records import BatchState, RolloutState
+from headrace.buffer.types import BatchId, BatchLease, batch_digest, extend_chain
+from headrace.buffer.versions import PolicyVersion
+
+cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
+FIRST = PolicyVersion(1, 0)
+
+
+@pytest.fixture
+def stocked():
+    """Batches of 4 in groups of 2, bound 2: twelve sealed rollouts of version 1.0."""
+    buffer = cases.core()
+    buffer.open_epoch(None, 0.0)
+    cases.fill(buffer, FIRST)
+    return buffer
+
+
+def ids(record):
+    return [member.rollout_id for member in record.members]
+
+
+def test_oldest_first_and_exactly_batch_size(stocked):
+    record = stocked.take(FIRST, 1, 2.0)
+    assert ids(record) == ["g000000-0", "g000000-1", "g000001-0", "g000001-1"]
+    assert stocked.inventory().leased == 4
+    assert stocked.take(FIRST, 1, 2.0) == record, "a repeated take is the same lease"
+
+
+def test_nothing_is_taken_before_a_batch_is_full():
+    buffer = cases.core()
+    buffer.open_epoch(None, 0.0)
+    orders = buffer.issue(4, FIRST, 0.0)
+    for order in orders[:3]:
+        buffer.offer(cases.result(order, FIRST), 1.0)
+    assert buffer.take(FIRST, 1, 2.0) is None
+    buffer.offer(cases.result(orders[3], FIRST), 1.0)
+    assert buffer.take(FIRST, 1, 2.0) is not None
+
+
+def test_the_version_must_follow(stocked):
+    with pytest.raises(VersionMismatch, match="at version 1.1"):
+        stocked.take(PolicyVersion(1, 1), 1, 2.0)
+    first = stocked.take(FIRST, 1, 2.0)
+    ahead = stocked.take(PolicyVersion(1, 1), 1, 2.0)
+    assert ahead.members[0].staleness == 1
+    report = cases.StepReport(batch_id=first.batch_id, version=PolicyVersion(1, 2), skipped=False)
+    with pytest.raises(VersionMismatch, match="expected 1.1"):
+        stocked.commit(cases.lease_of(first), report, 3.0)
+    with pytest.raises(LeaseError, match="order taken"):
+        stocked.commit(
+            cases.lease_of(ahead), replace(report, batch_id=ahead.batch_id, version=PolicyVersion(1, 1)), 3.0
+        )
+
+
+def test_what_is_over_the_bound_is_evicted_and_counted(stocked):
+    version = FIRST
+    for _ in range(3):
+        record, version = cases.step(stocked, version)
+    assert [member.staleness for member in record.members] == [2, 2, 2, 2]
+    cases.fill(stocked, FIRST, limit=2)
+    cases.fill(stocked, version, limit=4)
+    record = stocked.take(version, 1, 4.0)
+    assert [member.staleness for member in record.members] == [0, 0, 0, 0]
+    assert stocked.status().rollouts[RolloutState.EVICTED] == 2
+    assert stocked.status().counters["rollouts_evicted"] == 2
+    evicted = [rollout for rollout in stocked.state.rollouts.values() if rollout.state is RolloutState.EVICTED]
+    assert all(rollout.reward is not None and rollout.advantage is not None for rollout in evicted)
+
+
+def test_staleness_is_that_of_the_oldest_trained_token():
+    buffer = cases.core()
+    buffer.open_epoch(None, 0.0)
+    version = FIRST
+    cases.fill(buffer, FIRST, limit=8)
+    for _ in range(2):
+        _, version = cases.step(buffer, version)
+    for order in buffer.issue(4, version, 0.0):
+        buffer.offer(cases.result(order, version, FIRST), 1.0)
+    assert {member.staleness for member in buffer.take(version, 1, 2.0).members} == {2}
+
+
+def test_commit_is_idempotent_and_extends_the_chain(stocked):
+    record, version = cases.step(stocked, FIRST)
+    digest = batch_digest(record.batch_id, tuple((member.rollout_id, member.attempt) for member in record.members))
+    assert stocked.state.chain == extend_chain("", digest)
+    stocked.drain()
+    stocked.commit(
+        cases.lease_of(record), cases.StepReport(batch_id=record.batch_id, version=version, skipped=False), 9.0
+    )
+    assert stocked.drain() == ()
+    with pytest.raises(LeaseError):
+        stocked.release(cases.lease_of(record))
+    with pytest.raises(LeaseError, match="not leased"):
+        stocked.commit(
+            BatchLease(batch_id=BatchId("b99"), epoch=1),
+            cases.StepReport(batch_id=BatchId("b99"), version=version, skipped=False),
+            9.0,
+        )
+
+
+def test_a_skipped_step_consumes_its_batch_and_keeps_the_version(stocked):
+    first = stocked.take(FIRST, 1, 2.0)
+    ahead = stocked.take(PolicyVersion(1, 1), 1, 2.0)
+    stocked.commit(
+        cases.lease_of(first), cases.StepReport(batch_id=first.batch_id, version=FIRST, skipped=True), 3.0
+    )
+    assert stocked.state.head == FIRST
+    assert stocked.status().steps_skipped == 1
+    restamped = stocked.state.batches[ahead.batch_id]
+    assert restamped.version == FIRST
+    assert [member.staleness for member in restamped.members] == [0, 0, 0, 0]
+    assert stocked.take(FIRST, 1, 3.0) == restamped
+
+
+def test_a_released_batch_is_issued_again_as_it_was(stocked):
+    record = stocked.take(FIRST, 1, 2.0)
+    stocked.release(cases.lease_of(record))
+    stocked.release(cases.lease_of(record))
+    assert stocked.inventory().leased == 0
+    again = stocked.take(FIRST, 1, 3.0)
+    assert (again.batch_id, ids(again)) == (record.batch_id, ids(record))
+
+
+def test_older_epochs_are_fenced(stocked):
+    record = stocked.take(FIRST, 1, 2.0)
+    assert stocked.open_epoch(None, 3.0) == PolicyVersion(2, 0)
+    report = cases.StepReport(batch_id=record.batch_id, version=PolicyVersion(1, 1), skipped=False)
+    stocked.drain()
+    for call in (
+        lambda: stocked.commit(cases.lease_of(record), report, 4.0),
+        lambda: stocked.take(FIRST, 1, 4.0),
+        lambda: stocked.release(cases.lease_of(record)),
+        lambda: stocked.checkpointed(cases.checkpoint(stocked, FIRST), 4.0),
+    ):
+        with pytest.raises(StaleEpoch) as caught:
+            call()
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert stocked.drain() == ()
+    again = stocked.take(PolicyVersion(2, 0), 2, 4.0)
+    assert (again.batch_id, ids(again)) == (record.batch_id, ids(record))
+
+
+def test_resume_issues_the_undone_batches_again_in_order(stocked):
+    first, version = cases.step(stocked, FIRST)
+    saved = cases.checkpoint(stocked, version)
+    stocked.checkpointed(saved, 3.0)
+    cases.fill(stocked, version)
+    second, version = cases.step(stocked, version)
+    third, version = cases.step(stocked, version)
+    held = stocked.take(version, 1, 4.0)
+    start = stocked.open_epoch(saved, 5.0)
+    assert start == PolicyVersion(2, 1)
+    assert stocked.status().steps_committed == 1
+    assert stocked.state.chain == saved.chain
+    assert stocked.status().counters["batches_rolled_back"] == 2
+    version, again = start, []
+    for _ in range(3):
+        record, version = cases.step(stocked, version, epoch=2)
+        again.append((record.batch_id, ids(record)))
+    assert again == [(batch.batch_id, ids(batch)) for batch in (second, third, held)]
+    assert first.batch_id not in [batch_id for batch_id, _ in again]
+
+
+def test_a_batch_over_the_bound_after_resume_loses_only_those_members():
+    buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 1}))
+    buffer.open_epoch(None, 0.0)
+    cases.fill(buffer, FIRST, limit=4)
+    kept = cases.fill(buffer, FIRST, limit=2)
+    _, version = cases.step(buffer, FIRST)
+    over = cases.fill(buffer, version, limit=2)
+    second, _ = cases.step(buffer, version)
+    assert ids(second) == [order.rollout_id for order in (*kept, *over)]
+    version = buffer.open_epoch(None, 2.0)
+    _, version = cases.step(buffer, version, epoch=2)
+    assert buffer.take(version, 2, 3.0) is None, "2.1 against 1.1 is two updates"
+    assert buffer.state.batches[second.batch_id].state is BatchState.DISSOLVED
+    assert {buffer.state.rollouts[order.rollout_id].state for order in over} == {RolloutState.EVICTED}
+    later = cases.fill(buffer, version, limit=2)
+    fresh = buffer.take(version, 2, 3.0)
+    assert ids(fresh) == [order.rollout_id for order in (*kept, *later)], "the others are at the front"
+    assert fresh.batch_id != second.batch_id
+
+
+def test_versions_are_never_reused_when_nothing_was_saved(stocked):
+    cases.step(stocked, FIRST)
+    assert stocked.open_epoch(None, 5.0) == PolicyVersion(2, 0)
+    assert stocked.open_epoch(None, 6.0) == PolicyVersion(3, 0)
+    assert stocked.state.tree.staleness(PolicyVersion(3, 1), PolicyVersion(1, 1)) == 2
+
+
+def test_a_ledger_behind_the_checkpoint_is_refused(stocked):
+    _, version = cases.step(stocked, FIRST)
+    saved = cases.checkpoint(stocked, version)
+    fresh = cases.core()
+    fresh.open_epoch(None, 0.0)
+    fresh.drain()
+    with pytest.raises(LedgerBehind, match="has not committed"):
+        fresh.open_epoch(saved, 1.0)
+    assert fresh.drain() == ()
+    with pytest.raises(LedgerMismatch, match="trained other batches"):
+        stocked.open_epoch(replace(saved, chain="00" * 32), 1.0)
+    with pytest.raises(LedgerMismatch, match="says version"):
+        stocked.open_epoch(replace(saved, version=PolicyVersion(1, 7)), 1.0)
+
+
+def test_a_checkpoint_of_an_undone_path_is_refused(stocked):
+    _, version = cases.step(stocked, FIRST)
+    dead = cases.checkpoint(stocked, version)
+    stocked.open_epoch(None, 1.0)
+    with pytest.raises(LedgerMismatch):
+        stocked.open_epoch(dead, 2.0)
+    cases.step(stocked, PolicyVersion(2, 0), epoch=2)
+    with pytest.raises(LedgerMismatch, match="rolled back"):
+        stocked.open_epoch(dead, 3.0)
+
+
+def test_a_checkpoint_at_the_start_of_an_epoch_is_accepted(stocked):
+    _, version = cases.step(stocked, FIRST)
+    start = stocked.open_epoch(cases.checkpoint(stocked, version), 1.0)
+    assert start == PolicyVersion(2, 1)
+    saved = cases.checkpoint(stocked, start)
+    stocked.checkpointed(saved, 2.0)
+    stocked.checkpointed(saved, 2.0)
+    assert stocked.open_epoch(saved, 3.0) == PolicyVersion(3, 1)
+
+
+def test_covered_groups_are_forgotten_but_counted(stocked):
+    version = FIRST
+    for _ in range(3):
+        record, version = cases.step(stocked, version)
+    before = stocked.status().rollouts
+    stocked.checkpointed(cases.checkpoint(stocked, version), 4.0)
+    assert stocked.state.rollouts == {}
+    assert stocked.state.batches == {}
+    assert stocked.status().rollouts == before
+    late = cases.result(SimpleNamespace(rollout_id=record.members[0].rollout_id, attempt=1), FIRST)
+    assert stocked.offer(late, 5.0).status == "late"
+    assert stocked.needs_history(None)
+    with pytest.raises(LedgerMismatch, match="all rows"):
+        stocked.open_epoch(None, 6.0)

@@ -1,0 +1,253 @@
+"""What is issued, what is accepted, how groups are sealed."""
+
+from __future__ import annotations
+
+import math
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from headrace.buffer.acceptance import AcceptanceRule, GroupView, every_member
+from headrace.buffer.advantages import advantages
+from headrace.buffer.records import FilterReason, GroupState, RolloutState
+from headrace.buffer.replay import BufferConfig
+from headrace.buffer.stream import TaskStream
+from headrace.buffer.types import Cause, ReceiptStatus, RolloutId
+from headrace.buffer.versions import PolicyVersion
+
+cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
+FIRST = PolicyVersion(1, 0)
+TRIO = BufferConfig(batch_size=6, group_size=3, max_staleness=1)
+
+
+@pytest.fixture
+def opened():
+    buffer = cases.core()
+    assert buffer.open_epoch(None, 0.0) == FIRST
+    return buffer
+
+
+def trio(**changes):
+    """A buffer with one open group of three and its orders."""
+    buffer = cases.core(TRIO.model_copy(update=changes))
+    buffer.open_epoch(None, 0.0)
+    return buffer, buffer.issue(3, FIRST, 0.0)
+
+
+def test_config_refuses_what_cannot_work():
+    with pytest.raises(ValidationError, match='mode = "sync"'):
+        BufferConfig(max_staleness=0)
+    with pytest.raises(ValidationError, match="min_members"):
+        BufferConfig(group_size=2, min_members=3)
+    with pytest.raises(ValidationError, match="never fit"):
+        BufferConfig(batch_size=2, group_size=8, max_staleness=1)
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        BufferConfig(batchsize=2)
+    assert BufferConfig(max_staleness=0, mode="sync").max_staleness == 0
+
+
+def test_stream_is_a_permutation_per_pass_and_repeatable():
+    stream, again = (TaskStream(cases.tasks(5), seed=1) for _ in range(2))
+    first, second = ([stream.task(lap * 5 + i).id for i in range(5)] for lap in range(2))
+    assert sorted(first) == sorted(second) == [task.id for task in cases.tasks(5)]
+    assert first != second
+    assert again.task(7).id == second[2]
+    assert again.task(2).id == first[2]
+    with pytest.raises(ValueError, match="no training tasks"):
+        TaskStream([], seed=0)
+
+
+def test_inventory_bounds_what_starts(opened):
+    assert opened.admit() == 12
+    orders = opened.issue(1000, FIRST, 0.0)
+    assert len(orders) == 12
+    assert opened.admit() == 0
+    assert opened.issue(5, FIRST, 0.0) == ()
+    for order in orders:
+        opened.offer(cases.result(order, FIRST), 1.0)
+    assert opened.admit() == 0, "sealed rollouts are in stock"
+    cases.step(opened, FIRST)
+    assert opened.admit() == 4
+
+
+def test_a_group_may_start_in_parts(opened):
+    (first,) = opened.issue(1, FIRST, 0.0)
+    (second,) = opened.issue(1, FIRST, 0.0)
+    assert first.group_id == second.group_id
+    assert first.task == second.task
+    assert opened.state.next_ordinal == 1
+
+
+def test_max_in_flight_caps_what_starts():
+    buffer = cases.core(cases.SMALL.model_copy(update={"max_in_flight": 3}))
+    buffer.open_epoch(None, 0.0)
+    orders = buffer.issue(1000, FIRST, 0.0)
+    assert len(orders) == 3
+    buffer.offer(cases.result(orders[0], FIRST), 1.0)
+    assert len(buffer.issue(1000, FIRST, 0.0)) == 1
+    assert buffer.admit(in_flight=2) == 0, "its own three count"
+
+
+def test_sync_starts_only_what_the_batch_needs():
+    config = BufferConfig(batch_size=4, group_size=2, max_staleness=0, mode="sync")
+    buffer = cases.core(config)
+    buffer.open_epoch(None, 0.0)
+    orders = buffer.issue(1000, FIRST, 0.0)
+    assert len(orders) == 4
+    for order in orders:
+        buffer.offer(cases.result(order, FIRST), 1.0)
+    record = buffer.take(FIRST, 1, 2.0)
+    assert buffer.issue(1000, FIRST, 2.0) == (), "the next batch needs the next version"
+    report = cases.StepReport(batch_id=record.batch_id, version=PolicyVersion(1, 1), skipped=False)
+    buffer.commit(cases.lease_of(record), report, 3.0)
+    assert buffer.issue(1000, FIRST, 3.0) == (), "the engines still serve the old version"
+    assert len(buffer.issue(1000, PolicyVersion(1, 1), 3.0)) == 4
+
+
+def test_offers_count_once(opened):
+    first, second = opened.issue(2, FIRST, 0.0)
+    done = cases.result(first, FIRST)
+    assert opened.offer(done, 1.0).status is ReceiptStatus.ACCEPTED
+    opened.drain()
+    assert opened.offer(done, 1.0).status is ReceiptStatus.DUPLICATE
+    assert opened.offer(replace(done, attempt=2), 1.0).status is ReceiptStatus.UNKNOWN
+    assert opened.offer(replace(done, rollout_id=RolloutId("g000009-0")), 1.0).status is ReceiptStatus.UNKNOWN
+    assert opened.offer(replace(done, rollout_id=RolloutId("nonsense")), 1.0).status is ReceiptStatus.UNKNOWN
+    assert {type(record).__name__ for record in opened.drain()} == {"CounterRecord"}, "refused offers only count"
+    opened.offer(cases.ended(second, Cause.INFRA), 1.0)
+    (again,) = opened.issue(1, FIRST, 2.0)
+    assert (again.rollout_id, again.attempt) == (second.rollout_id, 2)
+    assert opened.offer(cases.result(second, FIRST), 3.0).status is ReceiptStatus.LATE
+    assert opened.status().counters["offers_late"] == 1
+    assert opened.status().counters["offers_duplicate"] == 1
+    assert opened.status().counters["offers_unknown"] == 3
+
+
+def test_infra_is_refilled_then_poison(opened):
+    poisoned, other = opened.issue(2, FIRST, 0.0)
+    for attempt in range(1, 4):
+        assert opened.state.rollouts[poisoned.rollout_id].attempt == attempt
+        cause = Cause.EVALUATOR if attempt == 2 else Cause.INFRA
+        opened.offer(cases.ended(replace(poisoned, attempt=attempt), cause), 1.0)
+        if attempt < 3:
+            opened.issue(1, FIRST, 1.0)
+    assert opened.state.rollouts[poisoned.rollout_id].state is RolloutState.POISON
+    opened.offer(cases.result(other, FIRST), 2.0)
+    group = opened.state.groups[other.group_id]
+    assert group.state is GroupState.DROPPED, "one of two is below min_members"
+    assert opened.state.rollouts[other.rollout_id].reason is FilterReason.GROUP_DROPPED
+    assert opened.status().counters["groups_dropped"] == 1
+
+
+def test_poison_members_are_left_out_of_the_group():
+    buffer, (first, second, third) = trio(max_attempts=1)
+    buffer.offer(cases.result(first, FIRST, reward=1.0), 1.0)
+    buffer.offer(cases.ended(second, Cause.INFRA), 1.0)
+    buffer.offer(cases.result(third, FIRST, reward=0.0), 1.0)
+    sealed = {state.rollout_id: state.advantage for state in buffer.state.rollouts.values() if state.advantage is not None}
+    assert sealed == {first.rollout_id: pytest.approx(2.0, abs=1e-4), third.rollout_id: pytest.approx(-2.0, abs=1e-4)}
+
+
+def test_cancelled_and_abandoned_attempts_are_refilled(opened):
+    first, second = opened.issue(2, FIRST, 0.0)
+    opened.offer(cases.ended(first, Cause.CANCELLED), 1.0)
+    assert opened.worker_lost([second.rollout_id], 1.0) == 1
+    assert opened.worker_lost([second.rollout_id], 1.0) == 0
+    assert opened.offer(cases.result(second, FIRST), 1.0).status is ReceiptStatus.LATE, "the dead worker still speaks"
+    assert opened.state.rollouts[first.rollout_id].failures == 0
+    assert opened.state.rollouts[second.rollout_id].failures == 1
+    orders = opened.issue(2, FIRST, 2.0)
+    assert [order.attempt for order in orders] == [2, 2]
+    assert opened.restart_in_flight(3.0) == 2
+
+
+def test_rollouts_over_the_bound_are_named(opened):
+    old = opened.issue(2, FIRST, 0.0)
+    new = opened.issue(2, PolicyVersion(1, 1), 0.0)
+    assert opened.over_bound(PolicyVersion(1, 2)) == ()
+    assert set(opened.over_bound(PolicyVersion(1, 3))) == {(order.rollout_id, 1) for order in old}
+    assert len(opened.over_bound(PolicyVersion(1, 4))) == len(old) + len(new)
+
+
+def test_advantages_use_the_other_members_mean():
+    rewards = (1.0, 0.0, 0.0, 1.0)
+    assert advantages(rewards, "centered") == pytest.approx((2 / 3, -2 / 3, -2 / 3, 2 / 3))
+    assert advantages(rewards, "grpo") == pytest.approx((4 / 3, -4 / 3, -4 / 3, 4 / 3), abs=1e-5)
+    assert math.fsum(advantages((0.3, 0.1, 0.9), "grpo")) == pytest.approx(0.0, abs=1e-9)
+    assert advantages((0.5, 0.5), "grpo") == (0.0, 0.0)
+
+
+def test_a_group_waits_for_every_member():
+    buffer, (first, second, third) = trio()
+    buffer.offer(cases.result(first, FIRST), 1.0)
+    buffer.offer(cases.result(second, FIRST, reward=0.0), 1.0)
+    assert buffer.state.groups[first.group_id].state is GroupState.OPEN
+    assert buffer.inventory().waiting == 2
+    buffer.offer(cases.result(third, FIRST, reward=0.0), 1.0)
+    assert buffer.state.groups[first.group_id].state is GroupState.SEALED
+    assert buffer.inventory().sealed == 3
+
+
+@pytest.mark.parametrize(("rule", "state"), [("keep", RolloutState.SEALED), ("filter", RolloutState.FILTERED)])
+def test_groups_without_variance(rule, state):
+    buffer, orders = trio(zero_variance=rule)
+    for order in orders:
+        buffer.offer(cases.result(order, FIRST, reward=1.0), 1.0)
+    assert {buffer.state.rollouts[order.rollout_id].state for order in orders} == {state}
+    assert buffer.status().counters["groups_zero_variance"] == 1
+
+
+def test_results_without_trained_tokens_count_in_the_baseline_only():
+    buffer, (first, second, third) = trio(advantage="centered")
+    buffer.offer(cases.result(first, reward=0.0), 1.0)
+    buffer.offer(cases.result(second, FIRST, reward=0.0, trainable=False), 1.0)
+    buffer.offer(cases.result(third, FIRST, reward=1.0), 1.0)
+    assert buffer.state.rollouts[first.rollout_id].reason is FilterReason.NO_TOKENS
+    assert buffer.state.rollouts[second.rollout_id].reason is FilterReason.NOT_TRAINABLE
+    assert buffer.state.rollouts[third.rollout_id].advantage == pytest.approx(1.0)
+
+
+def test_a_result_that_contradicts_itself_is_our_failure(opened):
+    row = cases.trajectory(FIRST).rows[0]
+    broken = (
+        replace(row, loss_mask_T=row.loss_mask_T[:-1]),
+        replace(row, versions=()),
+        replace(row, versions=(replace(row.versions[0], end=99),)),
+        replace(row, versions=(replace(row.versions[0], version=PolicyVersion(7, 0)),)),
+        replace(row, logprobs_T=np.full_like(row.logprobs_T, np.nan)),
+    )
+    for order, bad in zip(opened.issue(5, FIRST, 0.0), broken, strict=True):
+        done = cases.result(order, FIRST)
+        done = replace(done, trajectory=replace(done.trajectory, rows=(bad,)))
+        assert opened.offer(done, 1.0).status is ReceiptStatus.ACCEPTED
+        attempt = opened.state.attempts[order.rollout_id]
+        assert attempt.cause is Cause.INFRA
+        assert "malformed" in attempt.detail
+        assert opened.state.rollouts[order.rollout_id].reward is None
+    (order,) = [order for order in opened.issue(9, FIRST, 2.0) if order.attempt == 1][:1]
+    done = cases.result(order, FIRST)
+    opened.offer(replace(done, outcome=replace(done.outcome, reward=None)), 3.0)
+    assert opened.state.attempts[order.rollout_id].cause is Cause.INFRA
+
+
+def test_rules_compose():
+    enough = AcceptanceRule(lambda group: group.finished >= 2)
+    view = GroupView(finished=2, running=1, poison=0)
+    assert not every_member()(view)
+    assert (every_member() | enough)(view)
+    assert not (every_member() & enough)(view)
+    assert (every_member() & enough)(replace(view, running=0))
+
+
+def test_evaluations_are_kept_once(opened):
+    (order,) = opened.issue(1, FIRST, 0.0)
+    done = replace(cases.result(order, FIRST), rollout_id=RolloutId("eval-0"))
+    receipts = [opened.record_evaluation(done, order.task.id, "base", FIRST, 1.0).status for _ in range(2)]
+    assert receipts == [ReceiptStatus.ACCEPTED, ReceiptStatus.DUPLICATE]
+    assert opened.status().evaluations == 1
+    assert opened.inventory().waiting == 0

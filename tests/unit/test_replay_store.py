@@ -1,0 +1,213 @@
+"""The async shell: durable before answered, group commit, waiting, ending on failure."""
+
+from __future__ import annotations
+
+import asyncio
+import runpy
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from headrace.buffer.errors import LedgerBroken, StaleEpoch
+from headrace.buffer.ledger import Ledger
+from headrace.buffer.records import RolloutState
+from headrace.buffer.store import ReplayStore
+from headrace.buffer.types import CheckpointRef, ReceiptStatus, RolloutId, StepReport
+from headrace.buffer.verify import verify
+from headrace.buffer.versions import PolicyVersion
+
+cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
+FIRST = PolicyVersion(1, 0)
+GUARD_S = 20.0
+
+
+async def open_store(run_dir, **changes):
+    config = cases.SMALL.model_copy(update=changes)
+    return await ReplayStore.open(run_dir, config, cases.tasks(), run_id="run", seed=3, clock=lambda: 100.0)
+
+
+async def fill(store, version, limit=1000):
+    orders = await store.issue(limit, version)
+    rewards = [float(position % 2) for position in range(len(orders))]
+    return await store.offer_many(
+        [cases.result(order, version, reward=reward) for order, reward in zip(orders, rewards, strict=True)]
+    )
+
+
+async def step(store, version):
+    batch = await store.take(version, version.epoch, timeout_s=GUARD_S)
+    after = PolicyVersion(version.epoch, version.step + 1)
+    await store.commit(batch.lease, StepReport(batch_id=batch.lease.batch_id, version=after, skipped=False))
+    return batch, after
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+async def test_a_batch_carries_what_was_offered(tmp_path, in_memory):
+    async with await open_store(None if in_memory else tmp_path) as store:
+        assert await store.open_epoch(None) == FIRST
+        assert {receipt.status for receipt in await fill(store, FIRST)} == {ReceiptStatus.ACCEPTED}
+        batch, after = await step(store, FIRST)
+        assert len(batch.items) == 4
+        assert [item.reward for item in batch.items] == [0.0, 1.0, 0.0, 1.0]
+        assert batch.items[1].advantage == pytest.approx(2.0, abs=1e-4)
+        assert batch.items[0].trajectory.rows[0].versions[0].version == FIRST
+        assert store.status().head == after
+        chain = store.status().chain
+    assert bytes.fromhex(chain)
+
+
+async def test_acknowledged_means_on_disk(tmp_path):
+    async with await open_store(tmp_path) as store:
+        await store.open_epoch(None)
+        (receipt, *_) = await fill(store, FIRST)
+        with closing(sqlite3.connect(f"{(tmp_path / 'ledger.db').as_uri()}?mode=ro", uri=True)) as reader:
+            row = reader.execute("SELECT offered FROM attempts WHERE rollout_id = ?", (receipt.rollout_id,)).fetchone()
+        assert row == (1,)
+
+
+async def test_concurrent_calls_share_a_transaction(tmp_path, monkeypatch):
+    writes = []
+    write = Ledger.write
+
+    def counted(self, changes, trajectories):
+        writes.append(len(changes))
+        write(self, changes, trajectories)
+
+    monkeypatch.setattr(Ledger, "write", counted)
+    async with await open_store(tmp_path) as store:
+        await store.open_epoch(None)
+        orders = await store.issue(1000, FIRST)
+        writes.clear()
+        async with asyncio.TaskGroup() as group:
+            for order in orders:
+                group.create_task(store.offer_many([cases.result(order, FIRST)]))
+        assert len(orders) == 12
+        assert len(writes) <= 3, "the first call's own, then one for all who waited"
+
+
+async def test_take_waits_for_a_batch_and_ends_in_time(tmp_path):
+    async with await open_store(tmp_path) as store:
+        await store.open_epoch(None)
+        assert await store.take(FIRST, 1, timeout_s=0.0) is None
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(store.take(FIRST, 1, timeout_s=GUARD_S))
+            await asyncio.sleep(0)
+            group.create_task(fill(store, FIRST))
+        batch = waiting.result()
+        assert batch.version == FIRST
+        again = await store.take(FIRST, 1, timeout_s=0.0)
+        assert again.lease == batch.lease
+
+
+async def test_a_waiting_take_of_a_dead_learner_is_fenced(tmp_path):
+    async with await open_store(tmp_path) as store:
+        await store.open_epoch(None)
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(asyncio.wait_for(_fenced(store), GUARD_S))
+            await asyncio.sleep(0)
+            assert await store.open_epoch(None) == PolicyVersion(2, 0)
+        assert waiting.result()
+
+
+async def _fenced(store):
+    with pytest.raises(StaleEpoch):
+        await store.take(FIRST, 1, timeout_s=GUARD_S)
+    return True
+
+
+async def test_issue_waits_for_room(tmp_path):
+    async with await open_store(tmp_path) as store:
+        await store.open_epoch(None)
+        await fill(store, FIRST)
+        assert await store.issue(4, FIRST) == ()
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(store.issue(4, FIRST, timeout_s=GUARD_S))
+            await asyncio.sleep(0)
+            group.create_task(step(store, FIRST))
+        assert len(waiting.result()) == 4
+
+
+async def test_orders_nobody_received_become_new_attempts(tmp_path):
+    async with await open_store(tmp_path) as store:
+        await store.open_epoch(None)
+        issuing = asyncio.ensure_future(store.issue(2, FIRST))
+        await asyncio.sleep(0)
+        issuing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await issuing
+        orders = await store.issue(2, FIRST)
+        assert [order.attempt for order in orders] == [2, 2]
+
+
+async def test_a_write_error_ends_the_store_for_all(tmp_path):
+    store = await open_store(tmp_path)
+    await store.open_epoch(None)
+    orders = await store.issue(2, FIRST)
+    waiting = asyncio.ensure_future(store.take(FIRST, 1, timeout_s=GUARD_S))
+    await asyncio.sleep(0)
+    await store._in_thread(lambda: store._ledger._database.execute("PRAGMA query_only = ON"))
+    with pytest.raises(LedgerBroken, match="readonly"):
+        await store.offer_many([cases.result(order, FIRST) for order in orders])
+    with pytest.raises(LedgerBroken):
+        await waiting
+    for call in (store.status, store.admit):
+        with pytest.raises(LedgerBroken):
+            call()
+    with pytest.raises(LedgerBroken):
+        await store.issue(1, FIRST)
+    await store.aclose()
+    async with await open_store(tmp_path) as again:
+        assert again.status().rollouts[RolloutState.IN_FLIGHT] == 2
+        receipts = await again.offer_many([cases.result(order, FIRST) for order in orders])
+        assert {receipt.status for receipt in receipts} == {ReceiptStatus.ACCEPTED}
+
+
+async def test_a_core_that_broke_off_is_not_used_again(tmp_path):
+    async with await open_store(tmp_path) as store:
+        await store.open_epoch(None)
+        (order,) = await store.issue(1, FIRST)
+        with pytest.raises(AttributeError):
+            await store.offer_many([replace(cases.result(order, FIRST), outcome=None)])
+        with pytest.raises(LedgerBroken, match="half-way"):
+            store.status()
+
+
+async def test_evaluations_survive(tmp_path):
+    async with await open_store(tmp_path) as store:
+        await store.open_epoch(None)
+        (order,) = await store.issue(1, FIRST)
+        done = replace(cases.result(order, FIRST), rollout_id=RolloutId("eval-1"))
+        (receipt,) = await store.record_evaluations([(done, order.task.id)], tag="base", version=FIRST)
+        assert receipt.status is ReceiptStatus.ACCEPTED
+    async with await open_store(tmp_path) as store:
+        (receipt,) = await store.record_evaluations([(done, order.task.id)], tag="base", version=FIRST)
+        assert receipt.status is ReceiptStatus.DUPLICATE
+
+
+async def test_return_to_an_older_checkpoint_undoes_closed_groups(tmp_path):
+    async with await open_store(tmp_path) as store:
+        version = await store.open_epoch(None)
+        saved, trained = [], []
+        for _ in range(3):
+            await fill(store, version)
+            batch, version = await step(store, version)
+            trained.append([item.rollout_id for item in batch.items])
+            ref = CheckpointRef(
+                path="somewhere", version=version, batch_ids=(batch.lease.batch_id,), chain=store.status().chain
+            )
+            await store.checkpointed(ref)
+            saved.append(ref)
+        before = store.status().rollouts
+    async with await open_store(tmp_path) as store:
+        assert store.status().rollouts == before
+        version = await store.open_epoch(saved[0])
+        assert version == PolicyVersion(2, 1)
+        again, version = await step(store, version)
+        assert [item.rollout_id for item in again.items] == trained[1]
+    report = verify(tmp_path)
+    assert report.problems == ()
+    assert (report.steps, report.steps_rolled_back, report.trained) == (2, 2, 8)

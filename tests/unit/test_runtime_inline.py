@@ -1,0 +1,129 @@
+"""The inline runtime, the batcher and the retry table: plain asyncio, no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.actors.batching import Batcher
+from headrace.actors.errors import ActorLost, ConfigError
+from headrace.actors.retry import until_back
+from headrace.actors.runtime import InlineRuntime, require_async
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Opened:
+    """Records its life."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    async def __aenter__(self) -> Opened:
+        self._log.append("enter")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._log.append("exit")
+
+    async def work(self) -> str:
+        self._log.append("work")
+        return "done"
+
+
+class Synchronous:
+    def work(self) -> None: ...
+
+
+class WithProperty:
+    @property
+    def size(self) -> int:
+        return 1
+
+
+async def test_inline_actor_is_the_instance_entered_and_exited() -> None:
+    runtime, log = InlineRuntime(), list[str]()
+    actor = await runtime.spawn(Opened, log, name="opened")
+    assert isinstance(actor, Opened)
+    assert await actor.work() == "done"
+    await runtime.stop(actor)
+    await runtime.stop(actor)
+    assert log == ["enter", "work", "exit"]
+
+
+@pytest.mark.parametrize("cls", [Synchronous, WithProperty])
+def test_only_classes_with_async_methods_may_be_spawned(cls: type[object]) -> None:
+    with pytest.raises(TypeError, match="async"):
+        require_async(cls)
+
+
+async def test_requests_of_one_window_travel_together() -> None:
+    calls: list[list[int]] = []
+
+    async def double(requests: list[int]) -> Sequence[int | Exception]:
+        calls.append(requests)
+        return [ConfigError("odd") if request % 2 else 2 * request for request in requests]
+
+    async with Batcher(double) as batcher:
+        results = await asyncio.gather(*(batcher(number) for number in range(4)), return_exceptions=True)
+    assert calls == [[0, 1, 2, 3]]
+    assert results[0] == 0
+    assert results[2] == 4
+    assert isinstance(results[1], ConfigError)
+
+
+async def test_a_failing_call_fails_every_request_of_its_batch_and_no_other() -> None:
+    async def fail_once(requests: list[int]) -> Sequence[int | Exception]:
+        if 1 in requests:
+            raise ActorLost("gone")
+        return requests
+
+    async with Batcher(fail_once) as batcher:
+        first = await asyncio.gather(batcher(1), batcher(2), return_exceptions=True)
+        assert [type(result) for result in first] == [ActorLost, ActorLost]
+        assert await batcher(3) == 3
+
+
+async def test_a_cancelled_request_leaves_its_batch_alone() -> None:
+    seen: list[list[int]] = []
+
+    async def echo(requests: list[int]) -> Sequence[int | Exception]:
+        seen.append(requests)
+        return requests
+
+    async with Batcher(echo) as batcher:
+        gone = asyncio.ensure_future(batcher(1))
+        stays = asyncio.ensure_future(batcher(2))
+        await asyncio.sleep(0)
+        gone.cancel()
+        assert await stays == 2
+    assert seen == [[2]]
+
+
+async def test_idempotent_calls_outlive_a_restart_and_other_errors_do_not() -> None:
+    attempts = 0
+
+    async def flaky() -> int:
+        nonlocal attempts
+        attempts += 1
+        if attempts < 3:
+            raise ActorLost("restarting")
+        return attempts
+
+    async def broken() -> int:
+        raise ConfigError("no")
+
+    assert await until_back(flaky) == 3
+    with pytest.raises(ConfigError):
+        await until_back(broken)
+
+
+async def test_an_actor_that_stays_away_is_given_up() -> None:
+    async def gone() -> int:
+        raise ActorLost("gone")
+
+    with pytest.raises(ActorLost):
+        await until_back(gone, deadline_s=0.2)

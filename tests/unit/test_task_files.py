@@ -1,0 +1,113 @@
+"""Task files: what is written is read back; what is wrong is refused on one line."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.buffer.datasets.terminal import Split, generate
+from headrace.buffer.task_errors import TaskFileError
+from headrace.buffer.tasks import EvaluatorKind, load_tasks, task_digest, tasks_digest, write_tasks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STATE = {"kind": "state", "check": "raise SystemExit(1)"}
+LINE = {"id": "one", "family": "words", "instruction": "do it", "evaluator": STATE}
+
+
+def write_lines(folder: Path, *lines: object) -> Path:
+    path = folder / "tasks.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
+    return path
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    tasks = generate(0, 40, Split.TRAIN)
+    path = tmp_path / "tasks.jsonl"
+    write_tasks(path, tasks)
+    assert load_tasks(path) == tasks
+
+
+def test_defaults_and_references(tmp_path: Path) -> None:
+    (tmp_path / "check.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "start.txt").write_text("mango\n")
+    line = LINE | {
+        "files": {"/workspace/a": {"file": "start.txt"}},
+        "evaluator": STATE | {"check": {"file": "check.py"}},
+    }
+    (task,) = load_tasks(write_lines(tmp_path, "", line, ""))
+    assert task.files == {"/workspace/a": "mango\n"}
+    assert task.evaluator.check == "import sys\nsys.exit(0)\n"
+    assert (task.image, task.evaluator.kind, task.evaluator.data_paths) == (
+        "host",
+        EvaluatorKind.STATE,
+        ("/workspace",),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"reward": 1}, "reward: unknown field"),
+        ({"evaluator": STATE | {"chek": ""}}, "evaluator.chek: unknown field"),
+        ({"instruction": 3}, "instruction: Input should be a valid string"),
+        ({"instruction": ""}, "instruction: is empty"),
+        ({"family": None}, "family: Input should be a valid string"),
+        ({"evaluator": {"check": "1"}}, "evaluator.kind: is missing"),
+        ({"evaluator": STATE | {"kind": "vibes"}}, "evaluator.kind: Input should be 'state', 'patch' or 'none'"),
+        ({"evaluator": STATE | {"check": ""}}, "evaluator.check: is empty"),
+        ({"evaluator": STATE | {"check": "def"}}, "evaluator.check: is no Python source"),
+        ({"evaluator": STATE | {"check": {"file": "none.py"}}}, "evaluator.check: cannot read"),
+        ({"evaluator": STATE | {"check": {"file": "../up.py"}}}, "outside the task file's folder"),
+        ({"evaluator": STATE | {"timeout_s": "5"}}, "evaluator.timeout_s: Input should be a valid number"),
+        ({"evaluator": STATE | {"timeout_s": 0}}, "evaluator.timeout_s: 0.0 must be a number above 0"),
+        ({"evaluator": STATE | {"data_paths": ["/workspace/../etc"]}}, "evaluator.data_paths: '/workspace/../etc'"),
+        ({"files": {"/workspace/a": {"file": "none.txt"}}}, "files./workspace/a: cannot read"),
+        ({"files": {"/workspace/a": 1}}, "files./workspace/a: Input should be a valid string"),
+        ({"files": {"a": ""}}, "files: 'a' must be an absolute path"),
+    ],
+)
+def test_a_wrong_line_is_refused_with_its_number_and_key(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path = write_lines(tmp_path, LINE | {"id": "first"}, "", LINE | change)
+    with pytest.raises(TaskFileError) as caught:
+        load_tasks(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:3: ")
+    assert said in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ((LINE, LINE), ":2: id: 'one' already stands in line 1"),
+        (('{"id": "a", "id": "b"}',), ":1: id: stands twice"),
+        (("{",), ":1: is no JSON"),
+        (("[]",), ":1: must be one JSON object, not list"),
+        (({"id": "a"},), "is missing"),
+        (("", " "), "holds no task"),
+    ],
+)
+def test_other_refusals(tmp_path: Path, lines: tuple[object, ...], said: str) -> None:
+    with pytest.raises(TaskFileError, match=".*".join(said.split())) as caught:
+        load_tasks(write_lines(tmp_path, *lines))
+    assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TaskFileError, match=r"none\.jsonl: cannot be read: No such file or directory"):
+        load_tasks(tmp_path / "none.jsonl")
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(TaskFileError, match="is not UTF-8"):
+        load_tasks(tmp_path / "bytes.jsonl")
+
+
+def test_digests_tell_tasks_apart() -> None:
+    tasks = generate(0, 12, Split.TRAIN)
+    assert len({task_digest(task) for task in tasks}) == 12
+    assert task_digest(tasks[0]) == task_digest(generate(0, 1, Split.TRAIN)[0])
+    assert tasks_digest(tasks) != tasks_digest(tasks[::-1])

@@ -1,0 +1,119 @@
+"""Spans reach the file with the right parents and the derived trace id; the file never outgrows its cap."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from aiohttp import web
+from opentelemetry import trace
+
+from headrace.serve import span_names
+from headrace.serve.telemetry import TelemetryConfig, configure
+from headrace.serve.tracing import context_from, start_rollout_span, trace_id_for, traceparent_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.serve.telemetry import TelemetryHandle
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def setup(folder: Path, **fields: int) -> TelemetryHandle:
+    return configure(TelemetryConfig(**fields), process="worker-0", spans_dir=folder, install=False)
+
+
+def test_a_trace_crosses_processes_by_its_traceparent(tmp_path: Path) -> None:
+    telemetry = setup(tmp_path)
+    tracer = telemetry.tracer("test")
+    root = start_rollout_span(tracer, "rollout-7", 2, {span_names.TASK_ID: "t1"})
+    remote = tracer.start_span(span_names.TURN, context=context_from(traceparent_of(root)))
+    remote.end()
+    root.end()
+    telemetry.shutdown()
+    turn, rollout = read(tmp_path / "worker-0.jsonl")
+    assert (turn["name"], rollout["name"]) == ("turn", "rollout")
+    assert turn["trace_id"] == rollout["trace_id"] == f"{trace_id_for('rollout-7', 2):032x}"
+    assert turn["parent_id"] == rollout["span_id"]
+    assert rollout["parent_id"] == ""
+    assert rollout["process"] == "worker-0"
+    assert rollout["attributes"] == {
+        "headrace.rollout.id": "rollout-7",
+        "headrace.rollout.attempt": 2,
+        "headrace.task.id": "t1",
+    }
+
+
+def test_attempts_have_traces_of_their_own(tmp_path: Path) -> None:
+    assert trace_id_for("r", 1) != trace_id_for("r", 2)
+    telemetry = setup(tmp_path)
+    tracer = telemetry.tracer("test")
+    start_rollout_span(tracer, "r", 1).end()
+    tracer.start_span("unrelated").end()
+    telemetry.shutdown()
+    rollout, unrelated = read(tmp_path / "worker-0.jsonl")
+    assert rollout["trace_id"] != unrelated["trace_id"], "the derived id must not leak into later roots"
+
+
+@pytest.mark.parametrize("text", ["", "x", "00-12-34-01", "00-" + "g" * 32 + "-" + "1" * 16 + "-01", "00-" + "0" * 32])
+def test_a_malformed_traceparent_starts_a_trace_of_its_own(text: str) -> None:
+    assert not trace.get_current_span(context_from(text)).get_span_context().is_valid
+
+
+def test_without_an_sdk_nothing_is_recorded_and_nothing_breaks() -> None:
+    telemetry = configure(TelemetryConfig(enabled=False), process="x", spans_dir=None)
+    span = start_rollout_span(telemetry.tracer("test"), "r", 1)
+    assert traceparent_of(span) == ""
+    telemetry.shutdown()
+
+
+def test_the_file_is_rotated_at_its_cap(tmp_path: Path) -> None:
+    telemetry = setup(tmp_path, max_file_bytes=4096)
+    tracer = telemetry.tracer("test")
+    for number in range(40):
+        tracer.start_span(f"span-{number}").end()
+        if number % 5 == 4:
+            assert telemetry.flush()
+    telemetry.shutdown()
+    current, earlier = tmp_path / "worker-0.jsonl", tmp_path / "worker-0.jsonl.1"
+    assert current.stat().st_size <= 4096
+    assert earlier.stat().st_size <= 4096
+    assert read(current)[-1]["name"] == "span-39"
+
+
+async def test_spans_also_go_to_an_otlp_receiver() -> None:
+    bodies: list[bytes] = []
+
+    async def receive(request: web.Request) -> web.Response:
+        bodies.append(await request.read())
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/v1/traces", receive)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        endpoint = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/traces"
+        config = TelemetryConfig(otlp_endpoint=endpoint)
+        telemetry = configure(config, process="x", spans_dir=None, install=False)
+        telemetry.tracer("test").start_span("exported-span").end()
+        await asyncio.to_thread(telemetry.shutdown)
+    finally:
+        await runner.cleanup()
+    assert b"exported-span" in b"".join(bodies)
+
+
+def test_a_directory_that_vanished_costs_spans_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "spans"
+    telemetry = setup(folder)
+    folder.rmdir()
+    telemetry.tracer("test").start_span("lost").end()
+    telemetry.flush()
+    telemetry.shutdown()
+    assert "cannot be written" in caplog.text

@@ -1,0 +1,52 @@
+"""Staleness is the path in the tree of versions."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.buffer.versions import PolicyVersion, VersionTree
+
+
+def tree() -> VersionTree:
+    versions = VersionTree()
+    versions.open_epoch(1, None)
+    versions.open_epoch(2, PolicyVersion(1, 40))
+    versions.open_epoch(3, PolicyVersion(2, 41))
+    versions.open_epoch(4, PolicyVersion(1, 42))
+    return versions
+
+
+@pytest.mark.parametrize(
+    ("trained_at", "sampled", "updates"),
+    [
+        ("1.7", "1.3", 4),
+        ("2.40", "1.40", 0),
+        ("2.41", "1.45", 6),
+        ("3.43", "1.39", 4),
+        ("4.44", "3.42", 6),
+        ("1.3", "1.7", 4),
+    ],
+)
+def test_counts_updates_on_the_path(trained_at: str, sampled: str, updates: int) -> None:
+    assert tree().staleness(PolicyVersion.parse(trained_at), PolicyVersion.parse(sampled)) == updates
+
+
+def test_an_epoch_opens_once_and_at_a_known_parent() -> None:
+    versions = tree()
+    with pytest.raises(ValueError, match="already open"):
+        versions.open_epoch(2, PolicyVersion(1, 1))
+    with pytest.raises(ValueError, match="unknown"):
+        versions.open_epoch(6, PolicyVersion(5, 0))
+
+
+def test_two_roots_share_no_ancestor() -> None:
+    versions = tree()
+    versions.open_epoch(9, None)
+    with pytest.raises(ValueError, match="no ancestor"):
+        versions.staleness(PolicyVersion(9, 1), PolicyVersion(1, 1))
+
+
+def test_text_and_back() -> None:
+    assert PolicyVersion.parse(str(PolicyVersion(3, 14))) == PolicyVersion(3, 14)
+    with pytest.raises(ValueError, match="invalid literal"):
+        PolicyVersion.parse("3")
