@@ -198,6 +198,9 @@ class RayRuntime:
     for ever, never retried by Ray (retries are ours, by idempotency
     key)."""
 
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+
     async def spawn(
         self, cls: type[T], *args: Any, name: str, max_concurrency: int = DEFAULT_MAX_CONCURRENCY, **kwargs: Any
     ) -> T:
@@ -205,6 +208,7 @@ class RayRuntime:
         from ray import cloudpickle
 
         require_async(cls)
+        name = self._prefix + name
         handle = (
             ray.remote(Host)
             .options(
@@ -221,13 +225,14 @@ class RayRuntime:
         try:
             await _await_call(name, handle.open.remote())
         except ActorLost as error:
+            ray.kill(handle, no_restart=True)
             raise StartFailed(f"actor {name} died while starting; see the Ray logs of this run") from error
         return cast("T", ActorProxy(name, handle))
 
     async def find(self, cls: type[T], name: str) -> T:
         """The named actor, spawned by somebody else. ActorLost when there is none."""
         require_async(cls)
-        proxy = ActorProxy(name)
+        proxy = ActorProxy(self._prefix + name)
         await proxy._resolved()  # noqa: SLF001 - the proxy is ours
         return cast("T", proxy)
 

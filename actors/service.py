@@ -139,6 +139,12 @@ class Service:
         self._phase = "draining"
         await until_back(self._learner.drain)
 
+    async def reached(self, step: int) -> None:
+        """Return once the learner has committed so many optimizer updates."""
+        while self._step < step:
+            self._stepped.clear()
+            await self._stepped.wait()
+
     async def process_ids(self) -> dict[str, int]:
         """Process id by actor name; for operators and fault tests."""
         return {name: (await self._runtime.stats(actor))[0] for name, actor in self._actors.items()}
@@ -166,13 +172,8 @@ class Service:
         if not every:
             return
         for step in range(every, self._config.training.steps, every):
-            await self._step_reached(step)
+            await self.reached(step)
             await self._evaluate_once(f"step-{step}", self._config.evaluation.samples_on_the_way)
-
-    async def _step_reached(self, step: int) -> None:
-        while self._step < step:
-            self._stepped.clear()
-            await self._stepped.wait()
 
     async def _evaluate_once(self, tag: str, samples: int) -> None:
         """Run and record one evaluation; a resumed run leaves out what it has."""

@@ -152,7 +152,8 @@ class RolloutWorker:
         evaluation = [(order, result) for order, result in ended if order.purpose is Purpose.EVALUATION]
         if training:
             await until_back(lambda: self._parts.replay.offer(training))
-            self._metrics.append("rollout_phases", mean_phases(training))
+            if ran := [result for result in training if result.outcome.cause is not Cause.CANCELLED]:
+                self._metrics.append("rollout_phases", mean_phases(ran))
         if evaluation:
             await until_back(lambda: self._parts.replay.record_evaluations(evaluation))
         return [None] * len(ended)

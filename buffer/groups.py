@@ -80,7 +80,7 @@ class GroupBook:
         if status is not ReceiptStatus.ACCEPTED:
             self._state.count(f"offers_{status}")
             return Receipt(rollout_id=result.rollout_id, attempt=result.attempt, status=status)
-        outcome, trained = _classify(result, self._state.tree)
+        outcome, trained = classify(result, self._state.tree)
         attempt = replace(
             self._state.attempts[result.rollout_id],
             ended_at_s=now,
@@ -97,15 +97,12 @@ class GroupBook:
         self._end(attempt, now)
         return Receipt(rollout_id=result.rollout_id, attempt=result.attempt, status=status)
 
-    def abandon(self, rollout_id: RolloutId, attempt: int, now: float) -> bool:
-        """Whoever ran this attempt is dead: as an infra failure. False when the attempt is not in flight."""
+    def abandon(self, rollout_id: RolloutId, attempt: int, cause: Cause, detail: str, now: float) -> bool:
+        """End an attempt that nobody runs any more. False when it is not in flight."""
         if self._judge(rollout_id, attempt) is not ReceiptStatus.ACCEPTED:
             return False
-        record = replace(
-            self._state.attempts[rollout_id], ended_at_s=now, cause=Cause.INFRA, detail="abandoned: its worker is gone"
-        )
         self._state.count("attempts_abandoned")
-        self._end(record, now)
+        self._end(replace(self._state.attempts[rollout_id], ended_at_s=now, cause=cause, detail=detail), now)
         return True
 
     def over_bound(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
@@ -200,11 +197,14 @@ class GroupBook:
         self._state.count(f"filtered_{reason}")
 
 
-def _classify(result: RolloutResult, tree: VersionTree) -> tuple[Outcome, tuple[TrainedTokens, ...]]:
-    """The outcome as the ledger counts it: a result that contradicts itself is a failure of ours, never a reward."""
+def classify(result: RolloutResult, tree: VersionTree) -> tuple[Outcome, tuple[TrainedTokens, ...]]:
+    """The outcome as the ledger counts it, and what was sampled by whom.
+
+    A failure has no reward, whatever the worker says, and a result that contradicts itself is a failure of ours.
+    """
     outcome = result.outcome
     if outcome.cause in _FAILED or outcome.cause is Cause.CANCELLED:
-        return outcome, ()
+        return replace(outcome, reward=None, trainable=False), ()
     if outcome.reward is None or not math.isfinite(outcome.reward):
         return Outcome.infra(f"malformed result: cause {outcome.cause} with reward {outcome.reward}"), ()
     try:

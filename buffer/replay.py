@@ -21,10 +21,10 @@ from headrace.buffer.acceptance import every_member
 from headrace.buffer.admission import Inventory, groups_to_open
 from headrace.buffer.advantages import AdvantageKind
 from headrace.buffer.batches import BatchBook
-from headrace.buffer.groups import GroupBook, trained_tokens
+from headrace.buffer.groups import GroupBook, classify
 from headrace.buffer.records import EvaluationRecord, RolloutState, Snapshot
 from headrace.buffer.state import ReplayState
-from headrace.buffer.types import Receipt, ReceiptStatus, RolloutOrder
+from headrace.buffer.types import Cause, Receipt, ReceiptStatus, RolloutOrder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -153,7 +153,8 @@ class ReplayBuffer:
 
     def abandon(self, attempts: Iterable[tuple[RolloutId, int]], now: float) -> int:
         """The runner of these attempts is gone: they count as infra failures. Returns how many were in flight."""
-        return sum(self._groups.abandon(rollout_id, attempt, now) for rollout_id, attempt in attempts)
+        detail = "abandoned: its worker is gone"
+        return sum(self._groups.abandon(*attempt, Cause.INFRA, detail, now) for attempt in attempts)
 
     def worker_lost(self, rollouts: Iterable[RolloutId], now: float) -> int:
         """`abandon` for the current attempts of these rollouts."""
@@ -161,8 +162,11 @@ class ReplayBuffer:
         return self.abandon([attempt.key for attempt in known], now)
 
     def restart_in_flight(self, now: float) -> int:
-        """After the driver's death: every attempt in flight is abandoned."""
-        return self.worker_lost(list(self.state.by_state[RolloutState.IN_FLIGHT]), now)
+        """After the driver's death: every attempt in flight is abandoned. That is no fault of theirs: no failure
+        counts."""
+        attempts = [self.state.attempts[rollout_id].key for rollout_id in self.state.by_state[RolloutState.IN_FLIGHT]]
+        detail = "abandoned: the run was restarted"
+        return sum(self._groups.abandon(*attempt, Cause.CANCELLED, detail, now) for attempt in attempts)
 
     def keep_in_flight(self, carried: Collection[tuple[RolloutId, int]], now: float) -> int:
         """Abandon every attempt in flight that is not `carried`; returns how many."""
@@ -207,6 +211,7 @@ class ReplayBuffer:
         if key in self.state.evaluations:
             self.state.count("evaluations_duplicate")
             return Receipt(rollout_id=key[0], attempt=key[1], status=ReceiptStatus.DUPLICATE)
+        outcome, sampled = classify(result, self.state.tree)
         self.state.put(
             EvaluationRecord(
                 rollout_id=result.rollout_id,
@@ -214,10 +219,10 @@ class ReplayBuffer:
                 task_id=task_id,
                 tag=tag,
                 version=version,
-                cause=result.outcome.cause,
-                reward=result.outcome.reward,
-                detail=result.outcome.detail,
-                sampled=trained_tokens(result.trajectory, self.state.tree),
+                cause=outcome.cause,
+                reward=outcome.reward,
+                detail=outcome.detail,
+                sampled=sampled,
                 recorded_at_s=now,
             )
         )

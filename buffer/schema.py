@@ -58,12 +58,12 @@ CREATE TABLE attempts (
   issued_at_s REAL NOT NULL, ended_at_s REAL, offered INTEGER NOT NULL, cause TEXT, reward REAL,
   trainable INTEGER NOT NULL, detail TEXT NOT NULL, trained TEXT NOT NULL,
   turns INTEGER NOT NULL,
-  phases_s TEXT NOT NULL, trace_id TEXT NOT NULL, trajectory_file INTEGER, PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID;
+  phases_s TEXT NOT NULL, trace_id TEXT NOT NULL, trajectory_file INTEGER,
+  PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID;
 CREATE TABLE batches (
   batch_id TEXT PRIMARY KEY, ordinal INTEGER NOT NULL UNIQUE, state TEXT NOT NULL,
   epoch INTEGER NOT NULL REFERENCES epochs, version TEXT NOT NULL, members TEXT NOT NULL,
-  leased_at_s REAL NOT NULL, queue_order INTEGER,
-  closed INTEGER NOT NULL) WITHOUT ROWID;
+  leased_at_s REAL NOT NULL, queue_order INTEGER, closed INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX batches_by_closed ON batches (closed);
 CREATE TABLE commits (
   sequence INTEGER PRIMARY KEY, batch_id TEXT NOT NULL REFERENCES batches, epoch INTEGER NOT NULL REFERENCES epochs,

@@ -137,7 +137,7 @@ class ReplayStore:
         return await self._change(lambda: self._core.worker_lost(rollouts, self._clock()))
 
     async def restart_in_flight(self) -> int:
-        """After the driver's death: every attempt in flight is abandoned."""
+        """After the driver's death: every attempt in flight is abandoned, without counting as a failure."""
         return await self._change(lambda: self._core.restart_in_flight(self._clock()))
 
     async def keep_in_flight(self, carried: Collection[tuple[RolloutId, int]]) -> int:

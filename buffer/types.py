@@ -1,8 +1,7 @@
 """Messages between dispatcher, worker, buffer and learner: small, frozen, picklable.
 
 Shapes: T is the number of tokens of a row. A row's arrays are aligned position by position; tokens that were not
-sampled have
-`loss_mask_T == False` and `logprobs_T == 0`.
+sampled have `loss_mask_T == False` and `logprobs_T == 0`.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ class VersionSpan:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
     """One token sequence. `tokens_T` int32, `loss_mask_T` bool (True where sampled and trained), `logprobs_T` float32
-    under the
-    temperature-scaled behaviour distribution. `versions` covers exactly the sampled positions."""
+    under the temperature-scaled behaviour distribution. `versions` covers exactly the sampled positions."""
 
     tokens_T: npt.NDArray[np.int32]
     loss_mask_T: npt.NDArray[np.bool_]
@@ -119,8 +117,7 @@ class RolloutOrder:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutResult:
     """What a worker offers. `phases_s` holds (phase, seconds) pairs: queue, boot, prepare, agent, evaluate.
-    `trajectory` is None when
-    nothing was sampled."""
+    `trajectory` is None when nothing was sampled."""
 
     rollout_id: RolloutId
     attempt: int
@@ -213,9 +210,8 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRef:
-    """A durable checkpoint directory. `batch_ids` are the batches since the previous checkpoint, in the order
-    trained; `chain` is the
-    hash chain over all batches up to here."""
+    """A durable checkpoint directory. `batch_ids` are the batches since the previous checkpoint, in the order trained;
+    `chain` is the hash chain over all batches up to here."""
 
     path: str
     version: PolicyVersion

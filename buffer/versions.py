@@ -2,8 +2,7 @@
 
 Invariants:
 - A version is never reused: a resume opens a new epoch at the step it resumes from, so `2.40` has the weights of
-  `1.40` when epoch 2
-  was forked at `1.40`.
+  `1.40` when epoch 2 was forked at `1.40`.
 - Staleness is the number of optimizer updates on the path between two versions in that tree.
 """
 

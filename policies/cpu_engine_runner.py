@@ -1,7 +1,8 @@
 """Forward passes and sampling for the rows of a scheduler. Lives in the torch thread.
 
 Invariants:
-- Reported log-probabilities are those of the temperature-scaled softmax over the whole vocabulary, whatever top_k and top_p cut away
+- Reported log-probabilities are those of the temperature-scaled softmax over the whole vocabulary, whatever top_k
+  and top_p cut away
   (temperature 0: of the raw softmax).
 - `version` is the label of `model.weights`; both change in one call between steps.
 """
@@ -50,7 +51,8 @@ class Runner:
         self.version = self.version if version is None else version
 
     def step(self, scheduler: Scheduler) -> list[Generation]:
-        """One prefill of what may enter, then one token for everything that was running before. Returns what finished."""
+        """One prefill of what may enter, then one token for everything that was running before. Returns what
+        finished."""
         for move in scheduler.moves:
             self.cache.move(move.source, move.target, move.length)
         scheduler.moves.clear()

@@ -1,4 +1,5 @@
-"""Which generation runs in which cache row, when it ends, and what a pause does to it. Pure: no clock, no I/O, no torch.
+"""Which generation runs in which cache row, when it ends, and what a pause does to it. Pure: no clock, no I/O, no
+torch.
 
 Invariants:
 - A generation is in exactly one place: waiting, running (its index is its cache row), or finished; it finishes once.
@@ -94,7 +95,8 @@ class RowMove:
 
 
 class Scheduler:
-    """The core of the engine. `tail_text` decodes ids to text, specials included; `eos_ids` are the model's own stop ids."""
+    """The core of the engine. `tail_text` decodes ids to text, specials included; `eos_ids` are the model's own stop
+    ids."""
 
     def __init__(
         self,

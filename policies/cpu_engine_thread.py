@@ -2,7 +2,8 @@
 
 Invariants:
 - Others act only by `submit`: their functions run here, between two steps, never during one.
-- Each generation's future is resolved exactly once; a failed forward pass fails the generations that ran and nothing else.
+- Each generation's future is resolved exactly once; a failed forward pass fails the generations that ran and nothing
+  else.
 - The thread sleeps when nothing can run.
 """
 

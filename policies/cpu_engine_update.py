@@ -1,10 +1,14 @@
-"""Weight updates of the CPU engine: sessions, process groups, reception into staging memory, the swap between two steps.
+"""Weight updates of the CPU engine: sessions, process groups, reception into staging memory, the swap between two
+steps.
 
 Invariants:
-- Nothing generates while a session is open: `begin` lets what runs finish (after a `retract` nothing runs), `end` lets requests in.
-- A bucket is checked against the model's own shapes before anything is received, and received in a thread of its own: the torch
+- Nothing generates while a session is open: `begin` lets what runs finish (after a `retract` nothing runs), `end`
+  lets requests in.
+- A bucket is checked against the model's own shapes before anything is received, and received in a thread of its
+  own: the torch
   thread and the event loop stay live.
-- Weights change in one piece: with the bucket that carries a version, else at `end`. A failed reception changes nothing and costs
+- Weights change in one piece: with the bucket that carries a version, else at `end`. A failed reception changes
+  nothing and costs
   the group, which is discarded.
 """
 

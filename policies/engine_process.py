@@ -99,7 +99,8 @@ class EngineProcess:
         except TimeoutError as error:
             await self.kill()
             raise EngineStartFailed(
-                f"engine {config.name} announced nothing within start_timeout_s={config.start_timeout_s}: {self._log_tail()}"
+                f"engine {config.name} announced nothing within start_timeout_s={config.start_timeout_s}: "
+                f"{self._log_tail()}"
             ) from error
         except BaseException:
             await self.kill()

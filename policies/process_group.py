@@ -1,7 +1,8 @@
 """Process groups for weight transfer, formed as SGLang's `init_custom_process_group` does.
 
 Invariants:
-- A group is never the default group: it has a TCP store of its own at rank 0, on a free port, under the group's name as prefix.
+- A group is never the default group: it has a TCP store of its own at rank 0, on a free port, under the group's name
+  as prefix.
 - The group's timeout bounds its formation and every transfer; after any failure the group is discarded, never reused.
 
 Every function here blocks: call them from a thread of your own.
@@ -62,7 +63,8 @@ def form_group(
 ) -> WeightGroup:
     """Blocks until all ranks are there, at most `timeout_s`. Raises GroupFailed.
 
-    The calls and prefixes are those of SGLang's function (a prefix store of the group's name under torch's own helper), which is
+    The calls and prefixes are those of SGLang's function (a prefix store of the group's name under torch's own
+    helper), which is
     what lets an SGLang engine meet us."""
     if store.host in ("127.0.0.1", "localhost"):
         # Gloo otherwise binds to whatever the machine's own name resolves to, which may be nothing.

@@ -1,8 +1,10 @@
 """The push of one snapshot into engines, wave by wave, while rollouts go on.
 
 Invariants:
-- push_machine.py decides what is next; this file does it: every await has a deadline, the journal is written before each phase.
-- An engine's failure is data in the report. Only a broken snapshot, a failing journal or cancellation leave `push` as an exception,
+- push_machine.py decides what is next; this file does it: every await has a deadline, the journal is written before
+  each phase.
+- An engine's failure is data in the report. Only a broken snapshot, a failing journal or cancellation leave `push`
+  as an exception,
   and even then every engine that got no bucket is resumed and its gate opened first.
 - The sender is restarted when it had to be killed; a group that failed is never used again.
 """
@@ -15,11 +17,8 @@ import time
 import uuid
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from headrace.policies.engine import PauseMode
 from headrace.policies.errors import (
     EngineError,
     EngineRefused,
@@ -29,138 +28,22 @@ from headrace.policies.errors import (
     SenderFailed,
     SenderTimeout,
 )
-from headrace.policies.push_machine import Blame, Failure, Phase, PushMachine, PushOutcome, Step
+from headrace.policies.push_contract import BucketSpec, EngineControl, EnginePush, Gate, PushConfig, PushReport
+from headrace.policies.push_machine import Blame, Failure, Phase, PushMachine, Step
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
     from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.engine import EngineId, RequestId
+    from headrace.policies.engine import EngineId
     from headrace.policies.learner import WeightsSnapshot
     from headrace.policies.sender import SenderProcess
+
+__all__ = ["BucketSpec", "EngineControl", "EnginePush", "Gate", "PushConfig", "PushReport", "push"]
 
 logger = logging.getLogger(__name__)
 # The group times out by itself first: that costs the group only, a missed deadline the whole sender.
 SENDER_GRACE_S = 2.0
-
-
-class PushConfig(BaseModel):
-    """How weights travel."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    wave_size: int = Field(default=1, gt=0)
-    """Engines updated at once; the others serve meanwhile."""
-    pause_mode: PauseMode = PauseMode.RETRACT
-    """What happens to running requests."""
-    bucket_bytes: int = Field(default=32 * 1024 * 1024, gt=0)
-    """Largest bucket; a larger tensor travels alone."""
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """Transport of the process group."""
-    host: str = "127.0.0.1"
-    """Address at which engines reach the sender."""
-    phase_timeout_s: float = Field(default=10.0, gt=0)
-    """Longest wait for one engine in one phase."""
-    transfer_timeout_s: float = Field(default=20.0, gt=0)
-    """Longest formation of a group, and longest transfer of one bucket."""
-    gate_lease_s: float = Field(default=60.0, gt=0)
-    """A gate that nobody opens opens by itself after this long."""
-    verify: Literal["snapshot", "engines", "off"] = "snapshot"
-    """Compare checksums with the snapshot's (same names and dtype), among the engines only, or not at all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketSpec:
-    """What an engine is told of a bucket before it comes."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-
-class Load(Protocol):
-    """Numbers of requests."""
-
-    @property
-    def running(self) -> int: ...
-
-    @property
-    def waiting(self) -> int: ...
-
-
-class EngineControl(Protocol):
-    """What a push needs of an engine; SGLangEngine has it. Every method has a deadline of its own and raises EngineError."""
-
-    @property
-    def engine_id(self) -> EngineId: ...
-
-    async def pause(self, mode: PauseMode) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def abort(self, request_id: RequestId) -> None: ...
-
-    async def load(self) -> Load: ...
-
-    async def begin_update(self) -> None: ...
-
-    async def end_update(self) -> None: ...
-
-    async def join_group(
-        self, name: str, *, host: str, port: int, rank: int, world_size: int, backend: str
-    ) -> None: ...
-
-    async def leave_group(self, name: str) -> None: ...
-
-    async def update(self, bucket: BucketSpec, *, group: str, version: PolicyVersion | None) -> None: ...
-
-    async def flush(self) -> None: ...
-
-    async def checksums(self) -> dict[str, str]: ...
-
-
-class Gate(Protocol):
-    """Admission to one engine at all gateways. `close` is a lease: it ends by itself after `lease_s`."""
-
-    async def close(self, engine_id: EngineId, lease_s: float) -> None: ...
-
-    async def open(self, engine_id: EngineId) -> Sequence[RequestId]:
-        """Returns the requests whose abort was asked for while the gate was closed: the engine may have lost it."""
-        ...
-
-
-@dataclass(slots=True, kw_only=True)
-class EnginePush:
-    """One engine's part in a report. `in_flight` counts its requests when the session opened; `paused_s` is from pause to resume."""
-
-    engine_id: EngineId
-    outcome: PushOutcome = PushOutcome.BEHIND
-    failure: str = ""
-    in_flight: int = 0
-    paused_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PushReport:
-    """`seconds` sums each phase over the waves; `sent_bytes` counts each bucket once per group it was sent to.
-
-    `sender_failure` is not None when the sender died and the push ended early."""
-
-    push_id: str
-    version: PolicyVersion
-    engines: tuple[EnginePush, ...]
-    seconds: dict[str, float]
-    total_s: float
-    sent_bytes: int
-    sender_failure: SenderFailed | GroupFailed | None
-
-    @property
-    def quarantined(self) -> tuple[EngineId, ...]:
-        return tuple(item.engine_id for item in self.engines if item.outcome is PushOutcome.QUARANTINED)
-
-    @property
-    def updated(self) -> tuple[EngineId, ...]:
-        return tuple(item.engine_id for item in self.engines if item.outcome is PushOutcome.UPDATED)
 
 
 async def push(
@@ -173,7 +56,8 @@ async def push(
 ) -> PushReport:
     """Push one snapshot. `journal(push_id, wave, phase)` is awaited before each phase.
 
-    Raises ModelInvalid when the snapshot is unreadable, SenderFailed when the sender cannot even load it; nothing was touched then."""
+    Raises ModelInvalid when the snapshot is unreadable, SenderFailed when the sender cannot even load it; nothing
+    was touched then."""
     execution = PushExecution(snapshot, engines, sender, gates, journal, config)
     return await execution.run()
 
@@ -238,7 +122,9 @@ class PushExecution:
         self._journal = journal
         self._config = config
         names = list(self._engines)
-        self._machine = PushMachine([names[at : at + config.wave_size] for at in range(0, len(names), config.wave_size)])
+        self._machine = PushMachine(
+            [names[at : at + config.wave_size] for at in range(0, len(names), config.wave_size)]
+        )
         self._parts = {name: EnginePush(engine_id=name) for name in names}
         self._seconds = dict.fromkeys((phase.value for phase in Phase), 0.0)
         self._paused_at_s: dict[EngineId, float] = {}

@@ -1,7 +1,8 @@
 """The order of a weight push through waves of engines. Pure: no clock, no I/O.
 
 Invariants:
-- Phases of a wave: probe, form, gate, pause, begin, broadcast, end, flush, verify, resume, open, disband. Nothing is broadcast
+- Phases of a wave: probe, form, gate, pause, begin, broadcast, end, flush, verify, resume, open, disband. Nothing is
+  broadcast
   before every engine of the group has answered `begin`; after a loss a new group is formed first.
 - An engine that got a bucket and then failed is tainted: it may hold mixed weights and is neither resumed nor opened.
 - Every other engine that was gated, paused or in a session leaves all three, whatever happened.
@@ -91,7 +92,8 @@ class Step:
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """What was tried with one engine. `gated`, `paused` and `session` are set by the attempt: a lost reply may have worked."""
+    """What was tried with one engine. `gated`, `paused` and `session` are set by the attempt: a lost reply may have
+    worked."""
 
     probed: bool = False
     gated: bool = False

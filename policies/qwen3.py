@@ -2,11 +2,13 @@
 
 Invariants:
 - `Qwen3Weights` is immutable: new weights are a new object, so a swap is one assignment and never half done.
-- Rows `[0, B)` of the cache are the running batch, each from position 0 of its sequence: no gather is ever needed to attend.
+- Rows `[0, B)` of the cache are the running batch, each from position 0 of its sequence: no gather is ever needed to
+  attend.
 - `decode` and `prefill` write the cache rows they are given and nothing else.
 
 Shapes: B rows, T tokens, V vocabulary, D head dimension, H query heads, G key-value heads, C cache capacity in tokens.
-The architecture is that of Qwen3ForCausalLM (Qwen3 Technical Report, arXiv 2505.09388): pre-norm, RMS norm of queries and keys per
+The architecture is that of Qwen3ForCausalLM (Qwen3 Technical Report, arXiv 2505.09388): pre-norm, RMS norm of
+queries and keys per
 head, rotary positions over half-split dimensions, grouped-query attention, SwiGLU.
 """
 
@@ -130,7 +132,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Qwen3Weights:
-    """Weights ready to run, and `named`: the tensors they were made from, by Hugging Face name and in the dtype they came in."""
+    """Weights ready to run, and `named`: the tensors they were made from, by Hugging Face name and in the dtype they
+    came in."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -140,7 +143,8 @@ class Qwen3Weights:
 
     @classmethod
     def build(cls, config: Qwen3Config, named: Mapping[str, Tensor]) -> Qwen3Weights:
-        """Check names and shapes, convert to fp32 and fuse. Raises ModelInvalid naming the first parameter that is wrong."""
+        """Check names and shapes, convert to fp32 and fuse. Raises ModelInvalid naming the first parameter that is
+        wrong."""
         shapes = config.shapes()
         for name, shape in shapes.items():
             if name not in named:
@@ -219,7 +223,8 @@ class Qwen3:
 
     @torch.inference_mode()
     def decode(self, tokens_B: Tensor, lengths_B: Sequence[int], cache: KeyValueCache) -> Tensor:
-        """One token for each of the cache rows `[0, B)`; `lengths_B[b]` tokens are cached already. Returns logits `(B, V)`."""
+        """One token for each of the cache rows `[0, B)`; `lengths_B[b]` tokens are cached already. Returns logits
+        `(B, V)`."""
         batch, longest = len(lengths_B), max(lengths_B) + 1
         positions = torch.tensor(lengths_B)
         rows = torch.arange(batch)
@@ -242,7 +247,8 @@ class Qwen3:
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], first_row: int, cache: KeyValueCache) -> Tensor:
-        """Fill the cache rows from `first_row` with whole prompts. Returns the logits `(B, V)` after each prompt's last token."""
+        """Fill the cache rows from `first_row` with whole prompts. Returns the logits `(B, V)` after each prompt's
+        last token."""
         hidden = self._run(prompts, first_row, cache)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts])
         return self._logits(hidden[torch.arange(len(prompts)), last])

@@ -1,12 +1,15 @@
 """The sender: a process that alone shares process groups with engines, and the client that commands it.
 
 Invariants:
-- Commands and replies are one JSON object a line on stdin and stdout, one command at a time; nothing else is printed there.
-- A command that misses its deadline or is cancelled costs the process: a collective cannot be cancelled, so it is killed. The next
+- Commands and replies are one JSON object a line on stdin and stdout, one command at a time; nothing else is printed
+  there.
+- A command that misses its deadline or is cancelled costs the process: a collective cannot be cancelled, so it is
+  killed. The next
   command starts a new one, which knows no snapshot and no group (`incarnation` tells).
 - The process ends when its stdin closes or its parent dies.
 
-Commands: ping; load {path, sha256, bucket_bytes, checksums} -> {buckets, sizes, checksums}; open_group {name, host, world_size, backend, timeout_s} ->
+Commands: ping; load {path, sha256, bucket_bytes, checksums} -> {buckets, sizes, checksums}; open_group {name, host,
+world_size, backend, timeout_s} ->
 {port}; join_group {name}; broadcast {name, bucket} -> {seconds}; close_group {name}.
 """
 
@@ -32,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
 
-    import torch.distributed as dist
     from torch import Tensor
+    from torch._C._distributed_c10d import TCPStore
 
     from headrace.policies.process_group import WeightGroup
     from headrace.policies.weights import Bucket
@@ -78,7 +81,8 @@ class SenderProcess:
         await asyncio.shield(self.kill())
 
     async def call(self, op: str, arguments: Mapping[str, object], *, timeout_s: float) -> Json:
-        """One command. Raises SenderTimeout (killed), SenderFailed (it died), GroupFailed or ModelInvalid (it says so)."""
+        """One command. Raises SenderTimeout (killed), SenderFailed (it died), GroupFailed or ModelInvalid (it says
+        so)."""
         async with self._turn:
             if self._process is None:
                 await self._start()
@@ -156,7 +160,7 @@ class Sender:
         self._tensors: dict[str, Tensor] = {}
         self._buckets: tuple[Bucket, ...] = ()
         self._flat: dict[int, Tensor] = {}
-        self._stores: dict[str, tuple[dist.TCPStore, Json]] = {}
+        self._stores: dict[str, tuple[TCPStore, Json]] = {}
         self._groups: dict[str, WeightGroup] = {}
 
     def handle(self, command: Json) -> Json:

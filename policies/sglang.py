@@ -31,7 +31,7 @@ from headrace.policies.errors import (
 
 if TYPE_CHECKING:
     from headrace.policies.engine import EngineId, GenerateRequest, PauseMode, RequestId
-    from headrace.policies.push import BucketSpec
+    from headrace.policies.push_contract import BucketSpec
 
 # SGLang takes a prompt of at most context - 6 tokens (0.5.23) when it does not tell its context.
 SGLANG_RESERVED_TOKENS = 6
@@ -226,7 +226,8 @@ def generate_body(request: GenerateRequest) -> dict[str, object]:
 
 
 def parse_completion(reply: dict[str, Any]) -> Completion:
-    """A Completion from a /generate reply; a request aborted in the queue lacks some keys. Raises EngineReplyInvalid."""
+    """A Completion from a /generate reply; a request aborted in the queue lacks some keys. Raises
+    EngineReplyInvalid."""
     meta = read(reply, "meta_info", dict)
     ids = tuple(read(reply, "output_ids", list))
     try:

@@ -1,7 +1,8 @@
 """Flattened buckets of a safetensors snapshot, and checksums of tensors.
 
 Invariants:
-- The plan of buckets depends on the file's header and `bucket_bytes` alone, so every receiver can be told it before a byte is sent.
+- The plan of buckets depends on the file's header and `bucket_bytes` alone, so every receiver can be told it before
+  a byte is sent.
 - A bucket is the bytes of its tensors one after another, in the order of `names` (SGLang's `flattened_bucket`).
 - A checksum is SHA-256 over a tensor's bytes in the dtype it was sent in; it does not depend on how buckets are cut.
 """
@@ -56,7 +57,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def plan_buckets(tensors: Mapping[str, Tensor], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Cut named tensors, in their order, into buckets of at most `bucket_bytes` (a larger tensor has a bucket of its own)."""
+    """Cut named tensors, in their order, into buckets of at most `bucket_bytes` (a larger tensor has a bucket of its
+    own)."""
     buckets: list[Bucket] = []
     names: list[str] = []
     filled = 0
@@ -107,7 +109,8 @@ def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def read_snapshot(path: Path, sha256: str | None) -> dict[str, Tensor]:
-    """The tensors of a snapshot file, in file order. Raises ModelInvalid when it is unreadable or not the file that was meant."""
+    """The tensors of a snapshot file, in file order. Raises ModelInvalid when it is unreadable or not the file that
+    was meant."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 

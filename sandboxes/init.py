@@ -56,29 +56,28 @@ class _Running:
 
 def run_init(plan: Plan, control: socket.socket) -> NoReturn:
     """Build the sandbox, tell the launcher, serve. `control` is the only descriptor left open above 2."""
-    control.setblocking(True)
+    channel = Channel(control)
     try:
-        _build(plan, control)
+        _build(plan, channel)
     except rootfs.MountRefused as error:
-        _report_failure(control, "FrozenPathRefused", str(error))
+        _report_failure(channel, "FrozenPathRefused", str(error))
     except OSError as error:
-        _report_failure(control, "BootFailed", str(error))
+        _report_failure(channel, "BootFailed", str(error))
     wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    channel = Channel(control)
     channel.send({"event": "ready"})
     _Init(plan.limits, channel, wake_read).serve()
 
 
-def _report_failure(control: socket.socket, name: str, message: str) -> NoReturn:
-    Channel(control).send({"event": "failed", "error": name, "message": message})
+def _report_failure(channel: Channel, name: str, message: str) -> NoReturn:
+    channel.send({"event": "failed", "error": name, "message": message})
     os._exit(1)
 
 
-def _build(plan: Plan, control: socket.socket) -> None:
+def _build(plan: Plan, channel: Channel) -> None:
     # When memory runs out, agents go before whoever trains on them.
     _write("/proc/self/oom_score_adj", str(_OOM_SCORE))
     syscalls.unshare(_NAMESPACES)
@@ -86,9 +85,8 @@ def _build(plan: Plan, control: socket.socket) -> None:
     rootfs.raise_loopback()
     rootfs.build_sandbox_root(plan.sandbox_id, plan.base_id, plan.image, plan.mounts)
     syscalls.unshare(syscalls.CLONE_NEWUSER)
-    control.sendall(b"u")
-    if control.recv(1) != b"m":
-        os._exit(1)
+    channel.send({"event": "unmapped"})
+    _wait_for_word(channel)
     os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
@@ -97,6 +95,17 @@ def _build(plan: Plan, control: socket.socket) -> None:
     syscalls.drop_capabilities(KEPT_CAPABILITIES, plan.last_capability)
     syscalls.forbid_new_privileges()
     syscalls.die_with_parent(signal.SIGKILL)
+
+
+def _wait_for_word(channel: Channel) -> None:
+    """The launcher says one thing during the boot: the ids are mapped. Its death ends this process."""
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLIN)
+    try:
+        while not channel.receive():
+            poll.poll()
+    except ChannelClosed:
+        os._exit(1)
 
 
 def _write(path: str, text: str) -> None:

@@ -19,20 +19,23 @@ import gc
 import json
 import os
 import resource
-import selectors
 import signal
 import socket
 import sys
 import time
+
+# hmac.compare_digest is this function, but hmac loads OpenSSL, and every sandbox would carry its pages.
+from _operator import _compare_digest as compare_digest
 from contextlib import suppress
-from hmac import compare_digest
 from typing import Final, NamedTuple, NoReturn
 
 from headrace.sandboxes import rootfs, syscalls
 from headrace.sandboxes.commands import Limits
 from headrace.sandboxes.init import Plan, run_init
 from headrace.sandboxes.leases import Deadlines, IdRanges
-from headrace.sandboxes.wire import Channel, ChannelClosed, Message, close_all
+from headrace.sandboxes.record import Record
+from headrace.sandboxes.switchboard import Switchboard, Waiter
+from headrace.sandboxes.wire import Channel, Message, close_all
 
 _FIRST_ID: Final = 100_000
 _BACKLOG: Final = 1024
@@ -60,62 +63,15 @@ class Refused(Exception):
         self.name = name
 
 
-class _Waiter(NamedTuple):
-    """Who gets the answer to a request."""
-
-    client: Channel
-    request_id: int
-
-
-class _Record:
-    """One sandbox."""
-
-    __slots__ = (
-        "base_id",
-        "control",
-        "creators",
-        "enders",
-        "failure",
-        "id",
-        "keep_layer",
-        "key",
-        "labels",
-        "mapped",
-        "pending",
-        "pid",
-        "secret",
-        "state",
-        "ttl_s",
-    )
-
-    def __init__(self, sandbox_id: str, key: str, base_id: int, ttl_s: float, labels: dict[str, str]) -> None:
-        self.id = sandbox_id
-        self.key = key
-        self.secret = os.urandom(16).hex()
-        self.base_id = base_id
-        self.ttl_s = ttl_s
-        self.labels = labels
-        self.state = "booting"
-        self.pid = 0
-        self.control: Channel | None = None
-        self.failure = ("BootFailed", "the sandbox's first process died during the boot")
-        self.mapped = False
-        self.keep_layer = False
-        self.creators: list[_Waiter] = []
-        self.enders: list[_Waiter] = []
-        self.pending: dict[int, _Waiter] = {}
-
-
 class Launcher:
     """The event loop and the table of sandboxes."""
 
     def __init__(self, settings: Settings, image: rootfs.HostImage, listener: socket.socket, own_pids: int) -> None:
         self._settings = settings
         self._image = image
-        self._listener = listener
+        self._board = Switchboard(listener, self._on_message)
         self._own_pids = own_pids
-        self._selector = selectors.EpollSelector()
-        self._sandboxes: dict[str, _Record] = {}
+        self._sandboxes: dict[str, Record] = {}
         self._by_key: dict[str, str] = {}
         self._by_pid: dict[int, str] = {}
         self._deadlines = Deadlines()
@@ -142,90 +98,37 @@ class Launcher:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         owner = os.pidfd_open(self._settings.owner_pid)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(wake_read, selectors.EVENT_READ, lambda: self._reap(wake_read))
-        self._selector.register(owner, selectors.EVENT_READ, lambda: self._close(owner))
-        self._selector.register(0, selectors.EVENT_READ, lambda: self._close(0))
+        self._board.watch(wake_read, lambda: self._reap(wake_read))
+        self._board.watch(owner, lambda: self._close(owner))
+        self._board.watch(0, lambda: self._close(0))
         while not (self._closing and not self._sandboxes):
-            for key, events in self._selector.select(self._wait_s()):
-                if isinstance(key.fileobj, Channel):
-                    self._serve_channel(key.fileobj, key.data, events)
-                else:
-                    key.data()
+            deadline = self._deadlines.next()
+            self._board.turn(None if deadline is None else max(0.0, deadline - time.monotonic()))
             self._expire()
 
-    def _wait_s(self) -> float | None:
-        deadline = self._deadlines.next()
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
-
     def _close(self, source: int) -> None:
-        self._selector.unregister(source)
+        self._board.unwatch(source)
         self._closing = True
         for sandbox in list(self._sandboxes.values()):
             self._end(sandbox, keep_layer=False)
 
-    # Connections
-
-    def _accept(self) -> None:
-        with suppress(BlockingIOError):
-            stream, _ = self._listener.accept()
-            self._selector.register(Channel(stream), selectors.EVENT_READ, None)
-
-    def _serve_channel(self, channel: Channel, sandbox: _Record | None, events: int) -> None:
-        """A client's connection (no sandbox) or the control socket of a sandbox's init."""
-        try:
-            if events & selectors.EVENT_WRITE:
-                channel.flush()
-                self._watch(channel, sandbox)
-            if not events & selectors.EVENT_READ:
-                return
-            if sandbox is not None and not sandbox.mapped:
-                self._map_ids(sandbox, channel)
-                return
-            for message, descriptors in channel.receive():
-                if sandbox is not None:
-                    self._from_init(sandbox, message)
-                else:
-                    self._from_client(channel, message, descriptors)
-        except (ChannelClosed, ConnectionError):
-            self._drop_channel(channel)
-
-    def _drop_channel(self, channel: Channel) -> None:
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(channel)
-        channel.close()
-
-    def _watch(self, channel: Channel, sandbox: _Record | None) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.backlog else 0)
-        with suppress(KeyError, ValueError):
-            self._selector.modify(channel, events, sandbox)
-
-    def _send(self, channel: Channel, message: Message, descriptors: list[int], sandbox: _Record | None) -> None:
-        try:
-            channel.send(message, descriptors)
-        except ChannelClosed:
-            self._drop_channel(channel)
+    def _on_message(self, channel: Channel, owner: Record | None, message: Message, descriptors: list[int]) -> None:
+        """A client's request, or (with an owner) word from the first process of a sandbox."""
+        if owner is not None:
+            self._from_init(owner, message)
             return
-        if channel.backlog:
-            self._watch(channel, sandbox)
-
-    def _answer(self, waiter: _Waiter, message: Message) -> None:
-        if waiter.client.fileno() >= 0:
-            self._send(waiter.client, {"id": waiter.request_id, **message}, [], None)
-
-    def _from_client(self, client: Channel, message: Message, descriptors: list[int]) -> None:
         request_id = message.get("id")
-        waiter = _Waiter(client, request_id if isinstance(request_id, int) else 0)
+        waiter = Waiter(channel, request_id if isinstance(request_id, int) else 0)
         try:
             self._handle(waiter, message, descriptors)
         except Refused as refused:
-            self._answer(waiter, {"error": refused.name, "message": str(refused)})
+            self._board.answer(waiter, {"error": refused.name, "message": str(refused)})
         except (KeyError, TypeError, ValueError) as error:
-            self._answer(waiter, {"error": "SpecRefused", "message": f"malformed request: {error!r}"})
+            self._board.answer(waiter, {"error": "SpecRefused", "message": f"malformed request: {error!r}"})
         finally:
             close_all(descriptors)
 
-    def _handle(self, waiter: _Waiter, message: Message, descriptors: list[int]) -> None:
+    def _handle(self, waiter: Waiter, message: Message, descriptors: list[int]) -> None:
         """Check the secret and do it. An operation that keeps descriptors takes them out of the list."""
         operation = str(message["op"])
         given = str(message["secret"]).encode()
@@ -242,7 +145,7 @@ class Launcher:
             raise Refused("SecretRefused", f"wrong secret for sandbox {sandbox.id}")
         self._direct[operation](waiter, sandbox, message, descriptors)
 
-    def _find(self, sandbox_id: str) -> _Record:
+    def _find(self, sandbox_id: str) -> Record:
         sandbox = self._sandboxes.get(sandbox_id)
         if sandbox is None:
             raise Refused("SandboxGone", f"sandbox {sandbox_id} is gone: killed, or its lease ended")
@@ -250,14 +153,14 @@ class Launcher:
 
     # Operations of the owner
 
-    def _create(self, waiter: _Waiter, message: Message) -> None:
+    def _create(self, waiter: Waiter, message: Message) -> None:
         key = str(message["key"])
         known = self._sandboxes.get(self._by_key.get(key, "")) if key else None
         if known is not None and known.state == "booting":
             known.creators.append(waiter)
             return
         if known is not None and known.state != "ending":
-            self._answer(waiter, {"sandbox": known.id, "secret": known.secret})
+            self._board.answer(waiter, {"sandbox": known.id, "secret": known.secret})
             return
         if self._closing:
             raise Refused("LauncherGone", "the launcher is closing")
@@ -265,7 +168,7 @@ class Launcher:
             raise Refused("CapacityExceeded", f"{len(self._sandboxes)} sandboxes are alive: raise max_sandboxes")
         mounts = tuple(rootfs.Mount(*row) for row in message["mounts"])
         base_id = self._range_for(mounts)
-        sandbox = _Record(os.urandom(8).hex(), key, base_id, float(message["ttl_s"]), message["labels"])
+        sandbox = Record(key=key, base_id=base_id, ttl_s=float(message["ttl_s"]), labels=message["labels"])
         try:
             self._fork_init(sandbox, mounts, message)
         except OSError as error:
@@ -297,7 +200,7 @@ class Launcher:
         except IndexError:
             raise Refused("CapacityExceeded", "no range of user ids is free: raise max_sandboxes") from None
 
-    def _fork_init(self, sandbox: _Record, mounts: tuple[rootfs.Mount, ...], message: Message) -> None:
+    def _fork_init(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...], message: Message) -> None:
         rootfs.mount_layer(sandbox.id, sandbox.base_id, int(message["disk_bytes"] or self._settings.layer_bytes))
         limits = Limits(int(message["pids"] or self._settings.processes), self._settings.open_files)
         plan = Plan(sandbox.id, sandbox.base_id, self._image, mounts, limits, self._last_capability)
@@ -318,15 +221,11 @@ class Launcher:
         finally:
             theirs.close()
         sandbox.control = Channel(ours)
-        self._selector.register(sandbox.control, selectors.EVENT_READ, sandbox)
+        self._board.add(sandbox.control, sandbox)
 
-    def _map_ids(self, sandbox: _Record, channel: Channel) -> None:
-        """First byte of an init: its user namespace stands, and only we may write its map (user_namespaces(7))."""
-        # A report of failure begins with another byte, and framed messages follow either way.
-        sandbox.mapped = True
-        if channel.socket.recv(1, socket.MSG_PEEK) != b"u":
-            return
-        channel.socket.recv(1)
+    def _map_ids(self, sandbox: Record) -> None:
+        """Its user namespace stands, and only a process outside may write the map (user_namespaces(7))."""
+        assert sandbox.control is not None
         try:
             for name in ("uid_map", "gid_map"):
                 with open(f"/proc/{sandbox.pid}/{name}", "w", encoding="utf-8") as file:
@@ -334,10 +233,10 @@ class Launcher:
         except OSError as error:
             sandbox.failure = ("BootFailed", f"cannot map the ids from {sandbox.base_id} on: {error}")
             self._end(sandbox, keep_layer=False)
-            return
-        channel.socket.send(b"m")
+        else:
+            self._board.send(sandbox.control, {"op": "mapped"})
 
-    def _list(self, waiter: _Waiter, _message: Message) -> None:
+    def _list(self, waiter: Waiter, _message: Message) -> None:
         now = time.monotonic()
         rows = [
             {
@@ -349,23 +248,23 @@ class Launcher:
             }
             for sandbox in self._sandboxes.values()
         ]
-        self._answer(waiter, {"sandboxes": rows})
+        self._board.answer(waiter, {"sandboxes": rows})
 
-    def _usage(self, waiter: _Waiter, _message: Message) -> None:
+    def _usage(self, waiter: Waiter, _message: Message) -> None:
         """CPU seconds of the launcher and of all its children that have ended."""
         usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-        self._answer(waiter, {"cpu_s": sum(usage.ru_utime + usage.ru_stime for usage in usages)})
+        self._board.answer(waiter, {"cpu_s": sum(usage.ru_utime + usage.ru_stime for usage in usages)})
 
-    def _discard(self, waiter: _Waiter, message: Message) -> None:
+    def _discard(self, waiter: Waiter, message: Message) -> None:
         """A create was given up: end what it made."""
         sandbox = self._sandboxes.get(self._by_key.get(str(message["key"]), ""))
         if sandbox is not None:
             self._end(sandbox, keep_layer=False)
-        self._answer(waiter, {})
+        self._board.answer(waiter, {})
 
     # Operations on one sandbox
 
-    def _forward(self, waiter: _Waiter, sandbox: _Record, message: Message, descriptors: list[int]) -> None:
+    def _forward(self, waiter: Waiter, sandbox: Record, message: Message, descriptors: list[int]) -> None:
         if sandbox.state != "running" or sandbox.control is None:
             raise Refused("SandboxGone", f"sandbox {sandbox.id} runs no more commands: it is {sandbox.state}")
         if len(descriptors) != 3:
@@ -373,38 +272,40 @@ class Launcher:
         self._last_tag += 1
         sandbox.pending[self._last_tag] = waiter
         inner = {name: value for name, value in message.items() if name not in ("secret", "sandbox", "id")}
-        self._send(sandbox.control, {**inner, "tag": self._last_tag}, descriptors.copy(), sandbox)
+        self._board.send(sandbox.control, {**inner, "tag": self._last_tag}, descriptors.copy())
         descriptors.clear()
 
-    def _cancel(self, waiter: _Waiter, sandbox: _Record, message: Message, _descriptors: list[int]) -> None:
+    def _cancel(self, waiter: Waiter, sandbox: Record, message: Message, _descriptors: list[int]) -> None:
         """The client gave up the request `target` of this connection: end its command."""
-        abandoned = _Waiter(waiter.client, int(message["target"]))
+        abandoned = Waiter(waiter.client, int(message["target"]))
         for tag, pending in sandbox.pending.items():
             if pending == abandoned and sandbox.control is not None:
-                self._send(sandbox.control, {"op": "cancel", "tag": tag}, [], sandbox)
-        self._answer(waiter, {})
+                self._board.send(sandbox.control, {"op": "cancel", "tag": tag})
+        self._board.answer(waiter, {})
 
-    def _freeze(self, waiter: _Waiter, sandbox: _Record, _message: Message, _descriptors: list[int]) -> None:
+    def _freeze(self, waiter: Waiter, sandbox: Record, _message: Message, _descriptors: list[int]) -> None:
         if sandbox.state == "frozen":
-            self._answer(waiter, {})
+            self._board.answer(waiter, {})
             return
         sandbox.enders.append(waiter)
         self._end(sandbox, keep_layer=sandbox.state == "running" or sandbox.keep_layer)
 
-    def _kill(self, waiter: _Waiter, sandbox: _Record, _message: Message, _descriptors: list[int]) -> None:
+    def _kill(self, waiter: Waiter, sandbox: Record, _message: Message, _descriptors: list[int]) -> None:
         sandbox.enders.append(waiter)
         self._end(sandbox, keep_layer=False)
 
-    def _renew(self, waiter: _Waiter, sandbox: _Record, message: Message, _descriptors: list[int]) -> None:
+    def _renew(self, waiter: Waiter, sandbox: Record, message: Message, _descriptors: list[int]) -> None:
         sandbox.ttl_s = float(message["ttl_s"])
         if sandbox.state != "booting":
             self._deadlines.set(sandbox.id, time.monotonic() + sandbox.ttl_s)
-        self._answer(waiter, {})
+        self._board.answer(waiter, {})
 
     # The life of a sandbox
 
-    def _from_init(self, sandbox: _Record, message: Message) -> None:
-        if message.get("event") == "ready":
+    def _from_init(self, sandbox: Record, message: Message) -> None:
+        if message.get("event") == "unmapped":
+            self._map_ids(sandbox)
+        elif message.get("event") == "ready":
             if sandbox.state == "booting":
                 sandbox.state = "running"
                 self._deadlines.set(sandbox.id, time.monotonic() + sandbox.ttl_s)
@@ -414,14 +315,14 @@ class Launcher:
         else:
             waiter = sandbox.pending.pop(int(message.pop("tag")), None)
             if waiter is not None:
-                self._answer(waiter, message)
+                self._board.answer(waiter, message)
 
-    def _answer_creators(self, sandbox: _Record, message: Message) -> None:
+    def _answer_creators(self, sandbox: Record, message: Message) -> None:
         for waiter in sandbox.creators:
-            self._answer(waiter, message)
+            self._board.answer(waiter, message)
         sandbox.creators.clear()
 
-    def _end(self, sandbox: _Record, *, keep_layer: bool) -> None:
+    def _end(self, sandbox: Record, *, keep_layer: bool) -> None:
         """Start the end of a sandbox; `_ended` follows when its init is reaped."""
         sandbox.keep_layer = keep_layer
         if sandbox.state == "frozen":
@@ -445,13 +346,16 @@ class Launcher:
             if sandbox_id is not None:
                 self._ended(self._sandboxes[sandbox_id])
 
-    def _ended(self, sandbox: _Record) -> None:
+    def _ended(self, sandbox: Record) -> None:
         """The init and with it every process of the sandbox is dead."""
-        self._read_last_words(sandbox)
+        if sandbox.control is not None:
+            self._board.read_to_end(sandbox.control)
         name, text = sandbox.failure
         self._answer_creators(sandbox, {"error": name, "message": text})
         for waiter in sandbox.pending.values():
-            self._answer(waiter, {"error": "SandboxGone", "message": f"sandbox {sandbox.id} died under the command"})
+            self._board.answer(
+                waiter, {"error": "SandboxGone", "message": f"sandbox {sandbox.id} died under the command"}
+            )
         sandbox.pending.clear()
         if sandbox.keep_layer and sandbox.state == "ending":
             sandbox.state = "frozen"
@@ -459,18 +363,12 @@ class Launcher:
         else:
             self._remove(sandbox)
 
-    def _read_last_words(self, sandbox: _Record) -> None:
-        """What init sent before its death (a failure, last results) is read before its socket is dropped."""
-        # Nobody else holds the other end, so this reads to the end of the stream, where the channel is dropped.
-        while sandbox.control is not None and sandbox.control.fileno() >= 0:
-            self._serve_channel(sandbox.control, sandbox, selectors.EVENT_READ)
-
-    def _answer_enders(self, sandbox: _Record) -> None:
+    def _answer_enders(self, sandbox: Record) -> None:
         for waiter in sandbox.enders:
-            self._answer(waiter, {})
+            self._board.answer(waiter, {})
         sandbox.enders.clear()
 
-    def _remove(self, sandbox: _Record) -> None:
+    def _remove(self, sandbox: Record) -> None:
         rootfs.drop_layer(sandbox.id)
         self._ranges.release(sandbox.base_id)
         self._deadlines.drop(sandbox.id)

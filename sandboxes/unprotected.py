@@ -18,11 +18,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
-import stat
 import subprocess
 import tempfile
 import time
@@ -44,7 +42,6 @@ from headrace.sandboxes.client import open_null
 from headrace.sandboxes.commands import EXIT_CANNOT_RUN, SEARCH_PATH
 from headrace.sandboxes.errors import (
     ExecTimeout,
-    FrozenPathRefused,
     ImageUnknown,
     SandboxFileError,
     SandboxGone,
@@ -52,6 +49,8 @@ from headrace.sandboxes.errors import (
     SpecRefused,
 )
 from headrace.sandboxes.leftovers import LABEL_VARIABLE
+from headrace.sandboxes.mapped_paths import PathMap, copy_frozen, open_regular
+from headrace.sandboxes.marked_processes import kill_marked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -86,7 +85,6 @@ class SubprocessProvider:
         self._timers: dict[SandboxId, asyncio.TimerHandle] = {}
 
     async def __aenter__(self) -> Self:
-        await self.start()
         return self
 
     async def __aexit__(
@@ -94,21 +92,23 @@ class SubprocessProvider:
     ) -> None:
         await self.aclose()
 
-    async def start(self) -> None:
-        # realpath: the mapping of output back to short paths needs the name that `pwd` prints.
-        self._folder = Path(os.path.realpath(tempfile.mkdtemp(prefix="headrace-unprotected-", dir=self._parent)))
+    def _own_folder(self) -> Path:
+        """Made at the first create: a provider that only attaches needs none."""
+        if self._folder is None:
+            folder = tempfile.mkdtemp(prefix="headrace-unprotected-", dir=self._parent)
+            # realpath: the mapping of output back to short paths needs the name that `pwd` prints.
+            self._folder = Path(os.path.realpath(folder))
+        return self._folder
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
         """Raises ImageUnknown, SpecRefused, FrozenPathRefused. Limits and the network of the spec are ignored."""
-        if self._folder is None:
-            raise SpecRefused("the provider is not started: use `async with` or `await provider.start()`")
         if spec.image != "host":
             raise ImageUnknown(f"image {spec.image!r}: the subprocess provider has only `host`")
         known = self._by_key.get(spec.idempotency_key)
         if known is not None and Path(known.endpoint).exists():
             return known
         sandbox_id = SandboxId(secrets.token_hex(8))
-        home = self._folder / sandbox_id
+        home = self._own_folder() / sandbox_id
         ref = SandboxRef(provider=PROVIDER, id=sandbox_id, endpoint=str(home), secret=secrets.token_hex(16))
         try:
             _make_sandbox_folder(home, ref.secret, spec, self._label)
@@ -145,9 +145,10 @@ class SubprocessProvider:
         return SubprocessSandbox(ref)
 
     async def list(self) -> list[SandboxInfo]:
-        infos = []
-        for sandbox_id, spec in list(self._specs.items()):
-            assert self._folder is not None
+        infos: list[SandboxInfo] = []
+        if self._folder is None:
+            return infos
+        for sandbox_id, spec in self._specs.items():
             state = _State(self._folder / sandbox_id)
             with suppress(SandboxGone):
                 infos.append(
@@ -166,6 +167,8 @@ class SubprocessProvider:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        self._specs.clear()
+        self._by_key.clear()
         folder, self._folder = self._folder, None
         if folder is None:
             return
@@ -233,87 +236,15 @@ def _make_sandbox_folder(home: Path, secret: str, spec: SandboxSpec, label: str)
         (tree / name).mkdir()
     names = list(_MAPPED)
     for mount in spec.mounts:
-        _copy_frozen(_State(home.parent / mount.source), mount.path, tree, mount.target)
+        source = _State(home.parent / mount.source)
+        if not source.frozen:
+            raise SpecRefused(f"mount source {mount.source} is not a frozen sandbox")
+        copy_frozen(source.tree, mount.path, tree, mount.target)
         names.append(mount.target.strip("/").split("/")[0])
     (home / "secret").write_text(secret)
     (home / "label").write_text(label)
     (home / "mapped").write_text(json.dumps(sorted(set(names))))
     _State(home).set_deadline(time.monotonic() + spec.ttl_s)
-
-
-def _copy_frozen(source: _State, path: str, tree: Path, target: str) -> None:
-    """Copy a frozen path. Links within are copied as links; the path itself must not lead through one."""
-    if not source.frozen:
-        raise SpecRefused(f"mount source {source.home.name} is not a frozen sandbox")
-    parts = [part for part in target.split("/") if part]
-    if not target.startswith("/") or not parts or {".", ".."} & set(parts):
-        raise SpecRefused(f"mount target {target!r}: use an absolute path without dots")
-    origin = source.tree
-    for part in (part for part in path.split("/") if part):
-        origin = origin / part
-        if part == ".." or origin.is_symlink():
-            raise FrozenPathRefused(f"frozen path {path!r}: leads through a symbolic link")
-    if not origin.exists():
-        raise FrozenPathRefused(f"frozen path {path!r}: No such file or directory")
-    destination = tree.joinpath(*parts)
-    if origin.is_dir():
-        shutil.copytree(origin, destination, symlinks=True, dirs_exist_ok=True, ignore=_ignore_special)
-    elif origin.is_file():
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(origin, destination, follow_symlinks=False)
-    else:
-        raise FrozenPathRefused(f"frozen path {path!r}: neither a folder nor a regular file")
-
-
-def _ignore_special(folder: str, names: list[str]) -> list[str]:
-    kinds = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)
-    return [name for name in names if not any(kind(os.lstat(f"{folder}/{name}").st_mode) for kind in kinds)]
-
-
-def kill_marked(mark: str) -> None:
-    """Kill, until none is found, every process that carries `NAME=value` in its environment."""
-    needle = b"\0" + mark.encode() + b"\0"
-    for _ in range(100):
-        found = [entry for entry in Path("/proc").glob("[0-9]*") if needle in b"\0" + _environment(entry)]
-        if not found:
-            return
-        for entry in found:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(int(entry.name), signal.SIGKILL)
-
-
-def _environment(entry: Path) -> bytes:
-    """Empty for a process that is dead (also a zombie) or not ours."""
-    try:
-        return (entry / "environ").read_bytes()
-    except OSError:
-        return b""
-
-
-class PathMap:
-    """Short paths of a sandbox to real ones, by text."""
-
-    def __init__(self, tree: Path, names: tuple[str, ...]) -> None:
-        self._tree = str(tree)
-        self._names = names
-        alternatives = "|".join(re.escape(name) for name in names)
-        self._pattern = re.compile(rf"(?<![\w.}}/-])/(?=(?:{alternatives})(?![\w.-]))".encode())
-
-    def to_real(self, data: bytes) -> bytes:
-        return self._pattern.sub(lambda _: self._tree.encode() + b"/", data)
-
-    def text_to_real(self, text: str) -> str:
-        return self.to_real(text.encode()).decode()
-
-    def to_short(self, data: bytes) -> bytes:
-        return data.replace(self._tree.encode(), b"")
-
-    def real_path(self, path: str) -> Path:
-        """Raises SandboxFileError outside the mapped folders."""
-        normal = os.path.normpath(path)
-        if not path.startswith("/") or normal.split("/")[1] not in self._names:
-            raise SandboxFileError(f"{path}: the subprocess provider has only /{', /'.join(self._names)}")
-        return Path(self._tree + normal)
 
 
 class SubprocessSandbox:
@@ -427,7 +358,7 @@ class SubprocessSandbox:
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
         real = self._running().real_path(path)
         try:
-            with open(real, "rb", opener=_open_regular) as file:
+            with open(real, "rb", opener=open_regular) as file:
                 data = file.read(max_bytes + 1)
         except OSError as error:
             raise SandboxFileError(f"{path}: {error.strerror}") from error
@@ -444,7 +375,7 @@ class SubprocessSandbox:
             real = paths.real_path(path)
             try:
                 real.parent.mkdir(parents=True, exist_ok=True)
-                with open(real, "wb", opener=_open_regular) as file:
+                with open(real, "wb", opener=open_regular) as file:
                     file.truncate(0)
                     file.write(data)
             except OSError as error:
@@ -463,16 +394,6 @@ class SubprocessSandbox:
         with suppress(SandboxGone):
             self._check()
             self._state.destroy()
-
-
-def _open_regular(path: str, flags: int) -> int:
-    """An opener that refuses links, FIFOs and devices without waiting for them."""
-    wanted = (flags & ~os.O_TRUNC) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    descriptor = os.open(path, wanted, 0o644)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(0, "not a regular file")
-    return descriptor
 
 
 async def _exited(process: subprocess.Popen[bytes]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import ModuleType
 
 
@@ -23,6 +23,11 @@ def load_support(name: str) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session", name="load_support")
+def load_support_fixture() -> Callable[[str], ModuleType]:
+    return load_support
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +48,13 @@ def open_rig() -> Callable[..., Any]:
     """`async with open_rig(model_dir, work_dir) as rig`: two engines, a sender and counting gates."""
     function: Callable[..., Any] = load_support("push_rig").open_rig
     return function
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The one Ray of a test run."""
+    from headrace.actors.runtime import start_local_ray, stop_local_ray
+
+    start_local_ray(tmp_path_factory.mktemp("tests"), object_store_bytes=128 << 20)
+    yield
+    stop_local_ray()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -54,8 +54,20 @@ class Rig:
     processes: dict[str, EngineProcess]
     engines: dict[str, SGLangEngine]
     sender: SenderProcess
+    session: aiohttp.ClientSession
     gate: RecordingGate = field(default_factory=RecordingGate)
     journal: list[tuple[int, str]] = field(default_factory=list)
+
+    def attach(self, name: str) -> None:
+        """A client of the process of this name, as it is now."""
+        config = SGLangConfig(vocab_size=VOCABULARY)
+        self.engines[name] = SGLangEngine(EngineId(name), self.processes[name].url, self.session, config)
+
+    async def replace(self, name: str) -> None:
+        """A fresh process in the place of a broken one."""
+        await self.processes[name].kill()
+        await self.processes[name].start()
+        self.attach(name)
 
     async def push(
         self,
@@ -100,15 +112,18 @@ async def open_rig(model: Path, directory: Path) -> AsyncIterator[Rig]:
         name: EngineProcessConfig(model=model, directory=directory, name=name, seed=seed, group_timeout_s=5.0)
         for seed, name in enumerate(NAMES)
     }
-    async with (
-        EngineProcess(configs["one"]) as one,
-        EngineProcess(configs["two"]) as two,
-        SenderProcess(SenderConfig(log_path=directory / "sender.log")) as sender,
-        aiohttp.ClientSession() as session,
-    ):
-        processes = {"one": one, "two": two}
-        config = SGLangConfig(vocab_size=VOCABULARY)
-        engines = {
-            name: SGLangEngine(EngineId(name), process.url, session, config) for name, process in processes.items()
-        }
-        yield Rig(processes=processes, engines=engines, sender=sender)
+    processes = {name: EngineProcess(config) for name, config in configs.items()}
+    sender = SenderProcess(SenderConfig(log_path=directory / "sender.log"))
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        for process in processes.values():
+            stack.push_async_callback(process.stop)
+        stack.push_async_callback(sender.kill)
+        async with asyncio.TaskGroup() as tasks:
+            for process in processes.values():
+                tasks.create_task(process.start())
+            tasks.create_task(sender.call("ping", {}, timeout_s=30))
+        rig = Rig(processes=processes, engines={}, sender=sender, session=session)
+        for name in NAMES:
+            rig.attach(name)
+        yield rig

@@ -1,6 +1,7 @@
 """A random tiny Qwen3 model directory in Hugging Face format, with a byte-level tokenizer of its own.
 
-The weights are scaled so that the distribution is far from uniform: a parity test against near-uniform logits could not fail.
+The weights are scaled so that the distribution is far from uniform: a parity test against near-uniform logits could
+not fail.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A process that lives on a run directory until it is killed: `python ledger_life.py RUN_DIR SEED`.
 
-It opens the newest checkpoint as a new learner, then issues, offers, trains and saves without end. Each line on standard output tells
-what has been acknowledged to it, after the acknowledgement.
+It opens the newest checkpoint as a new learner, then issues, offers, trains and saves without end. Each line on
+standard output tells what has been acknowledged to it, after the acknowledgement.
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ def live_and_die(run_dir: Path, seed: int, lines: int) -> list[list[str]]:
 
 def stored_offers(run_dir: Path) -> set[tuple[str, str]]:
     with closing(sqlite3.connect(f"{(run_dir / 'ledger.db').as_uri()}?mode=ro", uri=True)) as database:
-        rows = database.execute("SELECT rollout_id, attempt FROM attempts WHERE offered AND trajectory_file IS NOT NULL")
+        rows = database.execute(
+            "SELECT rollout_id, attempt FROM attempts WHERE offered AND trajectory_file IS NOT NULL"
+        )
         return {(rollout_id, str(attempt)) for rollout_id, attempt in rows}
 
 

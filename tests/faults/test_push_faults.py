@@ -7,6 +7,7 @@ import signal
 from typing import TYPE_CHECKING
 
 import pytest
+import pytest_asyncio
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import FinishReason
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 OLD, NEW = PolicyVersion(1, 0), PolicyVersion(1, 1)
 
 
@@ -25,10 +27,22 @@ def other_model(tmp_path_factory: pytest.TempPathFactory, write_model) -> Path:
     return write_model(tmp_path_factory.mktemp("other") / "model", seed=9)
 
 
-@pytest.fixture
-async def rig(tiny_model_dir: Path, tmp_path: Path, open_rig) -> AsyncIterator:
-    async with open_rig(tiny_model_dir, tmp_path) as rig:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_rig(tiny_model_dir: Path, open_rig, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator:
+    async with open_rig(tiny_model_dir, tmp_path_factory.mktemp("rig")) as rig:
         yield rig
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def rig(shared_rig, tiny_model_dir: Path) -> AsyncIterator:
+    """The shared rig with two good engines at 1.0: processes are replaced only where a test broke them."""
+    for name in shared_rig.engines:
+        if not shared_rig.processes[name].alive or name in shared_rig.gate.closed:
+            await shared_rig.replace(name)
+    shared_rig.gate.closed.clear()
+    assert set(outcomes(await shared_rig.push(tiny_model_dir, 0)).values()) == {PushOutcome.UPDATED}
+    shared_rig.journal.clear()
+    return shared_rig
 
 
 def at(phase: Phase, action: Callable[[], Awaitable[None]], wave: int = 0) -> Callable[[int, Phase], Awaitable[None]]:

@@ -37,6 +37,10 @@ async def rig(models: list[Path], open_rig, tmp_path_factory: pytest.TempPathFac
         yield rig
 
 
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return read_snapshot(directory / "model.safetensors", None)
+
+
 def reference_logprobs(directory: Path, tokens: list[int]) -> torch.Tensor:
     """Log-probability of each token after the first, under the weights of a directory."""
     config = Qwen3Config.read(directory / "config.json")
@@ -57,9 +61,7 @@ async def test_versions_change_in_mid_request_and_every_token_matches_its_versio
         assert report.updated == ("one", "two")
         assert report.quarantined == ()
         assert all(engine.in_flight > 0 for engine in report.engines), report
-        assert report.sent_bytes == 2 * sum(
-            item.nbytes for item in read_snapshot(models[1] / "model.safetensors", None).values()
-        )
+        assert report.sent_bytes == 2 * sum(item.nbytes for item in tensors(models[1]).values())
     completions = [task.result() for task in running]
     assert all(done.finish is not FinishReason.ABORT for done in completions)
     mixed = [done for done in completions if len(done.spans) > 1]
@@ -75,7 +77,7 @@ async def test_versions_change_in_mid_request_and_every_token_matches_its_versio
 
 async def test_engines_agree_with_the_snapshot_after_a_push(rig, models: list[Path]) -> None:
     await rig.push(models[2], 3)
-    expected = checksums(read_snapshot(models[2] / "model.safetensors", None))
+    expected = checksums(tensors(models[2]))
     for engine in rig.engines.values():
         assert await engine.checksums() == expected
         info = await engine.info()
@@ -98,7 +100,7 @@ async def test_one_wave_of_two_engines(rig, models: list[Path]) -> None:
 
 
 async def test_aborts_lost_in_the_pause_are_sent_again(rig, models: list[Path]) -> None:
-    """A request that arrives in the pause cannot be aborted there; the gate tells, and the push aborts it afterwards."""
+    """A request that arrives in the pause cannot be aborted there: the gate tells, the push aborts it afterwards."""
     late: list[asyncio.Task] = []
 
     async def before(wave: int, phase: Phase) -> None:
@@ -152,7 +154,7 @@ async def test_an_engine_joins_a_group_hosted_by_plain_torch(rig) -> None:
     from datetime import timedelta
 
     from torch.distributed import rendezvous
-    from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper
+    from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
 
     from headrace.policies.process_group import WeightGroup, destroy_group
 
@@ -166,6 +168,7 @@ async def test_an_engine_joins_a_group_hosted_by_plain_torch(rig) -> None:
         group, _ = _new_process_group_helper(
             size, rank, [], "gloo", PrefixStore("plain", store), group_name="plain", timeout=timeout
         )
+        _world.pg_group_ranks[group] = {0: 0, 1: 1}
         return WeightGroup(name="plain", rank=0, world_size=2, backend="gloo", group=group, store=store)
 
     engine = rig.engines["one"]

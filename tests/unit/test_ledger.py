@@ -186,16 +186,21 @@ def test_backup_is_a_ledger_of_its_own(tmp_path):
 
 def test_codec_round_trip_is_exact_and_stable():
     first = cases.trajectory(FIRST, PolicyVersion(2, 7), tokens=9)
-    empty = replace(first.rows[0], versions=(), **{
-        name: getattr(first.rows[0], name)[:0] for name in ("tokens_T", "loss_mask_T", "logprobs_T")
-    })
+    empty = replace(
+        first.rows[0],
+        versions=(),
+        **{name: getattr(first.rows[0], name)[:0] for name in ("tokens_T", "loss_mask_T", "logprobs_T")},
+    )
     for trajectory in (first, replace(first, rows=(*first.rows, empty), temperature=0.7), replace(first, rows=())):
         data = encode(trajectory)
         assert_equal(decode(data), trajectory)
         assert encode(trajectory) == data
 
 
-@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-3], lambda data: b"x" + data, lambda data: data[:9] + b"\0\0\0" + data[12:]])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: b"", lambda data: data[:-3], lambda data: b"x" + data, lambda data: data[:9] + b"\0\0\0" + data[12:]],
+)
 def test_damaged_trajectories_are_refused(damage):
     data = encode(cases.trajectory(FIRST, tokens=40))
     with pytest.raises(CodecError):

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from headrace.buffer.acceptance import AcceptanceRule, GroupView, every_member
 from headrace.buffer.advantages import advantages
-from headrace.buffer.records import FilterReason, GroupState, RolloutState
+from headrace.buffer.records import EvaluationRecord, FilterReason, GroupState, RolloutState
 from headrace.buffer.replay import BufferConfig
 from headrace.buffer.stream import TaskStream
 from headrace.buffer.types import Cause, ReceiptStatus, RolloutId
@@ -149,7 +149,9 @@ def test_poison_members_are_left_out_of_the_group():
     buffer.offer(cases.result(first, FIRST, reward=1.0), 1.0)
     buffer.offer(cases.ended(second, Cause.INFRA), 1.0)
     buffer.offer(cases.result(third, FIRST, reward=0.0), 1.0)
-    sealed = {state.rollout_id: state.advantage for state in buffer.state.rollouts.values() if state.advantage is not None}
+    sealed = {
+        state.rollout_id: state.advantage for state in buffer.state.rollouts.values() if state.advantage is not None
+    }
     assert sealed == {first.rollout_id: pytest.approx(2.0, abs=1e-4), third.rollout_id: pytest.approx(-2.0, abs=1e-4)}
 
 
@@ -164,6 +166,15 @@ def test_cancelled_and_abandoned_attempts_are_refilled(opened):
     orders = opened.issue(2, FIRST, 2.0)
     assert [order.attempt for order in orders] == [2, 2]
     assert opened.restart_in_flight(3.0) == 2
+    assert [opened.state.rollouts[order.rollout_id].failures for order in orders] == [0, 1], "no fault of theirs"
+
+
+def test_a_failure_has_no_reward_whatever_the_worker_says(opened):
+    (order,) = opened.issue(1, FIRST, 0.0)
+    failed = cases.ended(order, Cause.INFRA)
+    opened.offer(replace(failed, outcome=replace(failed.outcome, reward=0.0, trainable=True)), 1.0)
+    attempt = opened.state.attempts[order.rollout_id]
+    assert (attempt.reward, attempt.trainable, opened.state.rollouts[order.rollout_id].reward) == (None, False, None)
 
 
 def test_rollouts_over_the_bound_are_named(opened):
@@ -249,5 +260,9 @@ def test_evaluations_are_kept_once(opened):
     done = replace(cases.result(order, FIRST), rollout_id=RolloutId("eval-0"))
     receipts = [opened.record_evaluation(done, order.task.id, "base", FIRST, 1.0).status for _ in range(2)]
     assert receipts == [ReceiptStatus.ACCEPTED, ReceiptStatus.DUPLICATE]
-    assert opened.status().evaluations == 1
+    bad = replace(done, rollout_id=RolloutId("eval-1"), trajectory=cases.trajectory(PolicyVersion(9, 0)))
+    opened.record_evaluation(bad, order.task.id, "base", FIRST, 1.0)
+    causes = {record.key[0]: record.cause for record in opened.drain() if isinstance(record, EvaluationRecord)}
+    assert causes == {"eval-0": Cause.SOLVED, "eval-1": Cause.INFRA}
+    assert opened.status().evaluations == 2
     assert opened.inventory().waiting == 0

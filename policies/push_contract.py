@@ -1,0 +1,139 @@
+"""What a push is told, needs and reports. Messages are small and frozen; protocols have a deadline in every method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.policies.engine import PauseMode
+from headrace.policies.push_machine import PushOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.buffer.versions import PolicyVersion
+    from headrace.policies.engine import EngineId, RequestId
+    from headrace.policies.errors import GroupFailed, SenderFailed
+
+
+class PushConfig(BaseModel):
+    """How weights travel."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    wave_size: int = Field(default=1, gt=0)
+    """Engines updated at once; the others serve meanwhile."""
+    pause_mode: PauseMode = PauseMode.RETRACT
+    """What happens to running requests."""
+    bucket_bytes: int = Field(default=32 * 1024 * 1024, gt=0)
+    """Largest bucket; a larger tensor travels alone."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """Transport of the process group."""
+    host: str = "127.0.0.1"
+    """Address at which engines reach the sender."""
+    phase_timeout_s: float = Field(default=10.0, gt=0)
+    """Longest wait for one engine in one phase."""
+    transfer_timeout_s: float = Field(default=20.0, gt=0)
+    """Longest formation of a group, and longest transfer of one bucket."""
+    gate_lease_s: float = Field(default=60.0, gt=0)
+    """A gate that nobody opens opens by itself after this long."""
+    verify: Literal["snapshot", "engines", "off"] = "snapshot"
+    """Compare checksums with the snapshot's (same names and dtype), among the engines only, or not at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketSpec:
+    """What an engine is told of a bucket before it comes."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class Load(Protocol):
+    """Numbers of requests."""
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+
+class EngineControl(Protocol):
+    """What a push needs of an engine; SGLangEngine has it. Every method has a deadline of its own and raises
+    EngineError."""
+
+    @property
+    def engine_id(self) -> EngineId: ...
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def abort(self, request_id: RequestId) -> None: ...
+
+    async def load(self) -> Load: ...
+
+    async def begin_update(self) -> None: ...
+
+    async def end_update(self) -> None: ...
+
+    async def join_group(
+        self, name: str, *, host: str, port: int, rank: int, world_size: int, backend: str
+    ) -> None: ...
+
+    async def leave_group(self, name: str) -> None: ...
+
+    async def update(self, bucket: BucketSpec, *, group: str, version: PolicyVersion | None) -> None: ...
+
+    async def flush(self) -> None: ...
+
+    async def checksums(self) -> dict[str, str]: ...
+
+
+class Gate(Protocol):
+    """Admission to one engine at all gateways. `close` is a lease: it ends by itself after `lease_s`."""
+
+    async def close(self, engine_id: EngineId, lease_s: float) -> None: ...
+
+    async def open(self, engine_id: EngineId) -> Sequence[RequestId]:
+        """Returns the requests whose abort was asked for while the gate was closed: the engine may have lost it."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class EnginePush:
+    """One engine's part in a report. `in_flight` counts its requests when the session opened; `paused_s` is from
+    pause to resume."""
+
+    engine_id: EngineId
+    outcome: PushOutcome = PushOutcome.BEHIND
+    failure: str = ""
+    in_flight: int = 0
+    paused_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """`seconds` sums each phase over the waves; `sent_bytes` counts each bucket once per group it was sent to.
+
+    `sender_failure` is not None when the sender died and the push ended early."""
+
+    push_id: str
+    version: PolicyVersion
+    engines: tuple[EnginePush, ...]
+    seconds: dict[str, float]
+    total_s: float
+    sent_bytes: int
+    sender_failure: SenderFailed | GroupFailed | None
+
+    @property
+    def quarantined(self) -> tuple[EngineId, ...]:
+        return tuple(item.engine_id for item in self.engines if item.outcome is PushOutcome.QUARANTINED)
+
+    @property
+    def updated(self) -> tuple[EngineId, ...]:
+        return tuple(item.engine_id for item in self.engines if item.outcome is PushOutcome.UPDATED)

@@ -1,0 +1,48 @@
+"""What the launcher knows of one sandbox. Only the launcher changes it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headrace.sandboxes.switchboard import Waiter
+    from headrace.sandboxes.wire import Channel
+
+
+class Record:
+    """`state` is booting, running, ending or frozen; a sandbox that is gone has no record."""
+
+    __slots__ = (
+        "base_id",
+        "control",
+        "creators",
+        "enders",
+        "failure",
+        "id",
+        "keep_layer",
+        "key",
+        "labels",
+        "pending",
+        "pid",
+        "secret",
+        "state",
+        "ttl_s",
+    )
+
+    def __init__(self, *, key: str, base_id: int, ttl_s: float, labels: dict[str, str]) -> None:
+        self.id = os.urandom(8).hex()
+        self.key = key
+        self.secret = os.urandom(16).hex()
+        self.base_id = base_id
+        self.ttl_s = ttl_s
+        self.labels = labels
+        self.state = "booting"
+        self.pid = 0
+        self.control: Channel | None = None
+        self.failure = ("BootFailed", "the sandbox's first process died during the boot")
+        """Name of the error and message for those who wait for the boot, should it end now."""
+        self.keep_layer = False
+        self.creators: list[Waiter] = []
+        self.enders: list[Waiter] = []
+        self.pending: dict[int, Waiter] = {}

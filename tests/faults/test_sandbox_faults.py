@@ -1,0 +1,229 @@
+"""Kill -9 of the launcher, of its owner, of a sandbox's first process and of a launcher under load: nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.sandboxes import doctor
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable, SandboxError, SandboxGone
+from headrace.sandboxes.leftovers import run_label, sandboxes_left
+from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+
+if TYPE_CHECKING:
+    from headrace.sandboxes.base import Sandbox
+
+pytestmark = pytest.mark.namespaces
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    try:
+        doctor.require_namespaces()
+    except NamespacesUnavailable as error:
+        pytest.skip(str(error))
+
+
+def configured(run: Path) -> LocalSandboxConfig:
+    return LocalSandboxConfig(label=run_label(run))
+
+
+DAEMONS = """
+setsid bash -c 'setsid sleep 1000 & sleep 1001' > /dev/null 2>&1 &
+until [ $(pgrep -c sleep) = 2 ]; do :; done
+"""
+
+
+async def busy_sandbox(provider: LocalProvider) -> Sandbox:
+    """One with a daemon that left its command, its session and its output."""
+    sandbox = await provider.attach(await provider.create(SandboxSpec()))
+    await sandbox.exec(DAEMONS, timeout_s=30)
+    return sandbox
+
+
+def family(root: int) -> set[int]:
+    """`root` and its descendants now."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def mount_namespace(process: str) -> Path | None:
+    try:
+        return Path(f"/proc/{process}/ns/mnt").readlink()
+    except OSError:
+        return None
+
+
+def namespaces_of(pids: set[int]) -> set[Path | None]:
+    """Mount namespaces other than our own. Each lives, with its mounts, as long as a process is in it."""
+    return {mount_namespace(str(pid)) for pid in pids} - {mount_namespace("self"), None}
+
+
+def inhabitants(spaces: set[Path | None]) -> set[int]:
+    processes = {entry.name for entry in Path("/proc").glob("[0-9]*")}
+    return {int(process) for process in processes if mount_namespace(process) in spaces}
+
+
+async def all_dead(handles: list[int]) -> None:
+    """Wait for the end of processes by their pidfds."""
+    loop = asyncio.get_running_loop()
+    for handle in handles:
+        ended = asyncio.Event()
+        loop.add_reader(handle, ended.set)
+        try:
+            async with asyncio.timeout(30):
+                await ended.wait()
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)
+
+
+async def test_launcher_killed(tmp_path: Path) -> None:
+    async with LocalProvider(configured(tmp_path)) as provider:
+        sandboxes = [await busy_sandbox(provider) for _ in range(3)]
+        running = asyncio.create_task(sandboxes[0].exec("touch /tmp/up; sleep 1000", timeout_s=600))
+        await sandboxes[0].exec("until test -e /tmp/up; do :; done", timeout_s=30)
+        launcher = provider.launcher_pid
+        assert launcher is not None
+        pids = family(launcher)
+        assert len(pids) >= 10
+        assert sandboxes_left(tmp_path) == 4
+        spaces = namespaces_of(pids)
+        assert len(spaces) == 4
+        handles = [os.pidfd_open(pid) for pid in pids | inhabitants(spaces)]
+        os.kill(launcher, signal.SIGKILL)
+        await all_dead(handles)
+        assert sandboxes_left(tmp_path) == 0
+        with pytest.raises(SandboxGone):
+            await running
+        for sandbox in sandboxes:
+            with pytest.raises(SandboxGone):
+                await sandbox.exec("true", timeout_s=30)
+            await sandbox.kill()
+        await create_again(provider)
+
+
+async def create_again(provider: LocalProvider) -> None:
+    """The provider starts a new launcher; a create that still meets the dead one says so with a transient error."""
+    for _ in range(100):
+        try:
+            sandbox = await provider.attach(await provider.create(SandboxSpec()))
+        except LauncherGone as error:
+            assert error.transient
+            continue
+        assert (await sandbox.exec("echo back", timeout_s=30)).stdout == b"back\n"
+        return
+    pytest.fail("no new launcher was started")
+
+
+OWNER = """
+import asyncio, json, sys
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+async def main():
+    async with LocalProvider(LocalSandboxConfig(label=sys.argv[1])) as provider:
+        for _ in range(3):
+            sandbox = await provider.attach(await provider.create(SandboxSpec()))
+            await sandbox.exec(sys.argv[2], timeout_s=30)
+        await (await provider.attach(await provider.create(SandboxSpec()))).freeze()
+        print(json.dumps([provider.launcher_pid, provider.endpoint]), flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_owner_killed(tmp_path: Path, number: signal.Signals) -> None:
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", OWNER, run_label(tmp_path), DAEMONS, stdout=subprocess.PIPE
+    )
+    assert owner.stdout is not None
+    async with asyncio.timeout(60):
+        launcher, endpoint = json.loads(await owner.stdout.readline())
+    pids = family(launcher)
+    assert len(pids) >= 10
+    spaces = namespaces_of(pids)
+    assert len(spaces) == 4
+    handles = [os.pidfd_open(pid) for pid in pids | inhabitants(spaces)]
+    owner.send_signal(number)
+    await owner.wait()
+    await all_dead(handles)
+    assert sandboxes_left(tmp_path) == 0
+    # Only the socket's folder may be left, and the next start sweeps it.
+    async with LocalProvider():
+        assert not socket_folder_exists(endpoint)
+
+
+def socket_folder_exists(endpoint: str) -> bool:
+    return Path(endpoint).parent.exists()
+
+
+async def test_first_process_of_a_sandbox_killed(tmp_path: Path) -> None:
+    async with LocalProvider(configured(tmp_path)) as provider:
+        victim, other = await busy_sandbox(provider), await busy_sandbox(provider)
+        launcher = provider.launcher_pid
+        assert launcher is not None
+        running = asyncio.create_task(victim.exec("touch /tmp/up; sleep 1000", timeout_s=600))
+        await victim.exec("until test -e /tmp/up; do :; done", timeout_s=30)
+        inits = [pid for pid in family(launcher) - {launcher} if parent_of(pid) == launcher]
+        assert len(inits) == 2
+        os.kill(min(inits), signal.SIGKILL)
+        with pytest.raises(SandboxGone):
+            await running
+        assert [info.id for info in await provider.list()] == [other.id]
+        assert (await other.exec("echo alive", timeout_s=30)).stdout == b"alive\n"
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def test_launcher_killed_during_boots(tmp_path: Path) -> None:
+    async with LocalProvider(configured(tmp_path)) as provider:
+        await provider.list()
+        boots = [asyncio.create_task(provider.create(SandboxSpec())) for _ in range(60)]
+        await asyncio.wait(boots, return_when=asyncio.FIRST_COMPLETED)
+        launcher = provider.launcher_pid
+        assert launcher is not None
+        os.kill(launcher, signal.SIGKILL)
+        results = await asyncio.gather(*boots, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        assert failures
+        assert all(isinstance(failure, SandboxError) and failure.transient for failure in failures)
+        await asyncio.to_thread(wait_until_none_left, tmp_path)
+
+
+def wait_until_none_left(run: Path) -> None:
+    """The half-built ones die by their parent-death signal or by the end of their control socket."""
+    while sandboxes_left(run) > 0:
+        os.sched_yield()
+
+
+async def test_a_client_that_vanishes_disturbs_nobody(tmp_path: Path) -> None:
+    async with LocalProvider(configured(tmp_path)) as provider:
+        sandbox = await busy_sandbox(provider)
+        for _ in range(5):
+            stranger = LocalProvider()
+            other = await stranger.attach(await provider.create(SandboxSpec(ttl_s=0.5)))
+            command = asyncio.create_task(other.exec("sleep 1000", timeout_s=600))
+            await asyncio.sleep(0)
+            await stranger.aclose()
+            with suppress(SandboxError):
+                await command
+        assert (await sandbox.exec("echo alive", timeout_s=30)).stdout == b"alive\n"

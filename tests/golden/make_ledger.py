@@ -1,0 +1,64 @@
+"""Makes a golden run directory: `python tests/golden/make_ledger.py tests/golden/ledger_v1`.
+
+Run it once for each schema version, never again for an old one: its files must go on loading.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from headrace.buffer.store import ReplayStore
+from headrace.buffer.types import Cause, CheckpointRef, StepReport
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.checkpoints import Manifest, SteppedBatch, write_manifest
+
+cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
+
+
+async def step(store, version):
+    orders = await store.issue(1000, version)
+    await store.offer_many(
+        [cases.result(order, version, reward=float(position % 2)) for position, order in enumerate(orders)]
+    )
+    batch = await store.take(version, version.epoch, timeout_s=1.0)
+    after = PolicyVersion(version.epoch, version.step + 1)
+    report = StepReport(batch_id=batch.lease.batch_id, version=after, skipped=False, metrics={"loss": 0.25})
+    await store.commit(batch.lease, report)
+    members = tuple((item.rollout_id, item.attempt) for item in batch.items)
+    return SteppedBatch(batch_id=batch.lease.batch_id, members=members, skipped=False), after
+
+
+async def make(run_dir: Path):
+    ticks = itertools.count(1_800_000_000)
+    async with await ReplayStore.open(
+        run_dir, cases.SMALL, cases.tasks(), run_id="golden", seed=3, clock=lambda: float(next(ticks))
+    ) as store:
+        version = await store.open_epoch(None)
+        first, version = await step(store, version)
+        second, version = await step(store, version)
+        chain = store.status().chain
+        directory = run_dir / "checkpoints" / str(version)
+        directory.mkdir(parents=True)
+        write_manifest(directory, Manifest(version=version, previous_chain="", chain=chain, batches=(first, second)))
+        ref = CheckpointRef(
+            path=f"checkpoints/{version}", version=version, batch_ids=(first.batch_id, second.batch_id), chain=chain
+        )
+        await store.checkpointed(ref)
+        await step(store, version)
+        version = await store.open_epoch(ref)
+        await step(store, version)
+        orders = await store.issue(4, PolicyVersion(2, 3))
+        await store.offer_many([cases.ended(orders[0], Cause.INFRA), cases.result(orders[1], PolicyVersion(2, 3))])
+        await store.record_evaluations(
+            [(cases.result(orders[2], version), orders[2].task.id)], tag="held out", version=version
+        )
+        await store.take(PolicyVersion(2, 3), 2, timeout_s=0.0)
+
+
+if __name__ == "__main__":
+    asyncio.run(make(Path(sys.argv[1])))

@@ -1,0 +1,151 @@
+"""Actors over a real Ray: typed errors, cancellation, pickling, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Self
+
+import pytest
+
+from headrace.actors.errors import ActorLost, ConfigError, StartFailed
+from headrace.actors.retry import until_back
+from headrace.actors.runtime import RayRuntime
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class Counter:
+    """Counts, fails, waits."""
+
+    def __init__(self, start: int) -> None:
+        self._value = start
+        self._entered = False
+        self._cancelled = asyncio.Event()
+        self._waiting = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._entered = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._entered = False
+
+    async def add(self, by: int) -> int:
+        self._value += by
+        return self._value
+
+    async def entered(self) -> bool:
+        return self._entered
+
+    async def fail(self) -> None:
+        raise ConfigError("buffer.max_staleness: too large")
+
+    async def wait_for_ever(self) -> None:
+        self._waiting.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self._cancelled.set()
+            raise
+
+    async def is_waiting(self) -> None:
+        await self._waiting.wait()
+
+    async def was_cancelled(self) -> bool:
+        async with asyncio.timeout(30):
+            await self._cancelled.wait()
+        return True
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class Relay:
+    """Holds a proxy of another actor."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+
+    async def add(self, by: int) -> int:
+        return await self._counter.add(by)
+
+
+class Broken:
+    async def __aenter__(self) -> Self:
+        raise ConfigError("learner.model_dir: missing")
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+class Dying:
+    async def __aenter__(self) -> Self:
+        os._exit(3)
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+
+async def test_an_actor_is_entered_called_and_passed_on() -> None:
+    runtime = RayRuntime("passed-")
+    counter = await runtime.spawn(Counter, 40, name="counter")
+    relay = await runtime.spawn(Relay, counter, name="relay")
+    assert await counter.entered()
+    assert await relay.add(2) == 42
+    assert await (await runtime.find(Counter, "counter")).add(0) == 42
+    assert await counter.pid() != os.getpid()
+    assert (await runtime.stats(counter))[1] == 4
+    for actor in (relay, counter):
+        await runtime.stop(actor)
+
+
+async def test_errors_cross_with_their_type() -> None:
+    runtime = RayRuntime("errors-")
+    counter = await runtime.spawn(Counter, 0, name="counter")
+    with pytest.raises(ConfigError, match="too large"):
+        await counter.fail()
+    with pytest.raises(ConfigError, match="missing"):
+        await runtime.spawn(Broken, name="broken")
+    await runtime.stop(counter)
+
+
+async def test_cancelling_the_await_cancels_the_coroutine_in_the_actor() -> None:
+    runtime = RayRuntime("cancel-")
+    counter = await runtime.spawn(Counter, 0, name="counter")
+    call = asyncio.ensure_future(counter.wait_for_ever())
+    await counter.is_waiting()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert await counter.was_cancelled()
+    await runtime.stop(counter)
+
+
+async def test_a_killed_actor_is_lost_then_back_and_entered_again() -> None:
+    runtime = RayRuntime("killed-")
+    counter = await runtime.spawn(Counter, 7, name="counter")
+    waiting = asyncio.ensure_future(counter.wait_for_ever())
+    await counter.is_waiting()
+    os.kill(await counter.pid(), signal.SIGKILL)
+    with pytest.raises(ActorLost):
+        await waiting
+    assert await until_back(lambda: counter.add(1)) == 8, "the constructor's arguments are those of before"
+    assert await counter.entered()
+    await runtime.stop(counter)
+
+
+async def test_only_async_classes_and_unknown_names_are_refused() -> None:
+    class Synchronous:
+        def work(self) -> None: ...
+
+    runtime = RayRuntime("refused-")
+    with pytest.raises(TypeError):
+        await runtime.spawn(Synchronous, name="sync")
+    with pytest.raises(ActorLost):
+        await runtime.find(Counter, "nobody")
+
+
+async def test_an_actor_that_dies_while_starting_is_a_typed_error() -> None:
+    runtime = RayRuntime("dying-")
+    with pytest.raises(StartFailed, match="dying"):
+        await runtime.spawn(Dying, name="dying")

@@ -1,0 +1,670 @@
+"""Local sandboxes on real namespaces: isolation, commands, files, freezing, leases."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.sandboxes import doctor, measure
+from headrace.sandboxes.base import FrozenMount, Network, SandboxSpec
+from headrace.sandboxes.errors import (
+    CapacityExceeded,
+    ExecTimeout,
+    FrozenPathRefused,
+    ImageUnknown,
+    NamespacesUnavailable,
+    SandboxFileError,
+    SandboxGone,
+    SecretRefused,
+    SpecRefused,
+)
+from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headrace.sandboxes.base import ExecResult, Sandbox, SandboxId, SandboxRef
+
+pytestmark = pytest.mark.namespaces
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    try:
+        doctor.require_namespaces()
+    except NamespacesUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+async def provider() -> AsyncIterator[LocalProvider]:
+    async with LocalProvider() as provider:
+        yield provider
+
+
+@pytest.fixture
+async def sandbox(provider: LocalProvider) -> Sandbox:
+    return await provider.attach(await provider.create(SandboxSpec()))
+
+
+async def run(sandbox: Sandbox, command: str, *, user: str = "root", timeout_s: float = 30.0) -> ExecResult:
+    return await sandbox.exec(command, user=user, timeout_s=timeout_s)
+
+
+async def output(sandbox: Sandbox, command: str, *, user: str = "root") -> str:
+    result = await run(sandbox, command, user=user)
+    assert result.exit_code == 0, result
+    return result.stdout.decode().strip()
+
+
+# Isolation
+
+
+async def test_nothing_of_the_host_is_visible(sandbox: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "host-file").write_text("host")
+    top = set((await output(sandbox, "ls -A /")).split())
+    system = {"bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "dev", "proc", "etc"}
+    assert top - system == {"home", "mnt", "opt", "root", "run", "srv", "tmp", "var", "workspace"}
+    empty = "find /root /tmp /workspace /home /mnt /opt /srv /var -type f"
+    assert await output(sandbox, empty) == ""
+    assert (await run(sandbox, f"cat {tmp_path}/host-file")).exit_code != 0
+    assert (await run(sandbox, f"cat /proc/1/root{tmp_path}/host-file")).exit_code != 0
+
+
+async def test_the_environment_is_the_fixed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOST_SECRET", "leak")
+    async with LocalProvider() as provider:
+        sandbox = await provider.attach(await provider.create(SandboxSpec()))
+        names = {line.split("=")[0] for line in (await output(sandbox, "env")).splitlines()}
+        assert names == {"PATH", "HOME", "USER", "LOGNAME", "LANG", "PWD", "SHLVL", "_"}
+        everywhere = await output(sandbox, "cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n'")
+        assert "leak" not in everywhere
+        assert str(Path(doctor.__file__).parent) not in everywhere
+
+
+async def test_identity_and_capabilities(sandbox: Sandbox) -> None:
+    assert await output(sandbox, "id -u; hostname; cat /proc/self/uid_map | tr -s ' '") == "0\nsandbox\n 0 100000 65536"
+    status = await output(sandbox, "grep -E 'CapBnd|CapEff|NoNewPrivs' /proc/self/status")
+    assert status.split() == ["CapEff:", "00000000000000fb", "CapBnd:", "00000000000000fb", "NoNewPrivs:", "1"]
+    agent = await output(sandbox, "id -u; grep CapEff /proc/self/status; echo $HOME", user="agent")
+    assert agent.split() == ["1000", "CapEff:", "0000000000000000", "/home/agent"]
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "touch /usr/bin/planted",
+        "touch /usr/local/planted",
+        "mount -t tmpfs none /mnt",
+        "mount -o remount,rw /usr",
+        "umount /proc",
+        "unshare --user --map-root-user true",
+        "unshare --mount true",
+        "mknod /tmp/disk b 8 0",
+        "chroot / true",
+        "dmesg",
+        "hostname other",
+        "echo c > /proc/sysrq-trigger",
+        "echo x > /proc/sys/kernel/hostname",
+        "ip link set lo down || ifconfig lo down",
+        "ls /proc/1/fd",
+        "cat /proc/1/environ",
+        "nsenter --target 1 --mount true",
+        "kill -0 1 && kill -9 1 && sleep 0.1 && ! kill -0 1",
+    ],
+)
+async def test_root_inside_cannot(sandbox: Sandbox, attempt: str) -> None:
+    assert (await run(sandbox, attempt)).exit_code != 0
+    assert await output(sandbox, "echo alive") == "alive"
+
+
+async def test_what_root_inside_needs_works(sandbox: Sandbox) -> None:
+    script = """
+    set -e
+    touch /workspace/f /data-at-root; chown agent /workspace/f; chmod 600 /workspace/f
+    su agent -c 'test -O /workspace/f && id -un'
+    echo 'u2:x:1002:1002::/home/u2:/bin/bash' >> /etc/passwd
+    awk 'BEGIN { print 6*7 }'
+    python3 -c 'import multiprocessing, ssl, sqlite3; print(multiprocessing.Lock() is not None)'
+    python3 -c 'import pty; print(len(pty.openpty()))'
+    echo gone > /dev/null; head -c 4 /dev/urandom | wc -c
+    """
+    assert (await output(sandbox, script)).split() == ["agent", "42", "True", "2", "4"]
+    assert await output(sandbox, "id -u", user="u2") == "1002"
+
+
+async def test_network_is_loopback_only(sandbox: Sandbox) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        host_port = listener.getsockname()[1]
+        script = f"""
+import errno, socket, threading
+server = socket.create_server(("127.0.0.1", 80))
+threading.Thread(target=lambda: server.accept()[0].sendall(b"hi"), daemon=True).start()
+with socket.create_connection(("127.0.0.1", 80), 5) as own:
+    print(own.recv(2).decode())
+for address in [("127.0.0.1", {host_port}), ("8.8.8.8", 53), ("169.254.169.254", 80), ("10.0.0.1", 80)]:
+    try:
+        socket.create_connection(address, 5)
+        print("REACHED", address)
+    except OSError as error:
+        print(errno.errorcode[error.errno])
+"""
+        result = await sandbox.exec("python3 -", stdin=script.encode(), timeout_s=30)
+    assert result.stdout.decode().split() == ["hi", "ECONNREFUSED", *["ENETUNREACH"] * 3]
+
+
+async def test_abstract_unix_sockets_of_the_host_are_out_of_reach(sandbox: Sandbox) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        name = f"headrace-test-{os.getpid()}"
+        listener.bind(f"\0{name}")
+        listener.listen()
+        probe = f"import socket; socket.socket(socket.AF_UNIX).connect('\\0{name}')"
+        result = await sandbox.exec("python3 -", stdin=probe.encode(), timeout_s=30)
+    assert b"ConnectionRefusedError" in result.stderr
+
+
+async def test_sandboxes_do_not_see_each_other(provider: LocalProvider) -> None:
+    first = await provider.attach(await provider.create(SandboxSpec()))
+    second = await provider.attach(await provider.create(SandboxSpec()))
+    await first.write("/workspace/secret", b"first")
+    await run(first, "sleep 1000 > /dev/null 2>&1 &")
+    assert await output(second, "ls /workspace") == ""
+    assert "sleep" not in await output(second, "ps ax")
+    assert await output(first, "cut -c1-60 /proc/self/uid_map") != await output(second, "cut -c1-60 /proc/self/uid_map")
+
+
+# Commands
+
+
+async def test_command_results(sandbox: Sandbox) -> None:
+    result = await sandbox.exec(
+        "cat; echo err >&2; echo $NAME; pwd; exit 7",
+        env={"NAME": "value with 'quotes'"},
+        cwd="/tmp",
+        stdin=b"in\n",
+        timeout_s=30,
+    )
+    assert result.exit_code == 7
+    assert result.stdout == b"in\nvalue with 'quotes'\n/tmp\n"
+    assert result.stderr == b"err\n"
+    assert not result.truncated
+    assert result.duration_s > 0
+
+
+async def test_defaults_and_odd_ends(sandbox: Sandbox) -> None:
+    assert await output(sandbox, "pwd; read -r line; echo [$line]; ulimit -c") == "/workspace\n[]\n0"
+    assert (await run(sandbox, "kill -9 $$")).exit_code == 137
+    assert (await run(sandbox, "yes | head -1")).stdout == b"y\n"
+    missing = await sandbox.exec("true", cwd="/missing", timeout_s=30)
+    assert (missing.exit_code, missing.stderr) == (
+        126,
+        b"cannot run the command: [Errno 2] No such file or directory: '/missing'\n",
+    )
+    assert (await run(sandbox, "true", user="stranger")).exit_code == 126
+    assert (await run(sandbox, "x" * 200_000)).exit_code == 126
+    await run(sandbox, "rmdir /workspace")
+    assert await output(sandbox, "pwd") == "/"
+
+
+async def test_output_is_capped_and_drained(sandbox: Sandbox) -> None:
+    command = "head -c 300000000 /dev/zero; echo end >&2"
+    result = await sandbox.exec(command, timeout_s=60, max_output_bytes=1000)
+    assert result.stdout == bytes(1000)
+    assert result.stderr == b"end\n"
+    assert result.truncated
+    assert result.exit_code == 0
+
+
+async def test_timeout_kills_the_whole_tree(sandbox: Sandbox) -> None:
+    script = """
+    (sleep 1001 &)
+    setsid sleep 1002 &
+    setsid bash -c 'setsid bash -c "sleep 1003 & sleep 1004" &' &
+    trap '' TERM HUP INT
+    sleep 1005
+    """
+    with pytest.raises(ExecTimeout, match=r"timeout_s=0\.5"):
+        await run(sandbox, script, timeout_s=0.5)
+    assert await output(sandbox, "pgrep -c sleep || true") == "0"
+
+
+async def test_timeout_takes_a_daemon_that_refuses_its_subreaper(sandbox: Sandbox) -> None:
+    escape = """
+import ctypes, os, time
+ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(1000)
+    os._exit(0)
+time.sleep(1000)
+"""
+    await sandbox.write("/workspace/escape.py", escape.encode())
+    with pytest.raises(ExecTimeout):
+        await run(sandbox, "exec python3 /workspace/escape.py", timeout_s=1.0)
+    assert await output(sandbox, "pgrep -c python3 || true") == "0"
+
+
+async def test_timeout_spares_other_commands(sandbox: Sandbox) -> None:
+    other = asyncio.create_task(
+        run(sandbox, "touch /tmp/up; until test -e /tmp/go; do sleep 0.05; done; echo survived")
+    )
+    await output(sandbox, "until test -e /tmp/up; do sleep 0.05; done")
+    with pytest.raises(ExecTimeout):
+        await run(sandbox, "sleep 1000", timeout_s=0.2)
+    await output(sandbox, "touch /tmp/go")
+    assert (await other).stdout == b"survived\n"
+
+
+async def test_a_daemon_that_holds_the_output_delays_nothing_and_lives_on(sandbox: Sandbox) -> None:
+    result = await run(sandbox, "echo said; (sleep 1000 &)", timeout_s=60)
+    assert result.stdout == b"said\n"
+    assert await output(sandbox, "pgrep -c sleep") == "1"
+
+
+async def test_a_cancelled_command_is_killed(sandbox: Sandbox) -> None:
+    task = asyncio.create_task(run(sandbox, "touch /tmp/up; sleep 1000", timeout_s=600))
+    await output(sandbox, "until test -e /tmp/up; do sleep 0.05; done")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await output(sandbox, "while pgrep sleep; do :; done > /dev/null")
+
+
+async def test_kill_minus_one_spares_the_sandbox(sandbox: Sandbox) -> None:
+    await run(sandbox, "kill -9 -1")
+    assert await output(sandbox, "echo alive") == "alive"
+
+
+async def test_a_fork_bomb_hits_the_process_limit(provider: LocalProvider) -> None:
+    sandbox = await provider.attach(await provider.create(SandboxSpec(pids=40)))
+    with pytest.raises(ExecTimeout):
+        await run(sandbox, "bomb() { bomb | bomb & }; bomb; sleep 1000", timeout_s=1.0)
+    await run(sandbox, "true")
+    await sandbox.kill()
+    assert await provider.list() == []
+
+
+async def test_disk_bytes_is_a_hard_cap(provider: LocalProvider) -> None:
+    sandbox = await provider.attach(await provider.create(SandboxSpec(disk_bytes=2 << 20)))
+    result = await run(sandbox, "head -c 10000000 /dev/zero > /workspace/big")
+    assert b"No space left" in result.stderr
+    assert int(await output(sandbox, "stat -c %s /workspace/big")) <= 2 << 20
+    await run(sandbox, "rm /workspace/big; for i in $(seq 5000); do echo > /workspace/$i || break; done")
+    assert int(await output(sandbox, "ls /workspace | wc -l")) < 5000
+
+
+async def test_kill_takes_daemons_and_is_idempotent(provider: LocalProvider, sandbox: Sandbox) -> None:
+    await run(sandbox, "setsid bash -c 'setsid sleep 1000 & sleep 1001' > /dev/null 2>&1 & ")
+    await run(sandbox, "until [ $(pgrep -c sleep) = 2 ]; do :; done")
+    pids = descendants(provider.launcher_pid)
+    assert len(pids) >= 3
+    handles = [os.pidfd_open(pid) for pid in pids]
+    await sandbox.kill()
+    await sandbox.kill()
+    await all_dead(handles)
+    for action in (
+        run(sandbox, "true"),
+        sandbox.renew(5),
+        sandbox.freeze(),
+        sandbox.read("/etc/passwd", max_bytes=9999),
+    ):
+        with pytest.raises(SandboxGone):
+            await action
+
+
+async def test_a_command_under_which_the_sandbox_dies_ends(sandbox: Sandbox) -> None:
+    task = asyncio.create_task(run(sandbox, "touch /tmp/up; sleep 1000", timeout_s=600))
+    await output(sandbox, "until test -e /tmp/up; do sleep 0.05; done")
+    await sandbox.kill()
+    with pytest.raises(SandboxGone):
+        await task
+
+
+# Files
+
+
+async def test_files_round_trip(sandbox: Sandbox) -> None:
+    data = os.urandom(3_000_000)
+    await sandbox.write_many({"/workspace/a/b/c": data, "/workspace/empty": b"", "/tmp/t": b"text"})
+    assert await sandbox.read("/workspace/a/b/c", max_bytes=len(data)) == data
+    assert await sandbox.read("/workspace/empty", max_bytes=10) == b""
+    await sandbox.write("/tmp/t", b"x")
+    assert await output(sandbox, "cat /tmp/t; stat -c %a /tmp/t") == "x644"
+    await sandbox.write("/home/agent/mine", b"1", user="agent")
+    assert await output(sandbox, "stat -c %U /home/agent/mine") == "agent"
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        "true",
+        "mkdir /workspace/f",
+        "mkfifo /workspace/f",
+        "ln -s /etc/passwd /workspace/f",
+        "ln -s /dev/zero /workspace/f",
+        "ln -s /proc/1/environ /workspace/f",
+        "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"/workspace/f\")'",
+        "head -c 101 /dev/zero > /workspace/f",
+        "touch /workspace/f; chmod 0 /workspace/f",
+    ],
+)
+async def test_only_small_regular_files_are_read(sandbox: Sandbox, prepare: str) -> None:
+    await output(sandbox, prepare)
+    with pytest.raises(SandboxFileError, match="/workspace/f"):
+        await sandbox.read("/workspace/f", user="agent", max_bytes=100)
+
+
+@pytest.mark.parametrize("prepare", ["mkfifo /workspace/f", "mkdir /workspace/f", "ln -s /tmp/elsewhere /workspace/f"])
+async def test_writes_follow_no_link_and_wait_for_no_reader(sandbox: Sandbox, prepare: str) -> None:
+    await output(sandbox, prepare)
+    with pytest.raises(SandboxFileError):
+        await sandbox.write("/workspace/f", b"data")
+    assert (await run(sandbox, "test -e /tmp/elsewhere")).exit_code == 1
+
+
+async def test_file_operations_have_only_the_users_powers(sandbox: Sandbox) -> None:
+    for path in ("/usr/bin/planted", "/proc/sys/kernel/hostname", "relative"):
+        with pytest.raises(SandboxFileError):
+            await sandbox.write(path, b"x")
+    with pytest.raises(SandboxFileError):
+        await sandbox.write("/root/x", b"x", user="agent")
+
+
+# Freezing
+
+
+async def frozen_with(provider: LocalProvider, script: str, user: str = "root") -> SandboxId:
+    sandbox = await provider.attach(await provider.create(SandboxSpec()))
+    await output(sandbox, script, user=user)
+    await sandbox.freeze()
+    await sandbox.freeze()
+    return sandbox.id
+
+
+async def clean_with(provider: LocalProvider, source: SandboxId, path: str, target: str = "/workspace") -> Sandbox:
+    mount = FrozenMount(source=source, path=path, target=target)
+    return await provider.attach(await provider.create(SandboxSpec(mounts=(mount,))))
+
+
+async def test_frozen_data_is_shown_read_only_and_inert(provider: LocalProvider) -> None:
+    script = """
+    mkdir /workspace/d; echo data > /workspace/d/f; umask 077; echo private > /workspace/d/p; echo no > /tmp/other
+    cp /bin/true /workspace/tool; setsid sleep 1000 > /dev/null 2>&1 &
+    """
+    source = await frozen_with(provider, script, user="agent")
+    clean = await clean_with(provider, source, "/workspace")
+    assert await output(clean, "cat /workspace/d/f /workspace/d/p; stat -c %U /workspace/d/f") == "data\nprivate\nagent"
+    for attempt in ("touch /workspace/x", "rm /workspace/d/f", "/workspace/tool", "test -e /tmp/other", "pgrep sleep"):
+        assert (await run(clean, attempt)).exit_code != 0
+    flags = await output(clean, "grep ' /workspace ' /proc/mounts")
+    assert {"ro", "nosuid", "nodev", "noexec"} <= set(flags.split()[3].split(","))
+
+
+async def test_a_frozen_file_and_a_deep_target(provider: LocalProvider) -> None:
+    source = await frozen_with(provider, "mkdir -p /home/agent/a; echo x > /home/agent/a/f")
+    clean = await clean_with(provider, source, "/home/agent/a/f", "/evidence/deep/f")
+    assert await output(clean, "cat /evidence/deep/f") == "x"
+    assert (await run(clean, "echo y > /evidence/deep/f")).exit_code != 0
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "rm -r /workspace; ln -s /etc /workspace",
+        "rm -r /workspace; ln -s /proc/self/root /workspace",
+        "rm -r /workspace; ln -s .. /workspace",
+        "rm -r /workspace",
+        "rm -r /workspace; mkfifo /workspace",
+    ],
+)
+async def test_a_hostile_declared_path_is_refused(provider: LocalProvider, script: str) -> None:
+    source = await frozen_with(provider, f"cd /; {script}")
+    with pytest.raises(FrozenPathRefused, match="/workspace"):
+        await clean_with(provider, source, "/workspace")
+    assert [info.id for info in await provider.list()] == [source]
+
+
+async def test_a_link_on_the_way_of_a_target_is_refused(provider: LocalProvider) -> None:
+    source = await frozen_with(provider, "ln -s ../usr /workspace/link; mkdir /workspace/d")
+    mounts = (
+        FrozenMount(source=source, path="/workspace", target="/workspace"),
+        FrozenMount(source=source, path="/workspace/d", target="/workspace/link/bin"),
+    )
+    with pytest.raises(FrozenPathRefused, match="symbolic link"):
+        await provider.create(SandboxSpec(mounts=mounts))
+
+
+async def test_dots_do_not_lead_out_of_a_layer(provider: LocalProvider) -> None:
+    source = await frozen_with(provider, "echo x > /workspace/f")
+    clean = await clean_with(provider, source, "/../../../../workspace", "/data")
+    assert await output(clean, "cat /data/f") == "x"
+
+
+async def test_planted_start_files_do_nothing_in_the_clean_sandbox(provider: LocalProvider) -> None:
+    plant = """
+    for f in .bashrc .bash_profile .profile .bash_env; do echo 'echo PLANTED; exit 0' > /root/$f; done
+    echo 'echo PLANTED' > /etc/profile; echo /workspace/evil.so > /etc/ld.so.preload; mkdir /root/bin
+    printf '#!/bin/sh\necho PLANTED\n' > /root/bin/cat; chmod +x /root/bin/cat; echo ok > /workspace/out
+    echo 'import os; print("PLANTED")' > /workspace/sitecustomize.py; cp /root/bin/cat /workspace
+    """
+    source = await frozen_with(provider, plant)
+    clean = await clean_with(provider, source, "/workspace")
+    result = await run(clean, "cd /workspace; cat out; python3 -c 'print(1)'; ls /root /etc/profile /etc/ld.so.preload")
+    assert result.stdout.split() == [b"ok", b"1", b"/root:"]
+    assert b"PLANTED" not in result.stdout + result.stderr
+
+
+async def test_only_frozen_sandboxes_can_be_mounted(provider: LocalProvider) -> None:
+    running = await provider.create(SandboxSpec())
+    for source, target in ((running.id, "/workspace"), (running.id, "/usr/bin")):
+        with pytest.raises(SpecRefused):
+            await provider.create(SandboxSpec(mounts=(FrozenMount(source=source, path="/tmp", target=target),)))
+    frozen = await frozen_with(provider, "true")
+    with pytest.raises(SpecRefused, match="target"):
+        await clean_with(provider, frozen, "/workspace", "/usr/bin")
+
+
+async def test_a_frozen_sandbox_runs_nothing_and_can_be_killed_under_a_mount(provider: LocalProvider) -> None:
+    ref = await provider.create(SandboxSpec())
+    sandbox = await provider.attach(ref)
+    await sandbox.write("/workspace/f", b"kept")
+    await sandbox.freeze()
+    with pytest.raises(SandboxGone, match="frozen"):
+        await run(sandbox, "true")
+    clean = await clean_with(provider, ref.id, "/workspace")
+    await sandbox.kill()
+    assert await output(clean, "cat /workspace/f") == "kept"
+    assert [info.id for info in await provider.list()] == [clean.id]
+
+
+# Leases, keys, refusals
+
+
+async def test_what_nobody_renews_dies(provider: LocalProvider) -> None:
+    kept = await provider.attach(await provider.create(SandboxSpec(ttl_s=0.3)))
+    await kept.renew(600)
+    running = await provider.attach(await provider.create(SandboxSpec(ttl_s=0.3)))
+    with pytest.raises(SandboxGone):
+        await run(running, "sleep 1000", timeout_s=60)
+    frozen = await provider.attach(await provider.create(SandboxSpec(ttl_s=0.3)))
+    await frozen.freeze()
+    await list_until(provider, 1)
+    assert await output(kept, "echo alive") == "alive"
+    (info,) = await provider.list()
+    assert (info.id, info.state) == (kept.id, "running")
+    assert 500 < info.expires_in_s <= 600
+
+
+async def test_create_is_idempotent_by_key(provider: LocalProvider) -> None:
+    spec = SandboxSpec(idempotency_key="rollout-1/0", labels={"run": "x"})
+    first, second = await asyncio.gather(provider.create(spec), provider.create(spec))
+    assert first == second == await provider.create(spec)
+    (info,) = await provider.list()
+    assert (info.idempotency_key, info.labels) == ("rollout-1/0", {"run": "x"})
+    await (await provider.attach(first)).kill()
+    assert (await provider.create(spec)).id != first.id
+
+
+async def test_a_cancelled_create_leaves_nothing(provider: LocalProvider) -> None:
+    await provider.list()
+    tasks = [asyncio.create_task(provider.create(SandboxSpec())) for _ in range(5)]
+    # One pass of the loop sends the requests; the launcher cannot have answered yet.
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(task.cancelled() for task in tasks)
+    await list_until(provider, 0)
+
+
+async def test_secrets_open_one_sandbox_only(provider: LocalProvider) -> None:
+    first, second = await provider.create(SandboxSpec()), await provider.create(SandboxSpec())
+    for wrong in ("", "x", second.secret):
+        stranger = await provider.attach(replace(first, secret=wrong))
+        with pytest.raises(SecretRefused):
+            await run(stranger, "true")
+        with pytest.raises(SecretRefused):
+            await stranger.kill()
+    assert await output(await provider.attach(first), "echo mine") == "mine"
+
+
+async def test_specs_the_provider_cannot_keep_are_refused(provider: LocalProvider) -> None:
+    with pytest.raises(ImageUnknown):
+        await provider.create(SandboxSpec(image="ubuntu"))
+    for spec in (SandboxSpec(network=Network.HOST), SandboxSpec(memory_bytes=1 << 30), SandboxSpec(cpu=1.0)):
+        with pytest.raises(SpecRefused):
+            await provider.create(spec)
+
+
+async def test_capacity_is_a_transient_error() -> None:
+    async with LocalProvider(LocalSandboxConfig(max_sandboxes=1)) as provider:
+        await provider.create(SandboxSpec())
+        with pytest.raises(CapacityExceeded) as caught:
+            await provider.create(SandboxSpec())
+        assert caught.value.transient
+        assert caught.value.retry_after_s > 0
+
+
+async def test_garbage_does_not_disturb_the_launcher(provider: LocalProvider, sandbox: Sandbox) -> None:
+    for garbage in (b"\xff" * 64, b"\0\0\0\x02{}", b'\0\0\0\x0f{"op":"create"}', b"\0\0"):
+        with socket.socket(socket.AF_UNIX) as stream:
+            stream.connect(provider.endpoint)
+            stream.sendall(garbage)
+    assert await output(sandbox, "echo alive") == "alive"
+
+
+async def test_another_process_attaches_by_the_pickled_ref(provider: LocalProvider) -> None:
+    ref = await provider.create(SandboxSpec())
+    completed = await asyncio.to_thread(attach_elsewhere, ref)
+    assert completed.stdout == b"from elsewhere\n", completed.stderr
+    assert await (await provider.attach(ref)).read("/workspace/f", max_bytes=100) == b"elsewhere"
+
+
+def attach_elsewhere(ref: SandboxRef) -> subprocess.CompletedProcess[bytes]:
+    script = """
+import asyncio, pickle, sys
+from headrace.sandboxes.local import LocalProvider
+async def main():
+    provider = LocalProvider()
+    sandbox = await provider.attach(pickle.load(sys.stdin.buffer))
+    await sandbox.write("/workspace/f", b"elsewhere")
+    sys.stdout.buffer.write((await sandbox.exec("echo from $(cat f)", timeout_s=30)).stdout)
+    await provider.aclose()
+asyncio.run(main())
+"""
+    return subprocess.run([sys.executable, "-c", script], input=pickle.dumps(ref), capture_output=True, timeout=60)
+
+
+async def test_fifty_at_once(provider: LocalProvider) -> None:
+    async def life(number: int) -> str:
+        sandbox = await provider.attach(await provider.create(SandboxSpec()))
+        await sandbox.write("/workspace/n", str(number).encode())
+        text = await output(sandbox, "cat /workspace/n; ls /workspace | wc -l")
+        await sandbox.kill()
+        return text
+
+    results = await asyncio.gather(*(life(number) for number in range(50)))
+    assert results == [f"{number}1" for number in range(50)]
+    assert await provider.list() == []
+
+
+async def test_closing_leaves_nothing() -> None:
+    async with LocalProvider() as provider:
+        sandbox = await provider.attach(await provider.create(SandboxSpec()))
+        await run(sandbox, "setsid sleep 1000 > /dev/null 2>&1 &")
+        launcher = provider.launcher_pid
+        handles = [os.pidfd_open(pid) for pid in (launcher, *descendants(launcher)) if pid is not None]
+        folder = Path(provider.endpoint).parent
+    await all_dead(handles)
+    assert folder.name not in host_folders(folder.parent)
+    assert str(folder) not in host_mounts()
+
+
+async def test_doctor_says_what_is_there_and_what_is_not() -> None:
+    guarantees = {guarantee.name: guarantee for guarantee in await asyncio.to_thread(doctor.probe)}
+    assert guarantees["user namespace"].present
+    for missing in ("cgroup limits", "snapshots", "further images"):
+        assert not guarantees[missing].present
+        assert guarantees[missing].detail
+    assert json.dumps([guarantee.detail for guarantee in guarantees.values()])
+
+
+async def test_measure_reports_every_figure() -> None:
+    figures = await measure.measure(cycles=3, execs=3, boots=2, concurrencies=(1, 2))
+    assert {"create_destroy_cpu_ms", "exec_p50_ms", "exec_p99_ms", "boots_per_s_c1", "boots_per_s_c2"} <= figures.keys()
+    assert all(value > 0 for value in figures.values())
+
+
+async def list_until(provider: LocalProvider, count: int) -> None:
+    """Ask until at most `count` sandboxes are left; each question is a round trip to the launcher."""
+    async with asyncio.timeout(30):
+        while len(await provider.list()) > count:
+            pass
+
+
+def host_folders(parent: Path) -> set[str]:
+    return {folder.name for folder in parent.iterdir()}
+
+
+def host_mounts() -> str:
+    return Path("/proc/self/mounts").read_text()
+
+
+def descendants(root: int | None) -> list[int]:
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found: set[int | None] = {root}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return [pid for pid in found - {root} if pid is not None]
+
+
+async def all_dead(handles: list[int]) -> None:
+    """Wait for the end of processes by their pidfds."""
+    loop = asyncio.get_running_loop()
+    for handle in handles:
+        ended = asyncio.Event()
+        loop.add_reader(handle, ended.set)
+        try:
+            async with asyncio.timeout(30):
+                await ended.wait()
+        finally:
+            loop.remove_reader(handle)
+            os.close(handle)

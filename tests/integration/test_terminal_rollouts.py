@@ -1,0 +1,88 @@
+"""Each kind of terminal task in real sandboxes: look, act, and a verdict that comes from clean sandboxes."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.actors.agents.chat import ChatReply
+from headrace.actors.agents.shell import ShellAgent, ShellAgentConfig, StopReason
+from headrace.actors.evaluators.evaluation import EvaluationRequest, evaluate
+from headrace.buffer.datasets.terminal import Kind, Split, problems
+from headrace.buffer.types import Cause
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.local import LocalProvider
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+    from headrace.actors.agents.chat import ChatMessage
+    from headrace.actors.evaluators.evaluation import Verdict
+    from headrace.buffer.datasets.terminal import Problem
+    from headrace.sandboxes.base import Sandbox, SandboxId
+
+pytestmark = pytest.mark.namespaces
+PROBLEMS = problems(1, len(Kind), Split.HELD_OUT)
+
+
+class Rooms:
+    """Clean sandboxes straight from the provider."""
+
+    def __init__(self, provider: LocalProvider, agent_sandbox: Sandbox) -> None:
+        self._provider = provider
+        self._agent_sandbox = agent_sandbox
+
+    async def freeze(self, sandbox: SandboxId) -> None:
+        assert sandbox == self._agent_sandbox.id
+        await self._agent_sandbox.freeze()
+
+    @asynccontextmanager
+    async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        sandbox = await self._provider.attach(await self._provider.create(spec))
+        try:
+            yield sandbox
+        finally:
+            await sandbox.kill()
+
+
+async def work(problem: Problem, *commands: str) -> tuple[list[str], Verdict]:
+    """What the agent was shown when it gave these commands, and the verdict."""
+    task, seen = problem.task(), []
+    answers = iter(commands)
+
+    async def chat(messages: Sequence[ChatMessage]) -> ChatReply:
+        seen.append(messages[-1].content)
+        return ChatReply(text=next(answers), finish_reason="stop")
+
+    async with LocalProvider() as provider:
+        ref = await provider.create(SandboxSpec(image=task.image))
+        sandbox = await provider.attach(ref)
+        await sandbox.write_many({path: text.encode() for path, text in task.files.items()})
+        report = await ShellAgent(ShellAgentConfig()).run(chat=chat, sandbox=sandbox, task=task)
+        assert report.stop is StopReason.FINISHED
+        verdict = await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), Rooms(provider, sandbox))
+        await sandbox.kill()
+    return seen, verdict
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.kind)
+async def test_looking_first_solves_it(problem: Problem) -> None:
+    seen, verdict = await work(problem, problem.look, problem.act(problem.finding))
+    assert seen == [problem.instruction, problem.shown]
+    assert (verdict.reward, verdict.cause) == (1.0, Cause.SOLVED)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.kind)
+async def test_looking_in_the_wrong_place_does_not(problem: Problem) -> None:
+    command, shown, finding = problem.stray
+    seen, verdict = await work(problem, command, problem.act(finding))
+    assert seen == [problem.instruction, shown[: ShellAgentConfig().max_observation_bytes].rstrip("\n")]
+    assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED)
+
+
+async def test_code_of_the_agent_cannot_end_the_check() -> None:
+    problem = next(problem for problem in PROBLEMS if problem.kind is Kind.REPAIR)
+    _, verdict = await work(problem, "echo 'import os; os._exit(0)' > calc.py; exit")
+    assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED)

@@ -1,0 +1,269 @@
+"""Pure parts of the sandboxes: admission, leases, process trees, accounts, framing, path mapping, errors."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from headrace.sandboxes import errors
+from headrace.sandboxes.admission import Admission, AdmissionConfig, Ticket
+from headrace.sandboxes.base import SandboxId, SandboxRef
+from headrace.sandboxes.commands import FileProblem, find_account
+from headrace.sandboxes.leases import Deadlines, IdRanges
+from headrace.sandboxes.mapped_paths import PathMap
+from headrace.sandboxes.processes import ProcessEntry, parse_stat, tree_of
+from headrace.sandboxes.rootfs import MountRefused, check_target
+from headrace.sandboxes.wire import Channel, ChannelClosed
+
+
+def admission(max_live: int = 4, boot_concurrency: int = 2, evaluation_reserve: int = 1) -> Admission:
+    return Admission(
+        AdmissionConfig(max_live=max_live, boot_concurrency=boot_concurrency, evaluation_reserve=evaluation_reserve)
+    )
+
+
+def test_admission_grants_in_order_up_to_the_boot_concurrency() -> None:
+    core = admission()
+    tickets = [core.ask(evaluation=False) for _ in range(3)]
+    assert core.grant() == tickets[:2]
+    assert (core.waiting, core.booting, core.live) == (1, 2, 0)
+    core.booted(tickets[0])
+    assert core.grant() == tickets[2:]
+
+
+def test_evaluations_overtake_and_have_places_of_their_own() -> None:
+    core = admission(max_live=2, boot_concurrency=2, evaluation_reserve=1)
+    first, second = core.ask(evaluation=False), core.ask(evaluation=False)
+    assert core.grant() == [first]
+    core.booted(first)
+    assert core.grant() == []
+    evaluation = core.ask(evaluation=True)
+    assert core.grant() == [evaluation]
+    core.leave(first)
+    assert core.grant() == []
+    core.leave(evaluation)
+    assert core.grant() == [second]
+
+
+def test_a_withdrawn_ticket_is_never_granted() -> None:
+    core = admission()
+    ticket = core.ask(evaluation=False)
+    core.leave(ticket)
+    assert core.grant() == []
+    assert core.waiting == 0
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(["agent", "evaluate", "grant", "booted", "leave"]), st.integers(0, 30))),
+)
+def test_admission_never_exceeds_its_limits(steps: list[tuple[str, int]]) -> None:
+    core = admission(max_live=5, boot_concurrency=2, evaluation_reserve=2)
+    booting: list[Ticket] = []
+    others_live: set[Ticket] = set()
+    others: set[Ticket] = set()
+    known: list[Ticket] = []
+    for action, number in steps:
+        if action in ("agent", "evaluate"):
+            known.append(core.ask(evaluation=action == "evaluate"))
+            if action == "agent":
+                others.add(known[-1])
+        elif action == "grant":
+            booting += core.grant()
+            others_live |= others & set(booting)
+        elif action == "booted" and booting:
+            core.booted(booting.pop(number % len(booting)))
+        elif action == "leave" and known:
+            ticket = known[number % len(known)]
+            core.leave(ticket)
+            others_live.discard(ticket)
+            booting = [other for other in booting if other != ticket]
+        assert core.booting <= 2
+        assert core.booting + core.live <= 5
+        assert len(others_live) <= 3
+
+
+def test_a_reserve_that_leaves_no_place_is_refused() -> None:
+    with pytest.raises(ValidationError, match="evaluation_reserve=4"):
+        AdmissionConfig(max_live=4, evaluation_reserve=4)
+
+
+def test_deadlines_follow_renewals() -> None:
+    deadlines = Deadlines()
+    deadlines.set("a", 10.0)
+    deadlines.set("b", 5.0)
+    deadlines.set("a", 3.0)
+    deadlines.set("b", 7.0)
+    assert deadlines.next() == 3.0
+    assert deadlines.remaining("b", 5.0) == 2.0
+    assert deadlines.pop_due(6.0) == ["a"]
+    deadlines.drop("b")
+    assert deadlines.next() is None
+    assert deadlines.pop_due(100.0) == []
+
+
+def test_id_ranges_do_not_overlap_and_come_back_with_their_last_holder() -> None:
+    ranges = IdRanges(100_000, 65_536, 2)
+    first, second = ranges.take(), ranges.take()
+    assert abs(first - second) == 65_536
+    with pytest.raises(IndexError):
+        ranges.take()
+    ranges.share(first)
+    ranges.release(first)
+    with pytest.raises(IndexError):
+        ranges.take()
+    ranges.release(first)
+    assert ranges.take() == first
+
+
+def test_a_process_name_cannot_forge_its_parent() -> None:
+    entry = parse_stat("77 (evil) Z 1 1 (x) S 42 " + " ".join(str(number) for number in range(5, 60)))
+    assert entry.parent == 42
+    assert entry.state == "S"
+    assert entry.started == 22
+
+
+def entry(parent: int, started: int = 10, state: str = "S") -> ProcessEntry:
+    return ProcessEntry(parent=parent, state=state, started=started)
+
+
+def test_tree_of_a_command_with_and_without_strays() -> None:
+    entries = {
+        10: entry(1),
+        11: entry(10),
+        12: entry(11),
+        13: entry(11, state="Z"),
+        20: entry(1, started=5),
+        21: entry(20),
+        30: entry(1, started=11),
+        31: entry(30),
+    }
+    assert tree_of(10, entries, strays=False) == {10, 11, 12}
+    assert tree_of(10, entries, strays=True) == {10, 11, 12, 30, 31}
+    assert tree_of(99, entries, strays=True) == set()
+
+
+PASSWD = "root:x:0:0:root:/root:/bin/bash\nagent:x:1000:1001:a:/home/agent:/bin/bash\nbroken\nodd:x:a:b:c:d:e\n"
+GROUP = "tools:x:50:root,agent\nother:x:51:\n"
+
+
+def test_accounts_by_name_and_number() -> None:
+    agent = find_account("agent", PASSWD, GROUP)
+    assert (agent.user_id, agent.group_id, agent.groups, agent.home) == (1000, 1001, (1001, 50), "/home/agent")
+    assert find_account("7:8", PASSWD, GROUP).groups == (8,)
+    assert find_account("7", "", "").group_id == 7
+    for unknown in ("odd", "nobody", "", "-1", "1:x"):
+        with pytest.raises(FileProblem):
+            find_account(unknown, PASSWD, GROUP)
+
+
+@pytest.mark.parametrize("target", ["workspace", "/", "/a/../usr", "/usr/bin", "/proc/x", "/etc", "/lib64/x", "/dev"])
+def test_mount_targets_over_the_system_are_refused(target: str) -> None:
+    with pytest.raises(MountRefused):
+        check_target(target)
+
+
+def test_mount_targets_elsewhere_are_fine() -> None:
+    assert check_target("/workspace") == ["workspace"]
+    assert check_target("/data//x/") == ["data", "x"]
+
+
+def channel_pair() -> tuple[Channel, Channel]:
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return Channel(left), Channel(right)
+
+
+def test_channel_keeps_messages_and_their_descriptors_together() -> None:
+    left, right = channel_pair()
+    read_end, write_end = os.pipe()
+    left.send({"number": 1})
+    left.send({"number": 2}, [write_end])
+    left.send({"number": 3})
+    received: list[tuple[dict[str, object], list[int]]] = []
+    while len(received) < 3:
+        received += right.receive()
+    assert [message["number"] for message, _ in received] == [1, 2, 3]
+    assert [len(descriptors) for _, descriptors in received] == [0, 1, 0]
+    passed = received[1][1][0]
+    os.write(passed, b"through")
+    os.close(passed)
+    # The sender closed its own copy, so the pipe ends here.
+    assert os.read(read_end, 100) == b"through"
+    assert os.read(read_end, 100) == b""
+    os.close(read_end)
+    left.close()
+    with pytest.raises(ChannelClosed):
+        right.receive()
+    right.close()
+
+
+def test_channel_holds_what_the_socket_does_not_take() -> None:
+    left, right = channel_pair()
+    big = "x" * 2_000_000
+    left.send({"text": big})
+    left.send({"text": "after"})
+    assert left.backlog
+    received: list[tuple[dict[str, object], list[int]]] = []
+    while len(received) < 2:
+        left.flush()
+        received += right.receive()
+    assert [message["text"] for message, _ in received] == [big, "after"]
+    assert not left.backlog
+    left.close()
+    right.close()
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\0\0\0\x01x", b"\0\0\0\x02[]", b'\0\0\0\x09{"fds":1}'])
+def test_channel_refuses_garbage(garbage: bytes) -> None:
+    left, right = channel_pair()
+    left.socket.sendall(garbage)
+    with pytest.raises(ChannelClosed):
+        right.receive()
+    left.close()
+    right.close()
+
+
+def test_paths_are_mapped_by_text_both_ways() -> None:
+    paths = PathMap(Path("/tree"), ("workspace", "tmp"))
+    command = (
+        "cd /workspace && echo a>/workspace/b; ls '/tmp' /tmpx /usr/tmp ./workspace x/workspace /workspace-2 $A/tmp"
+    )
+    assert paths.text_to_real(command) == (
+        "cd /tree/workspace && echo a>/tree/workspace/b; "
+        "ls '/tree/tmp' /tmpx /usr/tmp ./workspace x/workspace /workspace-2 $A/tmp"
+    )
+    assert paths.to_short(b"at /tree/workspace/b") == b"at /workspace/b"
+    assert paths.real_path("/workspace/../tmp/x") == Path("/tree/tmp/x")
+    for outside in ("/etc/passwd", "/workspace/../etc/passwd", "workspace/x", "/"):
+        with pytest.raises(errors.SandboxFileError):
+            paths.real_path(outside)
+
+
+def all_errors() -> list[errors.SandboxError]:
+    plain = [kind("why") for kind in (*leaves(errors.TransientSandboxError), *leaves(errors.PermanentSandboxError))]
+    return [*plain, errors.CapacityExceeded("full", 2.5)]
+
+
+def leaves(kind: type[errors.SandboxError]) -> list[type[errors.SandboxError]]:
+    return [leaf for child in kind.__subclasses__() for leaf in (child, *leaves(child))]
+
+
+@pytest.mark.parametrize("error", all_errors(), ids=lambda error: type(error).__name__)
+def test_errors_survive_pickling(error: errors.SandboxError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
+    assert error.transient == isinstance(error, errors.TransientSandboxError)
+
+
+def test_refs_are_picklable_and_hide_their_secret() -> None:
+    ref = SandboxRef(provider="local", id=SandboxId("x"), endpoint="/e", secret="hush")
+    assert pickle.loads(pickle.dumps(ref)) == ref
+    assert "hush" not in repr(ref)
