@@ -27,14 +27,15 @@ _MEANING: Final = {
     "link-safe paths": "frozen data is found without following links (openat2)",
     "dropped capabilities": "seven harmless ones are kept for root inside; no nested user namespaces",
     "no new privileges": "set-user-id programs give nothing",
+    "call filter": "seccomp: no vsock, io_uring, bpf, perf, keyrings, userfaultfd; native programs only",
     "death with the owner": "pidfd and parent-death signal: nothing outlives the pool",
     "bash": "/bin/bash runs the commands",
     "python3": "/usr/bin/python3 for tasks and checks written in Python",
 }
+_OPTIONAL: Final = ("python3", "call filter")
 _NOT_BUILT: Final = {
     "cgroup limits": "memory and processors are not limited yet; processes are, for each user, by rlimit",
     "disk quota beyond memory": "the file layer lives in memory (tmpfs, capped): no layers on disk yet",
-    "seccomp filter": "not built yet",
     "snapshots": "not built yet: a prepared layer cannot become an image",
     "further images": "not built yet: only `host`",
     "escaped daemons at a timeout": "a process that left its command's tree while another command runs in its "
@@ -57,7 +58,7 @@ def probe() -> tuple[Guarantee, ...]:
     """Try everything in a child process (about 0.1 s). Never raises for what the machine lacks."""
     reasons = {**_kernel_reasons(), **_program_reasons()}
     found = [
-        Guarantee(name=name, present=not reasons[name], detail=reasons[name] or meaning, required=name != "python3")
+        Guarantee(name=name, present=not reasons[name], detail=reasons[name] or meaning, required=name not in _OPTIONAL)
         for name, meaning in _MEANING.items()
     ]
     missing = [

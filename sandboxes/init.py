@@ -40,6 +40,7 @@ class Plan(NamedTuple):
     mounts: tuple[rootfs.Mount, ...]
     limits: Limits
     last_capability: int
+    call_filter: bytes | None
 
 
 class _Running:
@@ -94,6 +95,8 @@ def _build(plan: Plan, channel: Channel) -> None:
     _write("/proc/sys/user/max_user_namespaces", "0")
     syscalls.drop_capabilities(KEPT_CAPABILITIES, plan.last_capability)
     syscalls.forbid_new_privileges()
+    if plan.call_filter is not None:
+        syscalls.filter_calls(plan.call_filter)
     syscalls.die_with_parent(signal.SIGKILL)
 
 

@@ -1,16 +1,10 @@
-# ruff: noqa: PTH120, PTH123
+# ruff: noqa: PTH120
 # (pathlib stays out of the launcher: what is not imported is not copied at a fork)
-"""The launcher: an exec'd single-threaded fork server that owns all local sandboxes of one host.
+"""The launcher process: an exec'd, single-threaded Python with the standard library only, made ready to serve.
 
 Invariants:
-- It lives exactly as long as its owner: it ends when its standard input ends or its owner dies, and every sandbox with
-  it.
-- A sandbox is `booting`, `running`, `ending`, then `frozen` or gone. Its lease is kept here by the monotonic clock:
-  what nobody renews is killed and its layer dropped, frozen or not.
-- It never blocks on a client or a sandbox and copies none of their bytes: standard streams are the client's own pipes.
-- Each operation needs the sandbox's secret or the admin secret, compared in constant time; create, list and usage need
-  the admin secret.
-- Only the standard library is imported: a small process forks fast.
+- Its root is a private one before it serves, its memory cannot be inspected, and its command line names no path.
+- It reads one line of settings and writes one line: ready, or why this machine cannot isolate.
 """
 
 from __future__ import annotations
@@ -18,394 +12,21 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
-import signal
 import socket
 import sys
-import time
-
-# hmac.compare_digest is this function, but hmac loads OpenSSL, and every sandbox would carry its pages.
-from _operator import _compare_digest as compare_digest
-from contextlib import suppress
-from typing import Final, NamedTuple, NoReturn
+from typing import Final
 
 from headrace.sandboxes import rootfs, syscalls
-from headrace.sandboxes.commands import Limits
-from headrace.sandboxes.init import Plan, run_init
-from headrace.sandboxes.leases import Deadlines, IdRanges
-from headrace.sandboxes.record import Record
-from headrace.sandboxes.switchboard import Switchboard, Waiter
-from headrace.sandboxes.wire import Channel, Message, close_all
+from headrace.sandboxes.fork_server import ForkServer, Settings
 
-_FIRST_ID: Final = 100_000
 _BACKLOG: Final = 1024
-
-
-class Settings(NamedTuple):
-    """What the owner sends as one line of JSON on standard input."""
-
-    admin_secret: str
-    owner_pid: int
-    socket_path: str
-    max_sandboxes: int
-    layer_bytes: int
-    processes: int
-    open_files: int
-    boot_timeout_s: float
-    label: str
-
-
-class Refused(Exception):
-    """A request is answered with the error `name` of headrace.sandboxes.errors."""
-
-    def __init__(self, name: str, message: str) -> None:
-        super().__init__(message)
-        self.name = name
-
-
-class Launcher:
-    """The event loop and the table of sandboxes."""
-
-    def __init__(self, settings: Settings, image: rootfs.HostImage, listener: socket.socket, own_pids: int) -> None:
-        self._settings = settings
-        self._image = image
-        self._board = Switchboard(listener, self._on_message)
-        self._own_pids = own_pids
-        self._sandboxes: dict[str, Record] = {}
-        self._by_key: dict[str, str] = {}
-        self._by_pid: dict[int, str] = {}
-        self._deadlines = Deadlines()
-        self._ranges = IdRanges(_FIRST_ID, rootfs.IDS_PER_SANDBOX, 4 * settings.max_sandboxes)
-        self._last_tag = 0
-        self._closing = False
-        with open("/proc/sys/kernel/cap_last_cap", encoding="utf-8") as file:
-            self._last_capability = int(file.read())
-        self._admin = {"create": self._create, "list": self._list, "usage": self._usage, "discard": self._discard}
-        self._direct = {
-            "exec": self._forward,
-            "read": self._forward,
-            "write": self._forward,
-            "cancel": self._cancel,
-            "freeze": self._freeze,
-            "kill": self._kill,
-            "renew": self._renew,
-        }
-
-    def serve(self) -> None:
-        """Run until the owner is gone and every sandbox has ended."""
-        wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        owner = os.pidfd_open(self._settings.owner_pid)
-        self._board.watch(wake_read, lambda: self._reap(wake_read))
-        self._board.watch(owner, lambda: self._close(owner))
-        self._board.watch(0, lambda: self._close(0))
-        while not (self._closing and not self._sandboxes):
-            deadline = self._deadlines.next()
-            self._board.turn(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            self._expire()
-
-    def _close(self, source: int) -> None:
-        self._board.unwatch(source)
-        self._closing = True
-        for sandbox in list(self._sandboxes.values()):
-            self._end(sandbox, keep_layer=False)
-
-    def _on_message(self, channel: Channel, owner: Record | None, message: Message, descriptors: list[int]) -> None:
-        """A client's request, or (with an owner) word from the first process of a sandbox."""
-        if owner is not None:
-            self._from_init(owner, message)
-            return
-        request_id = message.get("id")
-        waiter = Waiter(channel, request_id if isinstance(request_id, int) else 0)
-        try:
-            self._handle(waiter, message, descriptors)
-        except Refused as refused:
-            self._board.answer(waiter, {"error": refused.name, "message": str(refused)})
-        except (KeyError, TypeError, ValueError) as error:
-            self._board.answer(waiter, {"error": "SpecRefused", "message": f"malformed request: {error!r}"})
-        finally:
-            close_all(descriptors)
-
-    def _handle(self, waiter: Waiter, message: Message, descriptors: list[int]) -> None:
-        """Check the secret and do it. An operation that keeps descriptors takes them out of the list."""
-        operation = str(message["op"])
-        given = str(message["secret"]).encode()
-        is_admin = compare_digest(given, self._settings.admin_secret.encode())
-        if operation in self._admin:
-            if not is_admin:
-                raise Refused("SecretRefused", f"{operation} needs the admin secret of the launcher")
-            self._admin[operation](waiter, message)
-            return
-        if operation not in self._direct:
-            raise Refused("SpecRefused", f"unknown operation {operation!r}")
-        sandbox = self._find(str(message["sandbox"]))
-        if not is_admin and not compare_digest(given, sandbox.secret.encode()):
-            raise Refused("SecretRefused", f"wrong secret for sandbox {sandbox.id}")
-        self._direct[operation](waiter, sandbox, message, descriptors)
-
-    def _find(self, sandbox_id: str) -> Record:
-        sandbox = self._sandboxes.get(sandbox_id)
-        if sandbox is None:
-            raise Refused("SandboxGone", f"sandbox {sandbox_id} is gone: killed, or its lease ended")
-        return sandbox
-
-    # Operations of the owner
-
-    def _create(self, waiter: Waiter, message: Message) -> None:
-        key = str(message["key"])
-        known = self._sandboxes.get(self._by_key.get(key, "")) if key else None
-        if known is not None and known.state == "booting":
-            known.creators.append(waiter)
-            return
-        if known is not None and known.state != "ending":
-            self._board.answer(waiter, {"sandbox": known.id, "secret": known.secret})
-            return
-        if self._closing:
-            raise Refused("LauncherGone", "the launcher is closing")
-        if len(self._sandboxes) >= self._settings.max_sandboxes:
-            raise Refused("CapacityExceeded", f"{len(self._sandboxes)} sandboxes are alive: raise max_sandboxes")
-        mounts = tuple(rootfs.Mount(*row) for row in message["mounts"])
-        base_id = self._range_for(mounts)
-        sandbox = Record(key=key, base_id=base_id, ttl_s=float(message["ttl_s"]), labels=message["labels"])
-        try:
-            self._fork_init(sandbox, mounts, message)
-        except OSError as error:
-            self._ranges.release(base_id)
-            raise Refused("BootFailed", str(error)) from error
-        sandbox.creators.append(waiter)
-        self._sandboxes[sandbox.id] = sandbox
-        self._by_pid[sandbox.pid] = sandbox.id
-        if key:
-            self._by_key[key] = sandbox.id
-        self._deadlines.set(sandbox.id, time.monotonic() + self._settings.boot_timeout_s)
-
-    def _range_for(self, mounts: tuple[rootfs.Mount, ...]) -> int:
-        """A range of its own, or that of the dead sandbox whose files it shows: owners and modes then mean the same."""
-        bases = set()
-        for mount in mounts:
-            source = self._sandboxes.get(mount.source)
-            if source is None or source.state != "frozen":
-                raise Refused("SpecRefused", f"mount source {mount.source} is not a frozen sandbox")
-            try:
-                rootfs.check_target(mount.target)
-            except rootfs.MountRefused as error:
-                raise Refused("SpecRefused", str(error)) from error
-            bases.add(source.base_id)
-        if len(bases) > 1:
-            raise Refused("SpecRefused", "the mounts of one sandbox come from one frozen sandbox")
-        try:
-            return self._ranges.share(bases.pop()) if bases else self._ranges.take()
-        except IndexError:
-            raise Refused("CapacityExceeded", "no range of user ids is free: raise max_sandboxes") from None
-
-    def _fork_init(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...], message: Message) -> None:
-        rootfs.mount_layer(sandbox.id, sandbox.base_id, int(message["disk_bytes"] or self._settings.layer_bytes))
-        limits = Limits(int(message["pids"] or self._settings.processes), self._settings.open_files)
-        plan = Plan(sandbox.id, sandbox.base_id, self._image, mounts, limits, self._last_capability)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            syscalls.unshare(syscalls.CLONE_NEWPID)
-            try:
-                sandbox.pid = os.fork()
-                if sandbox.pid == 0:
-                    _become_init(plan, theirs)
-            finally:
-                # Only children enter a new pid namespace; ours is the one for the children to come.
-                syscalls.join_namespace(self._own_pids, syscalls.CLONE_NEWPID)
-        except OSError:
-            ours.close()
-            rootfs.drop_layer(sandbox.id)
-            raise
-        finally:
-            theirs.close()
-        sandbox.control = Channel(ours)
-        self._board.add(sandbox.control, sandbox)
-
-    def _map_ids(self, sandbox: Record) -> None:
-        """Its user namespace stands, and only a process outside may write the map (user_namespaces(7))."""
-        assert sandbox.control is not None
-        try:
-            for name in ("uid_map", "gid_map"):
-                with open(f"/proc/{sandbox.pid}/{name}", "w", encoding="utf-8") as file:
-                    file.write(f"0 {sandbox.base_id} {rootfs.IDS_PER_SANDBOX}")
-        except OSError as error:
-            sandbox.failure = ("BootFailed", f"cannot map the ids from {sandbox.base_id} on: {error}")
-            self._end(sandbox, keep_layer=False)
-        else:
-            self._board.send(sandbox.control, {"op": "mapped"})
-
-    def _list(self, waiter: Waiter, _message: Message) -> None:
-        now = time.monotonic()
-        rows = [
-            {
-                "id": sandbox.id,
-                "state": sandbox.state,
-                "expires_in_s": self._deadlines.remaining(sandbox.id, now),
-                "labels": sandbox.labels,
-                "key": sandbox.key,
-            }
-            for sandbox in self._sandboxes.values()
-        ]
-        self._board.answer(waiter, {"sandboxes": rows})
-
-    def _usage(self, waiter: Waiter, _message: Message) -> None:
-        """CPU seconds of the launcher and of all its children that have ended."""
-        usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-        self._board.answer(waiter, {"cpu_s": sum(usage.ru_utime + usage.ru_stime for usage in usages)})
-
-    def _discard(self, waiter: Waiter, message: Message) -> None:
-        """A create was given up: end what it made."""
-        sandbox = self._sandboxes.get(self._by_key.get(str(message["key"]), ""))
-        if sandbox is not None:
-            self._end(sandbox, keep_layer=False)
-        self._board.answer(waiter, {})
-
-    # Operations on one sandbox
-
-    def _forward(self, waiter: Waiter, sandbox: Record, message: Message, descriptors: list[int]) -> None:
-        if sandbox.state != "running" or sandbox.control is None:
-            raise Refused("SandboxGone", f"sandbox {sandbox.id} runs no more commands: it is {sandbox.state}")
-        if len(descriptors) != 3:
-            raise Refused("SpecRefused", "a command needs three descriptors: standard input, output and error")
-        self._last_tag += 1
-        sandbox.pending[self._last_tag] = waiter
-        inner = {name: value for name, value in message.items() if name not in ("secret", "sandbox", "id")}
-        self._board.send(sandbox.control, {**inner, "tag": self._last_tag}, descriptors.copy())
-        descriptors.clear()
-
-    def _cancel(self, waiter: Waiter, sandbox: Record, message: Message, _descriptors: list[int]) -> None:
-        """The client gave up the request `target` of this connection: end its command."""
-        abandoned = Waiter(waiter.client, int(message["target"]))
-        for tag, pending in sandbox.pending.items():
-            if pending == abandoned and sandbox.control is not None:
-                self._board.send(sandbox.control, {"op": "cancel", "tag": tag})
-        self._board.answer(waiter, {})
-
-    def _freeze(self, waiter: Waiter, sandbox: Record, _message: Message, _descriptors: list[int]) -> None:
-        if sandbox.state == "frozen":
-            self._board.answer(waiter, {})
-            return
-        sandbox.enders.append(waiter)
-        self._end(sandbox, keep_layer=sandbox.state == "running" or sandbox.keep_layer)
-
-    def _kill(self, waiter: Waiter, sandbox: Record, _message: Message, _descriptors: list[int]) -> None:
-        sandbox.enders.append(waiter)
-        self._end(sandbox, keep_layer=False)
-
-    def _renew(self, waiter: Waiter, sandbox: Record, message: Message, _descriptors: list[int]) -> None:
-        sandbox.ttl_s = float(message["ttl_s"])
-        if sandbox.state != "booting":
-            self._deadlines.set(sandbox.id, time.monotonic() + sandbox.ttl_s)
-        self._board.answer(waiter, {})
-
-    # The life of a sandbox
-
-    def _from_init(self, sandbox: Record, message: Message) -> None:
-        if message.get("event") == "unmapped":
-            self._map_ids(sandbox)
-        elif message.get("event") == "ready":
-            if sandbox.state == "booting":
-                sandbox.state = "running"
-                self._deadlines.set(sandbox.id, time.monotonic() + sandbox.ttl_s)
-                self._answer_creators(sandbox, {"sandbox": sandbox.id, "secret": sandbox.secret})
-        elif message.get("event") == "failed":
-            sandbox.failure = (str(message["error"]), str(message["message"]))
-        else:
-            waiter = sandbox.pending.pop(int(message.pop("tag")), None)
-            if waiter is not None:
-                self._board.answer(waiter, message)
-
-    def _answer_creators(self, sandbox: Record, message: Message) -> None:
-        for waiter in sandbox.creators:
-            self._board.answer(waiter, message)
-        sandbox.creators.clear()
-
-    def _end(self, sandbox: Record, *, keep_layer: bool) -> None:
-        """Start the end of a sandbox; `_ended` follows when its init is reaped."""
-        sandbox.keep_layer = keep_layer
-        if sandbox.state == "frozen":
-            self._remove(sandbox)
-        elif sandbox.state != "ending":
-            sandbox.state = "ending"
-            with suppress(ProcessLookupError):
-                os.kill(sandbox.pid, signal.SIGKILL)
-
-    def _reap(self, wake: int) -> None:
-        with suppress(BlockingIOError):
-            os.read(wake, 4096)
-        while True:
-            try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            sandbox_id = self._by_pid.pop(pid, None)
-            if sandbox_id is not None:
-                self._ended(self._sandboxes[sandbox_id])
-
-    def _ended(self, sandbox: Record) -> None:
-        """The init and with it every process of the sandbox is dead."""
-        if sandbox.control is not None:
-            self._board.read_to_end(sandbox.control)
-        name, text = sandbox.failure
-        self._answer_creators(sandbox, {"error": name, "message": text})
-        for waiter in sandbox.pending.values():
-            self._board.answer(
-                waiter, {"error": "SandboxGone", "message": f"sandbox {sandbox.id} died under the command"}
-            )
-        sandbox.pending.clear()
-        if sandbox.keep_layer and sandbox.state == "ending":
-            sandbox.state = "frozen"
-            self._answer_enders(sandbox)
-        else:
-            self._remove(sandbox)
-
-    def _answer_enders(self, sandbox: Record) -> None:
-        for waiter in sandbox.enders:
-            self._board.answer(waiter, {})
-        sandbox.enders.clear()
-
-    def _remove(self, sandbox: Record) -> None:
-        rootfs.drop_layer(sandbox.id)
-        self._ranges.release(sandbox.base_id)
-        self._deadlines.drop(sandbox.id)
-        del self._sandboxes[sandbox.id]
-        if self._by_key.get(sandbox.key) == sandbox.id:
-            del self._by_key[sandbox.key]
-        self._answer_enders(sandbox)
-
-    def _expire(self) -> None:
-        for sandbox_id in self._deadlines.pop_due(time.monotonic()):
-            sandbox = self._sandboxes[sandbox_id]
-            if sandbox.state == "booting":
-                sandbox.failure = (
-                    "BootTimeout",
-                    f"not ready in {self._settings.boot_timeout_s} s: raise boot_timeout_s",
-                )
-            self._end(sandbox, keep_layer=False)
-
-
-def _become_init(plan: Plan, control: socket.socket) -> NoReturn:
-    """In the forked child: let go of everything of the launcher's, then be the sandbox's first process."""
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        kept = os.dup(control.fileno())
-        os.closerange(3, kept)
-        os.closerange(kept + 1, 1 << 20)
-        run_init(plan, socket.socket(fileno=kept))
-    finally:
-        os._exit(1)
 
 
 def main() -> None:
     """Entry of the exec'd process: settings on standard input, one line of JSON on standard output when it serves."""
     settings = Settings(**json.loads(_read_line(0)))
     try:
-        launcher = _prepare(settings)
+        server = _prepare(settings)
     except OSError as error:
         os.write(1, json.dumps({"error": str(error)}).encode() + b"\n")
         sys.exit(1)
@@ -413,7 +34,7 @@ def main() -> None:
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 1)
     os.close(null)
-    launcher.serve()
+    server.serve()
 
 
 def _read_line(descriptor: int) -> bytes:
@@ -426,7 +47,7 @@ def _read_line(descriptor: int) -> bytes:
     return line
 
 
-def _prepare(settings: Settings) -> Launcher:
+def _prepare(settings: Settings) -> ForkServer:
     os.umask(0o022)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     listener.bind(settings.socket_path)
@@ -440,4 +61,4 @@ def _prepare(settings: Settings) -> Launcher:
     gc.collect()
     gc.freeze()
     gc.disable()
-    return Launcher(settings, image, listener, own_pids)
+    return ForkServer(settings, image, listener, own_pids)

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from headrace.sandboxes.wire import Message
 
 PROVIDER: Final = "local"
+_MAX_PARENT_BYTES: Final = 70
+"""sun_path holds 107 bytes (unix(7)); the rest is `/<pid>-<random>/socket`."""
 _START_TIMEOUT_S: Final = 30.0
 _CLOSE_TIMEOUT_S: Final = 30.0
 _OUTPUT_GRACE_S: Final = 0.2
@@ -115,6 +117,8 @@ class LocalProvider:
     async def start(self) -> None:
         """Start the launcher. Raises NamespacesUnavailable with the kernel's reason, LauncherGone."""
         parent = self._config.runtime_folder or Path(tempfile.gettempdir()) / f"headrace-sandboxes-{os.getuid()}"
+        if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
+            raise SpecRefused(f"{parent} is too long for a unix socket: set runtime_folder to a shorter path")
         self._folder = await asyncio.to_thread(_make_socket_folder, parent)
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""Ending processes that carry a mark in their environment: the subprocess provider has nothing better to find them by."""
+"""Ending processes that carry a mark in their environment: the subprocess provider finds them by nothing better."""
 
 from __future__ import annotations
 

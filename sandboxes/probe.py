@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import tempfile
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes import init, rootfs, syscalls
+from headrace.sandboxes import init, rootfs, seccomp, syscalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _FIRST_ID: Final = 100_000
+_AF_VSOCK: Final = 40
 
 
 def main() -> None:
@@ -92,6 +94,19 @@ def _drop() -> None:
     syscalls.drop_capabilities(init.KEPT_CAPABILITIES, last)
 
 
+def _call_filter() -> None:
+    program = seccomp.filter_program(os.uname().machine)
+    if program is None:
+        raise OSError(0, f"no filter is written for {os.uname().machine}")
+    syscalls.forbid_new_privileges()
+    syscalls.filter_calls(program)
+    try:
+        socket.socket(_AF_VSOCK, socket.SOCK_STREAM).close()
+    except OSError:
+        return
+    raise OSError(0, "the filter let a vsock through")
+
+
 def _pidfd() -> None:
     os.close(os.pidfd_open(os.getpid()))
 
@@ -108,5 +123,6 @@ CHECKS: Final[dict[str, Callable[[], None]]] = {
     "link-safe paths": _openat2,
     "dropped capabilities": _drop,
     "no new privileges": syscalls.forbid_new_privileges,
+    "call filter": _call_filter,
     "death with the owner": _pidfd,
 }

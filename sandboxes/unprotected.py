@@ -16,7 +16,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import secrets
 import shutil
@@ -46,11 +45,11 @@ from headrace.sandboxes.errors import (
     SandboxFileError,
     SandboxGone,
     SecretRefused,
-    SpecRefused,
 )
 from headrace.sandboxes.leftovers import LABEL_VARIABLE
-from headrace.sandboxes.mapped_paths import PathMap, copy_frozen, open_regular
+from headrace.sandboxes.mapped_paths import PathMap, open_regular
 from headrace.sandboxes.marked_processes import kill_marked
+from headrace.sandboxes.sandbox_folder import MARK, SandboxFolder, make_sandbox_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,8 +63,6 @@ WARNING: Final = (
 )
 """What the command line prints when this provider is chosen."""
 
-_MAPPED: Final = ("workspace", "home", "tmp", "root")
-_MARK: Final = "HEADRACE_SANDBOX_FOLDER"
 _EXEC_MARK: Final = "HEADRACE_EXEC"
 _OUTPUT_GRACE_S: Final = 0.2
 
@@ -111,7 +108,7 @@ class SubprocessProvider:
         home = self._own_folder() / sandbox_id
         ref = SandboxRef(provider=PROVIDER, id=sandbox_id, endpoint=str(home), secret=secrets.token_hex(16))
         try:
-            _make_sandbox_folder(home, ref.secret, spec, self._label)
+            make_sandbox_folder(home, ref.secret, spec, self._label)
         except BaseException:
             shutil.rmtree(home, ignore_errors=True)
             raise
@@ -123,7 +120,7 @@ class SubprocessProvider:
 
     def _watch_lease(self, ref: SandboxRef) -> None:
         """Look again when the lease would end; renewals by other processes moved its file's deadline."""
-        state = _State(Path(ref.endpoint))
+        state = SandboxFolder(Path(ref.endpoint))
         try:
             rest_s = state.deadline() - time.monotonic()
         except SandboxGone:
@@ -149,7 +146,7 @@ class SubprocessProvider:
         if self._folder is None:
             return infos
         for sandbox_id, spec in self._specs.items():
-            state = _State(self._folder / sandbox_id)
+            state = SandboxFolder(self._folder / sandbox_id)
             with suppress(SandboxGone):
                 infos.append(
                     SandboxInfo(
@@ -173,78 +170,8 @@ class SubprocessProvider:
         if folder is None:
             return
         for home in folder.iterdir():
-            _State(home).destroy()
+            SandboxFolder(home).destroy()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-class _State:
-    """The files of one sandbox's folder that say how it is; shared by all processes that attach."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.tree = home / "tree"
-
-    @property
-    def frozen(self) -> bool:
-        return (self.home / "frozen").exists()
-
-    def secret(self) -> str:
-        return self._read("secret")
-
-    def deadline(self) -> float:
-        """By the monotonic clock, which all processes of a host share. Raises SandboxGone."""
-        return float(self._read("deadline"))
-
-    def set_deadline(self, deadline: float) -> None:
-        # Written beside and renamed: a reader never sees half a number.
-        beside = self.home / f"deadline-{secrets.token_hex(4)}"
-        try:
-            beside.write_text(repr(deadline))
-            beside.rename(self.home / "deadline")
-        except FileNotFoundError as error:
-            raise self._gone() from error
-
-    def label(self) -> str:
-        return self._read("label")
-
-    def mapped(self) -> tuple[str, ...]:
-        return tuple(json.loads(self._read("mapped")))
-
-    def _read(self, name: str) -> str:
-        try:
-            return (self.home / name).read_text()
-        except FileNotFoundError as error:
-            raise self._gone() from error
-
-    def _gone(self) -> SandboxGone:
-        return SandboxGone(f"sandbox {self.home.name} is gone: killed, or its lease ended")
-
-    def kill_processes(self) -> None:
-        if (self.home / "used").exists():
-            kill_marked(f"{_MARK}={self.home}")
-
-    def destroy(self) -> None:
-        self.kill_processes()
-        shutil.rmtree(self.home, ignore_errors=True)
-
-
-def _make_sandbox_folder(home: Path, secret: str, spec: SandboxSpec, label: str) -> None:
-    tree = home / "tree"
-    home.mkdir(mode=0o700)
-    tree.mkdir()
-    for name in _MAPPED:
-        (tree / name).mkdir()
-    names = list(_MAPPED)
-    for mount in spec.mounts:
-        source = _State(home.parent / mount.source)
-        if not source.frozen:
-            raise SpecRefused(f"mount source {mount.source} is not a frozen sandbox")
-        copy_frozen(source.tree, mount.path, tree, mount.target)
-        names.append(mount.target.strip("/").split("/")[0])
-    (home / "secret").write_text(secret)
-    (home / "label").write_text(label)
-    (home / "mapped").write_text(json.dumps(sorted(set(names))))
-    _State(home).set_deadline(time.monotonic() + spec.ttl_s)
 
 
 class SubprocessSandbox:
@@ -252,7 +179,7 @@ class SubprocessSandbox:
 
     def __init__(self, ref: SandboxRef) -> None:
         self._ref = ref
-        self._state = _State(Path(ref.endpoint))
+        self._state = SandboxFolder(Path(ref.endpoint))
 
     @property
     def id(self) -> SandboxId:
@@ -310,7 +237,7 @@ class SubprocessSandbox:
             "TMPDIR": str(self._state.tree / "tmp"),
             "WORKSPACE": str(self._state.tree / "workspace"),
             **{name: paths.text_to_real(value) for name, value in (env or {}).items()},
-            _MARK: str(self._state.home),
+            MARK: str(self._state.home),
             LABEL_VARIABLE: self._state.label(),
             _EXEC_MARK: mark,
         }

@@ -175,6 +175,25 @@ async def test_abstract_unix_sockets_of_the_host_are_out_of_reach(sandbox: Sandb
     assert b"ConnectionRefusedError" in result.stderr
 
 
+async def test_the_call_filter_closes_what_namespaces_leave_open(sandbox: Sandbox) -> None:
+    probe = """
+import ctypes, errno, socket
+for family in (1, 2, 10, 16, 38, 40):
+    try:
+        socket.socket(family, socket.SOCK_RAW if family == 16 else socket.SOCK_STREAM).close()
+        print(family, "open")
+    except OSError as error:
+        print(family, errno.errorcode[error.errno])
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.syscall(425, 8, ctypes.create_string_buffer(200)), errno.errorcode[ctypes.get_errno()])
+"""
+    result = await sandbox.exec("python3 -; python3 --version", stdin=probe.encode(), timeout_s=30)
+    lines = result.stdout.decode().splitlines()
+    expected = ["1 open", "2 open", "10 open", "16 open", "38 EAFNOSUPPORT", "40 EAFNOSUPPORT", "-1 EPERM"]
+    assert lines[:-1] == expected, result
+    assert lines[-1].startswith("Python 3")
+
+
 async def test_sandboxes_do_not_see_each_other(provider: LocalProvider) -> None:
     first = await provider.attach(await provider.create(SandboxSpec()))
     second = await provider.attach(await provider.create(SandboxSpec()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import struct
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from headrace.sandboxes.leases import Deadlines, IdRanges
 from headrace.sandboxes.mapped_paths import PathMap
 from headrace.sandboxes.processes import ProcessEntry, parse_stat, tree_of
 from headrace.sandboxes.rootfs import MountRefused, check_target
+from headrace.sandboxes.seccomp import filter_program
 from headrace.sandboxes.wire import Channel, ChannelClosed
 
 
@@ -243,6 +245,18 @@ def test_paths_are_mapped_by_text_both_ways() -> None:
     for outside in ("/etc/passwd", "/workspace/../etc/passwd", "workspace/x", "/"):
         with pytest.raises(errors.SandboxFileError):
             paths.real_path(outside)
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_every_jump_of_the_call_filter_lands_inside(machine: str) -> None:
+    program = filter_program(machine)
+    assert program is not None
+    instructions = list(struct.iter_unpack("=HBBI", program))
+    for position, (code, if_true, if_false, _) in enumerate(instructions):
+        if code & 7 == 5:
+            assert position + 1 + max(if_true, if_false) < len(instructions)
+    assert instructions[-1][0] == 6
+    assert filter_program("other") is None
 
 
 def all_errors() -> list[errors.SandboxError]:
