@@ -1,12 +1,8 @@
-"""The command line.
-
-Exit codes: 0 done; 1 the run ended with an error; 2 bad input (recipe, model, tasks, arguments); 3 `ledger verify`
-found a problem;
-4 the run was drained before its last step and can be resumed. Errors are one line; `--verbose` adds the traceback.
-"""
+"""The command line: one line per expected error, `--verbose` for its traceback, documented exit codes."""
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -22,13 +18,17 @@ from headrace.actors.errors import ConfigError, RunError
 if TYPE_CHECKING:
     from headrace.actors.summary import RunSummary
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED = 1, 2, 3, 4
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 the run ended with an error; 2 bad input (recipe, model, tasks, arguments); "
+    "3 `ledger verify` found a problem; 4 the run was drained before its last step and can be resumed."
+)
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=EXIT_CODES)
 ledger_app = typer.Typer(no_args_is_help=True, help="Look at the ledger of a run.")
 engine_app = typer.Typer(no_args_is_help=True, help="Inference engines.")
 app.add_typer(ledger_app, name="ledger")
 app.add_typer(engine_app, name="engine")
-
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED = 1, 2, 3, 4
 
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-' is standard output).")
@@ -37,12 +37,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No live progress.")]
 
 
 @app.callback()
-def verbosity(
-    context: typer.Context,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show tracebacks of errors.")] = False,
+def root(
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show tracebacks of errors; may stand anywhere.")] = False,
 ) -> None:
     """Asynchronous rollout service for reinforcement learning of LLM agents."""
-    context.obj = verbose
 
 
 @app.command()
@@ -155,7 +153,9 @@ def serve(context: typer.Context) -> None:
     --help`."""
     from headrace.policies.cpu_engine import main as serve_engine
 
-    raise typer.Exit(serve_engine(context.args))
+    code = serve_engine(context.args)
+    # A transfer thread may hang in a collective that nothing can cancel: leave without waiting for it.
+    os._exit(code)
 
 
 def main() -> None:
@@ -164,11 +164,15 @@ def main() -> None:
 
     verbose = "--verbose" in sys.argv[1:]
     try:
-        app(standalone_mode=False)
-    except typer.Exit as leave:
-        sys.exit(leave.exit_code)
+        # Without its own handling of errors, typer returns the code of a `typer.Exit`.
+        sys.exit(app([part for part in sys.argv[1:] if part != "--verbose"], standalone_mode=False))
     except typer.Abort:
         sys.exit(EXIT_FAILED)
+    except typer.TyperException as error:
+        _console().print(
+            f"headrace: {error.format_message()}", style="red", highlight=False, soft_wrap=True, markup=False
+        )
+        sys.exit(EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         sys.exit(130)
     except EXPECTED as error:

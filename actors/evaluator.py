@@ -6,20 +6,28 @@ import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
+from opentelemetry import trace
+
 from headrace.actors.attachments import Attachments
 from headrace.actors.batching import Batcher
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.retry import until_back
 from headrace.buffer.tasks import EvaluatorKind
 from headrace.buffer.types import Cause
+from headrace.serve import span_names as names
+from headrace.serve.tracing import context_from
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from types import TracebackType
 
+    from headrace.actors.observing import Observing
     from headrace.actors.sandbox_pool import SandboxPool
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
+
+
+tracer = trace.get_tracer("headrace.actors.evaluator")
 
 
 class _Rooms:
@@ -38,7 +46,7 @@ class _Rooms:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._stack.aclose()
 
@@ -48,7 +56,8 @@ class _Rooms:
 
     @asynccontextmanager
     async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        ref = await self._lease(spec)
+        with tracer.start_as_current_span(names.SANDBOX_BOOT):
+            ref = await self._lease(spec)
         try:
             yield await self._attachments.attach(ref)
         finally:
@@ -69,17 +78,20 @@ class _Rooms:
 class Evaluator:
     """Scores rollouts in clean sandboxes leased from the pool."""
 
-    def __init__(self, pool: SandboxPool) -> None:
+    def __init__(self, pool: SandboxPool, observing: Observing) -> None:
         self._rooms = _Rooms(pool)
+        self._observing = observing
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._rooms.__aenter__()
+        self._stack.enter_context(self._observing.spans("evaluator"))
+        await self._stack.enter_async_context(self._rooms)
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._rooms.__aexit__(kind, error, trace)
+        await self._stack.aclose()
 
     async def evaluate(self, requests: list[EvaluationRequest]) -> list[Verdict]:
         """Verdicts in the order of the requests; no failure of one disturbs another."""
@@ -90,4 +102,5 @@ class Evaluator:
     async def _evaluate(self, request: EvaluationRequest) -> Verdict:
         if request.task.evaluator.kind is EvaluatorKind.NONE:
             return Verdict(reward=1.0, cause=Cause.SOLVED)
-        return await evaluate(request, self._rooms)
+        with tracer.start_as_current_span(names.CHECK, context=context_from(request.traceparent)):
+            return await evaluate(request, self._rooms)

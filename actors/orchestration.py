@@ -123,7 +123,7 @@ async def _spawn_all(spawn: Callable[..., Awaitable[Any]], directory: RunDirecto
     await replay.open_epoch(None)
     section = SandboxSection(provider=SandboxKind.SUBPROCESS, pool=PoolConfig(max_live=2 * SLOTS))
     pool = await spawn(SandboxPool, section, directory=directory, name="sandbox-pool")
-    evaluator = await spawn(Evaluator, pool, name="evaluator")
+    evaluator = await spawn(Evaluator, pool, _observing(directory), name="evaluator")
     worker = await spawn(RolloutWorker, _parts(directory, replay, pool, evaluator), name="worker")
     config = DispatcherConfig(slots_per_worker=SLOTS)
     dispatcher: Dispatcher = await spawn(
@@ -142,8 +142,12 @@ def _parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, evaluator
         sampling=Sampling(),
         budgets=Budgets(),
         rollout=RolloutConfig(),
-        observing=Observing(config=TelemetryConfig(enabled=False), run_dir=directory.path),
+        observing=_observing(directory),
     )
+
+
+def _observing(directory: RunDirectory) -> Observing:
+    return Observing(config=TelemetryConfig(enabled=False), run_dir=directory.path)
 
 
 def _directory(path: Path) -> RunDirectory:
@@ -158,7 +162,8 @@ def _directory(path: Path) -> RunDirectory:
 
 async def _finished(dispatcher: Dispatcher, at_least: int) -> int:
     """How many rollouts have finished, once there are `at_least` so many."""
-    while (finished := (await dispatcher.status()).finished) < at_least:
+    # Asked rarely, since each question is a call of its own.
+    while (finished := (await dispatcher.status()).finished) < at_least:  # noqa: ASYNC110
         await asyncio.sleep(STATUS_S)
     return finished
 

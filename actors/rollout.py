@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,7 +24,8 @@ from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
 from headrace.buffer.types import Cause, Outcome, RolloutResult
 from headrace.sandboxes.base import SandboxSpec
 from headrace.serve import span_names as names
-from headrace.serve.tracing import start_rollout_span, traceparent_of
+from headrace.serve.errors import ServeError
+from headrace.serve.tracing import traceparent_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -108,16 +109,13 @@ async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> A
 async def run_rollout(order: RolloutOrder, stations: Stations, config: RolloutConfig) -> RolloutResult:
     """Run one attempt to its end. Never raises but for cancellation: a failure is a result."""
     phases = Phases()
-    attributes = {names.TASK_ID: order.task.id}
-    span = start_rollout_span(tracer, order.rollout_id, order.attempt, attributes)
-    with trace.use_span(span, end_on_exit=True):
-        try:
-            async with asyncio.timeout(config.guard_s):
-                return await _run(order, stations, config, phases)
-        except TimeoutError:
-            return _failed(order, phases, f"the whole rollout took more than {config.guard_s:g} s")
-        except InfraFailure as error:
-            return _failed(order, phases, str(error))
+    try:
+        async with asyncio.timeout(config.guard_s):
+            return await _run(order, stations, config, phases)
+    except TimeoutError:
+        return _failed(order, phases, f"the whole rollout took more than {config.guard_s:g} s")
+    except InfraFailure as error:
+        return _failed(order, phases, str(error))
 
 
 async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases) -> RolloutResult:
@@ -125,10 +123,7 @@ async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, p
         async with boundary(names.PREPARE, "prepare", phases, config.boot_timeout_s):
             if order.task.files:
                 await sandbox.write_many({path: text.encode() for path, text in order.task.files.items()})
-            session = await stations.open_session(order, traceparent_of(trace.get_current_span()))
-        report = await _run_agent(order, stations, config, phases, sandbox, session)
-        async with boundary(names.FINISH, "finish", phases, config.boot_timeout_s):
-            record = await stations.finish_session(session)
+        report, record = await _converse(order, stations, config, phases, sandbox)
         if record.failures:
             raise InfraFailure(f"agent: served a failure: {record.failures[0]}")
         async with boundary(names.EVALUATE, "evaluate", phases, config.evaluate_timeout_s):
@@ -163,6 +158,22 @@ async def _sandbox(
         yield ref, sandbox
     finally:
         await asyncio.shield(stations.release(ref.id))
+
+
+async def _converse(
+    order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases, sandbox: Sandbox
+) -> tuple[AgentReport, SessionReport]:
+    """The agent's session from opening to closing; a rollout that breaks off closes it too."""
+    async with boundary(names.PREPARE, "session", phases, config.boot_timeout_s):
+        session = await stations.open_session(order, traceparent_of(trace.get_current_span()))
+    try:
+        report = await _run_agent(order, stations, config, phases, sandbox, session)
+    except BaseException:
+        with suppress(ServeError):
+            await asyncio.shield(stations.finish_session(session))
+        raise
+    async with boundary(names.FINISH, "finish", phases, config.boot_timeout_s):
+        return report, await stations.finish_session(session)
 
 
 async def _run_agent(

@@ -261,8 +261,6 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -
     import ray
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    # Ray's agents wait this long for a dead head before they end; here a dead head never comes back.
-    os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"
     ray.init(
         address="local",
         namespace=f"headrace-{run.name}",

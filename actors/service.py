@@ -251,7 +251,7 @@ class Service:
                     observing=self._observing,
                 )
             )
-            evaluator = starting.create_task(self._spawn("evaluator", Evaluator, self._pool))
+            evaluator = starting.create_task(self._spawn("evaluator", Evaluator, self._pool, self._observing))
         self._engines = engines.result()
         parts = await self._worker_parts(evaluator.result())
         async with asyncio.TaskGroup() as starting:

@@ -23,6 +23,8 @@ from headrace.actors.retry import until_back
 from headrace.actors.rollout import run_rollout
 from headrace.actors.stations import WorkerStations
 from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutResult
+from headrace.serve import span_names as names
+from headrace.serve.tracing import start_rollout_span
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -94,7 +96,7 @@ class RolloutWorker:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for task in self._running.values():
             task.cancel()
@@ -136,16 +138,27 @@ class RolloutWorker:
         return WorkerStatus(incarnation=self._incarnation, running=len(self._running))
 
     async def _run(self, order: RolloutOrder) -> None:
+        span = start_rollout_span(tracer, order.rollout_id, order.attempt, {names.TASK_ID: order.task.id})
         try:
-            result = await run_rollout(order, self._stations, self._parts.rollout)
-        except asyncio.CancelledError:
-            result = _cancelled(order)
-        try:
-            await self._offer((order, result))
+            with trace.use_span(span, end_on_exit=True):
+                result = await self._run_and_offer(order)
         finally:
             del self._running[order.rollout_id, order.attempt]
             self._finished.append(Finished(rollout_id=order.rollout_id, attempt=order.attempt, outcome=result.outcome))
             self._has_finished.set()
+
+    async def _run_and_offer(self, order: RolloutOrder) -> RolloutResult:
+        try:
+            result = await run_rollout(order, self._stations, self._parts.rollout)
+        except asyncio.CancelledError:
+            result = _cancelled(order)
+        attributes: dict[str, str | float] = {names.CAUSE: result.outcome.cause}
+        if result.outcome.reward is not None:
+            attributes[names.REWARD] = result.outcome.reward
+        trace.get_current_span().set_attributes(attributes)
+        with tracer.start_as_current_span(names.BUFFER_OFFER):
+            await self._offer((order, result))
+        return result
 
     async def _offer_many(self, ended: list[tuple[RolloutOrder, RolloutResult]]) -> list[None]:
         training = [result for order, result in ended if order.purpose is Purpose.TRAIN]

@@ -1,10 +1,13 @@
-"""Writes docs/configuration.md from the config models: every key, its default and its docstring. A test compares the two."""
+"""Writes docs/configuration.md from the config models: every key, its default and its docstring. A test compares the
+two."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import sys
+import textwrap
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -15,8 +18,9 @@ TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 SET_BY_THE_RUN = {"learner": {"model_dir", "checkpoint_dir", "snapshot_dir", "seed"}}
 HEAD = """# Configuration
 
-A recipe is a TOML file (`scripts/recipes/*.toml`); its tables are the headings below. `--set table.key=value` overrides a key. Unknown keys,
-wrong types and impossible combinations are refused at start. Written by `scripts/config_docs.py` from the models in the code.
+A recipe is a TOML file (`scripts/recipes/*.toml`); its tables are the headings below. `--set table.key=value` overrides
+a key. Unknown keys, wrong types and impossible combinations are refused at start. This page is written by
+`scripts/config_docs.py` from the models in the code.
 """
 
 
@@ -26,11 +30,12 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
     for cls in reversed(model.__mro__):
         if not issubclass(cls, BaseModel) or cls is BaseModel:
             continue
-        [body] = [node.body for node in ast.parse(inspect.getsource(cls).lstrip()).body if isinstance(node, ast.ClassDef)]
-        for field, text in zip(body, body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-                if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
-                    found[field.target.id] = " ".join(text.value.value.split())
+        source = textwrap.dedent(inspect.getsource(cls))
+        [body] = [node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+        for field, text in pairwise(body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as words)):
+                    found[name] = " ".join(words.split())
     return found
 
 

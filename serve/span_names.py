@@ -18,6 +18,7 @@ RENDER: Final = "render"
 ENGINE: Final = "engine"
 TOOL: Final = "tool"
 EVALUATE: Final = "evaluate"
+CHECK: Final = "evaluate.check"
 BUFFER_OFFER: Final = "buffer.offer"
 
 OPERATION: Final = "gen_ai.operation.name"

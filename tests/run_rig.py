@@ -1,4 +1,5 @@
-"""Small real runs for tests: the quickstart's recipe with few steps, over a shared Ray or as the command line's own process."""
+"""Small real runs for tests: the quickstart's recipe with few steps, over a shared Ray or as the command line's own
+process."""
 
 from __future__ import annotations
 
@@ -50,7 +51,11 @@ async def open_service(folder: Path, name: str, *overrides: str) -> AsyncIterato
 
 def start_driver(*arguments: str) -> subprocess.Popen[bytes]:
     """`headrace ARGUMENTS` in a session of its own, so that nothing of it is ours."""
-    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "TMPDIR": os.environ.get("TMPDIR", "/tmp")}  # noqa: S108
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": os.environ.get("HOME", "/"),
+        "TMPDIR": os.environ.get("TMPDIR", "/tmp"),
+    }
     return subprocess.Popen(
         [str(Path(sys.executable).with_name("headrace")), *arguments],
         env=environment,

@@ -14,16 +14,20 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
+from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.agents.chat import ChatContextExceeded, ChatMessage, ChatReply
 from headrace.sandboxes.errors import ExecTimeout
+from headrace.serve import span_names
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import ExecResult, Sandbox
+
+tracer = trace.get_tracer("headrace.actors.agents.shell")
 
 TIMEOUT_OBSERVATION = "timeout"
 _ENDS_WITH_EXIT = re.compile(r"(?:^|[;&|\s])exit\s*$")
@@ -111,6 +115,10 @@ class ShellAgent:
 
     async def _run_command(self, sandbox: Sandbox, command: str) -> str:
         cap = self._config.max_observation_bytes
+        with tracer.start_as_current_span(span_names.TOOL):
+            return await self._observe(sandbox, command, cap)
+
+    async def _observe(self, sandbox: Sandbox, command: str, cap: int) -> str:
         try:
             result = await sandbox.exec(
                 command,

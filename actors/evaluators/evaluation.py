@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from headrace.buffer.tasks import EvaluatorKind
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import FrozenMount, SandboxSpec
-from headrace.sandboxes.errors import ExecTimeout, SandboxError
+from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SandboxError
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -65,6 +65,8 @@ async def evaluate(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
         if request.task.evaluator.kind is EvaluatorKind.PATCH:
             return await _evaluate_patch(request, rooms)
         return await _evaluate_state(request, rooms)
+    except FrozenPathRefused as error:
+        return Verdict(reward=0.0, cause=Cause.FAILED, detail=f"a data path is gone or no folder any more: {error}")
     except ExecTimeout as error:
         return Verdict(reward=None, cause=Cause.EVALUATOR, detail=f"the check outlived {error}")
     except SandboxError as error:

@@ -55,8 +55,20 @@ def test_every_package_folder_is_listed() -> None:
 
 
 def test_wheel_holds_exactly_the_tree(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
-    subprocess.run([*command, "--config-settings=--build-option=--quiet", str(ROOT)], check=True, cwd=tmp_path, timeout=100)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+    ]
+    subprocess.run(
+        [*command, "--config-settings=--build-option=--quiet", str(ROOT)], check=True, cwd=tmp_path, timeout=100
+    )
     [wheel] = tmp_path.glob("headrace-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.startswith("headrace/")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import pytest
 
@@ -22,7 +22,7 @@ class Opened:
     def __init__(self, log: list[str]) -> None:
         self._log = log
 
-    async def __aenter__(self) -> Opened:
+    async def __aenter__(self) -> Self:
         self._log.append("enter")
         return self
 

@@ -1,0 +1,181 @@
+"""Bad input: one clear line that names the key or file and the fix, an exit code, no half-made run directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.actors import cli
+from headrace.actors.config import load_recipe
+from headrace.actors.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "scripts" / "models" / "tiny"
+
+
+def headrace(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of the command line, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["headrace", *arguments])
+    with pytest.raises(SystemExit) as leave:
+        cli.main()
+    return int(leave.value.code or 0)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(f'[model]\npath = "{MODEL}"\n')
+    return path
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, *options: str) -> str:
+    """The one line of a refused run, which left nothing behind."""
+    runs = recipe.parent / "runs"
+    assert headrace(monkeypatch, "run", str(recipe), "--runs-dir", str(runs), *options) == cli.EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert len(error.strip().splitlines()) == 1, error
+    assert not runs.exists()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[model\n", "not valid TOML"),
+        ("", "model is missing"),
+        ('[model]\npath = "x"\n[buffer]\nmax_stalenes = 2\n', "unknown key buffer.max_stalenes"),
+        ('[model]\npath = "x"\n[buffer]\nbatch_size = "many"\n', "buffer.batch_size"),
+        ('[model]\npath = "x"\n[buffer]\nmax_staleness = 0\n', "set buffer.mode, or raise buffer.max_staleness"),
+        ('[model]\npath = "x"\n[buffer]\ngroup_size = 2\nmin_members = 4\n', "exceeds group_size"),
+        ('[model]\npath = "x"\n[learner]\ntoken_budget = 100\n', "learner.token_budget 100 is below"),
+        ('[model]\npath = "x"\n[learner]\nmodel_dir = "y"\n', "learner.model_dir cannot be set; set model.path"),
+        ('[model]\npath = "x"\n[learner]\nlearning_rate = -1\n', "learner.learning_rate"),
+        ('[model]\npath = "x"\n[tasks]\ntrain = "a.jsonl"\n', "tasks.train and tasks.heldout go together"),
+        ('[model]\npath = "x"\n[evaluation]\ntasks = 65\n', "is above tasks.heldout_count"),
+        ('[model]\npath = "x"\n', "has no config.json"),
+    ],
+)
+def test_a_wrong_recipe_is_one_line_with_the_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, text: str, says: str
+) -> None:
+    recipe.write_text(text)
+    assert says in refused(monkeypatch, capsys, recipe)
+
+
+def test_a_missing_recipe_names_one_that_exists(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "scripts/recipes/quickstart.toml" in refused(monkeypatch, capsys, tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ("buffer.max_staleness", "table.key=value"),
+        ("max_staleness=2", "table.key=value"),
+        ("model.path.x=2", "path is a value"),
+        ("sandbox.provider=chroot", "sandbox.provider"),
+        ("engines.backend=vllm", "engines.backend"),
+    ],
+)
+def test_a_wrong_override_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, option: str, says: str
+) -> None:
+    assert says in refused(monkeypatch, capsys, recipe, "--set", option)
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_names_both_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    error = refused(monkeypatch, capsys, recipe, "--set", f"model.path={model}")
+    assert "300" in error
+    assert str(config["vocab_size"]) in error or "383" in error
+
+
+def test_a_task_file_with_a_bad_line_is_named_with_its_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
+) -> None:
+    good = {"id": "a", "family": "f", "instruction": "do", "evaluator": {"kind": "none"}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(good) + "\n" + json.dumps({**good, "id": "b", "imag": "x"}) + "\n")
+    (tmp_path / "heldout.jsonl").write_text(json.dumps({**good, "instruction": "other"}) + "\n")
+    options = (
+        "--set",
+        "tasks.train=train.jsonl",
+        "--set",
+        "tasks.heldout=heldout.jsonl",
+        "--set",
+        "evaluation.tasks=1",
+    )
+    error = refused(monkeypatch, capsys, recipe, *options)
+    assert "train.jsonl:2" in error
+    assert "imag" in error
+
+
+def test_overlapping_task_files_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
+) -> None:
+    task = json.dumps({"id": "a", "family": "f", "instruction": "do", "evaluator": {"kind": "none"}}) + "\n"
+    for name in ("train", "heldout"):
+        (tmp_path / f"{name}.jsonl").write_text(task)
+    options = (
+        "--set",
+        "tasks.train=train.jsonl",
+        "--set",
+        "tasks.heldout=heldout.jsonl",
+        "--set",
+        "evaluation.tasks=1",
+    )
+    assert "1 tasks are also in tasks.train" in refused(monkeypatch, capsys, recipe, *options)
+
+
+def test_unknown_commands_and_runs_are_bad_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert headrace(monkeypatch, "rum") == cli.EXIT_BAD_INPUT
+    assert headrace(monkeypatch, "resume", str(tmp_path / "none")) == cli.EXIT_FAILED
+    assert "no run there" in capsys.readouterr().err
+
+
+def test_a_taken_name_is_refused_and_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    code = headrace(monkeypatch, "run", str(recipe), "--runs-dir", str(tmp_path / "runs"), "--name", "mine")
+    assert code == cli.EXIT_FAILED
+    assert "headrace resume" in capsys.readouterr().err
+    assert list((tmp_path / "runs" / "mine").iterdir()) == []
+
+
+def test_verbose_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, recipe: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["headrace", "run", str(recipe), "--set", "x", "--verbose"])
+    with pytest.raises(ConfigError):
+        cli.main()
+
+
+def test_overrides_keep_their_types(recipe: Path, tmp_path: Path) -> None:
+    config = load_recipe(
+        recipe, ["buffer.max_staleness=3", "engines.start_timeout_s=7.5", "agent.kind=immediate"], tmp_path
+    )
+    assert config.buffer.max_staleness == 3
+    assert config.engines.start_timeout_s == 7.5
+    assert config.agent.kind == "immediate"
+
+
+def test_the_page_of_keys_is_the_code() -> None:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("config_docs", ROOT / "scripts" / "config_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs" / "configuration.md").read_text() == module.render(), "run scripts/config_docs.py"
