@@ -128,13 +128,16 @@ async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, p
             raise InfraFailure(f"agent: served a failure: {record.failures[0]}")
         async with boundary(names.EVALUATE, "evaluate", phases, config.evaluate_timeout_s):
             verdict = await _evaluate(order, stations, ref, report)
+            if verdict.cause is Cause.EVALUATOR:
+                # It broke: once more, in other sandboxes, before the attempt is given up.
+                verdict = await _evaluate(order, stations, ref, report)
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,
         outcome=outcome_of(report, verdict),
         trajectory=record.trajectory,
         phases_s=tuple(phases.seconds),
-        turns=report.turns,
+        turns=record.turns,
         trace_id=_trace_id(),
     )
 
@@ -164,33 +167,29 @@ async def _converse(
     order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases, sandbox: Sandbox
 ) -> tuple[AgentReport, SessionReport]:
     """The agent's session from opening to closing; a rollout that breaks off closes it too."""
-    async with boundary(names.PREPARE, "session", phases, config.boot_timeout_s):
+    async with boundary(names.AGENT, "agent", phases, config.guard_s):
         session = await stations.open_session(order, traceparent_of(trace.get_current_span()))
-    try:
-        report = await _run_agent(order, stations, config, phases, sandbox, session)
-    except BaseException:
-        with suppress(ServeError):
-            await asyncio.shield(stations.finish_session(session))
-        raise
+        try:
+            report = await _run_agent(order, stations, config, sandbox, session)
+        except BaseException:
+            with suppress(ServeError):
+                await asyncio.shield(stations.finish_session(session))
+            raise
     async with boundary(names.FINISH, "finish", phases, config.boot_timeout_s):
         return report, await stations.finish_session(session)
 
 
 async def _run_agent(
-    order: RolloutOrder,
-    stations: Stations,
-    config: RolloutConfig,
-    phases: Phases,
-    sandbox: Sandbox,
-    session: OpenedSession,
+    order: RolloutOrder, stations: Stations, config: RolloutConfig, sandbox: Sandbox, session: OpenedSession
 ) -> AgentReport:
     """The agent under its own clock: running out of time is a budget, not a failure."""
-    async with boundary(names.AGENT, "agent", phases, config.guard_s):
-        try:
-            async with asyncio.timeout(config.agent_timeout_s):
-                return await stations.run_agent(order, sandbox, session)
-        except TimeoutError:
-            return AgentReport(stop=StopReason.TIME, turns=0)
+    try:
+        async with asyncio.timeout(config.agent_timeout_s) as clock:
+            return await stations.run_agent(order, sandbox, session)
+    except TimeoutError:
+        if not clock.expired():
+            raise
+        return AgentReport(stop=StopReason.TIME, turns=0)
 
 
 async def _evaluate(order: RolloutOrder, stations: Stations, ref: SandboxRef, report: AgentReport) -> Verdict:

@@ -58,3 +58,17 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     start_local_ray(tmp_path_factory.mktemp("tests"), object_store_bytes=128 << 20)
     yield
     stop_local_ray()
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The directory of one small real run by the command line, shared by all tests: only read it."""
+    rig = load_support("run_rig")
+    folder = tmp_path_factory.mktemp("finished")
+    # Every version's weights are kept as a checkpoint, so that any token can be scored again.
+    options = ("--set", "training.steps=6", "--set", "training.save_every=1", "--set", "learner.keep_checkpoints=99")
+    outputs = ("--runs-dir", str(folder), "--name", "run", "--quiet", "--json", str(folder / "out.json"))
+    driver = rig.start_driver("run", str(rig.RECIPE), *outputs, *rig.small_arguments(), *options)
+    _, errors = driver.communicate(timeout=240)
+    assert driver.returncode == 0, errors.decode()
+    return rig.RunDirectory(path=folder / "run")

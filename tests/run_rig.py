@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.actors.launch import RunRequest, prepare
+from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import RayRuntime
 from headrace.actors.service import Service
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from headrace.actors.run_directory import RunDirectory
 
 RECIPE = Path(__file__).resolve().parents[1] / "scripts" / "recipes" / "quickstart.toml"
 SMALL = (
@@ -67,3 +67,6 @@ def start_driver(*arguments: str) -> subprocess.Popen[bytes]:
 
 def small_arguments() -> list[str]:
     return [part for override in SMALL for part in ("--set", override)]
+
+
+__all__ = ["RECIPE", "RunDirectory", "open_service", "prepare_small", "small_arguments", "start_driver"]
