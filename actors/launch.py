@@ -28,6 +28,7 @@ from headrace.actors.service import Service
 from headrace.actors.summary import RunSummary, summarize
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.tasks import load_tasks, task_digest, write_tasks
+from headrace.policies.model_files import check_model_files
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.serve.progress import ProgressDisplay
 
@@ -57,25 +58,12 @@ def prepare(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
     if directory.path.exists():
         raise RunExists(f"{directory.path} exists: choose another --name, or `headrace resume {directory.path}`")
     config = load_recipe(request.recipe, request.overrides, directory.path)
-    check_model(config)
+    check_model_files(config.model.path)
     train, heldout = load_task_sets(config)
     if config.sandbox.provider is SandboxKind.LOCAL:
         require_namespaces()
     _make(directory, config, train, heldout)
     return config, directory
-
-
-def check_model(config: RunConfig) -> None:
-    """The model directory is readable, and its tokenizer fits it. Raises ConfigError, ModelInvalid."""
-    from headrace.policies.tokenizer import ChatTokenizer
-
-    path = config.model.path
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        if not (path / name).is_file():
-            raise ConfigError(f"model.path: {path} has no {name}; name a Hugging Face model directory")
-        if not os.access(path / name, os.R_OK):
-            raise ConfigError(f"model.path: {path / name} cannot be read; check its permissions")
-    ChatTokenizer(path)
 
 
 def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
