@@ -91,6 +91,15 @@ class SamplingSection(_Section):
     """Prompt and answers of one session together."""
 
 
+class GatewaySection(_Section):
+    gate_wait_s: float = Field(default=20.0, gt=0)
+    """How long a turn waits while every engine's gate is closed before the agent gets an infra error."""
+    turn_timeout_s: float = Field(default=20.0, gt=0)
+    """How long one engine call may take before it is aborted and tried elsewhere."""
+    held_after_s: float = Field(default=5.0, gt=0)
+    """A turn that is broken off after so long without one sampled token makes its rollout infra, not a spent budget."""
+
+
 class SandboxSection(_Section):
     provider: SandboxKind = SandboxKind.LOCAL
     """Where commands run; `subprocess` must be asked for and says what it does not protect."""
@@ -116,10 +125,10 @@ class ServiceSection(_Section):
     """Of task order, sampling and learner."""
     workers: int = Field(default=1, ge=1)
     """Rollout workers."""
-    evaluators: int = Field(default=1, ge=1)
-    """Evaluator actors."""
     stall_s: float = Field(default=180.0, gt=0)
     """No progress anywhere for so long ends the run with a diagnosis."""
+    hang_s: float = Field(default=60.0, gt=0)
+    """An actor that does not answer for so long is killed and started again; keep it below `stall_s`."""
     drain_s: float = Field(default=30.0, gt=0)
     """How long an interrupted run may take to save and close."""
     object_store_bytes: int = Field(default=128 << 20, ge=80 << 20)
@@ -133,6 +142,7 @@ class RunConfig(_Section):
     tasks: TasksSection = TasksSection()
     agent: AgentSection = AgentSection()
     sampling: SamplingSection = SamplingSection()
+    gateway: GatewaySection = GatewaySection()
     rollout: RolloutConfig = RolloutConfig()
     dispatcher: DispatcherConfig = DispatcherConfig()
     sandbox: SandboxSection = SandboxSection()
@@ -147,17 +157,80 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.learner.token_budget < self.sampling.max_context_tokens:
-            raise ValueError(
-                f"learner.token_budget {self.learner.token_budget} is below sampling.max_context_tokens "
-                f"{self.sampling.max_context_tokens}: one row would not fit a micro-batch; raise the budget"
-            )
-        if self.evaluation.tasks > self.tasks.heldout_count and self.tasks.heldout is None:
-            raise ValueError(
-                f"evaluation.tasks {self.evaluation.tasks} is above tasks.heldout_count {self.tasks.heldout_count}; "
-                "generate more held-out tasks or evaluate fewer"
-            )
+        for check in CHECKS:
+            if (problem := check(self)) is not None:
+                raise ValueError(problem)
         return self
+
+
+def rows_fit_a_micro_batch(config: RunConfig) -> str | None:
+    budget, context = config.learner.token_budget, config.sampling.max_context_tokens
+    if budget >= context:
+        return None
+    return (
+        f"learner.token_budget {budget} is below sampling.max_context_tokens {context}: one row would not fit a "
+        "micro-batch; raise the budget"
+    )
+
+
+def turns_fit_the_engines(config: RunConfig) -> str | None:
+    limit, context = config.engines.max_context_tokens, config.sampling.max_context_tokens
+    if limit is None or limit >= context:
+        return None
+    return f"engines.max_context_tokens {limit} is below sampling.max_context_tokens {context}: raise the first"
+
+
+def failing_engines_are_noticed_in_time(config: RunConfig) -> str | None:
+    agent_s = config.rollout.agent_timeout_s
+    for name, value in (("gate_wait_s", config.gateway.gate_wait_s), ("turn_timeout_s", config.gateway.turn_timeout_s)):
+        if value >= agent_s:
+            return (
+                f"gateway.{name} {value:g} is not below rollout.agent_timeout_s {agent_s:g}: the agent's clock would "
+                "end before a failing engine is noticed; lower the first or raise the second"
+            )
+    return None
+
+
+def the_guard_covers_the_phases(config: RunConfig) -> str | None:
+    rollout = config.rollout
+    phases_s = rollout.boot_timeout_s + rollout.agent_timeout_s + rollout.evaluate_timeout_s
+    if rollout.guard_s >= phases_s:
+        return None
+    return (
+        f"rollout.guard_s {rollout.guard_s:g} is below boot, agent and evaluate timeouts together ({phases_s:g}): "
+        "slow agents would end as infra; raise it"
+    )
+
+
+def rollouts_fit_the_sandboxes(config: RunConfig) -> str | None:
+    slots = config.dispatcher.slots_per_worker * config.service.workers + config.dispatcher.evaluation_slots
+    room = config.sandbox.pool.max_live - config.sandbox.pool.evaluation_reserve
+    if slots <= room:
+        return None
+    return (
+        f"{slots} rollouts at once (dispatcher.slots_per_worker x service.workers + evaluation_slots) do not fit "
+        f"{room} sandboxes (sandbox.pool.max_live - evaluation_reserve); raise max_live or lower the slots"
+    )
+
+
+def enough_held_out_tasks(config: RunConfig) -> str | None:
+    if config.tasks.heldout is not None or config.evaluation.tasks <= config.tasks.heldout_count:
+        return None
+    return (
+        f"evaluation.tasks {config.evaluation.tasks} is above tasks.heldout_count {config.tasks.heldout_count}; "
+        "generate more held-out tasks or evaluate fewer"
+    )
+
+
+CHECKS = (
+    rows_fit_a_micro_batch,
+    turns_fit_the_engines,
+    failing_engines_are_noticed_in_time,
+    the_guard_covers_the_phases,
+    rollouts_fit_the_sandboxes,
+    enough_held_out_tasks,
+)
+"""Combinations that cannot work, each with the knob to turn; None when all is well."""
 
 
 def load_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path) -> RunConfig:

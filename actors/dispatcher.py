@@ -6,32 +6,35 @@ Invariants:
   overtake only
   queued work.
 - When a worker dies, its training attempts are abandoned (the buffer makes new ones), its evaluations run again, its
-  sandboxes
-  are released.
+  sandboxes are released. It gets nothing before it has answered again: attempts are not burnt on a dead worker.
 - An evaluation has a fixed denominator: what stays infra after `evaluation_attempts` is counted apart, never as a
-  failure.
+  failure. What the ledger already holds of it is not run again.
+- A new dispatcher fences the one before it, at the workers and at the buffer, before it starts anything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections import defaultdict
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorLost
+from headrace.actors.joining import Joined
+from headrace.actors.replay import NEVER_EVALUATED
 from headrace.actors.retry import until_back
 from headrace.buffer.types import Cause, GroupId, Outcome, Purpose, RolloutId, RolloutOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
-    from headrace.actors.replay import Replay
+    from headrace.actors.replay import Evaluated, Replay
     from headrace.actors.sandbox_pool import SandboxPool
     from headrace.actors.worker import Finished, RolloutWorker
     from headrace.buffer.tasks import Task
@@ -49,9 +52,9 @@ class DispatcherConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    slots_per_worker: int = Field(default=64, ge=1)
+    slots_per_worker: int = Field(default=32, ge=1)
     """Training rollouts one worker carries at a time."""
-    evaluation_slots: int = Field(default=64, ge=1)
+    evaluation_slots: int = Field(default=24, ge=1)
     """Evaluation rollouts at a time, over all workers."""
     evaluation_attempts: int = Field(default=3, ge=1)
     """Attempts of one evaluation rollout before it is counted as infra."""
@@ -85,6 +88,8 @@ class _Slot:
 
     worker: RolloutWorker
     incarnation: str = ""
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while this incarnation answers."""
     training: set[Attempt] = field(default_factory=set)
     evaluations: dict[Attempt, RolloutOrder] = field(default_factory=dict)
 
@@ -98,6 +103,7 @@ class Dispatcher:
         self._config = config
         self._replay = replay
         self._pool = pool
+        self._incarnation = uuid.uuid4().hex
         self._slots = [_Slot(worker) for worker in workers]
         self._stack = AsyncExitStack()
         self._slot_freed = asyncio.Event()
@@ -110,10 +116,12 @@ class Dispatcher:
     async def __aenter__(self) -> Self:
         # Whatever is in flight belonged to an earlier dispatcher: nobody would report its end.
         for slot in self._slots:
-            await until_back(slot.worker.reset)
-        await until_back(lambda: self._replay.reconcile([]))
-        self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
-        self._watchers = [self._tasks.create_task(self._watch(slot)) for slot in self._slots]
+            await self._attend(slot)
+        await self._reconcile()
+        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._training: Joined[None] = Joined(tasks)
+        self._evaluations: Joined[EvaluationSummary] = Joined(tasks)
+        self._watchers = [tasks.create_task(self._watch(slot)) for slot in self._slots]
         return self
 
     async def __aexit__(
@@ -121,42 +129,56 @@ class Dispatcher:
     ) -> None:
         for watcher in self._watchers:
             watcher.cancel()
+        self._training.cancel_all()
+        self._evaluations.cancel_all()
         await self._stack.aclose()
 
     async def run(self) -> None:
-        """Issue training rollouts until cancelled."""
+        """Issue training rollouts until cancelled, or until `stop_training`."""
+        await self._training("run", self._issue)
+
+    async def stop_training(self) -> None:
+        """Issue no more and cancel what trains now; the buffer counts it as cancelled and would issue it again on
+        resume."""
+        self._training.cancel("run")
+        await self._cancel([attempt for slot in self._slots for attempt in slot.training])
+
+    async def evaluate(self, tasks: Sequence[Task], *, samples: int, tag: str) -> EvaluationSummary:
+        """`samples` sampled answers for each task; returns when all are scored or counted as infra. What the ledger has
+        under this tag counts; asking again while it runs waits for the same evaluation."""
+        return await self._evaluations(tag, lambda: self._evaluate(tasks, samples, tag))
+
+    async def _issue(self) -> None:
         while True:
             slot = await self._free_slot()
             free = self._config.slots_per_worker - len(slot.training)
             try:
-                issued = await self._replay.issue(free, timeout_s=POLL_S)
+                issued = await self._replay.issue(free, self._incarnation, timeout_s=POLL_S)
             except ActorLost:
                 await self._reconcile()
                 continue
             await self._cancel(issued.over_bound)
             if issued.orders:
+                # The call took time: the worker may be another one by now, or dead.
+                await slot.ready.wait()
                 slot.training.update((order.rollout_id, order.attempt) for order in issued.orders)
                 await self._start(slot, list(issued.orders))
 
     async def _reconcile(self) -> None:
-        """The buffer died, perhaps between recording what it issued and telling us: what nobody carries starts
-        again."""
+        """What nobody carries starts again: this dispatcher is new, or the buffer died, perhaps between recording what
+        it issued and telling us."""
         carried = [attempt for slot in self._slots for attempt in slot.training]
-        await until_back(lambda: self._replay.reconcile(carried))
+        await until_back(lambda: self._replay.reconcile(carried, self._incarnation))
 
-    async def stop_training(self) -> None:
-        """Cancel what trains now; the buffer counts it as cancelled and would issue it again on resume."""
-        await self._cancel([attempt for slot in self._slots for attempt in slot.training])
-
-    async def evaluate(self, tasks: Sequence[Task], *, samples: int, tag: str) -> EvaluationSummary:
-        """`samples` sampled answers for each task; returns when all are scored or counted as infra."""
+    async def _evaluate(self, tasks: Sequence[Task], samples: int, tag: str) -> EvaluationSummary:
+        known = await until_back(lambda: self._replay.evaluated(GroupId(tag)))
         async with asyncio.TaskGroup() as group:
             answers = [
-                group.create_task(self._evaluate_one(task, f"{tag}/{task.id}/{sample}", tag))
+                group.create_task(self._evaluate_one(task, RolloutId(f"{tag}/{task.id}/{sample}"), tag, known))
                 for task in tasks
                 for sample in range(samples)
             ]
-        rewards = [outcome.reward for outcome in (answer.result() for answer in answers) if outcome.reward is not None]
+        rewards = [reward for answer in answers if (reward := answer.result()) is not None]
         return EvaluationSummary(
             tag=tag,
             answers=len(answers),
@@ -176,31 +198,38 @@ class Dispatcher:
 
     async def _free_slot(self) -> _Slot:
         """The least loaded worker that has room, as soon as there is one."""
+        return await self._slot_with(
+            lambda slot: len(slot.training), room=lambda slot: len(slot.training) < self._config.slots_per_worker
+        )
+
+    async def _slot_with(self, load: Callable[[_Slot], int], *, room: Callable[[_Slot], bool]) -> _Slot:
         while True:
-            slot = min(self._slots, key=lambda slot: len(slot.training))
-            if len(slot.training) < self._config.slots_per_worker:
-                return slot
+            ready = [slot for slot in self._slots if slot.ready.is_set() and room(slot)]
+            if ready:
+                return min(ready, key=load)
             self._slot_freed.clear()
             await self._slot_freed.wait()
 
-    async def _evaluate_one(self, task: Task, key: str, tag: str) -> Outcome:
-        outcome = Outcome.infra("not tried")
-        for attempt in range(1, self._config.evaluation_attempts + 1):
+    async def _evaluate_one(
+        self, task: Task, rollout_id: RolloutId, tag: str, known: Mapping[RolloutId, Evaluated]
+    ) -> float | None:
+        """The reward of one answer; None when every attempt was infra."""
+        before = known.get(rollout_id, NEVER_EVALUATED)
+        reward = before.reward
+        for attempt in range(before.attempts + 1, before.attempts + 1 + self._config.evaluation_attempts):
+            if reward is not None:
+                break
             order = RolloutOrder(
-                rollout_id=RolloutId(key),
-                group_id=GroupId(tag),
-                attempt=attempt,
-                task=task,
-                purpose=Purpose.EVALUATION,
+                rollout_id=rollout_id, group_id=GroupId(tag), attempt=attempt, task=task, purpose=Purpose.EVALUATION
             )
             async with self._evaluation_slots:
-                outcome = await self._answer(order)
-            if outcome.reward is not None:
-                break
-        return outcome
+                reward = (await self._answer(order)).reward
+        return reward
 
     async def _answer(self, order: RolloutOrder) -> Outcome:
-        slot = min(self._slots, key=lambda slot: len(slot.training) + len(slot.evaluations))
+        slot = await self._slot_with(
+            lambda slot: len(slot.training) + len(slot.evaluations), room=lambda slot: slot.ready.is_set()
+        )
         key = (order.rollout_id, order.attempt)
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         slot.evaluations[key] = order
@@ -213,29 +242,31 @@ class Dispatcher:
             slot.evaluations.pop(key, None)
 
     async def _start(self, slot: _Slot, orders: list[RolloutOrder]) -> None:
-        try:
-            await slot.worker.start(orders)
-        except ActorLost:
-            await self._lost(slot)
+        # A worker that dies under this call is seen by its watcher, who gives up all that it carried.
+        with suppress(ActorLost):
+            await slot.worker.start(orders, slot.incarnation)
 
     async def _cancel(self, attempts: Sequence[Attempt]) -> None:
         for slot in self._slots:
             if mine := [attempt for attempt in attempts if attempt in slot.training]:
-                try:
+                with suppress(ActorLost):
                     await slot.worker.cancel(mine)
-                except ActorLost:
-                    await self._lost(slot)
 
     async def _watch(self, slot: _Slot) -> None:
         """Take what the worker finished, for ever; notice its death."""
-        slot.incarnation = (await until_back(slot.worker.status)).incarnation
         while True:
             try:
-                for finished in await slot.worker.finished(timeout_s=POLL_S):
+                for finished in await slot.worker.finished(self._incarnation, timeout_s=POLL_S):
                     self._ends(slot, finished)
             except ActorLost:
                 await self._lost(slot)
-                slot.incarnation = (await until_back(slot.worker.status)).incarnation
+                await self._attend(slot)
+
+    async def _attend(self, slot: _Slot) -> None:
+        """Make a worker ours and empty; it is ready then."""
+        slot.incarnation = (await until_back(lambda: slot.worker.reset(self._incarnation))).incarnation
+        slot.ready.set()
+        self._slot_freed.set()
 
     def _ends(self, slot: _Slot, finished: Finished) -> None:
         key = (finished.rollout_id, finished.attempt)
@@ -250,7 +281,8 @@ class Dispatcher:
             answer.set_result(finished.outcome)
 
     async def _lost(self, slot: _Slot) -> None:
-        """Everything the dead worker carried starts again elsewhere."""
+        """Everything the dead worker carried starts again, here or elsewhere."""
+        slot.ready.clear()
         lost, slot.training = list(slot.training), set()
         logger.warning("worker lost with %d rollouts and %d evaluations", len(lost), len(slot.evaluations))
         for key in slot.evaluations:
@@ -258,6 +290,4 @@ class Dispatcher:
                 answer.set_result(Outcome.infra("the worker died"))
         if lost:
             await until_back(lambda: self._replay.abandon(lost))
-        if slot.incarnation:
-            await until_back(lambda: self._pool.release_holder(slot.incarnation))
-        self._slot_freed.set()
+        await until_back(lambda: self._pool.release_holder(slot.incarnation))

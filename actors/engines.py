@@ -5,6 +5,8 @@ Invariants:
   it completely.
 - An engine that failed a push or died is taken out of routing, replaced by a new process, and caught up before it
   gets traffic.
+- An engine that answers nothing for `health_timeout_s` is dead to us: it is killed, so that its turns go elsewhere.
+- A dead sender costs a push nothing but time: what it did not reach is pushed again by the next one.
 - The newest snapshot is journalled before its push begins: a restarted group brings its new engines to it before
   anything else.
 - Routing tables are versioned and published again and again: a restarted gateway has one within a supervision interval.
@@ -30,9 +32,10 @@ from headrace.actors.gateway import write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
-from headrace.policies.errors import EngineError, EngineUnavailable
+from headrace.policies.errors import EngineError, EngineStartFailed, EngineUnavailable, PolicyError, SenderFailed
 from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.push import push
+from headrace.policies.push_machine import PushOutcome
 from headrace.policies.sender import SenderConfig, SenderProcess
 from headrace.policies.sglang import SGLangConfig, SGLangEngine
 from headrace.serve.routing import EngineRoute, RoutingTable
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SUPERVISION_S = 2.0
+GATEWAY_TIMEOUT_S = 5.0
+"""A gateway that is silent for so long must not be taken for a failing engine: below every deadline of a push."""
 
 
 class EnginesConfig(BaseModel):
@@ -67,6 +72,8 @@ class EnginesConfig(BaseModel):
     """Prompt and answer together; None takes the model's own limit."""
     start_timeout_s: float = Field(default=120.0, gt=0)
     """From start to the first answer; importing torch takes seconds."""
+    health_timeout_s: float = Field(default=10.0, gt=0)
+    """An engine that does not tell its load for so long is killed and replaced."""
 
 
 @dataclass(slots=True)
@@ -119,19 +126,18 @@ class EngineGroup:
         self._metrics = self._observing.metrics()
         self._vocab_size = json.loads((self._model_dir / "config.json").read_bytes())["vocab_size"]
         self._directory.mkdir(parents=True, exist_ok=True)
+        self._stack.push_async_callback(self._stop_engines)
         try:
             self._http = await self._stack.enter_async_context(aiohttp.ClientSession())
+            self._sender = SenderProcess(SenderConfig(log_path=self._directory / "sender.log"))
             async with asyncio.TaskGroup() as starting:
-                sender = SenderProcess(SenderConfig(log_path=self._directory / "sender.log"))
-                starting.create_task(self._stack.enter_async_context(sender))
-                for _ in range(self._config.count):
-                    starting.create_task(self._start_engine())
-            self._sender = sender
+                starting.create_task(self._stack.enter_async_context(self._sender))
+                starting.create_task(self._start_missing())
             await self._catch_up(list(self._members.values()))
-            self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
-            self._supervision = self._tasks.create_task(self._supervise())
+            tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+            self._supervision = tasks.create_task(self._supervise())
         except BaseException:
-            await self._stop()
+            await self._stack.aclose()
             raise
         return self
 
@@ -139,19 +145,26 @@ class EngineGroup:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._supervision.cancel()
-        await self._stop()
+        await self._stack.aclose()
 
     async def push(self, snapshot: WeightsSnapshot) -> None:
-        """Send these weights to every engine, wave by wave. Raises EngineUnavailable when no engine took them."""
+        """Send these weights to every engine, wave by wave; when none takes them, to new engines.
+
+        Nothing is done for a snapshot of an earlier epoch than the newest one: its learner is dead. Raises
+        EngineUnavailable when no engine took the weights, ModelInvalid, SenderFailed.
+        """
         async with self._pushing:
+            newest = self._newest_snapshot()
+            if newest is not None and snapshot.version.epoch < newest.version.epoch:
+                return
             self._journal_snapshot(snapshot)
-            sessions = await self._open_sessions()
-            report = await self._push_to(list(self._members.values()), snapshot)
-            self._record(report, sessions)
+            await self._push_to(list(self._members.values()), snapshot)
+            if not self._serving(snapshot):
+                await self._remove(list(self._members.values()))
+                await self._catch_up(await self._start_missing())
             await self._publish()
-            if not report.updated:
-                failures = {item.engine_id: item.failure for item in report.engines}
-                raise EngineUnavailable(f"no engine took version {snapshot.version}: {failures}")
+            if not self._serving(snapshot):
+                raise EngineUnavailable(f"no engine, old or new, took version {snapshot.version}: see engines/*.log")
 
     async def status(self) -> list[EngineStatus]:
         return [
@@ -165,8 +178,29 @@ class EngineGroup:
             for member in self._members.values()
         ]
 
-    async def _push_to(self, members: Sequence[_Member], snapshot: WeightsSnapshot) -> PushReport:
-        report = await push(
+    def _serving(self, snapshot: WeightsSnapshot) -> bool:
+        return any(member.admitted and member.version == snapshot.version for member in self._members.values())
+
+    async def _push_to(self, members: Sequence[_Member], snapshot: WeightsSnapshot) -> None:
+        """Push, and push once more to those a dying sender left behind."""
+        sessions = await self._open_sessions()
+        report = await self._push_once(members, snapshot)
+        self._record(report, sessions)
+        behind = {item.engine_id for item in report.engines if item.outcome is PushOutcome.BEHIND}
+        if behind:
+            again = [member for member in members if member.engine_id in behind]
+            self._record(await self._push_once(again, snapshot), sessions)
+
+    async def _push_once(self, members: Sequence[_Member], snapshot: WeightsSnapshot) -> PushReport:
+        report = await self._through_sender(members, snapshot)
+        for member in members:
+            member.admitted = member.engine_id in report.updated
+            member.version = snapshot.version if member.admitted else member.version
+        return report
+
+    async def _through_sender(self, members: Sequence[_Member], snapshot: WeightsSnapshot) -> PushReport:
+        """A push whose sender died before anything was touched is begun again, once."""
+        arguments = (
             snapshot,
             [member.client for member in members],
             self._sender,
@@ -174,11 +208,11 @@ class EngineGroup:
             self._journal_phase,
             self._push_config,
         )
-        for member in members:
-            updated = member.engine_id in report.updated
-            member.admitted = updated
-            member.version = snapshot.version if updated else member.version
-        return report
+        try:
+            return await push(*arguments)
+        except SenderFailed as error:
+            logger.warning("the push of %s starts again: %s", snapshot.version, error)
+            return await push(*arguments)
 
     async def _journal_phase(self, push_id: str, wave: int, phase: Phase) -> None:
         line = orjson.dumps({"push_id": push_id, "wave": wave, "phase": phase, "time_s": time.time()}) + b"\n"
@@ -186,7 +220,6 @@ class EngineGroup:
             file.write(line)
 
     def _journal_snapshot(self, snapshot: WeightsSnapshot) -> None:
-        self._snapshot: WeightsSnapshot | None = snapshot
         record = {"version": str(snapshot.version), "path": str(snapshot.path), "sha256": snapshot.sha256}
         write_private(self._directory / "newest.json", orjson.dumps(record))
 
@@ -202,12 +235,31 @@ class EngineGroup:
         return WeightsSnapshot(version=PolicyVersion.parse(record["version"]), path=path, sha256=record["sha256"])
 
     async def _catch_up(self, members: list[_Member]) -> None:
-        """Bring new engines to the newest version; without one they serve the model directory's weights until the
-        first push."""
+        """Bring new engines to the newest version; without one they wait for the first push."""
         snapshot = self._newest_snapshot()
-        if snapshot is not None:
+        if snapshot is not None and members:
             await self._push_to(members, snapshot)
         await self._publish()
+
+    async def _start_missing(self) -> list[_Member]:
+        """Start as many engines as are missing; those that started. Raises EngineStartFailed when none is left."""
+        async with asyncio.TaskGroup() as tasks:
+            starting = [tasks.create_task(self._try_to_start()) for _ in range(self._config.count - len(self._members))]
+        results = [task.result() for task in starting]
+        started = [result for result in results if isinstance(result, _Member)]
+        self._members |= {member.engine_id: member for member in started}
+        failures = [result for result in results if isinstance(result, EngineStartFailed)]
+        for failure in failures:
+            logger.warning("an engine did not start; tried again by the supervision: %s", failure)
+        if failures and not self._members:
+            raise failures[0]
+        return started
+
+    async def _try_to_start(self) -> _Member | EngineStartFailed:
+        try:
+            return await self._start_engine()
+        except EngineStartFailed as error:
+            return error
 
     async def _start_engine(self) -> _Member:
         self._started += 1
@@ -223,10 +275,14 @@ class EngineGroup:
                 start_timeout_s=self._config.start_timeout_s,
             )
         )
-        await self._stack.enter_async_context(process)
+        await process.start()
         client = SGLangEngine(engine_id, process.url, self._http, SGLangConfig(vocab_size=self._vocab_size))
-        member = self._members[engine_id] = _Member(engine_id, process, client)
-        return member
+        return _Member(engine_id, process, client)
+
+    async def _stop_engines(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for member in self._members.values():
+                tasks.create_task(member.process.stop())
 
     async def _publish(self) -> None:
         """Tell the gateway who is in routing. A gateway that is restarting hears it again from the supervision."""
@@ -236,39 +292,62 @@ class EngineGroup:
         )
         # Milliseconds of the clock: larger than any table of an earlier incarnation of this group.
         table = RoutingTable(version=time.time_ns() // 1_000_000, engines=routes)
-        with suppress(ActorLost):
-            await self._gateway.set_engines(table)
+        with suppress(ActorLost, TimeoutError):
+            async with asyncio.timeout(GATEWAY_TIMEOUT_S):
+                await self._gateway.set_engines(table)
 
     async def _supervise(self) -> None:
-        """Replace what died or was quarantined; keep the gateway's table fresh."""
+        """Replace what died, hangs or was quarantined; keep the gateway's table fresh."""
         while True:
             await asyncio.sleep(SUPERVISION_S)
+            # Killed before the lock is taken: a push that waits for a hung engine ends by that.
+            failed = await self._kill_failed()
             async with self._pushing:
-                failed = [member for member in self._members.values() if self._failed(member)]
-                for member in failed:
-                    await self._replace(member)
+                await self._remove(failed)
                 await self._publish()
+                if len(self._members) < self._config.count:
+                    await self._refill()
 
-    def _failed(self, member: _Member) -> bool:
-        pushed = self._newest_snapshot() is not None
-        return not member.process.alive or (pushed and not member.admitted)
+    async def _kill_failed(self) -> list[_Member]:
+        members = list(self._members.values())
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(self._failed(member)) for member in members]
+        failed = [member for member, answer in zip(members, asked, strict=True) if answer.result()]
+        for member in failed:
+            logger.warning("replacing engine %s (alive: %s)", member.engine_id, member.process.alive)
+            await member.process.kill()
+        return failed
 
-    async def _replace(self, member: _Member) -> None:
-        logger.warning("replacing engine %s (alive: %s)", member.engine_id, member.process.alive)
-        del self._members[member.engine_id]
-        await self._publish()
-        await member.process.kill()
+    async def _failed(self, member: _Member) -> bool:
+        """Dead, hung, or left out by a push that is over."""
+        if not member.process.alive:
+            return True
+        if not self._pushing.locked() and not member.admitted and self._newest_snapshot() is not None:
+            return True
         try:
-            await self._catch_up([await self._start_engine()])
-        except EngineError:
-            logger.exception("no replacement for %s yet; tried again at the next supervision", member.engine_id)
+            async with asyncio.timeout(self._config.health_timeout_s):
+                await member.client.load()
+        except (EngineError, TimeoutError):
+            return True
+        return False
+
+    async def _remove(self, members: Sequence[_Member]) -> None:
+        for member in members:
+            self._members.pop(member.engine_id, None)
+            await member.process.kill()
+
+    async def _refill(self) -> None:
+        try:
+            await self._catch_up(await self._start_missing())
+        except PolicyError:
+            logger.exception("engines could not be replaced; tried again at the next supervision")
 
     async def _open_sessions(self) -> int:
         """Rollouts whose agent is at work now."""
-        try:
-            return (await self._gateway.stats()).sessions
-        except ActorLost:
-            return 0
+        with suppress(ActorLost, TimeoutError):
+            async with asyncio.timeout(GATEWAY_TIMEOUT_S):
+                return (await self._gateway.stats()).sessions
+        return 0
 
     def _record(self, report: PushReport, sessions: int) -> None:
         self._metrics.append(
@@ -287,21 +366,20 @@ class EngineGroup:
             },
         )
 
-    async def _stop(self) -> None:
-        await self._stack.aclose()
-
 
 class _GatewayGate:
-    """Admission at the gateway actor; a gateway that is gone admits nothing, so there is nothing to close."""
+    """Admission at the gateway actor; a gateway that is gone or hangs admits nothing, so there is nothing to close."""
 
     def __init__(self, gateway: GatewayActor) -> None:
         self._gateway = gateway
 
     async def close(self, engine_id: EngineId, lease_s: float) -> None:
-        with suppress(ActorLost):
-            await self._gateway.close_gate(engine_id, lease_s)
+        with suppress(ActorLost, TimeoutError):
+            async with asyncio.timeout(GATEWAY_TIMEOUT_S):
+                await self._gateway.close_gate(engine_id, lease_s)
 
     async def open(self, engine_id: EngineId) -> Sequence[RequestId]:
-        with suppress(ActorLost):
-            await self._gateway.open_gate(engine_id)
+        with suppress(ActorLost, TimeoutError):
+            async with asyncio.timeout(GATEWAY_TIMEOUT_S):
+                await self._gateway.open_gate(engine_id)
         return ()

@@ -2,6 +2,7 @@
 
 ActorError
 ├── ActorLost           the actor's process died or is restarting: transient, call again (idempotently)
+├── ActorGone           a lost actor did not come back in time: permanent
 └── StartFailed         an actor could not be started: permanent, names actor and reason
 RunError
 ├── ConfigError         a key, the reason and the fix, on one line
@@ -19,6 +20,10 @@ class ActorError(Exception):
 
 class ActorLost(ActorError):
     """The process behind an actor died or is restarting; what it was doing may or may not have happened."""
+
+
+class ActorGone(ActorError):
+    """A lost actor did not come back in time."""
 
 
 class StartFailed(ActorError):
@@ -43,3 +48,10 @@ class RunMissing(RunError):
 
 class RunStalled(RunError):
     """No stage made progress for the configured time."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first single error in a group of a TaskGroup; the others are its consequences."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

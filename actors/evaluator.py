@@ -1,17 +1,23 @@
-"""The evaluator actor: owns nothing; an evaluation whose evaluator dies is run again."""
+"""The evaluator actor: owns nothing; an evaluation whose evaluator dies is run again.
+
+Invariant: clean sandboxes carry the evaluator's label; one that starts releases those of the one before it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from opentelemetry import trace
 
 from headrace.actors.attachments import Attachments
 from headrace.actors.batching import Batcher
+from headrace.actors.errors import ActorError
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.retry import until_back
+from headrace.actors.stations import HOLDER_LABEL
 from headrace.buffer.tasks import EvaluatorKind
 from headrace.buffer.types import Cause
 from headrace.serve import span_names as names
@@ -26,8 +32,9 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
 
-
 tracer = trace.get_tracer("headrace.actors.evaluator")
+
+HOLDER = "evaluator"
 
 
 class _Rooms:
@@ -39,10 +46,13 @@ class _Rooms:
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
+        await until_back(lambda: self._pool.release_holder(HOLDER))
         self._attachments = await enter(Attachments())
-        self._lease: Batcher[SandboxSpec, SandboxRef] = await enter(Batcher(self._lease_many))
         self._freeze: Batcher[SandboxId, None] = await enter(Batcher(self._freeze_many))
         self._release: Batcher[SandboxId, None] = await enter(Batcher(self._release_many))
+        self._lease: Batcher[SandboxSpec, SandboxRef] = await enter(
+            Batcher(self._lease_many, unclaimed=self._release_unclaimed)
+        )
         return self
 
     async def __aexit__(
@@ -57,7 +67,7 @@ class _Rooms:
     @asynccontextmanager
     async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
         with tracer.start_as_current_span(names.SANDBOX_BOOT):
-            ref = await self._lease(spec)
+            ref = await self._lease(replace(spec, labels={**spec.labels, HOLDER_LABEL: HOLDER}))
         try:
             yield await self._attachments.attach(ref)
         finally:
@@ -66,9 +76,12 @@ class _Rooms:
     async def _lease_many(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
         return await until_back(lambda: self._pool.lease(specs))
 
-    async def _freeze_many(self, ids: list[SandboxId]) -> list[None]:
-        await until_back(lambda: self._pool.freeze(ids))
-        return [None] * len(ids)
+    async def _freeze_many(self, ids: list[SandboxId]) -> list[SandboxError | None]:
+        return await until_back(lambda: self._pool.freeze(ids))
+
+    async def _release_unclaimed(self, ref: SandboxRef) -> None:
+        """An evaluation that was cancelled while its sandbox booted."""
+        await self._release(ref.id)
 
     async def _release_many(self, ids: list[SandboxId]) -> list[None]:
         await until_back(lambda: self._pool.release(ids))
@@ -93,14 +106,18 @@ class Evaluator:
     ) -> None:
         await self._stack.aclose()
 
-    async def evaluate(self, requests: list[EvaluationRequest]) -> list[Verdict]:
-        """Verdicts in the order of the requests; no failure of one disturbs another."""
+    async def evaluate(self, requests: list[EvaluationRequest]) -> list[Verdict | ActorError]:
+        """Verdicts in the order of the requests; no failure of one disturbs another. An actor that is gone for good is
+        a result too."""
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._evaluate(request)) for request in requests]
         return [task.result() for task in running]
 
-    async def _evaluate(self, request: EvaluationRequest) -> Verdict:
+    async def _evaluate(self, request: EvaluationRequest) -> Verdict | ActorError:
         if request.task.evaluator.kind is EvaluatorKind.NONE:
             return Verdict(reward=1.0, cause=Cause.SOLVED)
         with tracer.start_as_current_span(names.CHECK, context=context_from(request.traceparent)):
-            return await evaluate(request, self._rooms)
+            try:
+                return await evaluate(request, self._rooms)
+            except ActorError as error:
+                return error

@@ -11,16 +11,20 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import re
+import shutil
 import signal
 import time
+import uuid
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from pydantic import ValidationError
 
 from headrace.actors.config import RunConfig, SandboxKind, load_recipe
-from headrace.actors.errors import ActorLost, ConfigError, RunExists, RunMissing
+from headrace.actors.errors import ActorLost, ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.metrics import read_metrics
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import RayRuntime, start_local_ray, stop_local_ray
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
 
 PROGRESS_S = 1.0
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,8 @@ class RunRequest:
 def prepare(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
     """Check everything, then make the run directory. Raises ConfigError and the errors of tasks, model and
     sandboxes."""
+    if not NAME.fullmatch(request.name):
+        raise ConfigError(f"--name {request.name}: use letters, digits, '.', '_' and '-', not starting with '.'")
     directory = RunDirectory(path=(request.runs_dir / request.name).resolve())
     if directory.path.exists():
         raise RunExists(f"{directory.path} exists: choose another --name, or `headrace resume {directory.path}`")
@@ -86,11 +93,18 @@ def _make(directory: RunDirectory, config: RunConfig, train: Sequence[Task], hel
     """The run directory appears complete or not at all."""
     staged = directory.path.with_name(f".{directory.path.name}.{os.getpid()}")
     partial = RunDirectory(path=staged)
-    partial.train_tasks.parent.mkdir(parents=True)
-    write_tasks(partial.train_tasks, train)
-    write_tasks(partial.heldout_tasks, heldout)
-    partial.config.write_bytes(orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
-    staged.rename(directory.path)
+    try:
+        partial.train_tasks.parent.mkdir(parents=True)
+        write_tasks(partial.train_tasks, train)
+        write_tasks(partial.heldout_tasks, heldout)
+        partial.config.write_bytes(orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
+        partial.identity.write_text(uuid.uuid4().hex)
+        staged.rename(directory.path)
+    except OSError as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise ConfigError(
+            f"--runs-dir: {directory.path} cannot be written: {error.strerror}; choose another"
+        ) from error
 
 
 def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:
@@ -98,7 +112,20 @@ def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:
     directory = RunDirectory(path=path.resolve())
     if not directory.config.is_file():
         raise RunMissing(f"{path}: no run there (config.json is missing); list runs with `headrace status`")
-    return RunConfig.model_validate_json(directory.config.read_bytes()), directory
+    try:
+        document = orjson.loads(directory.config.read_bytes())
+        return RunConfig.model_validate(placed(document, directory)), directory
+    except (orjson.JSONDecodeError, ValidationError) as error:
+        raise RunMissing(f"{directory.config}: not the configuration of a run of this version: {error}") from error
+
+
+def placed(document: dict[str, Any], directory: RunDirectory) -> dict[str, Any]:
+    """The document with the paths of where the run directory lies now: it may have been moved."""
+    learner = document["learner"] | {
+        "checkpoint_dir": str(directory.checkpoints),
+        "snapshot_dir": str(directory.path / "weights"),
+    }
+    return document | {"learner": learner}
 
 
 @contextmanager
@@ -120,9 +147,13 @@ def drive(config: RunConfig, directory: RunDirectory, *, quiet: bool = False) ->
         start_local_ray(directory.path, object_store_bytes=config.service.object_store_bytes)
         try:
             completed = asyncio.run(_drive(config, directory, quiet=quiet))
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
         finally:
             stop_local_ray()
-        directory.append_session(started, time.time())
+            directory.append_session(started, time.time())
         summary = summarize(directory, completed=completed)
         directory.summary.write_bytes(orjson.dumps(summary.to_json(), option=orjson.OPT_INDENT_2))
         draw(directory)
@@ -140,8 +171,10 @@ async def _drive(config: RunConfig, directory: RunDirectory, *, quiet: bool) -> 
                 completed = await running
             watching.cancel()
     finally:
-        async with asyncio.timeout(config.service.drain_s):
-            await runtime.stop(service)
+        # What does not close in time dies with Ray; it must not hide how the run ended.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(config.service.drain_s):
+                await runtime.stop(service)
     return completed
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Self
 from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.actors.joining import Joined
 from headrace.actors.retry import until_back
 from headrace.policies.checkpoints import latest_checkpoint
 
@@ -118,7 +119,6 @@ class LearnerLoop:
         self._tokens = 0
         self._draining = asyncio.Event()
         self._opening = asyncio.Lock()
-        self._pushing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         from headrace.policies.megatron import MegatronLearner
@@ -127,21 +127,28 @@ class LearnerLoop:
         self._metrics = self._observing.metrics()
         self._learner: Learner = MegatronLearner(self._learner_config)
         self._stack.push_async_callback(self._learner.close)
+        self._running: Joined[PolicyVersion] = Joined(await self._stack.enter_async_context(asyncio.TaskGroup()))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._running.cancel_all()
         await self._stack.aclose()
 
     async def run(self) -> PolicyVersion:
-        """Train until `steps` updates are done or `drain` was called; the version reached. Called once per incarnation.
+        """Train until `steps` updates are done or `drain` was called; the version reached. A call that comes while
+        another runs waits for the same end.
 
         Raises NonFiniteRun (K skipped steps in a row), LedgerBehind (the ledger does not know the checkpoint's
-        batches).
+        batches), EngineUnavailable (no engine took a push), ActorGone.
         """
+        return await self._running("run", self._train)
+
+    async def _train(self) -> PolicyVersion:
         await self.open()
         assert self._version is not None
+        self._pushing: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as pushes:
             while self._version.step < self._config.steps and not self._draining.is_set():
                 batch = await self._take()

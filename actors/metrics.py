@@ -1,6 +1,8 @@
 """`metrics.jsonl` of a run: one JSON object a line, appended by the actor that knows, each line complete.
 
-Kinds: `step` (learner), `push` (engines), `evaluation` (dispatcher). Every record has `kind` and `time_s` (Unix time).
+Kinds: `step` (learner), `push` (engines), `evaluation` (service), `rollout_phases` (worker). Every record has `kind`
+and
+`time_s` (Unix time).
 """
 
 from __future__ import annotations
@@ -31,8 +33,16 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All complete records, oldest first; a torn last line (power cut) is left out."""
+    """All complete records, oldest first; a line that a power cut tore is left out."""
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
-    return [orjson.loads(line) for line in lines[:-1] if line]
+    records = (_record(line) for line in path.read_bytes().split(b"\n"))
+    return [record for record in records if record is not None]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
+    return record if isinstance(record, dict) else None

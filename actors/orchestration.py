@@ -157,6 +157,7 @@ def _directory(path: Path) -> RunDirectory:
     evaluator = EvaluatorSpec(kind=EvaluatorKind.NONE)
     tasks = [Task(id=TaskId(f"none-{n}"), family="none", instruction="return", evaluator=evaluator) for n in range(64)]
     write_tasks(directory.train_tasks, tasks)
+    directory.identity.write_text("orchestration")
     return directory
 
 

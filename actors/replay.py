@@ -1,7 +1,7 @@
 """The replay buffer actor: `headrace.buffer.store.ReplayStore` under the run's directory.
 
 Invariant: whatever the store broke on ends this process, so that Ray starts a new one that folds itself from the disk
-again.
+again. One dispatcher is given orders at a time: the one that reconciled last.
 """
 
 from __future__ import annotations
@@ -48,6 +48,17 @@ class Issued:
     over_bound: tuple[tuple[RolloutId, int], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """What the ledger holds of one evaluation rollout: the number of its last attempt, and its reward if it has one."""
+
+    attempts: int
+    reward: float | None
+
+
+NEVER_EVALUATED = Evaluated(attempts=0, reward=None)
+
+
 class Replay:
     """The one owner of the run's ledger."""
 
@@ -57,6 +68,9 @@ class Replay:
         self._seed = seed
         self._stack = AsyncExitStack()
         self._opened = asyncio.Event()
+        self._dispatcher = ""
+        self._issuing: asyncio.Timeout | None = None
+        self._closing = False
 
     async def __aenter__(self) -> Self:
         directory = self._directory
@@ -64,7 +78,7 @@ class Replay:
             directory.path,
             self._config,
             load_tasks(directory.train_tasks),
-            run_id=directory.path.name,
+            run_id=directory.identity.read_text(),
             seed=self._seed,
         )
         self._store = await self._stack.enter_async_context(await store)
@@ -75,19 +89,26 @@ class Replay:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._closing = True
         await self._stack.aclose()
 
-    async def issue(self, limit: int, *, timeout_s: float) -> Issued:
+    async def issue(self, limit: int, dispatcher: str, *, timeout_s: float) -> Issued:
         """Up to `limit` attempts to run, durable; waits up to `timeout_s` for the first. None before a learner
-        opened."""
+        opened, and none for a dispatcher that another one has followed."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._opened.wait()
+            if self._dispatcher in ("", dispatcher):
+                return await self._issue(limit, timeout_s)
         except TimeoutError:
-            return Issued(orders=(), over_bound=())
+            pass
+        return Issued(orders=(), over_bound=())
+
+    async def _issue(self, limit: int, timeout_s: float) -> Issued:
+        """Raises TimeoutError when another dispatcher takes over meanwhile; nothing is handed out then."""
         with self._ending():
-            version = self._head()
-            orders = await self._store.issue(limit, version, timeout_s=timeout_s)
+            async with asyncio.timeout(None) as self._issuing:
+                orders = await self._store.issue(limit, self._head(), timeout_s=timeout_s)
             return Issued(orders=orders, over_bound=self._store.over_bound(self._head()))
 
     async def offer(self, results: list[RolloutResult]) -> tuple[Receipt, ...]:
@@ -98,8 +119,12 @@ class Replay:
         with self._ending():
             return await self._store.abandon(attempts)
 
-    async def reconcile(self, carried: list[tuple[RolloutId, int]]) -> int:
-        """Abandon every attempt in flight that nobody carries; returns how many."""
+    async def reconcile(self, carried: list[tuple[RolloutId, int]], dispatcher: str) -> int:
+        """Abandon every attempt in flight that nobody carries; returns how many. From here on orders go to this
+        dispatcher alone: what one before it still waits for would be carried by nobody."""
+        if dispatcher != self._dispatcher and self._issuing is not None and not self._issuing.expired():
+            self._issuing.reschedule(0.0)
+        self._dispatcher = dispatcher
         with self._ending():
             return await self._store.keep_in_flight(carried)
 
@@ -130,6 +155,18 @@ class Replay:
             for tag, results in by_tag.items():
                 await self._store.record_evaluations(results, tag=tag, version=self._head())
 
+    async def evaluated(self, tag: GroupId) -> dict[RolloutId, Evaluated]:
+        """What is known of an evaluation's rollouts."""
+        known: dict[RolloutId, Evaluated] = {}
+        with self._ending():
+            for record in await self._store.evaluations(tag):
+                before = known.get(record.rollout_id, NEVER_EVALUATED)
+                known[record.rollout_id] = Evaluated(
+                    attempts=max(before.attempts, record.attempt),
+                    reward=record.reward if before.reward is None else before.reward,
+                )
+        return known
+
     async def status(self) -> BufferStatus:
         with self._ending():
             return self._store.status()
@@ -142,5 +179,7 @@ class Replay:
         try:
             yield
         except LedgerBroken:
+            if self._closing:
+                raise
             logger.exception("the ledger broke; this process ends and starts again from the disk")
             os._exit(70)

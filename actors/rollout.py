@@ -107,7 +107,7 @@ async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> A
 
 
 async def run_rollout(order: RolloutOrder, stations: Stations, config: RolloutConfig) -> RolloutResult:
-    """Run one attempt to its end. Never raises but for cancellation: a failure is a result."""
+    """Run one attempt to its end. Never raises but for cancellation: a failure is a result, a defect of ours too."""
     phases = Phases()
     try:
         async with asyncio.timeout(config.guard_s):
@@ -116,6 +116,9 @@ async def run_rollout(order: RolloutOrder, stations: Stations, config: RolloutCo
         return _failed(order, phases, f"the whole rollout took more than {config.guard_s:g} s")
     except InfraFailure as error:
         return _failed(order, phases, str(error))
+    except Exception as error:
+        logger.exception("rollout %s attempt %d met an error outside its phases", order.rollout_id, order.attempt)
+        return _failed(order, phases, f"{type(error).__name__}: {error}")
 
 
 async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases) -> RolloutResult:
@@ -156,7 +159,7 @@ async def _sandbox(
     async with boundary(names.SANDBOX_BOOT, "boot", phases, config.boot_timeout_s):
         ref = await stations.lease(spec)
     try:
-        async with boundary(names.PREPARE, "attach", phases, config.boot_timeout_s):
+        async with boundary(names.PREPARE, "prepare", phases, config.boot_timeout_s):
             sandbox = await stations.attach(ref)
         yield ref, sandbox
     finally:
@@ -175,7 +178,7 @@ async def _converse(
             with suppress(ServeError):
                 await asyncio.shield(stations.finish_session(session))
             raise
-    async with boundary(names.FINISH, "finish", phases, config.boot_timeout_s):
+    async with boundary(names.FINISH, "agent", phases, config.boot_timeout_s):
         return report, await stations.finish_session(session)
 
 

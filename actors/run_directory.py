@@ -53,6 +53,11 @@ class RunDirectory:
         return self.path / "sessions.jsonl"
 
     @property
+    def identity(self) -> Path:
+        """What the ledger knows the run by; stays the same when the directory is moved or renamed."""
+        return self.path / "run_id"
+
+    @property
     def lock(self) -> Path:
         """Held by the driving process; says nothing by its existence."""
         return self.path / "driver.lock"

@@ -5,9 +5,10 @@ Invariants:
 - A class may be spawned only when all its public methods are async (else TypeError), so that no call can block an
   event loop.
 - An actor that has `__aenter__` is entered once before its first call, also after Ray restarted its process, and
-  exited by `stop`.
+  exited by `stop`; both in one task of its own, so that a context that breaks (a background task failed) is noticed.
+- An actor whose context breaks ends its process, and Ray starts another: no actor lives on with half of itself dead.
 - Errors cross with their own type. A dead or restarting process is `ActorLost`, whatever Ray calls it.
-- Cancelling the await of a call cancels the coroutine in the actor.
+- Cancelling the await of a call cancels the coroutine in the actor; a call cancelled over there is `ActorLost` here.
 - Proxies are picklable and may be handed to other actors.
 """
 
@@ -15,13 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 import pickle
+import signal
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from headrace.actors.errors import ActorLost, StartFailed
+from headrace.actors.errors import ActorGone, ActorLost, StartFailed
+from headrace.actors.retry import until_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -29,6 +33,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
+BROKEN_EXIT_CODE = 70
+BREAKING_S = 10.0
+"""How long a broken actor may take to close what it has open."""
+START_ATTEMPTS = 5
+STOP_TIMEOUT_S = 20.0
+"""How long one actor may take to exit its context; then it is killed."""
 DEFAULT_MAX_CONCURRENCY = 2048
 """Calls one actor may have in flight: dispatcher, workers and status calls together stay far below."""
 
@@ -60,6 +72,10 @@ class Runtime(Protocol):
         """(process id, calls received so far) of an actor. ActorLost when its process is gone."""
         ...
 
+    async def restart(self, actor: object, process_id: int) -> None:
+        """Kill the process of an actor that answers nothing any more; another is started. Idempotent."""
+        ...
+
 
 class InlineRuntime:
     """The instance itself, in this process: for unit tests, virtual time and as the baseline of the orchestration
@@ -85,12 +101,57 @@ class InlineRuntime:
         """This process; inline calls are not counted."""
         return os.getpid(), 0
 
+    async def restart(self, actor: object, process_id: int) -> None:
+        """Nothing: an instance in this process cannot hang without it."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Raised:
     """An error of the actor's method, carried as a value so that it keeps its type."""
 
     error: BaseException
+
+
+class _Life:
+    """Enters an instance's context, keeps it open, and exits it, all in one task; the process ends when it breaks."""
+
+    def __init__(self, instance: object) -> None:
+        self._instance: Any = instance
+        self._closing = asyncio.Event()
+        self._entered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # It outlives the call that started it, and is awaited by `close`: the actor's own root task.
+        self._task = asyncio.get_running_loop().create_task(self._live())
+
+    async def entered(self) -> None:
+        """Return once the context is open. Raises the error of entering."""
+        await asyncio.shield(self._entered)
+
+    async def close(self) -> None:
+        """Exit the context. Raises its error."""
+        self._closing.set()
+        await asyncio.shield(self._task)
+
+    async def _live(self) -> None:
+        async with AsyncExitStack() as stack:
+            try:
+                if hasattr(self._instance, "__aenter__"):
+                    await stack.enter_async_context(self._instance)
+            except Exception as error:  # noqa: BLE001 - carried to whoever waits for the opening
+                self._entered.set_exception(error)
+                return
+            self._entered.set_result(None)
+            try:
+                await self._closing.wait()
+            except asyncio.CancelledError:
+                asyncio.get_running_loop().call_later(BREAKING_S, os._exit, BROKEN_EXIT_CODE)
+                self._task.add_done_callback(_end_process)
+                raise
+
+
+def _end_process(life: asyncio.Task[None]) -> None:
+    error = None if life.cancelled() else life.exception()
+    logger.critical("the actor broke; its process ends and starts again", exc_info=error)
+    os._exit(BROKEN_EXIT_CODE)
 
 
 class Host:
@@ -100,9 +161,7 @@ class Host:
         # As bytes, since Ray could not restart an actor whose arguments hold references of its own kind.
         cls, args, kwargs = pickle.loads(made_of)
         self._instance: Any = cls(*args, **kwargs)
-        self._stack = AsyncExitStack()
-        self._opening = asyncio.Lock()
-        self._is_open = False
+        self._life: _Life | None = None
         self._calls = 0
 
     async def open(self) -> object:
@@ -127,15 +186,19 @@ class Host:
 
     async def close(self) -> None:
         """Exit the instance's context."""
-        async with self._opening:
-            await self._stack.aclose()
-            self._is_open = False
+        life, self._life = self._life, None
+        if life is not None:
+            await life.close()
 
     async def _opened(self) -> None:
-        async with self._opening:
-            if not self._is_open and hasattr(self._instance, "__aenter__"):
-                await self._stack.enter_async_context(self._instance)
-            self._is_open = True
+        life = self._life = self._life or _Life(self._instance)
+        try:
+            await life.entered()
+        except Exception:
+            # The next call tries again.
+            if self._life is life:
+                self._life = None
+            raise
 
 
 class ActorProxy:
@@ -185,7 +248,8 @@ async def _await_call(name: str, reference: Any) -> Any:
         ray.cancel(reference)
         raise
     except TaskCancelledError as error:
-        raise asyncio.CancelledError(f"call to {name} was cancelled") from error
+        # Not cancelled here, so over there: the actor is closing or breaking.
+        raise ActorLost(f"actor {name} broke off a call") from error
     except (ActorDiedError, ActorUnavailableError) as error:
         raise ActorLost(f"actor {name} is gone or restarting") from error
     if isinstance(value, _Raised):
@@ -223,8 +287,9 @@ class RayRuntime:
             .remote(cloudpickle.dumps((cls, args, kwargs)))
         )
         try:
-            await _await_call(name, handle.open.remote())
-        except ActorLost as error:
+            # More than once: one that somebody else spawned may be restarting just now.
+            await until_back(lambda: _await_call(name, handle.open.remote()), attempts=START_ATTEMPTS)
+        except ActorGone as error:
             ray.kill(handle, no_restart=True)
             raise StartFailed(f"actor {name} died while starting; see the Ray logs of this run") from error
         return cast("T", ActorProxy(name, handle))
@@ -241,9 +306,13 @@ class RayRuntime:
         from ray.exceptions import RayError
 
         proxy = cast("ActorProxy", actor)
-        handle = await proxy._resolved()  # noqa: SLF001 - the proxy is ours
-        with suppress(RayError):
-            await handle.close.remote()
+        try:
+            handle = await proxy._resolved()  # noqa: SLF001 - the proxy is ours
+        except ActorLost:
+            return
+        with suppress(RayError, TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await handle.close.remote()
         ray.kill(handle, no_restart=True)
 
     async def stats(self, actor: object) -> tuple[int, int]:
@@ -251,6 +320,14 @@ class RayRuntime:
         proxy = cast("ActorProxy", actor)
         handle = await proxy._resolved()  # noqa: SLF001 - the proxy is ours
         return cast("tuple[int, int]", await _await_call(repr(proxy), handle.stats.remote()))
+
+    async def restart(self, actor: object, process_id: int) -> None:
+        """Kill the process of an actor that answers nothing any more; Ray starts another. Idempotent.
+
+        By signal, since a stopped process does not hear Ray either: the actor must be on this host.
+        """
+        with suppress(ProcessLookupError):
+            os.kill(process_id, signal.SIGKILL)
 
 
 def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -> None:

@@ -5,10 +5,12 @@ Invariant: what a dead worker leased is released by its holder's label; what nob
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
 from headrace.actors.stations import HOLDER_LABEL
+from headrace.sandboxes.errors import LauncherGone, SandboxError
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.pool import Pool
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from headrace.actors.config import SandboxSection
     from headrace.actors.run_directory import RunDirectory
     from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
-    from headrace.sandboxes.errors import SandboxError
     from headrace.sandboxes.pool import PoolStatus
 
 
@@ -45,16 +46,31 @@ class SandboxPool:
         """One sandbox for each spec; errors are results, in the order of the specs."""
         return await self._pool.lease(specs)
 
-    async def freeze(self, ids: list[SandboxId]) -> None:
-        await self._pool.freeze(ids)
+    async def freeze(self, ids: list[SandboxId]) -> list[SandboxError | None]:
+        """Freeze each; errors are results, in the order of the ids. What is already gone stays gone."""
+        async with asyncio.TaskGroup() as tasks:
+            freezing = [tasks.create_task(self._freeze(sandbox)) for sandbox in ids]
+        return [task.result() for task in freezing]
+
+    async def _freeze(self, sandbox: SandboxId) -> SandboxError | None:
+        failures: list[SandboxError] = []
+        try:
+            await self._pool.freeze([sandbox])
+        except* SandboxError as group:
+            failures = [error for error in group.exceptions if isinstance(error, SandboxError)]
+        return failures[0] if failures else None
 
     async def release(self, ids: list[SandboxId]) -> None:
         """Unknown ids are ignored; idempotent."""
         await self._pool.release(ids)
 
     async def release_holder(self, holder: str) -> None:
-        """Release everything that one incarnation of a worker leased."""
-        infos = await self._provider.list()
+        """Release everything that one incarnation of a worker, or an evaluator, leased."""
+        try:
+            infos = await self._provider.list()
+        except LauncherGone:
+            # Dead, and its sandboxes with it; the next boot starts another.
+            return
         await self._pool.release([info.id for info in infos if info.labels.get(HOLDER_LABEL) == holder])
 
     async def status(self) -> PoolStatus:

@@ -4,13 +4,16 @@ Invariants:
 - Every actor is named; a restarted service finds those that live and starts those that do not.
 - A lost actor is called again when Ray has restarted it; what it was doing is repeated idempotently or abandoned by
   the buffer.
+- An actor that answers nothing for `hang_s` is killed: then it is a lost actor like any other.
 - A run ends: with its steps done, drained, or with an error that says why. A stall is such an error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections import deque
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -20,7 +23,7 @@ from headrace.actors.agents.shell import ShellAgent
 from headrace.actors.config import AgentKind, RunConfig
 from headrace.actors.dispatcher import Dispatcher
 from headrace.actors.engines import EngineGroup
-from headrace.actors.errors import ActorLost, RunStalled
+from headrace.actors.errors import ActorLost, RunStalled, first_cause
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.gateway import GatewayActor
 from headrace.actors.learner import LearnerLoop
@@ -47,6 +50,12 @@ R = TypeVar("R")
 
 SUPERVISION_S = 1.0
 """How often progress is read."""
+STATUS_TIMEOUT_S = 5.0
+"""A part that tells nothing for so long is shown without a value."""
+GUARD_S = 2.0
+"""How often each actor is asked whether it is alive."""
+
+logger = logging.getLogger(__name__)
 
 
 async def keep_running(call: Callable[[], Awaitable[R]], ready: Callable[[], Awaitable[object]]) -> R:
@@ -70,9 +79,11 @@ class Service:
         self._actors: dict[str, object] = {}
         self._started_s = time.monotonic()
         self._phase = "starting"
+        self._draining = False
         self._step = 0
         self._stepped = asyncio.Event()
         self._success: float | None = None
+        self._rewards: deque[float] = deque(maxlen=32)
         self._last_tokens = (time.monotonic(), 0)
         self._tokens_per_s = 0.0
 
@@ -100,11 +111,13 @@ class Service:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
+                guards = [tasks.create_task(self._guard(name, actor)) for name, actor in self._actors.items()]
                 supervision = tasks.create_task(self._supervise())
                 done = await self._train_and_evaluate(tasks)
-                supervision.cancel()
+                for task in (supervision, *guards):
+                    task.cancel()
         except BaseExceptionGroup as group:
-            raise _first_cause(group) from group
+            raise first_cause(group) from group
         self._phase = "done" if done else "drained"
         return done
 
@@ -132,11 +145,12 @@ class Service:
             tokens_per_s=self._tokens_per_s,
             learner_idle_share=learner.idle_share if learner else None,
             infra_failures=dispatcher.infra if dispatcher else 0,
+            rewards=tuple(self._rewards),
         )
 
     async def drain(self) -> None:
         """Stop issuing, save after the step under way, and let `run` return False."""
-        self._phase = "draining"
+        self._phase, self._draining = "draining", True
         await until_back(self._learner.drain)
 
     async def reached(self, step: int) -> None:
@@ -156,7 +170,7 @@ class Service:
         self._phase = "training"
         dispatching = tasks.create_task(keep_running(self._dispatcher.run, self._dispatcher.status))
         on_the_way = tasks.create_task(self._evaluate_on_the_way())
-        version = await keep_running(self._learner.run, self._learner.status)
+        version = await keep_running(self._learner.run, self._ready_learner)
         for task in (dispatching, on_the_way):
             task.cancel()
         await until_back(self._dispatcher.stop_training)
@@ -165,6 +179,12 @@ class Service:
         self._phase = "final evaluation"
         await self._evaluate_once("final", self._config.evaluation.samples)
         return True
+
+    async def _ready_learner(self) -> None:
+        """A new incarnation of the learner knows nothing of a drain that was asked for before."""
+        await self._learner.status()
+        if self._draining:
+            await self._learner.drain()
 
     async def _evaluate_on_the_way(self) -> None:
         """Held-out success every so many steps, while training goes on; the base and final evaluations are separate."""
@@ -197,11 +217,28 @@ class Service:
             if learner and learner.version and learner.version.step > self._step:
                 self._step = learner.version.step
                 self._stepped.set()
+                if learner.last is not None and (reward := learner.last.metrics.get("mean_reward")) is not None:
+                    self._rewards.append(reward)
             moved = (self._step, learner and learner.tokens, dispatcher and (dispatcher.finished, dispatcher.answered))
             if moved != seen:
                 last_moved, seen = time.monotonic(), moved
             elif time.monotonic() - last_moved > self._config.service.stall_s:
                 raise RunStalled(await self._diagnosis())
+
+    async def _guard(self, name: str, actor: object) -> None:
+        """Kill an actor that hangs; what its death means is handled where its calls are awaited."""
+        process_id: int | None = None
+        while True:
+            await asyncio.sleep(GUARD_S)
+            try:
+                async with asyncio.timeout(self._config.service.hang_s):
+                    process_id, _ = await self._runtime.stats(actor)
+            except ActorLost:
+                process_id = None
+            except TimeoutError:
+                if process_id is not None:
+                    logger.warning("actor %s (process %d) hangs and is killed", name, process_id)
+                    await self._runtime.restart(actor, process_id)
 
     async def _diagnosis(self) -> str:
         progress = await self.progress()
@@ -229,7 +266,7 @@ class Service:
                 self._spawn(
                     "gateway",
                     GatewayActor,
-                    GatewayConfig(tokenizer_dir=config.model.path),
+                    GatewayConfig(tokenizer_dir=config.model.path, **config.gateway.model_dump()),
                     address_file=directory.path / "gateway.json",
                     observing=self._observing,
                 )
@@ -294,7 +331,7 @@ class Service:
             evaluator=evaluator,
             replay=self._replay,
             agent=_agent(config),
-            gateway=await self._gateway.address(),
+            gateway=await until_back(self._gateway.address),
             sampling=Sampling(temperature=config.sampling.temperature),
             budgets=Budgets(
                 max_turns=config.agent.max_turns,
@@ -321,14 +358,7 @@ def _agent(config: RunConfig) -> Agent:
 
 async def _or_none(call: Callable[[], Awaitable[R]]) -> R | None:
     try:
-        return await call()
-    except ActorLost:
+        async with asyncio.timeout(STATUS_TIMEOUT_S):
+            return await call()
+    except (ActorLost, TimeoutError):
         return None
-
-
-def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first single error in a group: the others are its consequences."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -11,19 +11,21 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
 import aiohttp
+from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
 from headrace.actors.agents.chat import ChatClient
 from headrace.actors.attachments import Attachments
 from headrace.actors.batching import Batcher
 from headrace.actors.retry import until_back
 from headrace.serve.client import GatewayClient, OpenedSession
-from headrace.serve.errors import SessionUnknown
+from headrace.serve.errors import GatewayUnreachable, SessionUnknown
 from headrace.serve.session import Session, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from headrace.actors.agents.shell import AgentReport
+    from headrace.actors.errors import ActorError
     from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
     from headrace.actors.worker import WorkerParts
     from headrace.buffer.types import RolloutOrder
@@ -48,8 +50,10 @@ class WorkerStations:
         address = self._parts.gateway
         self._gateway = await enter(GatewayClient(address.url, address.admin_token)) if address else None
         self._attachments = await enter(Attachments())
-        self._lease: Batcher[SandboxSpec, SandboxRef] = await enter(Batcher(self._lease_many))
         self._release: Batcher[SandboxId, None] = await enter(Batcher(self._release_many))
+        self._lease: Batcher[SandboxSpec, SandboxRef] = await enter(
+            Batcher(self._lease_many, unclaimed=self._release_unclaimed)
+        )
         self._evaluate: Batcher[EvaluationRequest, Verdict] = await enter(Batcher(self._evaluate_many))
         return self
 
@@ -69,14 +73,25 @@ class WorkerStations:
 
     async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession:
         spec = SessionSpec(
-            session_id=SessionId(f"{order.rollout_id}.{order.attempt}"),
+            # With the incarnation: a session of a dead worker may still be open when its evaluation runs again.
+            session_id=SessionId(f"{order.rollout_id}.{order.attempt}.{self._holder[:8]}"),
             sampling=self._parts.sampling,
             budgets=self._parts.budgets,
             traceparent=traceparent,
         )
         if self._gateway is None:
             return OpenedSession(session_id=spec.session_id, base_url="")
-        [opened] = await self._gateway.open([spec])
+        return await self._open_session(self._gateway, spec)
+
+    @staticmethod
+    async def _open_session(gateway: GatewayClient, spec: SessionSpec) -> OpenedSession:
+        """Wait for a gateway that is restarting: a rollout that fails at once would be issued again at once, and be
+        poison before the gateway is back. The phase's deadline ends the waiting."""
+        policy = AsyncRetrying(
+            retry=retry_if_exception(lambda error: isinstance(error, GatewayUnreachable) and not error.answered),
+            wait=wait_random_exponential(multiplier=0.1, max=2.0),
+        )
+        [opened] = await policy(gateway.open, [spec])
         return opened
 
     async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
@@ -97,9 +112,13 @@ class WorkerStations:
     async def _lease_many(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
         return await until_back(lambda: self._parts.pool.lease(specs))
 
+    async def _release_unclaimed(self, ref: SandboxRef) -> None:
+        """A rollout that was cancelled while its sandbox booted."""
+        await self._release(ref.id)
+
     async def _release_many(self, ids: list[SandboxId]) -> list[None]:
         await until_back(lambda: self._parts.pool.release(ids))
         return [None] * len(ids)
 
-    async def _evaluate_many(self, requests: list[EvaluationRequest]) -> list[Verdict]:
+    async def _evaluate_many(self, requests: list[EvaluationRequest]) -> list[Verdict | ActorError]:
         return await until_back(lambda: self._parts.evaluator.evaluate(requests))

@@ -3,8 +3,10 @@
 Invariants:
 - A rollout is a task of this worker's task group: none outlives the worker, none is lost silently.
 - Every started attempt is offered to the buffer once (idempotently, until the buffer is back) and then reported as
-  finished to the
-  dispatcher. A cancelled attempt is reported too, with outcome `cancelled`.
+  finished to the dispatcher. A cancelled attempt is reported too, with outcome `cancelled`; one whose result is being
+  offered is cancelled no more.
+- One dispatcher is served at a time: the one that called `reset` last. A call that a dead one left waiting takes
+  nothing away.
 - Lease, release, evaluate and offer are batch calls: all rollouts ready within 10 ms travel together.
 """
 
@@ -14,6 +16,7 @@ import asyncio
 import uuid
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
 from opentelemetry import trace
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
     from headrace.serve.session import Budgets, Sampling
 
 tracer = trace.get_tracer("headrace.actors.worker")
+
+CANCELLED = Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +87,9 @@ class RolloutWorker:
         self._parts = parts
         self._incarnation = uuid.uuid4().hex
         self._stack = AsyncExitStack()
-        self._running: dict[tuple[RolloutId, int], asyncio.Task[None]] = {}
+        self._running: dict[tuple[RolloutId, int], asyncio.Task[Outcome]] = {}
+        self._offering: set[tuple[RolloutId, int]] = set()
+        self._dispatcher = ""
         self._finished: list[Finished] = []
         self._has_finished = asyncio.Event()
 
@@ -98,24 +105,30 @@ class RolloutWorker:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for task in self._running.values():
-            task.cancel()
+        self._cancel_all()
         await self._stack.aclose()
 
-    async def start(self, orders: list[RolloutOrder]) -> None:
-        """Begin these attempts; an attempt that runs already is left alone. Returns at once."""
+    async def start(self, orders: list[RolloutOrder], incarnation: str) -> None:
+        """Begin these attempts; an attempt that runs already is left alone. Returns at once.
+
+        Nothing begins when another `incarnation` of this worker was meant: the dispatcher gives them up with it."""
+        if incarnation != self._incarnation:
+            return
         for order in orders:
             key = (order.rollout_id, order.attempt)
             if key not in self._running:
-                self._running[key] = self._tasks.create_task(self._run(order))
+                task = self._running[key] = self._tasks.create_task(self._run(order))
+                task.add_done_callback(partial(self._ended, key))
 
-    async def finished(self, *, timeout_s: float) -> list[Finished]:
+    async def finished(self, dispatcher: str, *, timeout_s: float) -> list[Finished]:
         """What ended since the last call; waits up to `timeout_s` for the first, then for what ends in the same
-        instant."""
+        instant. Nothing for a dispatcher that is not served any more."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._has_finished.wait()
         except TimeoutError:
+            return []
+        if dispatcher != self._dispatcher:
             return []
         self._has_finished.clear()
         finished, self._finished = self._finished, []
@@ -124,34 +137,51 @@ class RolloutWorker:
     async def cancel(self, attempts: list[tuple[RolloutId, int]]) -> None:
         """End these attempts now; they are offered as `cancelled`. Unknown ones are ignored."""
         for key in attempts:
-            if task := self._running.get(key):
+            if key not in self._offering and (task := self._running.get(key)):
                 task.cancel()
 
-    async def reset(self) -> None:
-        """End everything and forget what was not fetched: a new dispatcher begins."""
-        for task in self._running.values():
-            task.cancel()
+    async def reset(self, dispatcher: str) -> WorkerStatus:
+        """Serve this dispatcher from now on: end everything, and forget what was not fetched. Returns when all has
+        ended, so that the same attempts may be started again."""
+        self._dispatcher = dispatcher
+        self._cancel_all()
+        if self._running:
+            await asyncio.wait(self._running.values())
         self._finished.clear()
         self._has_finished.clear()
+        return await self.status()
 
     async def status(self) -> WorkerStatus:
         return WorkerStatus(incarnation=self._incarnation, running=len(self._running))
 
-    async def _run(self, order: RolloutOrder) -> None:
+    def _cancel_all(self) -> None:
+        for key, task in self._running.items():
+            if key not in self._offering:
+                task.cancel()
+
+    def _ended(self, key: tuple[RolloutId, int], task: asyncio.Task[Outcome]) -> None:
+        """Report the end of an attempt; a broken task ends the process anyway."""
+        del self._running[key]
+        self._offering.discard(key)
+        if not task.cancelled() and task.exception() is not None:
+            return
+        # Only a task that was cancelled before its first step ends as cancelled.
+        outcome = CANCELLED if task.cancelled() else task.result()
+        self._finished.append(Finished(rollout_id=key[0], attempt=key[1], outcome=outcome))
+        self._has_finished.set()
+
+    async def _run(self, order: RolloutOrder) -> Outcome:
         span = start_rollout_span(tracer, order.rollout_id, order.attempt, {names.TASK_ID: order.task.id})
-        try:
-            with trace.use_span(span, end_on_exit=True):
-                result = await self._run_and_offer(order)
-        finally:
-            del self._running[order.rollout_id, order.attempt]
-            self._finished.append(Finished(rollout_id=order.rollout_id, attempt=order.attempt, outcome=result.outcome))
-            self._has_finished.set()
+        with trace.use_span(span, end_on_exit=True):
+            return (await self._run_and_offer(order)).outcome
 
     async def _run_and_offer(self, order: RolloutOrder) -> RolloutResult:
         try:
             result = await run_rollout(order, self._stations, self._parts.rollout)
         except asyncio.CancelledError:
             result = _cancelled(order)
+        # From here on the result counts: a cancellation would only lose it.
+        self._offering.add((order.rollout_id, order.attempt))
         attributes: dict[str, str | float] = {names.CAUSE: result.outcome.cause}
         if result.outcome.reward is not None:
             attributes[names.REWARD] = result.outcome.reward
@@ -182,5 +212,4 @@ def mean_phases(results: list[RolloutResult]) -> dict[str, float]:
 
 
 def _cancelled(order: RolloutOrder) -> RolloutResult:
-    outcome = Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)
-    return RolloutResult(rollout_id=order.rollout_id, attempt=order.attempt, outcome=outcome, trajectory=None)
+    return RolloutResult(rollout_id=order.rollout_id, attempt=order.attempt, outcome=CANCELLED, trajectory=None)

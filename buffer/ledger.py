@@ -128,6 +128,12 @@ class Ledger:
             closed={} if history else {RolloutState(state): count for state, count in closed},
         )
 
+    def evaluations(self, tag: str) -> tuple[EvaluationRecord, ...]:
+        """The outcomes recorded under a tag, in order of rollout and attempt."""
+        table = TABLES[EvaluationRecord]
+        rows = self._database.execute(table.select("WHERE tag = ? ORDER BY rollout_id, attempt"), (tag,))
+        return tuple(cast("EvaluationRecord", table.load(row)) for row in rows)
+
     def trajectories(self, keys: Sequence[tuple[RolloutId, int]]) -> list[Trajectory]:
         """The trajectories of these attempts, in order. Raises LedgerBroken when one is missing, CodecError."""
         return [self._trajectory(rollout_id, attempt) for rollout_id, attempt in keys]

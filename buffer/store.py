@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self, TypeVar
 
-    from headrace.buffer.records import BatchRecord, Snapshot
+    from headrace.buffer.records import BatchRecord, EvaluationRecord, Snapshot
     from headrace.buffer.replay import BufferConfig, BufferStatus
     from headrace.buffer.tasks import Task, TaskId
     from headrace.buffer.types import CheckpointRef, Receipt, RolloutId, RolloutOrder, RolloutResult, StepReport
@@ -184,6 +184,13 @@ class ReplayStore:
             return tuple(self._core.record_evaluation(result, task, tag, version, now) for result, task in results)
 
         return await self._change(record_all)
+
+    async def evaluations(self, tag: str) -> tuple[EvaluationRecord, ...]:
+        """What was recorded under a tag."""
+        self._check()
+        async with self._writing:
+            with self._ending_on_failure():
+                return await self._in_thread(lambda: self._ledger.evaluations(tag))
 
     def status(self) -> BufferStatus:
         """Counts, from memory."""

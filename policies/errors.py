@@ -4,6 +4,7 @@ PolicyError
 |- ModelInvalid            a model directory or snapshot cannot be used
 |- EngineError             a call to an inference engine failed
 |  |- EngineUnavailable    no connection, connection lost, or a 5xx reply
+|  |  `- EngineDown        nothing listens there: the request never arrived
 |  |- EngineTimeout        no reply within the deadline
 |  |- EngineRefused        a 4xx reply: `status`, `message`
 |  |- EngineReplyInvalid   a reply without the keys of the contract
@@ -34,6 +35,10 @@ class EngineError(PolicyError):
 
 class EngineUnavailable(EngineError):
     """The engine is not there: no connection, a connection lost in mid-call, or a 5xx reply."""
+
+
+class EngineDown(EngineUnavailable):
+    """Nothing listens at the engine's address: the request never arrived."""
 
 
 class EngineTimeout(EngineError):

@@ -84,6 +84,8 @@ class SenderProcess:
         """One command. Raises SenderTimeout (killed), SenderFailed (it died), GroupFailed or ModelInvalid (it says
         so)."""
         async with self._turn:
+            if self._process is not None and self._process.returncode is not None:
+                await self.kill()
             if self._process is None:
                 await self._start()
             try:
@@ -145,7 +147,8 @@ class SenderProcess:
             process.stdin.write(json.dumps(command).encode() + b"\n")
             await process.stdin.drain()
             line = await process.stdout.readline()
-        except (ConnectionError, ValueError) as error:
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            # RuntimeError is what uvloop says of a pipe whose other end is gone.
             raise SenderFailed(f"sender died during {command['op']}: {error!r}") from error
         if not line.endswith(b"\n"):
             raise SenderFailed(f"sender died during {command['op']}")

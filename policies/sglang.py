@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, EngineInfo, FinishReason, TokenSpan
 from headrace.policies.errors import (
+    EngineDown,
     EngineError,
     EngineRefused,
     EngineReplyInvalid,
@@ -199,6 +200,8 @@ class SGLangEngine:
                 status, payload = response.status, await response.read()
         except TimeoutError as error:
             raise EngineTimeout(f"{self.engine_id}: no answer to {path} within {timeout_s} s") from error
+        except aiohttp.ClientConnectorError as error:
+            raise EngineDown(f"{self.engine_id}: nothing listens at {self.url}: {error!r}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(f"{self.engine_id}: {path} at {self.url}: {error!r}") from error
         if status >= 500:

@@ -77,7 +77,7 @@ class GatewayClient:
             raise GatewayUnreachable(f"gateway {self._url}{path}: {type(error).__name__} {error}") from error
         if status != 200:
             raise GatewayUnreachable(
-                f"gateway {self._url}{path} answered {status}: {data[:500].decode(errors='replace')}"
+                f"gateway {self._url}{path} answered {status}: {data[:500].decode(errors='replace')}", answered=True
             )
         answer: dict[str, list[dict[str, str]]] = orjson.loads(data)
         return answer

@@ -12,18 +12,18 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from headrace.policies.engine import Completion, FinishReason, RequestId, TokenSpan
-from headrace.policies.errors import EngineError
+from headrace.policies.errors import EngineDown, EngineError
 from headrace.serve import span_names
 from headrace.serve.errors import InfraError, NoEngineOpen
 from headrace.serve.routing import Router
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from opentelemetry.trace import Span, Tracer
     from opentelemetry.util.types import AttributeValue
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MAX_FAILURES = 1
 MAX_CONTINUATIONS = 16
+DOWN_S = 1.0
+"""How long an engine at whose address nobody listens is left alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,20 +109,34 @@ class EnginePool:
         for client in clients:
             await client.engine.aclose()
 
-    async def sample(self, session_id: SessionId, ask: GenerateRequest, pieces: list[Completion]) -> Completion:
+    async def sample(
+        self,
+        session_id: SessionId,
+        ask: GenerateRequest,
+        pieces: list[Completion],
+        held: Callable[[float], None] = lambda _: None,
+    ) -> Completion:
         """Sample one turn. Completions, whole or partial, are appended to `pieces` as they come, so that the caller
-        knows what was sampled also when this raises.
+        knows what was sampled also when this raises. `held` is told the seconds in which no engine worked on the turn.
 
         Raises:
-            NoEngineOpen: every gate stayed closed.
+            NoEngineOpen: every gate stayed closed, or every engine down.
             InfraError: engines failed twice.
         """
         failures, avoid = 0, None
+        deadline = self._clock() + self._deadlines.gate_wait_s
         while True:
-            engine_id = await self._admission(session_id, avoid)
-            request = _continue(ask, pieces, failures)
+            with self._telling(held):
+                engine_id = await self._admission(session_id, avoid, deadline)
+            request, began = _continue(ask, pieces, failures), self._clock()
             outcome = await self._call(engine_id, request, pieces)
+            if isinstance(outcome, EngineDown) and self._clock() < deadline:
+                # It never got the request, so this is no try of the turn: wait for an engine that is there.
+                self.router.mark_down(engine_id, self._clock() + DOWN_S)
+                continue
+            deadline = self._clock() + self._deadlines.gate_wait_s
             if isinstance(outcome, EngineError):
+                held(self._clock() - began)
                 failures, avoid = failures + 1, engine_id
                 if failures > MAX_FAILURES:
                     raise InfraError(f"engine {engine_id} failed the turn after a retry: {outcome}")
@@ -133,8 +149,15 @@ class EnginePool:
             if len(pieces) > MAX_CONTINUATIONS:
                 raise InfraError(f"engine {engine_id} aborted the turn {len(pieces)} times")
 
-    async def _admission(self, session_id: SessionId, avoid: EngineId | None) -> EngineId:
-        deadline = self._clock() + self._deadlines.gate_wait_s
+    @contextmanager
+    def _telling(self, held: Callable[[float], None]) -> Iterator[None]:
+        began = self._clock()
+        try:
+            yield
+        finally:
+            held(self._clock() - began)
+
+    async def _admission(self, session_id: SessionId, avoid: EngineId | None, deadline: float) -> EngineId:
         while True:
             now = self._clock()
             engine_id = self.router.choose(session_id, now, avoid)

@@ -96,4 +96,8 @@ class GatewayBroken(InfraError):
 
 
 class GatewayUnreachable(ServeError):
-    """The gateway did not answer an admin call; the worker turns this into infra."""
+    """The gateway did not answer an admin call, or refused it (`answered`); the worker turns this into infra."""
+
+    def __init__(self, message: str, *, answered: bool = False) -> None:
+        super().__init__(message)
+        self.answered = answered

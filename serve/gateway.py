@@ -6,6 +6,7 @@ Invariants:
   constant time.
 - A failure that reaches an agent is marked in its session before the answer is written.
 - An unknown or closed session is refused at once with 400, also after a restart: sessions live in memory in this form.
+- A session whose wall budget ended `expire_grace_s` ago is closed: its worker is dead.
 - All engine traffic goes through `EnginePool`; nothing here renders, samples or counts tokens.
 """
 
@@ -73,8 +74,13 @@ class GatewayConfig(BaseModel):
     """How long a turn waits while every engine's gate is closed before the agent gets an infra error."""
     turn_timeout_s: float = Field(default=300.0, gt=0)
     """How long one engine call may take before it is aborted and tried elsewhere."""
+    held_after_s: float = Field(default=10.0, gt=0)
+    """A turn that is broken off after so long without one sampled token marks its session: infra, not a spent
+    budget."""
     abort_grace_s: float = Field(default=2.0, gt=0)
     """How long an aborted engine call may take to hand over its partial tokens."""
+    expire_grace_s: float = Field(default=60.0, gt=0)
+    """How long after the end of its wall budget a session may still be finished; then it is forgotten."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     """Largest request body; larger ones are refused with 413."""
     max_imbalance: int = Field(default=8, ge=0)
@@ -134,7 +140,7 @@ class Gateway:
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         connect = self._connect or self._connector(renderer)
         self._pool = EnginePool(deadlines, connect, time.monotonic, self._tracer, max_imbalance=config.max_imbalance)
-        self._turns = Turns(self._pool, renderer, time.monotonic, self._tracer)
+        self._turns = Turns(self._pool, renderer, time.monotonic, self._tracer, held_after_s=config.held_after_s)
         # Cancellation of handlers is how a gone agent stops its engine call.
         runner = web.AppRunner(self._application(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
@@ -179,6 +185,7 @@ class Gateway:
         await self._pool.open_gate(engine_id)
 
     async def in_flight(self) -> GatewayStats:
+        await self._expire()
         return GatewayStats(
             sessions=len(self._by_id),
             turns_in_flight={str(engine): number for engine, number in self._pool.router.in_flight.items()},
@@ -265,6 +272,14 @@ class Gateway:
             return await handler(request)
 
         return checked
+
+    async def _expire(self) -> None:
+        """Close what nobody finished: its worker died."""
+        now = time.monotonic()
+        expired = [live for live in self._by_id.values() if live.core.wall_left_s(now) < -self._config.expire_grace_s]
+        if expired:
+            logger.warning("%d sessions were never finished and are closed", len(expired))
+            await self._close_all(expired)
 
     async def _open_sessions(self, request: web.Request) -> web.Response:
         specs = [form.to_spec() for form in codec.read_form(codec.OpenForm, await self._body(request)).sessions]

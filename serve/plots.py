@@ -7,7 +7,7 @@ A record is a mapping with "kind" and, by kind:
 - "evaluation": `step`, `success` (share in [0, 1]), `answers` (how many); the one with the lowest step is the base.
 - "step": `step`, `reward`, `staleness` (mapping of staleness, as text or number, to trajectories) and the seconds
   `step_s`, `idle_s`, `push_s` of the learner.
-- "rollout_phases": mean seconds a rollout spent in `queue`, `boot`, `prepare`, `agent`, `evaluate`.
+- "rollout_phases": mean seconds a rollout spent in `boot` (with its wait for a place), `prepare`, `agent`, `evaluate`.
 Other kinds and fields are left alone.
 """
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     Record = Mapping[str, Any]
 
-ROLLOUT_PHASES = ("queue", "boot", "prepare", "agent", "evaluate")
+ROLLOUT_PHASES = ("boot", "prepare", "agent", "evaluate")
 LEARNER_PHASES = ("step", "idle", "push")
 WATER, DEEP, STONE, AMBER, INK, MIST = "#2a7fb8", "#0b3c5d", "#9aa5ad", "#e0912f", "#22303a", "#e8edf0"
 PHASE_COLORS = {
-    "queue": STONE, "boot": "#7fb7be", "prepare": "#58a4b0", "agent": WATER, "evaluate": DEEP,
+    "boot": "#7fb7be", "prepare": "#58a4b0", "agent": WATER, "evaluate": DEEP,
     "step": DEEP, "idle": MIST, "push": AMBER,
 }  # fmt: skip
 
@@ -133,7 +133,7 @@ def _stack(axes: Any, y: float, parts: Mapping[str, float]) -> None:
         share = seconds / total
         axes.barh(y, share, left=left, height=0.46, color=PHASE_COLORS[phase], edgecolor="white", linewidth=1.5)
         if share >= 0.12:
-            color = INK if phase in ("idle", "boot", "push", "queue") else "white"
+            color = INK if phase in ("idle", "boot", "push") else "white"
             axes.text(left + share / 2, y, f"{phase}\n{share:.0%}", ha="center", va="center", color=color, fontsize=9)
         else:
             entries.append(f"{phase} {share:.0%}")

@@ -3,6 +3,7 @@
 Invariants:
 - A table is replaced as a whole, and only by a newer one.
 - A gate is a lease: it opens by itself when the lease ends, so a dead EngineGroup cannot close an engine for ever.
+- An engine that is down gets nothing for a moment; the table says whether it stays.
 - A session stays with its engine (its prefix is cached there) while that engine is open and at most `max_imbalance`
   requests busier than the least busy one.
 """
@@ -42,6 +43,7 @@ class Router:
     table: RoutingTable = field(default_factory=lambda: RoutingTable(version=-1, engines=()))
     in_flight: dict[EngineId, int] = field(default_factory=dict)
     _closed_until: dict[EngineId, float] = field(default_factory=dict)
+    _down_until: dict[EngineId, float] = field(default_factory=dict)
     _affinity: dict[SessionId, EngineId] = field(default_factory=dict)
 
     def replace(self, table: RoutingTable) -> bool:
@@ -51,6 +53,7 @@ class Router:
         self.table = table
         known = {route.engine_id for route in table.engines}
         self._closed_until = {engine: until for engine, until in self._closed_until.items() if engine in known}
+        self._down_until = {engine: until for engine, until in self._down_until.items() if engine in known}
         return True
 
     def close_gate(self, engine_id: EngineId, until: float) -> None:
@@ -59,21 +62,26 @@ class Router:
     def open_gate(self, engine_id: EngineId) -> None:
         self._closed_until.pop(engine_id, None)
 
+    def mark_down(self, engine_id: EngineId, until: float) -> None:
+        """Nothing listens there: choose it no more until then."""
+        self._down_until[engine_id] = until
+
     def is_closed(self, engine_id: EngineId, now: float) -> bool:
         return self._closed_until.get(engine_id, now) > now
 
     def next_opening(self, now: float) -> float | None:
-        """When the first of the closed gates opens by itself; None when none is closed."""
-        return min((until for until in self._closed_until.values() if until > now), default=None)
+        """When the first of the closed gates opens by itself, or a down engine is tried again; None when none is."""
+        ends = [*self._closed_until.values(), *self._down_until.values()]
+        return min((until for until in ends if until > now), default=None)
 
     def choose(self, session_id: SessionId, now: float, avoid: EngineId | None = None) -> EngineId | None:
-        """The engine for the session's next turn, None when every gate is closed.
+        """The engine for the session's next turn, None when every gate is closed or every engine down.
 
         `avoid` is the engine that just failed this turn: it is taken again only when the table admits no other one.
         """
         admitted = [route.engine_id for route in self.table.engines if route.admitted]
         others = [engine for engine in admitted if engine != avoid]
-        candidates = [engine for engine in others or admitted if not self.is_closed(engine, now)]
+        candidates = [engine for engine in others or admitted if self._is_open(engine, now)]
         if not candidates:
             return None
         least = min(candidates, key=lambda engine: self.in_flight.get(engine, 0))
@@ -82,6 +90,9 @@ class Router:
             return usual
         self._affinity[session_id] = least
         return least
+
+    def _is_open(self, engine_id: EngineId, now: float) -> bool:
+        return not self.is_closed(engine_id, now) and self._down_until.get(engine_id, now) <= now
 
     def _load(self, engine_id: EngineId) -> int:
         return self.in_flight.get(engine_id, 0)

@@ -71,6 +71,10 @@ class Sampling:
         return self.temperature > 0 and self.top_p == 1.0 and self.top_k == -1
 
 
+HELD_SHARE = 0.1
+"""A cut turn of a session that waited longer than this share of its wall budget is infra, not budget."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
     """What one agent may use. `max_context_tokens` counts prompt plus output; `wall_s` counts from the opening of the
@@ -169,6 +173,7 @@ class Session:
         self._aborted_tokens = 0
         self._exhausted = Exhausted.NONE
         self._failures: list[str] = []
+        self._held_s = 0.0
 
     def wall_left_s(self, now: float) -> float:
         return self._opened_at + self.spec.budgets.wall_s - now
@@ -235,9 +240,20 @@ class Session:
             cached_tokens=completion.cached_tokens,
         )
 
+    def hold(self, seconds: float) -> None:
+        """A turn waited so long for an engine, or was with one that failed."""
+        self._held_s += seconds
+
     def cut(self, sampled_tokens: int) -> None:
-        """A turn ended without an answer after so many tokens: they are counted and trained nowhere."""
+        """A turn ended without an answer after so many tokens: they are counted and trained nowhere.
+
+        When the session lost more than `HELD_SHARE` of its wall budget to waiting, that is the service's failure and
+        not a budget the agent used up.
+        """
         self._aborted_tokens += sampled_tokens
+        wall_s = self.spec.budgets.wall_s
+        if self._held_s > HELD_SHARE * wall_s:
+            self.fail(f"held: no engine worked on this session for {self._held_s:.0f} s of its {wall_s:g} s")
 
     def fail(self, failure: str) -> None:
         """A failure that reached the agent."""

@@ -3,6 +3,9 @@
 Invariants:
 - One turn of a session runs at a time; further requests wait for it, a bounded number of them.
 - A turn is recorded whole or not at all; what was sampled without being recorded is counted as aborted.
+- A turn that is broken off (wall, agent gone, session closed) after `held_after_s` without one sampled token was held
+  up
+  by us: the session is marked, so that its outcome is infra and never a budget that the agent used up.
 - Closing a session ends its running turn and aborts it on the engine before the report is made.
 """
 
@@ -60,7 +63,16 @@ class Turns:
     """Runs turns over an engine pool. `sampled_tokens` counts every recorded token since the start,
     `tokens_by_version` those of the last `VERSIONS_KEPT` versions seen."""
 
-    def __init__(self, pool: EnginePool, renderer: Renderer, clock: Callable[[], float], tracer: Tracer) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        renderer: Renderer,
+        clock: Callable[[], float],
+        tracer: Tracer,
+        *,
+        held_after_s: float,
+    ) -> None:
+        self._held_after_s = held_after_s
         self.sampled_tokens = 0
         self.tokens_by_version: Counter[str] = Counter()
         self._pool = pool
@@ -109,10 +121,12 @@ class Turns:
     async def _sample(self, live: LiveSession, plan: TurnPlan) -> Completion | None:
         """The completion; None when the wall budget ended meanwhile."""
         pieces: list[Completion] = []
-        recorded = False
+        recorded, asked_at = False, self._clock()
         try:
             async with asyncio.timeout(live.core.wall_left_s(self._clock())) as live.scope:
-                completion = await self._pool.sample(live.core.spec.session_id, self._ask(live, plan), pieces)
+                completion = await self._pool.sample(
+                    live.core.spec.session_id, self._ask(live, plan), pieces, live.core.hold
+                )
             recorded = True
             return completion
         except TimeoutError:
@@ -123,7 +137,14 @@ class Turns:
         finally:
             live.scope = None
             if not recorded:
-                live.core.cut(sum(len(piece.output_ids) for piece in pieces))
+                self._cut(live, pieces, held_s=self._clock() - asked_at)
+
+    def _cut(self, live: LiveSession, pieces: list[Completion], *, held_s: float) -> None:
+        """A turn was broken off: count what was sampled, and say whose doing it was."""
+        sampled = sum(len(piece.output_ids) for piece in pieces)
+        live.core.cut(sampled)
+        if not sampled and held_s >= self._held_after_s:
+            live.core.fail(f"held: no engine sampled a token of the turn in {held_s:.1f} s")
 
     def _ask(self, live: LiveSession, plan: TurnPlan) -> GenerateRequest:
         live.turn_numbers += 1

@@ -29,6 +29,9 @@ SMALL = (
     "evaluation.tasks=4",
     "evaluation.samples=1",
     "evaluation.every_steps=0",
+    "rollout.boot_timeout_s=15",
+    "rollout.agent_timeout_s=25",
+    "rollout.evaluate_timeout_s=20",
     "rollout.guard_s=60",
 )
 

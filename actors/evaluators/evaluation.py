@@ -3,10 +3,10 @@
 Invariants:
 - The agent's sandbox is frozen before anything is looked at; nothing of it runs again.
 - A check runs in a clean sandbox that holds the declared data paths and nothing else of the agent's: its shell files,
-  preloads,
-  PATH entries and processes do not exist there.
-- Exit code 0 of a check is reward 1, exit code 1 is reward 0; anything else says that the evaluator broke, never a
-  reward.
+  preloads, PATH entries and processes do not exist there.
+- Exit code 0 of a check is reward 1, exit code 1 is reward 0; anything else says that the check broke.
+- Nobody escapes a 0 by breaking the check: one that breaks twice on what the agent left, and not on the task's own
+  untouched files, was broken by the agent, and that is reward 0. One that breaks on those too is no evaluator.
 - Hidden files arrive after the agent is dead, in a sandbox it never saw.
 """
 
@@ -15,12 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from headrace.actors.evaluators.patch import Patch, PatchRefused, collect_patch
 from headrace.buffer.tasks import EvaluatorKind
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import FrozenMount, SandboxSpec
-from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SandboxError
+from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SandboxError, SandboxFileError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from contextlib import AbstractAsyncContextManager
 
     from headrace.buffer.tasks import Task
@@ -62,33 +64,61 @@ async def evaluate(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
     """Score one rollout. Errors of sandboxes become verdicts of cause infra; only programming errors are raised."""
     try:
         await rooms.freeze(request.sandbox.id)
-        if request.task.evaluator.kind is EvaluatorKind.PATCH:
-            return await _evaluate_patch(request, rooms)
-        return await _evaluate_state(request, rooms)
+        verdict = await _score(request, rooms)
+        return await _blame(request, rooms, verdict) if verdict.cause is Cause.EVALUATOR else verdict
     except FrozenPathRefused as error:
-        return Verdict(reward=0.0, cause=Cause.FAILED, detail=f"a data path is gone or no folder any more: {error}")
-    except ExecTimeout as error:
-        return Verdict(reward=None, cause=Cause.EVALUATOR, detail=f"the check outlived {error}")
+        return Verdict(reward=0.0, cause=Cause.FAILED, detail=f"a data path is gone or of another kind: {error}")
     except SandboxError as error:
         return Verdict(reward=None, cause=Cause.INFRA, detail=f"{type(error).__name__}: {error}")
 
 
-async def _evaluate_state(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
-    async with rooms.clean(_spec_with_data(request)) as room:
-        return await run_check(request.task, room)
+async def _blame(request: EvaluationRequest, rooms: CleanRooms, broken: Verdict) -> Verdict:
+    """Who broke the check: the evaluator, which breaks on untouched files too, chance, or the agent. Raises
+    SandboxError."""
+    spec = SandboxSpec(image=request.task.image, labels={"purpose": "evaluate"})
+    untouched = await _check_files(request.task, Patch(changes={}).applied_to(request.task), spec, rooms)
+    if untouched.cause is Cause.EVALUATOR:
+        return broken
+    again = await _score(request, rooms)
+    if again.cause is not Cause.EVALUATOR:
+        return again
+    return Verdict(reward=0.0, cause=Cause.INVALID, detail=f"only what the agent left breaks the check: {again.detail}")
 
 
-async def _evaluate_patch(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
-    from headrace.actors.evaluators.patch import PatchRefused, collect_patch
+async def _score(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
+    """One look at what the agent left; a check that breaks is cause evaluator. Raises SandboxError."""
+    if request.task.evaluator.kind is EvaluatorKind.PATCH:
+        return await _score_patch(request, rooms)
+    return await _check_files(request.task, {}, _spec_with_data(request), rooms)
 
+
+async def _score_patch(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
     try:
         async with rooms.clean(_spec_with_data(request)) as room:
             patch = await collect_patch(request.task, room)
     except PatchRefused as error:
         return Verdict(reward=0.0, cause=Cause.INVALID, detail=str(error))
-    async with rooms.clean(SandboxSpec(image=request.task.image, labels={"purpose": "evaluate"})) as room:
-        await room.write_many(patch.applied_to(request.task))
-        return await run_check(request.task, room)
+    except ExecTimeout as error:
+        return _broken(f"collecting the patch outlived {error}")
+    spec = SandboxSpec(image=request.task.image, labels={"purpose": "evaluate"})
+    return await _check_files(request.task, patch.applied_to(request.task), spec, rooms)
+
+
+async def _check_files(task: Task, files: Mapping[str, bytes], spec: SandboxSpec, rooms: CleanRooms) -> Verdict:
+    """The check in a clean sandbox with these files. Raises SandboxError."""
+    async with rooms.clean(spec) as room:
+        try:
+            if files:
+                await room.write_many(files)
+            return await run_check(task, room)
+        except ExecTimeout as error:
+            return _broken(f"the check outlived {error}")
+        except SandboxFileError as error:
+            return _broken(f"the files could not be written: {error}")
+
+
+def _broken(detail: str) -> Verdict:
+    return Verdict(reward=None, cause=Cause.EVALUATOR, detail=detail)
 
 
 def _spec_with_data(request: EvaluationRequest) -> SandboxSpec:
@@ -108,4 +138,4 @@ async def run_check(task: Task, room: Sandbox) -> Verdict:
         return Verdict(reward=1.0, cause=Cause.SOLVED)
     if result.exit_code == 1 and b"Traceback" not in result.stderr:
         return Verdict(reward=0.0, cause=Cause.FAILED, detail=detail)
-    return Verdict(reward=None, cause=Cause.EVALUATOR, detail=f"check ended with {result.exit_code}: {detail}")
+    return _broken(f"check ended with {result.exit_code}: {detail}")

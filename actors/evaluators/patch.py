@@ -2,47 +2,69 @@
 
 Invariants:
 - Only regular files travel: no symbolic link, device or directory of the agent is ever followed or created.
-- Sizes and numbers are capped; what is over a cap refuses the whole patch (the model's doing: outcome invalid).
-- Hidden files of the task always win over files of the same path in the patch.
+- Sizes, numbers and lengths of paths are capped; what is over a cap refuses the whole patch (the model's doing:
+  outcome invalid).
+- Files of the task outside the data paths stay as the task put them.
+- Hidden files of the task always win: no file of the patch stands at, above or below their paths.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.sandboxes.errors import SandboxError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import Sandbox
 
-MAX_FILES, MAX_BYTES = 50, 1 << 20
+MAX_FILES, MAX_FOLDERS, MAX_BYTES = 50, 1000, 1 << 20
 
-# Runs in a clean sandbox over read-only data: prints {path: text} of regular files, at most MAX_FILES and MAX_BYTES.
+# Runs in a clean sandbox over read-only data: prints {path: text} of the regular files. Without recursion, and a path
+# that the kernel refuses as too long is not passed over: what is not seen would count as deleted.
 _COLLECT = """
-import json, os, stat, sys
-roots, max_files, max_bytes = json.loads(sys.argv[1])
-found, size = {}, 0
-for root in roots:
-    for folder, _, names in os.walk(root):
-        for name in sorted(names):
-            path = os.path.join(folder, name)
-            if not stat.S_ISREG(os.lstat(path).st_mode):
-                continue
+import errno, json, os, sys
+paths, max_files, max_folders, max_bytes = json.loads(sys.argv[1])
+found, folders, size = {}, 0, 0
+try:
+    while paths:
+        path = paths.pop()
+        if os.path.islink(path):
+            continue
+        if os.path.isdir(path):
+            folders += 1
+            if folders > max_folders:
+                sys.exit(3)
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False) or entry.is_file(follow_symlinks=False):
+                        paths.append(entry.path)
+                    if len(paths) > max_files + max_folders:
+                        sys.exit(3)
+        elif os.path.isfile(path):
             size += os.lstat(path).st_size
             if size > max_bytes or len(found) >= max_files:
                 sys.exit(3)
-            try:
-                found[path] = open(path, encoding="utf-8", newline="").read()
-            except UnicodeDecodeError:
-                sys.exit(4)
+            with open(path, encoding="utf-8", newline="") as file:
+                found[path] = file.read()
+        else:
+            os.lstat(path)
+except UnicodeDecodeError:
+    sys.exit(4)
+except OSError as error:
+    sys.exit(5 if error.errno == errno.ENAMETOOLONG else repr(error))
 json.dump(found, sys.stdout)
 """
-_REFUSALS = {3: f"more than {MAX_FILES} files or {MAX_BYTES} bytes", 4: "a file is not UTF-8 text"}
+_REFUSALS = {
+    3: f"more than {MAX_FILES} files, {MAX_FOLDERS} folders or {MAX_BYTES} bytes",
+    4: "a file is not UTF-8 text",
+    5: "a path is too long",
+}
 
 
 class PatchRefused(Exception):
@@ -63,16 +85,18 @@ class Patch:
                 files.pop(path, None)
             else:
                 files[path] = text
-        files.update(task.evaluator.hidden_files)
+        hidden = task.evaluator.hidden_files
+        files = {path: text for path, text in files.items() if not any(_collide(path, other) for other in hidden)}
+        files.update(hidden)
         return {path: text.encode() for path, text in files.items()}
 
 
 async def collect_patch(task: Task, room: Sandbox) -> Patch:
     """Read the patch out of a clean sandbox in which the frozen data paths are mounted. Raises PatchRefused,
     SandboxError."""
-    argument = json.dumps([list(task.evaluator.data_paths), MAX_FILES, MAX_BYTES])
+    argument = json.dumps([task.evaluator.data_paths, MAX_FILES, MAX_FOLDERS, MAX_BYTES])
     result = await room.exec(
-        f"/usr/bin/python3 -I -S - '{argument}'",
+        f"/usr/bin/python3 -I -S - {shlex.quote(argument)}",
         stdin=_COLLECT.encode(),
         cwd="/",
         timeout_s=task.evaluator.timeout_s,
@@ -82,7 +106,21 @@ async def collect_patch(task: Task, room: Sandbox) -> Patch:
         raise PatchRefused(_REFUSALS[result.exit_code])
     if result.exit_code != 0 or result.truncated:
         raise SandboxError(f"collecting the patch ended with {result.exit_code}: {result.stderr[-200:]!r}")
-    return difference(task.files, json.loads(result.stdout))
+    return difference(files_below(task.files, task.evaluator.data_paths), json.loads(result.stdout))
+
+
+def files_below(files: Mapping[str, str], data_paths: Sequence[str]) -> dict[str, str]:
+    """Those of `files` that are one of the data paths, or in one."""
+    return {path: text for path, text in files.items() if any(_is_below(path, data_path) for data_path in data_paths)}
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + "/")
+
+
+def _collide(path: str, other: str) -> bool:
+    """Both cannot be files of one tree, or they are the same file."""
+    return _is_below(path, other) or _is_below(other, path)
 
 
 def difference(before: Mapping[str, str], after: Mapping[str, str]) -> Patch:

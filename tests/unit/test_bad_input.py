@@ -57,6 +57,10 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         ('[model]\npath = "x"\n[learner]\nlearning_rate = -1\n', "learner.learning_rate"),
         ('[model]\npath = "x"\n[tasks]\ntrain = "a.jsonl"\n', "tasks.train and tasks.heldout go together"),
         ('[model]\npath = "x"\n[evaluation]\ntasks = 65\n', "is above tasks.heldout_count"),
+        ('[model]\npath = "x"\n[gateway]\nturn_timeout_s = 60\n', "gateway.turn_timeout_s 60 is not below"),
+        ('[model]\npath = "x"\n[rollout]\nguard_s = 100\n', "rollout.guard_s 100 is below"),
+        ('[model]\npath = "x"\n[dispatcher]\nslots_per_worker = 500\n', "raise max_live or lower the slots"),
+        ('[model]\npath = "x"\n[engines]\nmax_context_tokens = 64\n', "engines.max_context_tokens 64 is below"),
         ('[model]\npath = "x"\n', "has no config.json"),
     ],
 )
@@ -176,6 +180,21 @@ def test_unknown_commands_and_runs_are_bad_input(
     assert headrace(monkeypatch, "rum") == cli.EXIT_BAD_INPUT
     assert headrace(monkeypatch, "resume", str(tmp_path / "none")) == cli.EXIT_FAILED
     assert "no run there" in capsys.readouterr().err
+
+
+def test_a_name_cannot_leave_the_runs_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path
+) -> None:
+    assert "--name" in refused(monkeypatch, capsys, recipe, "--name", "../elsewhere")
+
+
+def test_a_runs_folder_that_cannot_be_made_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    code = headrace(monkeypatch, "run", str(recipe), "--runs-dir", str(tmp_path / "file"), "--name", "x")
+    assert code == cli.EXIT_BAD_INPUT
+    assert "--runs-dir" in capsys.readouterr().err
 
 
 def test_a_taken_name_is_refused_and_left_alone(
