@@ -9,9 +9,7 @@ from tenacity import (
     AsyncRetrying,
     RetryError,
     retry_if_exception_type,
-    stop_after_attempt,
     stop_after_delay,
-    stop_never,
     wait_random_exponential,
 )
 
@@ -26,20 +24,18 @@ RESTART_DEADLINE_S = 120.0
 """An actor that is not back after this long is not coming back (a cold process with torch takes about 15 s)."""
 
 
-async def until_back(
-    call: Callable[[], Awaitable[R]], *, deadline_s: float = RESTART_DEADLINE_S, attempts: int | None = None
-) -> R:
-    """Repeat an idempotent call while its actor restarts.
-
-    Raises ActorGone after `deadline_s`, or after so many `attempts`; other errors at once.
-    """
+async def until_back(call: Callable[[], Awaitable[R]], *, deadline_s: float = RESTART_DEADLINE_S) -> R:
+    """Repeat an idempotent call while its actor restarts. Raises ActorGone after `deadline_s`; other errors at once."""
     policy = AsyncRetrying(
         retry=retry_if_exception_type(ActorLost),
         wait=wait_random_exponential(multiplier=0.1, max=2.0),
-        stop=stop_after_delay(deadline_s) | (stop_after_attempt(attempts) if attempts else stop_never),
+        stop=stop_after_delay(deadline_s),
     )
     try:
-        return await policy(call)
+        async for attempt in policy:
+            with attempt:
+                return await call()
     except RetryError as error:
         lost = error.last_attempt.exception()
         raise ActorGone(f"{lost}; it was not back after {deadline_s:g} s") from lost
+    raise AssertionError("tenacity ended without a result or an error")

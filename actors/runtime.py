@@ -4,8 +4,9 @@ Invariants:
 - This is the only file that talks to `ray.remote`. Everywhere else an actor is an object with async methods.
 - A class may be spawned only when all its public methods are async (else TypeError), so that no call can block an
   event loop.
-- An actor that has `__aenter__` is entered once before its first call, also after Ray restarted its process, and
-  exited by `stop`; both in one task of its own, so that a context that breaks (a background task failed) is noticed.
+- An actor that has `__aenter__` is entered once before its first call (after Ray restarted its process also when it is
+  asked for its stats: somebody may wait for what it does and not call it), and exited by `stop`; both in one task of
+  its own, so that a context that breaks (a background task failed) is noticed.
 - An actor whose context breaks ends its process, and Ray starts another: no actor lives on with half of itself dead.
 - Errors cross with their own type. A dead or restarting process is `ActorLost`, whatever Ray calls it.
 - Cancelling the await of a call cancels the coroutine in the actor; a call cancelled over there is `ActorLost` here.
@@ -19,13 +20,14 @@ import inspect
 import logging
 import os
 import pickle
+import secrets
 import signal
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost, StartFailed
-from headrace.actors.retry import until_back
+from headrace.actors.retry import RESTART_DEADLINE_S, until_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -38,7 +40,6 @@ logger = logging.getLogger(__name__)
 BROKEN_EXIT_CODE = 70
 BREAKING_S = 10.0
 """How long a broken actor may take to close what it has open."""
-START_ATTEMPTS = 5
 STOP_TIMEOUT_S = 20.0
 """How long one actor may take to exit its context; then it is killed."""
 DEFAULT_MAX_CONCURRENCY = 2048
@@ -138,6 +139,8 @@ class _Life:
                     await stack.enter_async_context(self._instance)
             except Exception as error:  # noqa: BLE001 - carried to whoever waits for the opening
                 self._entered.set_exception(error)
+                # Seen, also when nobody waits: whoever comes next enters again and meets it.
+                self._entered.exception()
                 return
             self._entered.set_result(None)
             try:
@@ -162,6 +165,7 @@ class Host:
         cls, args, kwargs = pickle.loads(made_of)
         self._instance: Any = cls(*args, **kwargs)
         self._life: _Life | None = None
+        self._closed = False
         self._calls = 0
 
     async def open(self) -> object:
@@ -181,16 +185,21 @@ class Host:
             return _Raised(error)
 
     async def stats(self) -> tuple[int, int]:
-        """(process id, calls received)."""
+        """(process id, calls received). An actor that is not entered begins to be, without being waited for."""
+        if not self._closed:
+            self._life = self._life or _Life(self._instance)
         return os.getpid(), self._calls
 
     async def close(self) -> None:
         """Exit the instance's context."""
+        self._closed = True
         life, self._life = self._life, None
         if life is not None:
             await life.close()
 
     async def _opened(self) -> None:
+        if self._closed:
+            raise ActorGone(f"{type(self._instance).__name__} is closed")
         life = self._life = self._life or _Life(self._instance)
         try:
             await life.entered()
@@ -273,6 +282,7 @@ class RayRuntime:
 
         require_async(cls)
         name = self._prefix + name
+        exists = await asyncio.to_thread(_exists, name)
         handle = (
             ray.remote(Host)
             .options(
@@ -287,9 +297,12 @@ class RayRuntime:
             .remote(cloudpickle.dumps((cls, args, kwargs)))
         )
         try:
-            # More than once: one that somebody else spawned may be restarting just now.
-            await until_back(lambda: _await_call(name, handle.open.remote()), attempts=START_ATTEMPTS)
-        except ActorGone as error:
+            # One that somebody else spawned may be restarting just now; a new one that dies is not worth another try.
+            async with asyncio.timeout(RESTART_DEADLINE_S):
+                await until_back(
+                    lambda: _await_call(name, handle.open.remote()), deadline_s=RESTART_DEADLINE_S if exists else 0.0
+                )
+        except (ActorGone, TimeoutError) as error:
             ray.kill(handle, no_restart=True)
             raise StartFailed(f"actor {name} died while starting; see the Ray logs of this run") from error
         return cast("T", ActorProxy(name, handle))
@@ -330,14 +343,28 @@ class RayRuntime:
             os.kill(process_id, signal.SIGKILL)
 
 
+def _exists(name: str) -> bool:
+    import ray
+
+    try:
+        ray.get_actor(name)
+    except ValueError:
+        return False
+    return True
+
+
 def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -> None:
     """Start a Ray of our own on this machine; it dies with this process.
 
-    The authentication mode is set explicitly: since 2.59 an unset mode writes a token into the user's home.
+    Ray listens on every interface, also when it is local, and whoever reaches it runs code: so it always wants a
+    token, one
+    of our own that only this process and its children know. Left alone, Ray would write one into the user's home.
     """
+    os.environ["RAY_AUTH_MODE"] = "token"
+    # Ray reads the token once per process, so a second start keeps it.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray
 
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(
         address="local",
         namespace=f"headrace-{run.name}",

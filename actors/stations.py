@@ -91,8 +91,8 @@ class WorkerStations:
             retry=retry_if_exception(lambda error: isinstance(error, GatewayUnreachable) and not error.answered),
             wait=wait_random_exponential(multiplier=0.1, max=2.0),
         )
-        [opened] = await policy(gateway.open, [spec])
-        return opened
+        opened: list[OpenedSession] = await policy(gateway.open, [spec])
+        return opened[0]
 
     async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
         chat = ChatClient(self._http, session.base_url)

@@ -2,7 +2,8 @@
 
 Invariants:
 - `decode(encode(t))` has equal arrays, spans and temperature; the same trajectory always gives the same bytes.
-- Any damaged or foreign input ends in CodecError, after at most `MAX_BYTES` of memory.
+- Any damaged or foreign input ends in CodecError, after at most `MAX_BYTES` of memory: frames carry a checksum of
+  their content (those written by the first versions do not).
 
 Layout (little endian) inside one zstandard frame: `HRT`, format byte, temperature f8, number of rows u4; per row:
 tokens u4, spans u4; per span: start, end, epoch, step u4 each; then tokens i4[T], log-probabilities f4[T], loss mask
@@ -46,7 +47,7 @@ def encode(trajectory: Trajectory) -> bytes:
     plain = b"".join(parts)
     if len(plain) > MAX_BYTES:
         raise CodecError(f"a trajectory of {len(plain)} bytes exceeds {MAX_BYTES}: lower the token budget of a rollout")
-    return zstandard.ZstdCompressor(level=_LEVEL).compress(plain)
+    return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(plain)
 
 
 def decode(data: bytes) -> Trajectory:

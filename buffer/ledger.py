@@ -17,7 +17,7 @@ import sqlite3
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from headrace.buffer.codec import decode, encode
 from headrace.buffer.errors import LedgerBroken, LedgerInUse, LedgerRefused

@@ -169,9 +169,12 @@ class ReplayBuffer:
         return sum(self._groups.abandon(*attempt, Cause.CANCELLED, detail, now) for attempt in attempts)
 
     def keep_in_flight(self, carried: Collection[tuple[RolloutId, int]], now: float) -> int:
-        """Abandon every attempt in flight that is not `carried`; returns how many."""
+        """Abandon every attempt in flight that is not `carried`: its driver, dispatcher or order was lost, which is no
+        failure of its own. Returns how many."""
         running = (self.state.attempts[rollout].key for rollout in self.state.by_state[RolloutState.IN_FLIGHT])
-        return self.abandon([key for key in running if key not in carried], now)
+        lost = [key for key in running if key not in carried]
+        detail = "abandoned: nobody runs it"
+        return sum(self._groups.abandon(*attempt, Cause.CANCELLED, detail, now) for attempt in lost)
 
     def over_bound(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
         """Attempts in flight that could not be trained at `version` or later, judged by the version they were issued

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.buffer.records import AttemptRecord, BatchRecord, CommitRecord, RolloutRecord
     from headrace.buffer.types import RolloutId
 
+_LIVE = frozenset({RolloutState.WAITING, RolloutState.SEALED, RolloutState.LEASED, RolloutState.TRAINED})
 _FAILED = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON})
 _UNTRAINED_ENDS = {
     GroupState.OPEN: {RolloutState.WAITING},
@@ -168,17 +169,31 @@ class _Audit:
         groups = {group.group_id: group for group in self.evidence.groups}
         if [group.ordinal for group in self.evidence.groups] != list(range(len(groups))):
             self.problems.append("the ordinals of the groups have gaps")
+        self._check_members()
         failures = Counter(attempt.rollout_id for attempt in self.evidence.attempts if attempt.cause in _FAILED)
         for rollout in self.evidence.rollouts:
             allowed = self._allowed(rollout, groups[rollout.group_id].state, held, trained)
             if rollout.state not in allowed:
                 wanted = " or ".join(sorted(allowed))
                 self._lose(rollout.rollout_id, f"is {rollout.state}, but its history says {wanted}")
+            attempt = self.attempts.get((rollout.rollout_id, rollout.attempt))
+            if rollout.state in _LIVE and attempt is not None and attempt.reward != rollout.reward:
+                self.problems.append(f"{rollout.rollout_id} has reward {rollout.reward}, its attempt {attempt.reward}")
             if failures[rollout.rollout_id] != rollout.failures:
                 self.problems.append(f"{rollout.rollout_id} counts {rollout.failures} failures, not its attempts'")
             reserved = rollout.state is RolloutState.SEALED and rollout.batch_id is not None
             if reserved != (rollout.rollout_id in held[BatchState.QUEUED]):
                 self._lose(rollout.rollout_id, "is held for a batch that does not wait, or the other way round")
+
+    def _check_members(self) -> None:
+        """Every group was issued whole, and all of one size."""
+        members: dict[str, list[int]] = {}
+        for rollout in self.evidence.rollouts:
+            members.setdefault(rollout.group_id, []).append(rollout.member)
+        size = max(map(len, members.values()), default=0)
+        for group in self.evidence.groups:
+            if sorted(members.get(group.group_id, [])) != list(range(size)):
+                self.problems.append(f"{group.group_id} lacks members of its {size}: rollouts are missing")
 
     def _allowed(
         self,
@@ -207,11 +222,10 @@ class _Audit:
         """What may still be trained, or be trained again after a return to the last checkpoint, must be readable and
         as recorded."""
         closed = {group.group_id for group in self.evidence.groups if group.closed}
-        live = {RolloutState.WAITING, RolloutState.SEALED, RolloutState.LEASED, RolloutState.TRAINED}
         wanted = {
             (rollout.rollout_id, rollout.attempt)
             for rollout in self.evidence.rollouts
-            if rollout.state in live and rollout.group_id not in closed
+            if rollout.state in _LIVE and rollout.group_id not in closed
         }
         with_tokens = {key for key in wanted if key in self.attempts and self.attempts[key].trained}
         for key, trajectory in read_trajectories(self.evidence, with_tokens):

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 GREEDY_BELOW = 1e-6
+MAX_SEQUENCES = 4096
+"""Most sequences of one body, samples of each prompt counted."""
+MAX_TOKEN_CHARACTERS = 256
+"""Text longer than this for each token of the context is not even tokenized."""
 UNSUPPORTED_SAMPLING: Mapping[str, object] = {
     "stop_regex": None,
     "min_p": 0.0,
@@ -122,10 +126,13 @@ def parse_generate(body: object, limits: Limits, encode: Callable[[str], list[in
         raise RequestInvalid(
             "logprob_start_len other than -1 is not supported yet: this engine gives output logprobs only"
         )
-    inputs, batched = read_inputs(body, encode)
+    inputs, batched = read_inputs(body, limits, encode)
     samplings = read_samplings(body.get("sampling_params"), len(inputs))
     logprobs = read_flags(body.get("return_logprob", False), len(inputs))
     names = read_request_ids(body.get("rid"), len(inputs), batched)
+    sequences = sum(sampling.n for sampling in samplings)
+    if sequences > MAX_SEQUENCES:
+        raise RequestInvalid(f"{sequences} sequences in one request, at most {MAX_SEQUENCES}: send several requests")
     prompts = []
     for ids, sampling, wanted, name in zip(inputs, samplings, logprobs, names, strict=True):
         check_ids(ids, sampling, limits)
@@ -142,9 +149,12 @@ def refuse_unsupported(given: Mapping[str, Any], defaults: Mapping[str, object],
             raise RequestInvalid(f"{prefix}{key} is not supported by this engine; leave it out")
 
 
-def read_inputs(body: Mapping[str, Any], encode: Callable[[str], list[int]]) -> tuple[list[list[int]], bool]:
+def read_inputs(
+    body: Mapping[str, Any], limits: Limits, encode: Callable[[str], list[int]]
+) -> tuple[list[list[int]], bool]:
     """Lists of ids and whether they came as a batch."""
     text, ids = body.get("text"), body.get("input_ids")
+    check_sizes(text, ids, limits)
     if (text is None) == (ids is None):
         raise RequestInvalid("Either text or input_ids should be provided, and not both.")
     if isinstance(text, str):
@@ -156,6 +166,19 @@ def read_inputs(body: Mapping[str, Any], encode: Callable[[str], list[int]]) -> 
     if isinstance(ids, list):
         return [ids], False
     raise RequestInvalid("text must be a string or strings, input_ids a list of integers or a list of such lists")
+
+
+def check_sizes(text: object, ids: object, limits: Limits) -> None:
+    """Refuse by length alone what would hold up everybody else while it is read."""
+    most = max(MAX_SEQUENCES, limits.context_tokens)
+    if any(isinstance(items, list) and len(items) > most for items in (text, ids)):
+        raise RequestInvalid(
+            f"more than {most} entries: longer than the model's context length, or too many prompts in one request"
+        )
+    longest = limits.context_tokens * MAX_TOKEN_CHARACTERS
+    texts = text if isinstance(text, list) else [text]
+    if sum(len(item) for item in texts if isinstance(item, str)) > longest:
+        raise RequestInvalid(f"text has more than {longest} characters: too many for this model's context length")
 
 
 def read_samplings(given: object, count: int) -> list[Sampling]:
@@ -182,7 +205,7 @@ def read_sampling(given: object) -> Sampling:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise RequestInvalid(f"sampling_params.{key}: {first['msg']}, got {first['input']!r}") from error
+        raise RequestInvalid(f"sampling_params.{key}: {first['msg']}, got {str(first['input'])[:100]}") from error
     if sampling.top_k == 0:
         raise RequestInvalid("top_k must be -1 (disable) or at least 1, got 0.")
     if sampling.sampling_seed is not None and not 0 <= sampling.sampling_seed < 2**63:
@@ -214,13 +237,13 @@ def read_request_ids(given: object, count: int, batched: bool) -> list[str]:
 def check_ids(ids: list[Any], sampling: Sampling, limits: Limits) -> None:
     if not ids:
         raise RequestInvalid("input_ids cannot be empty.")
-    wrong = next((item for item in ids if type(item) is not int or not 0 <= item < limits.vocab_size), None)
-    if wrong is not None or None in ids:
-        raise RequestInvalid(f"input_ids holds {wrong!r}; the vocabulary is [0, {limits.vocab_size})")
     if len(ids) >= limits.context_tokens:
         raise RequestInvalid(
             f"The input ({len(ids)} tokens) is longer than the model's context length ({limits.context_tokens} tokens)."
         )
+    wrong = next((item for item in ids if type(item) is not int or not 0 <= item < limits.vocab_size), None)
+    if wrong is not None or None in ids:
+        raise RequestInvalid(f"input_ids holds {str(wrong)[:100]}; the vocabulary is [0, {limits.vocab_size})")
     total = len(ids) + sampling.max_new_tokens
     if total > limits.context_tokens:
         raise RequestInvalid(

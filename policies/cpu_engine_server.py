@@ -80,7 +80,10 @@ async def classify(
 
 
 async def read_json(request: web.Request) -> Any:
-    data = await request.read()
+    try:
+        data = await request.read()
+    except web.RequestPayloadError as error:
+        raise RequestInvalid(f"the body cannot be decoded: {' '.join(str(error).split())}") from error
     if not data.strip():
         return {}
     try:

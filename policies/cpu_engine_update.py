@@ -44,9 +44,9 @@ class InitGroup(BaseModel):
     """Host of rank 0's store."""
     master_port: int = Field(gt=0, lt=65536)
     """Port of rank 0's store."""
-    rank_offset: int = Field(gt=0)
+    rank_offset: int = Field(gt=0, lt=65536)
     """Our rank: this engine is one process."""
-    world_size: int = Field(gt=1)
+    world_size: int = Field(gt=1, le=65536)
     """Ranks in the group."""
     group_name: str = "weight_update_group"
     """Its name, also the store's prefix."""

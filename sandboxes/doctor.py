@@ -34,7 +34,7 @@ _MEANING: Final = {
 }
 _OPTIONAL: Final = ("python3", "call filter")
 _NOT_BUILT: Final = {
-    "cgroup limits": "memory and processors are not limited yet; processes are, for each user, by rlimit",
+    "cgroup limits": "memory and processors are not limited yet; processes are, per user and in all, by rlimit",
     "disk quota beyond memory": "the file layer lives in memory (tmpfs, capped): no layers on disk yet",
     "snapshots": "not built yet: a prepared layer cannot become an image",
     "further images": "not built yet: only `host`",

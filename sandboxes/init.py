@@ -7,16 +7,20 @@ Invariants:
 - It dies with the launcher (parent-death signal, and the end of its control socket), and all of the sandbox with it.
 - Nobody inside can trace it (not dumpable, memory owned by the first user namespace), stop it or kill it: no signal it
   handles ends it, and the kernel shields process 1 from the others.
-- Every command has a deadline kept here; at the deadline its tree is ended, or else the whole sandbox.
+- Every command has a deadline kept here; at the deadline its tree is ended. Where new processes keep appearing, every
+  process but this one is: nothing inside can end the sandbox itself, for then whoever is about to be scored would be
+  taken for a failure of the host.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import socket
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from headrace.sandboxes import commands, processes, rootfs, syscalls
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 KEPT_CAPABILITIES: Final = (0, 1, 3, 4, 5, 6, 7)
 _NAMESPACES: Final = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWNET | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
 _OOM_SCORE: Final = 500
+_RESERVED_PROCESSES: Final = 32
+"""Above the limit of one user, so that a user who has reached it still gets commands to clean up with."""
 
 
 class Plan(NamedTuple):
@@ -84,8 +90,9 @@ def _build(plan: Plan, channel: Channel) -> None:
     syscalls.unshare(_NAMESPACES)
     socket.sethostname("sandbox")
     rootfs.raise_loopback()
+    rootfs.limit_shared_memory()
     rootfs.build_sandbox_root(plan.sandbox_id, plan.base_id, plan.image, plan.mounts)
-    syscalls.unshare(syscalls.CLONE_NEWUSER)
+    _enter_user_namespace(plan)
     channel.send({"event": "unmapped"})
     _wait_for_word(channel)
     os.setgroups([])
@@ -98,6 +105,19 @@ def _build(plan: Plan, channel: Channel) -> None:
     if plan.call_filter is not None:
         syscalls.filter_calls(plan.call_filter)
     syscalls.die_with_parent(signal.SIGKILL)
+
+
+def _enter_user_namespace(plan: Plan) -> None:
+    """The process limit of its maker bounds a user namespace as a whole (set_userns_rlimit_max in kernel/ucount.c), if
+    that is not root: otherwise an agent that changes its user would have the limit of one user for each of 65,536."""
+    syscalls.keep_capabilities_as(plan.base_id)
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    everything = plan.limits.processes + _RESERVED_PROCESSES
+    resource.setrlimit(
+        resource.RLIMIT_NPROC, (everything if hard == resource.RLIM_INFINITY else min(everything, hard), hard)
+    )
+    syscalls.unshare(syscalls.CLONE_NEWUSER)
+    resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
 
 
 def _wait_for_word(channel: Channel) -> None:
@@ -158,7 +178,12 @@ class _Init:
         try:
             pid = os.fork()
         except OSError as error:
-            self._channel.send({"tag": tag, "error": "BootFailed", "message": f"cannot fork in the sandbox: {error}"})
+            # Its processes may be used up by the agent: that is a result of the command, not a failure of the host.
+            with suppress(OSError):
+                os.write(descriptors[2], f"cannot run the command: {error}\n".encode())
+            self._channel.send(
+                {"tag": tag, "exit_code": commands.EXIT_CANNOT_RUN, "duration_s": 0.0, "timed_out": False}
+            )
             return
         if pid == 0:
             self._become_child(message, descriptors)
@@ -194,8 +219,9 @@ class _Init:
     def _end(self, pid: int, running: _Running) -> None:
         running.timed_out = True
         if not processes.kill_tree(pid, strays=len(self._running) == 1):
-            self._channel.send({"tag": running.tag, "timed_out": True})
-            os._exit(1)
+            # kill(2): a signal to -1 spares the caller, and no fork that is under way escapes it.
+            with suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)
 
     def _reap(self) -> None:
         _drain(self._wake)

@@ -64,6 +64,8 @@ def copy_frozen(source: Path, path: str, tree: Path, target: str) -> None:
     if not origin.exists():
         raise FrozenPathRefused(f"frozen path {path!r}: No such file or directory")
     destination = tree.joinpath(*parts)
+    if destination.exists() and destination.is_dir() != origin.is_dir():
+        raise FrozenPathRefused(f"frozen path {path!r}: a file where the target is a folder, or the other way round")
     if origin.is_dir():
         shutil.copytree(origin, destination, symlinks=True, dirs_exist_ok=True, ignore=_ignore_special)
     elif origin.is_file():

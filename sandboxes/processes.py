@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _INIT: Final = 1
-_MAX_ROUNDS: Final = 100
+_MAX_ROUNDS: Final = 8
 
 
 class ProcessEntry(NamedTuple):
@@ -71,7 +71,7 @@ def tree_of(root: int, entries: Mapping[int, ProcessEntry], *, strays: bool) -> 
 
 
 def kill_tree(root: int, *, strays: bool) -> bool:
-    """Stop, then kill a command and all it started. False when new processes kept appearing: kill the sandbox then."""
+    """Stop, then kill a command and all it started. False when new processes kept appearing: end them all then."""
     stopped: set[int] = set()
     for _ in range(_MAX_ROUNDS):
         fresh = tree_of(root, read_processes(), strays=strays) - stopped

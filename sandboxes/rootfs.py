@@ -96,7 +96,8 @@ class Mount(NamedTuple):
 
 
 class MountRefused(Exception):
-    """The frozen path is missing or leads through a symbolic link, or the target is not allowed."""
+    """The frozen path is missing, leads through a symbolic link or is a file where the new root has a folder (or the
+    other way round), or the target is not allowed."""
 
 
 def build_launcher_root(base: str, size_bytes: int = 64 << 20) -> HostImage:
@@ -225,7 +226,10 @@ def _mount_frozen(root: str, base_id: int, frozen: Mount) -> None:
     parts = check_target(frozen.target)
     source = _open_frozen(frozen)
     try:
-        target = _make_target(root, base_id, parts, folder=stat.S_ISDIR(os.fstat(source).st_mode))
+        folder = stat.S_ISDIR(os.fstat(source).st_mode)
+        target = _make_target(root, base_id, parts, folder=folder)
+        if os.path.isdir(target) != folder:
+            raise MountRefused(f"frozen path {frozen.path!r}: is {'a' if folder else 'no'} folder, unlike its target")
         syscalls.mount(f"/proc/self/fd/{source}", target, flags=syscalls.MS_BIND)
     finally:
         os.close(source)
@@ -268,6 +272,14 @@ def _make_target(root: str, base_id: int, parts: list[str], *, folder: bool) -> 
         else:
             os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
     return path
+
+
+def limit_shared_memory() -> None:
+    """Cap what System V objects of this IPC namespace can hold: it is charged to no process, so that killing none frees
+    it. 64 MiB of segments, 2 MiB of messages, 4,096 semaphores."""
+    for name, value in (("shmall", str((64 << 20) // 4096)), ("msgmni", "128"), ("sem", "250 4096 32 128")):
+        with open(f"/proc/sys/kernel/{name}", "w", encoding="utf-8") as setting:
+            setting.write(value)
 
 
 def raise_loopback() -> None:

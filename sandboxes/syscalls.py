@@ -47,9 +47,11 @@ _PR_SET_DUMPABLE: Final = 4
 _PR_SET_NAME: Final = 15
 _PR_SET_SECCOMP: Final = 22
 _PR_CAPBSET_DROP: Final = 24
+_PR_SET_SECUREBITS: Final = 28
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _SECCOMP_MODE_FILTER: Final = 2
+_SECBIT_NO_SETUID_FIXUP: Final = 4
 _CAPABILITY_VERSION_3: Final = 0x20080522
 
 
@@ -145,6 +147,12 @@ def filter_calls(program: bytes) -> None:
     """Install a seccomp filter of 8-byte instructions for this process and all it starts; needs no_new_privs."""
     argument = _FilterProgram(len(program) // 8, program)
     _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(argument), 0, 0), "PR_SET_SECCOMP")
+
+
+def keep_capabilities_as(user_id: int) -> None:
+    """Change the real and effective user and stay capable, until the next user namespace or execve."""
+    _prctl(_PR_SET_SECUREBITS, _SECBIT_NO_SETUID_FIXUP, "PR_SET_SECUREBITS")
+    os.setresuid(user_id, user_id, 0)
 
 
 def name_process(name: str) -> None:

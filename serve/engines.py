@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from headrace.serve.errors import InfraError, NoEngineOpen
 from headrace.serve.routing import Router
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from opentelemetry.trace import Span, Tracer
     from opentelemetry.util.types import AttributeValue
@@ -109,15 +109,9 @@ class EnginePool:
         for client in clients:
             await client.engine.aclose()
 
-    async def sample(
-        self,
-        session_id: SessionId,
-        ask: GenerateRequest,
-        pieces: list[Completion],
-        held: Callable[[float], None] = lambda _: None,
-    ) -> Completion:
+    async def sample(self, session_id: SessionId, ask: GenerateRequest, pieces: list[Completion]) -> Completion:
         """Sample one turn. Completions, whole or partial, are appended to `pieces` as they come, so that the caller
-        knows what was sampled also when this raises. `held` is told the seconds in which no engine worked on the turn.
+        knows what was sampled also when this raises.
 
         Raises:
             NoEngineOpen: every gate stayed closed, or every engine down.
@@ -126,9 +120,8 @@ class EnginePool:
         failures, avoid = 0, None
         deadline = self._clock() + self._deadlines.gate_wait_s
         while True:
-            with self._telling(held):
-                engine_id = await self._admission(session_id, avoid, deadline)
-            request, began = _continue(ask, pieces, failures), self._clock()
+            engine_id = await self._admission(session_id, avoid, deadline)
+            request = _continue(ask, pieces, failures)
             outcome = await self._call(engine_id, request, pieces)
             if isinstance(outcome, EngineDown) and self._clock() < deadline:
                 # It never got the request, so this is no try of the turn: wait for an engine that is there.
@@ -136,7 +129,6 @@ class EnginePool:
                 continue
             deadline = self._clock() + self._deadlines.gate_wait_s
             if isinstance(outcome, EngineError):
-                held(self._clock() - began)
                 failures, avoid = failures + 1, engine_id
                 if failures > MAX_FAILURES:
                     raise InfraError(f"engine {engine_id} failed the turn after a retry: {outcome}")
@@ -148,14 +140,6 @@ class EnginePool:
                 return replace(whole, finish=FinishReason.LENGTH)
             if len(pieces) > MAX_CONTINUATIONS:
                 raise InfraError(f"engine {engine_id} aborted the turn {len(pieces)} times")
-
-    @contextmanager
-    def _telling(self, held: Callable[[float], None]) -> Iterator[None]:
-        began = self._clock()
-        try:
-            yield
-        finally:
-            held(self._clock() - began)
 
     async def _admission(self, session_id: SessionId, avoid: EngineId | None, deadline: float) -> EngineId:
         while True:

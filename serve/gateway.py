@@ -260,7 +260,11 @@ class Gateway:
         # Refused by its declared length before a byte is read; a body without one is cut off by aiohttp while reading.
         if (request.content_length or 0) > self._config.max_body_bytes:
             raise BodyTooLarge(f"The body is larger than {self._config.max_body_bytes} bytes.")
-        return await request.read()
+        try:
+            return await request.read()
+        except web.RequestPayloadError as error:
+            # The sender's own broken encoding: as a failure of ours it would turn a rollout into infra.
+            raise BadRequest(f"The body cannot be decoded: {' '.join(str(error).split())}") from None
 
     def _admin(
         self, handler: Callable[[web.Request], Awaitable[web.Response]]

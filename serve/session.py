@@ -71,8 +71,8 @@ class Sampling:
         return self.temperature > 0 and self.top_p == 1.0 and self.top_k == -1
 
 
-HELD_SHARE = 0.1
-"""A cut turn of a session that waited longer than this share of its wall budget is infra, not budget."""
+MAX_TOKEN_CHARACTERS = 256
+"""No token of a vocabulary in use is longer: more characters than this for each token of the context cannot fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,6 @@ class Session:
         self._aborted_tokens = 0
         self._exhausted = Exhausted.NONE
         self._failures: list[str] = []
-        self._held_s = 0.0
 
     def wall_left_s(self, now: float) -> float:
         return self._opened_at + self.spec.budgets.wall_s - now
@@ -198,6 +197,7 @@ class Session:
         Raises:
             ContextExceeded: the prompt leaves no room for one token.
         """
+        self._refuse_hopeless(request)
         row = self._rows[-1] if self._rows else None
         known = len(row.messages) if row else 0
         extends = row is not None and len(request.messages) > known and request.messages[:known] == row.messages
@@ -209,6 +209,18 @@ class Session:
         return TurnPlan(
             request=request, prompt_ids=prompt, max_new_tokens=self._room(len(prompt), request), extends=extends
         )
+
+    def _refuse_hopeless(self, request: TurnRequest) -> None:
+        """Megabytes that cannot fit anyway are not rendered: that takes seconds in which no other session is served."""
+        most = self.spec.budgets.max_context_tokens
+        characters = sum(len(message.content) for message in request.messages)
+        if len(request.messages) > most or characters > most * MAX_TOKEN_CHARACTERS:
+            self.exhaust(Exhausted.CONTEXT)
+            raise ContextExceeded(
+                f"This model's maximum context length is {most} tokens. However, your {len(request.messages)} messages "
+                f"have {characters} characters. Please reduce the length of the messages.",
+                "messages",
+            )
 
     def _room(self, prompt_tokens: int, request: TurnRequest) -> int:
         budgets = self.spec.budgets
@@ -240,20 +252,9 @@ class Session:
             cached_tokens=completion.cached_tokens,
         )
 
-    def hold(self, seconds: float) -> None:
-        """A turn waited so long for an engine, or was with one that failed."""
-        self._held_s += seconds
-
     def cut(self, sampled_tokens: int) -> None:
-        """A turn ended without an answer after so many tokens: they are counted and trained nowhere.
-
-        When the session lost more than `HELD_SHARE` of its wall budget to waiting, that is the service's failure and
-        not a budget the agent used up.
-        """
+        """A turn ended without an answer after so many tokens: they are counted and trained nowhere."""
         self._aborted_tokens += sampled_tokens
-        wall_s = self.spec.budgets.wall_s
-        if self._held_s > HELD_SHARE * wall_s:
-            self.fail(f"held: no engine worked on this session for {self._held_s:.0f} s of its {wall_s:g} s")
 
     def fail(self, failure: str) -> None:
         """A failure that reached the agent."""

@@ -124,9 +124,7 @@ class Turns:
         recorded, asked_at = False, self._clock()
         try:
             async with asyncio.timeout(live.core.wall_left_s(self._clock())) as live.scope:
-                completion = await self._pool.sample(
-                    live.core.spec.session_id, self._ask(live, plan), pieces, live.core.hold
-                )
+                completion = await self._pool.sample(live.core.spec.session_id, self._ask(live, plan), pieces)
             recorded = True
             return completion
         except TimeoutError:

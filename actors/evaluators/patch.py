@@ -28,32 +28,24 @@ MAX_FILES, MAX_FOLDERS, MAX_BYTES = 50, 1000, 1 << 20
 # Runs in a clean sandbox over read-only data: prints {path: text} of the regular files. Without recursion, and a path
 # that the kernel refuses as too long is not passed over: what is not seen would count as deleted.
 _COLLECT = """
-import errno, json, os, sys
+import errno, json, os, stat, sys
 paths, max_files, max_folders, max_bytes = json.loads(sys.argv[1])
 found, folders, size = {}, 0, 0
 try:
     while paths:
         path = paths.pop()
-        if os.path.islink(path):
-            continue
-        if os.path.isdir(path):
+        status = os.lstat(path)
+        if stat.S_ISDIR(status.st_mode):
             folders += 1
-            if folders > max_folders:
-                sys.exit(3)
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False) or entry.is_file(follow_symlinks=False):
-                        paths.append(entry.path)
-                    if len(paths) > max_files + max_folders:
-                        sys.exit(3)
-        elif os.path.isfile(path):
-            size += os.lstat(path).st_size
+            paths += [os.path.join(path, name) for name in os.listdir(path)]
+        elif stat.S_ISREG(status.st_mode):
+            size += status.st_size
             if size > max_bytes or len(found) >= max_files:
                 sys.exit(3)
             with open(path, encoding="utf-8", newline="") as file:
                 found[path] = file.read()
-        else:
-            os.lstat(path)
+        if folders > max_folders:
+            sys.exit(3)
 except UnicodeDecodeError:
     sys.exit(4)
 except OSError as error:

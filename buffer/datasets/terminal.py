@@ -205,7 +205,7 @@ import os, sys
 expected = {expected}
 found = {{}}
 for entry in os.scandir("/workspace"):
-    if not entry.is_file(follow_symlinks=False) or entry.stat().st_size > 4096:
+    if entry.name not in expected or not entry.is_file(follow_symlinks=False) or entry.stat().st_size > 4096:
         sys.exit(1)
     with open(entry.path, "rb") as file:
         found[entry.name] = file.read()

@@ -300,6 +300,13 @@ async def test_retracted_request_can_be_aborted_while_paused(wire: Wire) -> None
     assert len(reply["output_ids"]) == len(reply["meta_info"]["output_token_logprobs"]) > 0
 
 
+async def test_a_body_that_cannot_be_decoded_is_refused(wire: Wire) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    async with wire.session.post(f"{wire.url}/generate", data=b"no gzip at all", headers=headers) as response:
+        assert response.status == 400
+        assert "decoded" in await response.text()
+
+
 async def test_a_client_that_leaves_takes_its_request_with_it(wire: Wire) -> None:
     task = wire.long("leaving", tokens=1000)
     await wire.until(running=1)
@@ -326,6 +333,11 @@ async def test_a_client_that_leaves_takes_its_request_with_it(wire: Wire) -> Non
         ("/update_weights_from_distributed", {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}, "No weight"),
         ("/update_weights_from_distributed", {"names": 3}, "names"),
         ("/init_weights_update_group", {"master_address": "127.0.0.1"}, "master_port"),
+        (
+            "/init_weights_update_group",
+            {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2**40, "backend": "gloo"},
+            "world_size",
+        ),
         ("/destroy_weights_update_group", {"group_name": "unknown"}, "unknown"),
         ("/weights_checker", {"action": "burn"}, "burn"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 import time
@@ -15,7 +14,9 @@ import pytest
 from headrace.actors.metrics import read_metrics
 from headrace.actors.retry import until_back
 from headrace.actors.run_directory import RunDirectory
+from headrace.actors.runtime import RayRuntime
 from headrace.actors.service import keep_running
+from headrace.buffer.evidence import read_evidence
 from headrace.buffer.verify import verify
 from headrace.sandboxes.leftovers import sandboxes_left
 
@@ -39,23 +40,90 @@ def rig(load_support: Callable[[str], Any]) -> Any:
 async def test_a_run_goes_on_when_worker_buffer_and_learner_are_killed(rig: Any, tmp_path: Path) -> None:
     victims = ["worker-0", "replay", "learner"]
     random.Random(7).shuffle(victims)
+    directory = await run_and_kill(rig, tmp_path, dict(zip((1, 3, 5), victims, strict=True)))
+    epochs = {record["version"].split(".")[0] for record in read_metrics(directory.metrics) if record["kind"] == "push"}
+    assert epochs == {"1", "2"}, "the killed learner came back in a new epoch"
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_run_goes_on_when_three_others_are_killed(rig: Any, tmp_path: Path) -> None:
+    victims = random.Random(4).sample(["engines", "gateway", "service", "dispatcher", "evaluator", "sandbox-pool"], 3)
+    await run_and_kill(rig, tmp_path, dict(zip((1, 3, 5), victims, strict=True)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "victim",
+    [
+        *("worker-0", "replay", "learner", "dispatcher", "evaluator", "sandbox-pool", "gateway", "engines", "service"),
+        *("policies.cpu_engine", "policies.sender", "headrace-launcher"),
+    ],
+)
+async def test_every_process_may_be_killed(rig: Any, tmp_path: Path, victim: str, seed: int) -> None:
+    step = random.Random(f"{victim} {seed}").randrange(0, 7)
+    await run_and_kill(rig, tmp_path, {step: victim})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("victim", ["worker-0", "learner", "gateway", "policies.cpu_engine"])
+async def test_every_process_may_hang(rig: Any, tmp_path: Path, victim: str) -> None:
+    settings = ("service.hang_s=10", "engines.health_timeout_s=5")
+    await run_and_kill(rig, tmp_path, {3: victim}, *settings, with_signal=signal.SIGSTOP)
+
+
+async def run_and_kill(
+    rig: Any, folder: Path, victims: dict[int, str], *overrides: str, with_signal: int = signal.SIGKILL
+) -> RunDirectory:
+    """A small run whose processes are killed after the given steps. It ends by itself, has lost, repeated and poisoned
+    nothing, and leaves no process."""
+    family: set[psutil.Process] = set()
     async with (
-        rig.open_service(tmp_path, "killed") as (service, directory),
+        rig.open_service(folder, f"k{time.monotonic_ns() % 10**6}", *overrides) as (service, directory),
         asyncio.timeout(DEADLINE_S),
         asyncio.TaskGroup() as tasks,
     ):
         running = tasks.create_task(keep_running(service.run, service.progress))
-        for step, victim in zip((1, 3, 5), victims, strict=True):
-            await service.reached(step)
-            os.kill((await until_back(service.process_ids))[victim], signal.SIGKILL)
+        for step, victim in victims.items():
+            await until_back(lambda step=step: service.reached(step))
+            process = await find_process(service, victim)
+            family |= {process, *process.children(recursive=True)}
+            process.send_signal(with_signal)
         assert await running
+        family |= {psutil.Process(process_id) for process_id in (await service.process_ids()).values()}
+        family |= {child for process in set(family) if process.is_running() for child in process.children(True)}
+    _, alive = psutil.wait_procs(family, timeout=LEASE_S)
+    assert not alive, [process.cmdline() for process in alive]
+    assert_whole(directory)
+    return directory
+
+
+async def find_process(service: Any, victim: str) -> psutil.Process:
+    """An actor's process by its name, or a helper process by a word of its command line."""
+    if victim == "service":
+        return psutil.Process((await RayRuntime().stats(service))[0])
+    actors = await until_back(service.process_ids)
+    if victim in actors:
+        return psutil.Process(actors[victim])
+    owners = [psutil.Process(actors[name]) for name in ("engines", "sandbox-pool")]
+    helpers = [child for owner in owners for child in owner.children() if victim in " ".join(child.cmdline())]
+    return random.Random(victim).choice(helpers)
+
+
+def assert_whole(directory: RunDirectory) -> None:
     report = verify(directory.path)
     assert report.clean, report.problems
-    assert report.steps == 8
-    assert (report.trained_twice, report.lost) == (0, 0)
+    assert (report.steps, report.trained_twice, report.lost, report.poison) == (8, 0, 0, 0)
     assert report.max_staleness_seen <= 2
-    epochs = {record["version"].split(".")[0] for record in read_metrics(directory.metrics) if record["kind"] == "push"}
-    assert epochs == {"1", "2"}, "the killed learner came back in a new epoch"
+    for attempt in read_evidence(directory.path).attempts:
+        assert attempt.reward is None or attempt.cause not in ("infra", "evaluator", "poison", "cancelled")
+    evaluations = [record for record in read_metrics(directory.metrics) if record["kind"] == "evaluation"]
+    assert [(record["tag"], record["answers"], record["infra"]) for record in evaluations] == [
+        ("base", 4, 0),
+        ("final", 4, 0),
+    ]
     assert sandboxes_left(directory.path) == 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -529,3 +531,53 @@ async def test_an_agent_that_gives_up_on_a_held_turn_leaves_the_mark(tokenizer_d
         report = await w.finish()
         assert report.failures
         assert report.failures[0].startswith("held")
+
+
+async def test_a_body_that_cannot_be_decoded_is_the_agents_mistake(tokenizer_dir: Path) -> None:
+    async with world(tokenizer_dir) as w:
+        url, headers = await w.open(), {"Content-Encoding": "gzip"}
+        async with w.http.post(f"{url}/v1/chat/completions", data=b"no gzip at all", headers=headers) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (400, "invalid_request")
+        assert (await w.finish()).failures == ()
+
+
+async def test_a_turn_waits_for_an_engine_while_all_are_down(tokenizer_dir: Path) -> None:
+    async with world(tokenizer_dir, engines=1) as w:
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))
+            down = EngineRoute(engine_id=EngineId("down"), url=f"http://127.0.0.1:{nobody.getsockname()[1]}")
+            assert await w.gateway.set_engines(RoutingTable(version=2, engines=(down,)))
+            base = await w.open()
+            async with asyncio.TaskGroup() as group:
+                turn = group.create_task(w.ask(base, [user("a")]))
+                await asyncio.wait([turn], timeout=0.3)
+                assert not turn.done()
+                up = EngineRoute(engine_id=EngineId("up"), url=w.engines[0].url)
+                assert await w.gateway.set_engines(RoutingTable(version=3, engines=(up,)))
+        assert turn.result()[0] == 200
+        assert (await w.finish()).failures == ()
+
+
+async def test_engines_that_stay_down_are_an_infra_failure(tokenizer_dir: Path) -> None:
+    async with world(tokenizer_dir, engines=1, gate_wait_s=0.3) as w:
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))
+            down = EngineRoute(engine_id=EngineId("down"), url=f"http://127.0.0.1:{nobody.getsockname()[1]}")
+            assert await w.gateway.set_engines(RoutingTable(version=2, engines=(down,)))
+            status, _ = await w.ask(await w.open(), [user("a")])
+        assert status >= 500
+        assert len((await w.finish()).failures) == 1
+
+
+async def test_a_session_that_nobody_finishes_ends_after_its_wall(tokenizer_dir: Path) -> None:
+    async with world(tokenizer_dir, expire_grace_s=0.1) as w:
+        base = await w.open(budgets=Budgets(wall_s=0.1))
+        await w.open(SessionId("stays"))
+        deadline = time.monotonic() + 10
+        while (await w.gateway.in_flight()).sessions > 1:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        status, _ = await w.ask(base, [user("a")])
+        assert status == 400
+        assert isinstance((await w.client.finish([R1]))[0], SessionUnknown)
+        assert (await w.finish(SessionId("stays"))).turns == 0

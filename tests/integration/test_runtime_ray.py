@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+from contextlib import AsyncExitStack
 from typing import Self
 
 import pytest
@@ -72,6 +75,31 @@ class Relay:
         return await self._counter.add(by)
 
 
+class Fragile:
+    """Has a background task that fails when told."""
+
+    async def __aenter__(self) -> Self:
+        self._stack = AsyncExitStack()
+        self._may_fail = asyncio.Event()
+        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        tasks.create_task(self._fail())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def break_in_the_background(self) -> None:
+        self._may_fail.set()
+        await asyncio.Event().wait()
+
+    async def _fail(self) -> None:
+        await self._may_fail.wait()
+        raise ConfigError("the background task met this")
+
+
 class Broken:
     async def __aenter__(self) -> Self:
         raise ConfigError("learner.model_dir: missing")
@@ -134,6 +162,29 @@ async def test_a_killed_actor_is_lost_then_back_and_entered_again() -> None:
     await runtime.stop(counter)
 
 
+async def test_an_actor_whose_background_task_fails_starts_again() -> None:
+    runtime = RayRuntime("fragile-")
+    fragile = await runtime.spawn(Fragile, name="fragile")
+    before = await fragile.pid()
+    with pytest.raises(ActorLost):
+        await fragile.break_in_the_background()
+    assert await until_back(fragile.pid) != before
+    await runtime.stop(fragile)
+
+
+async def test_an_actor_that_hangs_is_killed_and_back() -> None:
+    runtime = RayRuntime("hanging-")
+    counter = await runtime.spawn(Counter, 7, name="counter")
+    before = await counter.pid()
+    os.kill(before, signal.SIGSTOP)
+    call = asyncio.ensure_future(counter.add(1))
+    await runtime.restart(counter, before)
+    with pytest.raises(ActorLost):
+        await call
+    assert await until_back(counter.pid) != before
+    await runtime.stop(counter)
+
+
 async def test_only_async_classes_and_unknown_names_are_refused() -> None:
     class Synchronous:
         def work(self) -> None: ...
@@ -149,3 +200,17 @@ async def test_an_actor_that_dies_while_starting_is_a_typed_error() -> None:
     runtime = RayRuntime("dying-")
     with pytest.raises(StartFailed, match="dying"):
         await runtime.spawn(Dying, name="dying")
+
+
+@pytest.mark.slow
+def test_a_stranger_without_the_token_cannot_join() -> None:
+    import ray
+
+    code = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
+    address = ray.get_runtime_context().gcs_address
+    environment = {"PATH": os.environ["PATH"], "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    stranger = subprocess.run(
+        [sys.executable, "-c", code, address], env=environment, capture_output=True, text=True, timeout=110
+    )
+    assert stranger.returncode != 0
+    assert "auth" in stranger.stderr.lower()

@@ -307,6 +307,87 @@ async def test_kill_minus_one_spares_the_sandbox(sandbox: Sandbox) -> None:
     assert await output(sandbox, "echo alive") == "alive"
 
 
+FORK_AS_MANY_USERS = """
+import os, time
+ready, done = os.pipe()
+started = 0
+for user in range(2000, 2020):
+    try:
+        child = os.fork()
+    except OSError:
+        break
+    if child == 0:
+        os.setresuid(user, user, user)
+        for _ in range(30):
+            try:
+                if os.fork() == 0:
+                    time.sleep(60)
+                    os._exit(0)
+            except OSError:
+                break
+        os.write(done, b".")
+        time.sleep(60)
+        os._exit(0)
+    started += 1
+for _ in range(started):
+    os.read(ready, 1)
+print(sum(name.isdigit() for name in os.listdir("/proc")))
+"""
+
+
+async def test_the_process_limit_holds_for_all_users_together(provider: LocalProvider) -> None:
+    sandbox = await provider.attach(await provider.create(SandboxSpec(pids=40)))
+    result = await run(sandbox, f"python3 - <<'END'\n{FORK_AS_MANY_USERS}END")
+    assert 60 < int(result.stdout) < 80, "one user may have 40 processes, all together have some 70"
+    await sandbox.freeze()
+
+
+HOLD_ALL_PROCESSES = """
+import os, time
+for user in range(2000, 2010):
+    try:
+        child = os.fork()
+    except OSError:
+        break
+    while child == 0:
+        os.setuid(user)
+        try:
+            if os.fork() == 0:
+                time.sleep(60)
+                os._exit(0)
+        except OSError:
+            pass
+"""
+
+
+async def test_a_sandbox_without_a_free_process_answers_and_does_not_die(provider: LocalProvider) -> None:
+    sandbox = await provider.attach(await provider.create(SandboxSpec(pids=40)))
+    await run(sandbox, f"python3 - <<'END'\n{HOLD_ALL_PROCESSES}END")
+    async with asyncio.timeout(30):
+        while (refused := await run(sandbox, "true")).exit_code == 0:
+            pass
+    assert refused.exit_code == 126
+    assert b"cannot run the command" in refused.stderr
+    await sandbox.freeze()
+
+
+async def test_objects_that_no_process_owns_are_capped(sandbox: Sandbox) -> None:
+    assert (await run(sandbox, "ipcmk -M 1M && ipcmk -S 10 && ipcmk -Q")).exit_code == 0
+    assert (await run(sandbox, "ipcmk -M 65M")).exit_code != 0
+    assert (await run(sandbox, "for i in $(seq 200); do ipcmk -Q || exit 9; done")).exit_code == 9
+    assert (await run(sandbox, "for i in $(seq 200); do ipcmk -S 200 || exit 9; done")).exit_code == 9
+    assert (await run(sandbox, "echo 99999999 > /proc/sys/kernel/shmall")).exit_code != 0
+
+
+async def test_a_file_where_the_clean_sandbox_has_a_folder_is_refused(provider: LocalProvider) -> None:
+    sandbox = await provider.attach(await provider.create(SandboxSpec()))
+    await run(sandbox, "cd /; rm -rf workspace; echo > workspace")
+    await sandbox.freeze()
+    mount = FrozenMount(source=sandbox.id, path="/workspace", target="/workspace")
+    with pytest.raises(FrozenPathRefused, match="unlike its target"):
+        await provider.create(SandboxSpec(mounts=(mount,)))
+
+
 async def test_a_fork_bomb_hits_the_process_limit(provider: LocalProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec(pids=40)))
     with pytest.raises(ExecTimeout):

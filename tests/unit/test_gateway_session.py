@@ -26,6 +26,21 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     return ChatTokenizer(folder)
 
 
+class _NeverAsked:
+    """A renderer that fails a test by being asked."""
+
+    vocab_size, stop_ids = 1, (0,)
+
+    def render(self, messages: object) -> tuple[int, ...]:
+        raise AssertionError(messages)
+
+    def bridge(self, last_id: int, messages: object) -> tuple[int, ...]:
+        raise AssertionError(messages)
+
+
+NEVER_ASKED = _NeverAsked()
+
+
 def session(*, opened_at: float = 0.0, **budgets: float) -> Session:
     form = codec.SpecForm.model_validate({"session_id": "r-1", "budgets": budgets})
     return Session(form.to_spec(), opened_at)
@@ -80,6 +95,15 @@ def test_a_prompt_without_room_is_the_wires_own_context_error(tokenizer: ChatTok
         core.plan(ask("a"), tokenizer)
     assert core.report().exhausted is Exhausted.CONTEXT
     assert core.report().trajectory is None
+
+
+@pytest.mark.parametrize("messages", [["x" * 20 * 257], ["x"] * 21])
+def test_what_cannot_fit_is_refused_before_it_is_rendered(messages: list[str]) -> None:
+    core = session(max_context_tokens=20)
+    request = TurnRequest(messages=tuple(Message(role=Role.USER, content=text) for text in messages))
+    with pytest.raises(ContextExceeded, match="maximum context length is 20 tokens"):
+        core.plan(request, NEVER_ASKED)
+    assert core.report().exhausted is Exhausted.CONTEXT
 
 
 def test_a_turn_cut_by_length_is_trained_and_closed_by_the_bridge(tokenizer: ChatTokenizer) -> None:

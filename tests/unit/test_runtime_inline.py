@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 import pytest
 
 from headrace.actors.batching import Batcher
-from headrace.actors.errors import ActorLost, ConfigError
+from headrace.actors.errors import ActorGone, ActorLost, ConfigError
 from headrace.actors.retry import until_back
 from headrace.actors.runtime import InlineRuntime, require_async
 
@@ -103,6 +103,28 @@ async def test_a_cancelled_request_leaves_its_batch_alone() -> None:
     assert seen == [[2]]
 
 
+async def test_what_was_made_for_a_cancelled_request_is_given_back() -> None:
+    called, may_answer = asyncio.Event(), asyncio.Event()
+    given_back: list[int] = []
+
+    async def lease(requests: list[int]) -> Sequence[int | Exception]:
+        called.set()
+        await may_answer.wait()
+        return [10 * request for request in requests]
+
+    async def give_back(result: int) -> None:
+        given_back.append(result)
+
+    async with Batcher(lease, unclaimed=give_back) as batcher:
+        gone = asyncio.ensure_future(batcher(1))
+        stays = asyncio.ensure_future(batcher(2))
+        await called.wait()
+        gone.cancel()
+        may_answer.set()
+        assert await stays == 20
+    assert given_back == [10]
+
+
 async def test_idempotent_calls_outlive_a_restart_and_other_errors_do_not() -> None:
     attempts = 0
 
@@ -125,5 +147,5 @@ async def test_an_actor_that_stays_away_is_given_up() -> None:
     async def gone() -> int:
         raise ActorLost("gone")
 
-    with pytest.raises(ActorLost):
+    with pytest.raises(ActorGone, match="gone"):
         await until_back(gone, deadline_s=0.2)

@@ -1,0 +1,144 @@
+"""What a dead dispatcher left waiting takes nothing from the one that follows: at the buffer, and at a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.actors.agents.immediate import ImmediateAgent
+from headrace.actors.config import SandboxKind, SandboxSection
+from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
+from headrace.actors.evaluator import Evaluator
+from headrace.actors.observing import Observing
+from headrace.actors.replay import Replay
+from headrace.actors.rollout import RolloutConfig
+from headrace.actors.run_directory import RunDirectory
+from headrace.actors.runtime import InlineRuntime
+from headrace.actors.sandbox_pool import SandboxPool
+from headrace.actors.worker import RolloutWorker, WorkerParts
+from headrace.buffer.replay import BufferConfig
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, write_tasks
+from headrace.serve.session import Budgets, Sampling
+from headrace.serve.telemetry import TelemetryConfig
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from headrace.buffer.types import RolloutId
+
+WAIT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actors:
+    """Real actors in this process: agents that return at once, in plain processes."""
+
+    runtime: InlineRuntime
+    replay: Replay
+    pool: SandboxPool
+    worker: RolloutWorker
+
+
+@pytest.fixture
+async def actors(tmp_path: Path) -> AsyncIterator[Actors]:
+    directory = RunDirectory(path=tmp_path / "run")
+    directory.train_tasks.parent.mkdir(parents=True)
+    directory.identity.write_text("fences")
+    nothing = EvaluatorSpec(kind=EvaluatorKind.NONE)
+    write_tasks(
+        directory.train_tasks, [Task(id=TaskId("none"), family="none", instruction="return", evaluator=nothing)]
+    )
+    observing = Observing(config=TelemetryConfig(enabled=False), run_dir=directory.path)
+    runtime = InlineRuntime()
+    async with AsyncExitStack() as stack:
+
+        async def spawn(cls: type, *args: object, name: str, **kwargs: object) -> object:
+            actor = await runtime.spawn(cls, *args, name=name, **kwargs)
+            stack.push_async_callback(runtime.stop, actor)
+            return actor
+
+        buffer = BufferConfig(batch_size=4, group_size=2, max_staleness=1)
+        replay = await spawn(Replay, buffer, directory=directory, seed=0, name="replay")
+        await replay.open_epoch(None)
+        section = SandboxSection(provider=SandboxKind.SUBPROCESS)
+        pool = await spawn(SandboxPool, section, directory=directory, name="pool")
+        evaluator = await spawn(Evaluator, pool, observing, name="evaluator")
+        parts = WorkerParts(
+            pool=pool,
+            evaluator=evaluator,
+            replay=replay,
+            agent=ImmediateAgent(),
+            gateway=None,
+            sampling=Sampling(),
+            budgets=Budgets(),
+            rollout=RolloutConfig(),
+            observing=observing,
+        )
+        worker = await spawn(RolloutWorker, parts, name="worker")
+        yield Actors(runtime=runtime, replay=replay, pool=pool, worker=worker)
+
+
+async def test_an_order_that_a_dead_dispatcher_waits_for_is_never_given_out(actors: Actors) -> None:
+    replay = actors.replay
+    first = await replay.issue(8, "dead", timeout_s=1)
+    assert len(first.orders) == 8, "all there is room for"
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(WAIT_S):
+        waiting = tasks.create_task(replay.issue(8, "dead", timeout_s=WAIT_S))
+        await asyncio.wait([waiting], timeout=0.2)
+        assert await replay.reconcile([], "next") == 8
+        assert (await waiting).orders == ()
+    assert (await replay.issue(8, "dead", timeout_s=1)).orders == ()
+    again = await replay.issue(8, "next", timeout_s=1)
+    assert {order.rollout_id for order in again.orders} == {order.rollout_id for order in first.orders}
+    assert {order.attempt for order in again.orders} == {2}
+    assert (await replay.status()).inventory.in_flight == 8
+
+
+async def test_what_a_worker_finishes_goes_to_the_dispatcher_it_serves(actors: Actors) -> None:
+    worker, replay = actors.worker, actors.replay
+    await worker.reset("dead")
+    orders = list((await replay.issue(3, "next", timeout_s=1)).orders)
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(WAIT_S):
+        orphan = tasks.create_task(worker.finished("dead", timeout_s=WAIT_S))
+        await asyncio.wait([orphan], timeout=0.2)
+        incarnation = (await worker.reset("next")).incarnation
+        await worker.start(orders, incarnation)
+        ended: set[tuple[RolloutId, int]] = set()
+        while len(ended) < 3:
+            finished = await worker.finished("next", timeout_s=WAIT_S)
+            ended |= {(item.rollout_id, item.attempt) for item in finished}
+        assert await orphan == []
+    assert ended == {(order.rollout_id, order.attempt) for order in orders}
+    assert (await worker.status()).running == 0
+
+
+async def test_orders_for_an_earlier_incarnation_of_a_worker_begin_nowhere(actors: Actors) -> None:
+    await actors.worker.reset("next")
+    await actors.worker.start(list((await actors.replay.issue(2, "next", timeout_s=1)).orders), "an earlier one")
+    assert (await actors.worker.status()).running == 0
+
+
+async def test_a_new_dispatcher_takes_over_and_an_evaluation_goes_on_from_the_ledger(actors: Actors) -> None:
+    dispatchers = [
+        Dispatcher(
+            DispatcherConfig(slots_per_worker=4), replay=actors.replay, pool=actors.pool, workers=[actors.worker]
+        )
+        for _ in range(2)
+    ]
+    nothing = EvaluatorSpec(kind=EvaluatorKind.NONE)
+    tasks = [Task(id=TaskId(f"held-{n}"), family="none", instruction="return", evaluator=nothing) for n in range(3)]
+    async with asyncio.timeout(WAIT_S):
+        async with dispatchers[0] as first, asyncio.TaskGroup() as calls:
+            once, again = (calls.create_task(first.evaluate(tasks[:2], samples=2, tag="base")) for _ in range(2))
+            assert (await once).answers == (await again).answers == 4
+        known = (await actors.replay.status()).evaluations
+        assert known == 4, "two calls, one evaluation"
+        async with dispatchers[1] as second:
+            summary = await second.evaluate(tasks, samples=2, tag="base")
+    assert (summary.answers, summary.infra, summary.success) == (6, 0, 1.0)
+    assert (await actors.replay.status()).evaluations == 6, "only the missing ones were run"

@@ -1,0 +1,159 @@
+"""What an agent leaves to fool the evaluator, or to break it: in real sandboxes, with the real evaluator."""
+
+from __future__ import annotations
+
+import shlex
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.buffer.datasets.terminal import Kind, Split, problems
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.types import Cause
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.local import LocalProvider
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headrace.sandboxes.base import Sandbox, SandboxId
+
+pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
+PROBLEMS = {problem.kind: problem for problem in problems(1, len(Kind), Split.HELD_OUT)}
+MODULES = "os sys json stat site sitecustomize usercustomize encodings"
+PLANT = f"for name in {MODULES}; do echo 'import posix; posix._exit(0)' > $name.py; done"
+DEEP = "python3 -c \"import os\nfor _ in range({count}): os.mkdir('{name}'); os.chdir('{name}')\nopen('x' * 200, 'w')\""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def provider() -> AsyncIterator[LocalProvider]:
+    async with LocalProvider() as provider:
+        yield provider
+
+
+class Rooms:
+    """Clean sandboxes straight from the provider."""
+
+    def __init__(self, provider: LocalProvider, agent_sandbox: Sandbox) -> None:
+        self._provider = provider
+        self._agent_sandbox = agent_sandbox
+
+    async def freeze(self, sandbox: SandboxId) -> None:
+        assert sandbox == self._agent_sandbox.id
+        await self._agent_sandbox.freeze()
+
+    @asynccontextmanager
+    async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        sandbox = await self._provider.attach(await self._provider.create(spec))
+        try:
+            yield sandbox
+        finally:
+            await sandbox.kill()
+
+
+async def verdict_on(provider: LocalProvider, task: Task, command: str) -> Verdict:
+    """The verdict after an agent has run `command` in its sandbox."""
+    ref = await provider.create(SandboxSpec(image=task.image))
+    sandbox = await provider.attach(ref)
+    try:
+        await sandbox.write_many({path: text.encode() for path, text in task.files.items()})
+        await sandbox.exec(command, cwd="/workspace", timeout_s=20)
+        return await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), Rooms(provider, sandbox))
+    finally:
+        await sandbox.kill()
+
+
+HOSTILE = {
+    "modules": PLANT,
+    "shell files": "echo 'exit 0' | tee /etc/profile /etc/bash.bashrc /root/.bashrc; ln -s /bin/true /bin/python3",
+    "preload": "echo /workspace/x.so > /etc/ld.so.preload",
+    "workspace removed": "cd /; rm -rf /workspace",
+    "workspace is a file": "cd /; rm -rf /workspace; echo > /workspace",
+    "workspace is a pipe": "cd /; rm -rf /workspace; mkfifo /workspace",
+    "workspace is a link": "cd /; mv /workspace /tmp/w; ln -s /tmp/w /workspace",
+    "workspace is closed": "chown -R 65534:65534 /workspace; chmod -R 000 /workspace",
+    "a pipe": "rm -f calc.py; mkfifo calc.py",
+    "a link": "ln -s /etc/passwd link",
+    "a hole of a terabyte": "truncate -s 1T hole",
+    "many files": "for i in $(seq 2000); do echo > $i; done",
+    "no UTF-8": "printf '\\xff' > $'\\xfe\\n'",
+    "deep folders": DEEP.format(count=1500, name="d"),
+    "long paths": DEEP.format(count=20, name="d" * 200),
+    "a daemon that goes on writing": "setsid bash -c 'while true; do echo > y; rm y; done' > /dev/null 2>&1 &",
+    "every process killed": "kill -9 -1",
+}
+
+
+@pytest.mark.parametrize("command", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("kind", [Kind.WRITE, Kind.REPAIR])
+async def test_no_trick_earns_a_reward_or_escapes_a_zero(provider: LocalProvider, kind: Kind, command: str) -> None:
+    verdict = await verdict_on(provider, PROBLEMS[kind].task(), command)
+    assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
+
+
+def task_with(kind: EvaluatorKind, check: str, **evaluator: object) -> Task:
+    """Somebody's own task about /workspace/answer.py, with a check that trusts the agent."""
+    spec = EvaluatorSpec(kind=kind, check=check, timeout_s=2.0, **evaluator)  # type: ignore[arg-type]
+    files = {"/workspace/answer.py": "value = 1\n", "/home/agent/kept.txt": "kept\n"}
+    return Task(id=TaskId("own"), family="own", instruction="make value 2", evaluator=spec, files=files)
+
+
+IMPORTING = "import sys; sys.path.insert(0, '/workspace'); import answer; sys.exit(0 if answer.value == 2 else 1)"
+BREAKING = {
+    "endless": "while True: pass",
+    "traceback": "raise ValueError",
+    "false traceback": "import sys; sys.stderr.write('Traceback'); sys.exit(1)",
+    "odd code": "import os; os._exit(7)",
+    "signal": "import os; os.kill(os.getpid(), 9)",
+    "processes": "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+    "no source": "\\x00",
+}
+
+
+@pytest.mark.parametrize("source", BREAKING.values(), ids=BREAKING)
+async def test_whoever_breaks_the_check_gets_the_zero(provider: LocalProvider, source: str) -> None:
+    task = task_with(EvaluatorKind.PATCH, IMPORTING)
+    verdict = await verdict_on(provider, task, f"printf '%b' {shlex.quote(source)} > answer.py")
+    assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID), verdict
+
+
+async def test_a_file_that_the_check_expects_and_the_agent_removed_is_a_zero(provider: LocalProvider) -> None:
+    task = task_with(EvaluatorKind.STATE, "import sys; sys.exit('2' not in open('/workspace/answer.py').read())")
+    assert (await verdict_on(provider, task, "sed -i s/1/2/ answer.py")).reward == 1.0
+    assert (await verdict_on(provider, task, "true")).cause is Cause.FAILED
+    assert (await verdict_on(provider, task, "rm answer.py")).reward == 0.0
+    assert (await verdict_on(provider, task, "rm answer.py; mkdir answer.py")).reward == 0.0
+
+
+@pytest.mark.parametrize("kind", [EvaluatorKind.STATE, EvaluatorKind.PATCH])
+async def test_a_check_that_breaks_on_untouched_files_is_the_evaluators_failure(
+    provider: LocalProvider, kind: EvaluatorKind
+) -> None:
+    verdict = await verdict_on(provider, task_with(kind, "raise RuntimeError"), "true")
+    assert (verdict.reward, verdict.cause) == (None, Cause.EVALUATOR)
+
+
+HIDDEN = {"/workspace/tests/hidden.py": "wanted = 2\n"}
+FIRST_HIDDEN = "import sys; sys.path.insert(0, '/workspace/tests'); import hidden; assert hidden.wanted == 2"
+OBSTACLES = {
+    "file for a folder": "echo > tests",
+    "folder for a file": "mkdir -p tests/hidden.py; echo > tests/hidden.py/x",
+    "other content": "mkdir tests; echo 'wanted = 1' > tests/hidden.py",
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES.values(), ids=OBSTACLES)
+async def test_nothing_of_the_agents_stands_in_the_way_of_hidden_files(provider: LocalProvider, obstacle: str) -> None:
+    task = task_with(EvaluatorKind.PATCH, f"{FIRST_HIDDEN}\n{IMPORTING}", hidden_files=HIDDEN)
+    assert (await verdict_on(provider, task, obstacle)).cause is Cause.FAILED
+    assert (await verdict_on(provider, task, f"sed -i s/1/2/ answer.py; {obstacle}")).reward == 1.0
+
+
+async def test_a_patch_reads_files_as_data_paths_and_leaves_the_others_alone(provider: LocalProvider) -> None:
+    check = f"assert open('/home/agent/kept.txt').read() == 'kept\\n'; {IMPORTING}"
+    task = task_with(EvaluatorKind.PATCH, check, data_paths=("/workspace/answer.py",))
+    assert (await verdict_on(provider, task, "sed -i s/1/2/ answer.py; rm /home/agent/kept.txt")).reward == 1.0
+    assert (await verdict_on(provider, task, "true")).cause is Cause.FAILED
