@@ -62,12 +62,13 @@ class DispatcherConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSummary:
-    """`success` is the mean reward over the answers that were scored; `infra` answers are not in it."""
+    """`success` is the mean reward over the answers that were scored, None when none was; `infra` answers are not in
+    it."""
 
     tag: str
     answers: int
     infra: int
-    success: float
+    success: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +184,7 @@ class Dispatcher:
             tag=tag,
             answers=len(answers),
             infra=len(answers) - len(rewards),
-            success=sum(rewards) / len(rewards) if rewards else 0.0,
+            success=sum(rewards) / len(rewards) if rewards else None,
         )
 
     async def status(self) -> DispatcherStatus:

@@ -69,7 +69,7 @@ class EnginesConfig(BaseModel):
     max_running: int = Field(default=64, ge=1)
     """Sequences one engine decodes at once."""
     max_context_tokens: int | None = Field(default=None, ge=16)
-    """Prompt and answer together; None takes the model's own limit."""
+    """Prompt and answer together; None takes sampling.max_context_tokens."""
     start_timeout_s: float = Field(default=120.0, gt=0)
     """From start to the first answer; importing torch takes seconds."""
     health_timeout_s: float = Field(default=10.0, gt=0)
@@ -147,8 +147,10 @@ class EngineGroup:
         self._supervision.cancel()
         await self._stack.aclose()
 
-    async def push(self, snapshot: WeightsSnapshot) -> None:
+    async def push(self, snapshot: WeightsSnapshot, *, rollouts_in_flight: int) -> None:
         """Send these weights to every engine, wave by wave; when none takes them, to new engines.
+        `rollouts_in_flight` is
+        what runs as the push begins, for the record.
 
         Nothing is done for a snapshot of an earlier epoch than the newest one: its learner is dead. Raises
         EngineUnavailable when no engine took the weights, ModelInvalid, SenderFailed.
@@ -158,7 +160,7 @@ class EngineGroup:
             if newest is not None and snapshot.version.epoch < newest.version.epoch:
                 return
             self._journal_snapshot(snapshot)
-            await self._push_to(list(self._members.values()), snapshot)
+            await self._push_to(list(self._members.values()), snapshot, rollouts_in_flight)
             if not self._serving(snapshot):
                 await self._remove(list(self._members.values()))
                 await self._catch_up(await self._start_missing())
@@ -181,15 +183,16 @@ class EngineGroup:
     def _serving(self, snapshot: WeightsSnapshot) -> bool:
         return any(member.admitted and member.version == snapshot.version for member in self._members.values())
 
-    async def _push_to(self, members: Sequence[_Member], snapshot: WeightsSnapshot) -> None:
+    async def _push_to(
+        self, members: Sequence[_Member], snapshot: WeightsSnapshot, rollouts_in_flight: int | None = None
+    ) -> None:
         """Push, and push once more to those a dying sender left behind."""
-        sessions = await self._open_sessions()
         report = await self._push_once(members, snapshot)
-        self._record(report, sessions)
+        self._record(report, rollouts_in_flight)
         behind = {item.engine_id for item in report.engines if item.outcome is PushOutcome.BEHIND}
         if behind:
             again = [member for member in members if member.engine_id in behind]
-            self._record(await self._push_once(again, snapshot), sessions)
+            self._record(await self._push_once(again, snapshot), rollouts_in_flight)
 
     async def _push_once(self, members: Sequence[_Member], snapshot: WeightsSnapshot) -> PushReport:
         report = await self._through_sender(members, snapshot)
@@ -342,14 +345,7 @@ class EngineGroup:
         except PolicyError:
             logger.exception("engines could not be replaced; tried again at the next supervision")
 
-    async def _open_sessions(self) -> int:
-        """Rollouts whose agent is at work now."""
-        with suppress(ActorLost, TimeoutError):
-            async with asyncio.timeout(GATEWAY_TIMEOUT_S):
-                return (await self._gateway.stats()).sessions
-        return 0
-
-    def _record(self, report: PushReport, sessions: int) -> None:
+    def _record(self, report: PushReport, rollouts_in_flight: int | None) -> None:
         self._metrics.append(
             "push",
             {
@@ -358,7 +354,7 @@ class EngineGroup:
                 "total_s": report.total_s,
                 "seconds": report.seconds,
                 "sent_bytes": report.sent_bytes,
-                "rollouts_in_flight": sessions,
+                "rollouts_in_flight": rollouts_in_flight,
                 "requests_in_flight": sum(item.in_flight for item in report.engines),
                 "paused_s": [item.paused_s for item in report.engines],
                 "updated": list(report.updated),

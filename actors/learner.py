@@ -228,7 +228,9 @@ class LearnerLoop:
         await self._send(await self._learner.snapshot())
 
     async def _send(self, snapshot: WeightsSnapshot) -> None:
-        await until_back(lambda: self._engines.push(snapshot))
+        in_flight = (await until_back(self._replay.status)).inventory.in_flight
+        await until_back(lambda: self._engines.push(snapshot, rollouts_in_flight=in_flight))
+        await until_back(lambda: self._replay.served(snapshot.version))
 
     async def _save(self) -> None:
         assert self._version is not None

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SYNC_POLL_S = 0.2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issued:
@@ -71,6 +73,7 @@ class Replay:
         self._dispatcher = ""
         self._issuing: asyncio.Timeout | None = None
         self._closing = False
+        self._served: PolicyVersion | None = None
 
     async def __aenter__(self) -> Self:
         directory = self._directory
@@ -108,7 +111,7 @@ class Replay:
         """Raises TimeoutError when another dispatcher takes over meanwhile; nothing is handed out then."""
         with self._ending():
             async with asyncio.timeout(None) as self._issuing:
-                orders = await self._store.issue(limit, self._head(), timeout_s=timeout_s)
+                orders = await self._store.issue(limit, self._serving(), timeout_s=self._patience_s(timeout_s))
             return Issued(orders=orders, over_bound=self._store.over_bound(self._head()))
 
     async def offer(self, results: list[RolloutResult]) -> tuple[Receipt, ...]:
@@ -146,6 +149,10 @@ class Replay:
         self._opened.set()
         return version
 
+    async def served(self, version: PolicyVersion) -> None:
+        """The engines serve this version now: what is issued from here on begins with it."""
+        self._served = version
+
     async def record_evaluations(self, ended: Sequence[tuple[RolloutOrder, RolloutResult]]) -> None:
         """Keep outcomes of evaluation rollouts; the tag is the order's group."""
         by_tag: dict[GroupId, list[tuple[RolloutResult, TaskId]]] = {}
@@ -170,6 +177,15 @@ class Replay:
     async def status(self) -> BufferStatus:
         with self._ending():
             return self._store.status()
+
+    def _serving(self) -> PolicyVersion:
+        """What the engines serve, as far as this process was told; else the ledger's newest version."""
+        return self._served or self._head()
+
+    def _patience_s(self, timeout_s: float) -> float:
+        """In mode `sync` one wait asks for one version: it ends soon, so that the next one asks for the version pushed
+        meanwhile."""
+        return min(timeout_s, SYNC_POLL_S) if self._config.mode == "sync" else timeout_s
 
     def _head(self) -> PolicyVersion:
         return self._store.status().head or PolicyVersion(1, 0)

@@ -131,9 +131,6 @@ async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, p
             raise InfraFailure(f"agent: served a failure: {record.failures[0]}")
         async with boundary(names.EVALUATE, "evaluate", phases, config.evaluate_timeout_s):
             verdict = await _evaluate(order, stations, ref, report)
-            if verdict.cause is Cause.EVALUATOR:
-                # It broke: once more, in other sandboxes, before the attempt is given up.
-                verdict = await _evaluate(order, stations, ref, report)
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,

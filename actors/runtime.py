@@ -40,8 +40,10 @@ logger = logging.getLogger(__name__)
 BROKEN_EXIT_CODE = 70
 BREAKING_S = 10.0
 """How long a broken actor may take to close what it has open."""
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 60.0
 """How long one actor may take to exit its context; then it is killed."""
+PING_TIMEOUT_S = 5.0
+"""An actor that is to be stopped and does not tell its process id within this time hangs: it is killed."""
 DEFAULT_MAX_CONCURRENCY = 2048
 """Calls one actor may have in flight: dispatcher, workers and status calls together stay far below."""
 
@@ -273,6 +275,7 @@ class RayRuntime:
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix
+        self._process_ids: dict[str, int] = {}
 
     async def spawn(
         self, cls: type[T], *args: Any, name: str, max_concurrency: int = DEFAULT_MAX_CONCURRENCY, **kwargs: Any
@@ -323,16 +326,26 @@ class RayRuntime:
             handle = await proxy._resolved()  # noqa: SLF001 - the proxy is ours
         except ActorLost:
             return
-        with suppress(RayError, TimeoutError):
+        try:
+            async with asyncio.timeout(PING_TIMEOUT_S):
+                await self.stats(actor)
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await handle.close.remote()
+        except TimeoutError:
+            # A stopped process does not hear Ray either.
+            if process_id := self._process_ids.get(repr(proxy)):
+                await self.restart(actor, process_id)
+        except (ActorLost, RayError):
+            pass
         ray.kill(handle, no_restart=True)
 
     async def stats(self, actor: object) -> tuple[int, int]:
         """(process id, calls received so far) of an actor. ActorLost when its process is gone."""
         proxy = cast("ActorProxy", actor)
         handle = await proxy._resolved()  # noqa: SLF001 - the proxy is ours
-        return cast("tuple[int, int]", await _await_call(repr(proxy), handle.stats.remote()))
+        answer = cast("tuple[int, int]", await _await_call(repr(proxy), handle.stats.remote()))
+        self._process_ids[repr(proxy)] = answer[0]
+        return answer
 
     async def restart(self, actor: object, process_id: int) -> None:
         """Kill the process of an actor that answers nothing any more; Ray starts another. Idempotent.

@@ -22,7 +22,7 @@ from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.agents.shell import ShellAgent
 from headrace.actors.config import AgentKind, RunConfig
 from headrace.actors.dispatcher import Dispatcher
-from headrace.actors.engines import EngineGroup
+from headrace.actors.engines import EngineGroup, EnginesConfig
 from headrace.actors.errors import ActorLost, RunStalled, first_cause
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.gateway import GatewayActor
@@ -204,6 +204,9 @@ class Service:
         summary = await keep_running(
             lambda: self._dispatcher.evaluate(self._heldout, samples=samples, tag=tag), self._dispatcher.status
         )
+        if summary.success is None:
+            logger.error("evaluation %s: every answer was infra; nothing is recorded", tag)
+            return
         self._success = summary.success
         self._metrics.append("evaluation", {"step": 0 if tag == "base" else self._step, **asdict(summary)})
 
@@ -280,7 +283,7 @@ class Service:
                 self._spawn(
                     "engines",
                     EngineGroup,
-                    config.engines,
+                    _engines(config),
                     config.push,
                     gateway=self._gateway,
                     model_dir=config.model.path,
@@ -348,6 +351,12 @@ class Service:
         self._actors[name] = actor
         self._stack.push_async_callback(self._runtime.stop, actor)
         return actor
+
+
+def _engines(config: RunConfig) -> EnginesConfig:
+    """The engines take what a session may have, unless the recipe says more."""
+    context = config.engines.max_context_tokens or config.sampling.max_context_tokens
+    return config.engines.model_copy(update={"max_context_tokens": context})
 
 
 def _agent(config: RunConfig) -> Agent:

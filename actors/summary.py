@@ -70,7 +70,13 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
     evaluations = {record["tag"]: record for record in metrics if record["kind"] == "evaluation"}
     steps = [record for record in metrics if record["kind"] == "step"]
     # The first push of an incarnation comes before there is anything to disturb.
-    pushes = [record for record in metrics if record["kind"] == "push" and not record["version"].endswith(".0")]
+    pushes = [
+        record
+        for record in metrics
+        if record["kind"] == "push"
+        and record["rollouts_in_flight"] is not None
+        and not record["version"].endswith(".0")
+    ]
     evidence, report = read_evidence(directory.path), verify(directory.path)
     ended = [attempt for attempt in evidence.attempts if attempt.offered]
     started_s = [attempt.issued_at_s for attempt in evidence.attempts]

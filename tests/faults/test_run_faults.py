@@ -192,3 +192,14 @@ def wait_for(condition: Callable[[], bool], driver: subprocess.Popen[bytes]) -> 
         assert driver.poll() is None, driver.communicate()[1].decode()
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_synchronous_run_trains_nothing_stale(rig: Any, tmp_path: Path) -> None:
+    options = ("buffer.mode=sync", "buffer.max_staleness=0", "training.steps=4")
+    async with rig.open_service(tmp_path, "sync", *options) as (service, directory), asyncio.timeout(DEADLINE_S):
+        assert await service.run()
+    report = verify(directory.path)
+    assert report.clean, report.problems
+    assert (report.steps, report.max_staleness_seen, report.evicted) == (4, 0, 0)
