@@ -110,8 +110,13 @@ class Replay:
     async def _issue(self, limit: int, timeout_s: float) -> Issued:
         """Raises TimeoutError when another dispatcher takes over meanwhile; nothing is handed out then."""
         with self._ending():
-            async with asyncio.timeout(None) as self._issuing:
-                orders = await self._store.issue(limit, self._serving(), timeout_s=self._patience_s(timeout_s))
+            async with asyncio.timeout(None) as issuing:
+                self._issuing = issuing
+                try:
+                    orders = await self._store.issue(limit, self._serving(), timeout_s=self._patience_s(timeout_s))
+                finally:
+                    # A timeout that is over cannot be moved any more.
+                    self._issuing = None if self._issuing is issuing else self._issuing
             return Issued(orders=orders, over_bound=self._store.over_bound(self._head()))
 
     async def offer(self, results: list[RolloutResult]) -> tuple[Receipt, ...]:

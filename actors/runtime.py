@@ -130,8 +130,12 @@ class _Life:
         await asyncio.shield(self._entered)
 
     async def close(self) -> None:
-        """Exit the context. Raises its error."""
+        """Exit the context, or break off its entering. Raises the error of exiting."""
         self._closing.set()
+        if not self._entered.done():
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            return
         await asyncio.shield(self._task)
 
     async def _live(self) -> None:
@@ -144,6 +148,10 @@ class _Life:
                 # Seen, also when nobody waits: whoever comes next enters again and meets it.
                 self._entered.exception()
                 return
+            except asyncio.CancelledError:
+                self._entered.set_exception(ActorGone(f"{type(self._instance).__name__} was closed while it opened"))
+                self._entered.exception()
+                raise
             self._entered.set_result(None)
             try:
                 await self._closing.wait()
@@ -186,9 +194,10 @@ class Host:
         except Exception as error:  # noqa: BLE001 - the one boundary: the caller gets it with its type
             return _Raised(error)
 
-    async def stats(self) -> tuple[int, int]:
-        """(process id, calls received). An actor that is not entered begins to be, without being waited for."""
-        if not self._closed:
+    async def stats(self, *, begin: bool) -> tuple[int, int]:
+        """(process id, calls received). With `begin` an actor that is not entered begins to be, without being waited
+        for."""
+        if begin and not self._closed:
             self._life = self._life or _Life(self._instance)
         return os.getpid(), self._calls
 
@@ -328,7 +337,7 @@ class RayRuntime:
             return
         try:
             async with asyncio.timeout(PING_TIMEOUT_S):
-                await self.stats(actor)
+                await self._ask_stats(proxy, begin=False)
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await handle.close.remote()
         except TimeoutError:
@@ -341,9 +350,11 @@ class RayRuntime:
 
     async def stats(self, actor: object) -> tuple[int, int]:
         """(process id, calls received so far) of an actor. ActorLost when its process is gone."""
-        proxy = cast("ActorProxy", actor)
+        return await self._ask_stats(cast("ActorProxy", actor), begin=True)
+
+    async def _ask_stats(self, proxy: ActorProxy, *, begin: bool) -> tuple[int, int]:
         handle = await proxy._resolved()  # noqa: SLF001 - the proxy is ours
-        answer = cast("tuple[int, int]", await _await_call(repr(proxy), handle.stats.remote()))
+        answer = cast("tuple[int, int]", await _await_call(repr(proxy), handle.stats.remote(begin=begin)))
         self._process_ids[repr(proxy)] = answer[0]
         return answer
 
