@@ -94,6 +94,9 @@ class Service:
             await self._start_stores()
             await self._start_workers()
             await self._start_loops()
+        except BaseExceptionGroup as group:
+            await self._stack.aclose()
+            raise first_cause(group) from group
         except BaseException:
             await self._stack.aclose()
             raise

@@ -161,20 +161,20 @@ class ReplayBuffer:
         known = (self.state.attempts[rollout] for rollout in rollouts if rollout in self.state.attempts)
         return self.abandon([attempt.key for attempt in known], now)
 
-    def restart_in_flight(self, now: float) -> int:
-        """After the driver's death: every attempt in flight is abandoned. That is no fault of theirs: no failure
-        counts."""
-        attempts = [self.state.attempts[rollout_id].key for rollout_id in self.state.by_state[RolloutState.IN_FLIGHT]]
-        detail = "abandoned: the run was restarted"
+    def withdraw(self, attempts: Iterable[tuple[RolloutId, int]], now: float) -> int:
+        """These attempts run nowhere, and never did as far as they are concerned: their order, dispatcher or driver
+        was lost. No failure counts. Returns how many were in flight."""
+        detail = "withdrawn: nobody runs it"
         return sum(self._groups.abandon(*attempt, Cause.CANCELLED, detail, now) for attempt in attempts)
 
+    def restart_in_flight(self, now: float) -> int:
+        """After the driver's death: `withdraw` every attempt in flight."""
+        return self.keep_in_flight((), now)
+
     def keep_in_flight(self, carried: Collection[tuple[RolloutId, int]], now: float) -> int:
-        """Abandon every attempt in flight that is not `carried`: its driver, dispatcher or order was lost, which is no
-        failure of its own. Returns how many."""
+        """`withdraw` every attempt in flight that is not `carried`; returns how many."""
         running = (self.state.attempts[rollout].key for rollout in self.state.by_state[RolloutState.IN_FLIGHT])
-        lost = [key for key in running if key not in carried]
-        detail = "abandoned: nobody runs it"
-        return sum(self._groups.abandon(*attempt, Cause.CANCELLED, detail, now) for attempt in lost)
+        return self.withdraw([key for key in running if key not in carried], now)
 
     def over_bound(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
         """Attempts in flight that could not be trained at `version` or later, judged by the version they were issued

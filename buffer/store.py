@@ -116,7 +116,7 @@ class ReplayStore:
             return await self._until(issue, timeout_s) or ()
         except asyncio.CancelledError:
             # Nobody will run what a cancelled caller never received.
-            self._apply(lambda: self._core.abandon(handed, self._clock()))
+            self._apply(lambda: self._core.withdraw(handed, self._clock()))
             raise
 
     async def offer_many(self, results: Sequence[RolloutResult]) -> tuple[Receipt, ...]:
@@ -141,7 +141,7 @@ class ReplayStore:
         return await self._change(lambda: self._core.restart_in_flight(self._clock()))
 
     async def keep_in_flight(self, carried: Collection[tuple[RolloutId, int]]) -> int:
-        """Abandon every attempt in flight that nobody carries any more; returns how many."""
+        """Withdraw every attempt in flight that nobody carries any more; returns how many."""
         return await self._change(lambda: self._core.keep_in_flight(carried, self._clock()))
 
     async def take(self, version: PolicyVersion, epoch: int, *, timeout_s: float) -> Batch | None:

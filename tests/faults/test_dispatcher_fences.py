@@ -97,6 +97,7 @@ async def test_an_order_that_a_dead_dispatcher_waits_for_is_never_given_out(acto
     assert {order.rollout_id for order in again.orders} == {order.rollout_id for order in first.orders}
     assert {order.attempt for order in again.orders} == {2}
     assert (await replay.status()).inventory.in_flight == 8
+    assert await replay.reconcile([], "third") == 8, "also when the last order is long given out"
 
 
 async def test_what_a_worker_finishes_goes_to_the_dispatcher_it_serves(actors: Actors) -> None:

@@ -75,7 +75,7 @@ async def test_engine_killed_before_the_broadcast(rig, other_model: Path) -> Non
 async def test_engine_killed_in_a_wave_of_two(rig, other_model: Path) -> None:
     report = await rig.push(other_model, 1, wave_size=2, before=at(Phase.PAUSE, rig.processes["one"].kill))
     assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
-    assert "EngineUnavailable" in report.engines[0].failure
+    assert "EngineDown" in report.engines[0].failure
     await works(rig, "two", NEW)
 
 
