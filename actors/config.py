@@ -129,6 +129,8 @@ class ServiceSection(_Section):
     """No progress anywhere for so long ends the run with a diagnosis."""
     hang_s: float = Field(default=60.0, gt=0)
     """An actor that does not answer for so long is killed and started again; keep it below `stall_s`."""
+    min_free_bytes: int = Field(default=64 << 20, ge=0)
+    """Less room than this on the disk of the run directory ends the run, resumable, before writes fail half-way."""
     drain_s: float = Field(default=30.0, gt=0)
     """How long an interrupted run may take to save and close."""
     object_store_bytes: int = Field(default=128 << 20, ge=80 << 20)

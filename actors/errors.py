@@ -8,6 +8,7 @@ RunError
 ├── ConfigError         a key, the reason and the fix, on one line
 ├── RunExists           the run directory is taken
 ├── RunMissing          there is no such run, or it cannot be resumed
+├── DiskFull            the run directory's disk has no room left
 └── RunStalled          nothing progressed for too long: carries the diagnosis
 """
 
@@ -44,6 +45,10 @@ class RunExists(RunError):
 
 class RunMissing(RunError):
     """There is no such run, or nothing in it to resume."""
+
+
+class DiskFull(RunError):
+    """The disk of the run directory has no room left."""
 
 
 class RunStalled(RunError):

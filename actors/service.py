@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections import deque
 from contextlib import AsyncExitStack
@@ -23,7 +24,7 @@ from headrace.actors.agents.shell import ShellAgent
 from headrace.actors.config import AgentKind, RunConfig
 from headrace.actors.dispatcher import Dispatcher
 from headrace.actors.engines import EngineGroup, EnginesConfig
-from headrace.actors.errors import ActorLost, RunStalled, first_cause
+from headrace.actors.errors import ActorLost, DiskFull, RunStalled, first_cause
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.gateway import GatewayActor
 from headrace.actors.learner import LearnerLoop
@@ -110,7 +111,7 @@ class Service:
     async def run(self) -> bool:
         """Evaluate, train, evaluate. True when all steps are done, False when the run was drained before.
 
-        Raises RunStalled, and what ends the learner or the dispatcher for good.
+        Raises RunStalled, DiskFull, and what ends the learner or the dispatcher for good.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -120,6 +121,8 @@ class Service:
                 for task in (supervision, *guards):
                     task.cancel()
         except BaseExceptionGroup as group:
+            # Whatever it broke: a full disk is the cause.
+            self._refuse_full_disk()
             raise first_cause(group) from group
         self._phase = "done" if done else "drained"
         return done
@@ -218,6 +221,7 @@ class Service:
         last_moved, seen = time.monotonic(), None
         while True:
             await asyncio.sleep(SUPERVISION_S)
+            self._refuse_full_disk()
             learner = await _or_none(self._learner.status)
             dispatcher = await _or_none(self._dispatcher.status)
             if learner and learner.version and learner.version.step > self._step:
@@ -245,6 +249,14 @@ class Service:
                 if process_id is not None:
                     logger.warning("actor %s (process %d) hangs and is killed", name, process_id)
                     await self._runtime.restart(actor, process_id)
+
+    def _refuse_full_disk(self) -> None:
+        free_bytes = shutil.disk_usage(self._directory.path).free
+        if free_bytes < self._config.service.min_free_bytes:
+            raise DiskFull(
+                f"the disk of {self._directory.path} has {free_bytes >> 20} MiB left, less than service.min_free_bytes "
+                f"({self._config.service.min_free_bytes >> 20} MiB): free some space, then resume the run"
+            )
 
     async def _diagnosis(self) -> str:
         progress = await self.progress()

@@ -5,7 +5,8 @@ ReplayError
 ├── LeaseError            a batch that is not leased to the caller, or committed out of order
 ├── VersionMismatch       a version that is not the one the ledger expects next
 ├── LedgerError
-│   ├── LedgerRefused     the file cannot be used here: network file system, other run, newer schema, other tasks
+│   ├── LedgerRefused     the file cannot be used here: network file system, full disk, other run, newer schema, other
+│   │                     tasks
 │   ├── LedgerInUse       another process holds the ledger
 │   ├── LedgerBroken      a write failed: the store has ended
 │   └── LedgerMismatch    ledger and checkpoint tell different histories

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import sqlite3
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, cast
 
 from headrace.buffer.codec import decode, encode
 from headrace.buffer.errors import LedgerBroken, LedgerInUse, LedgerRefused
-from headrace.buffer.local_disk import filesystem_magic, refuse_network
+from headrace.buffer.local_disk import filesystem_magic, refuse_full, refuse_network
 from headrace.buffer.records import EvaluationRecord, RolloutState, Snapshot
 from headrace.buffer.schema import APPLICATION_ID, LEDGER_DDL, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
 from headrace.buffer.types import RolloutId
@@ -61,6 +62,7 @@ class Ledger:
         Raises LedgerRefused, LedgerInUse."""
         run_dir.mkdir(parents=True, exist_ok=True)
         refuse_network(run_dir, filesystem_magic(run_dir))
+        refuse_full(run_dir, shutil.disk_usage(run_dir).free)
         lock = _lock(run_dir / "ledger.lock")
         try:
             database = _connect(run_dir / "ledger.db")

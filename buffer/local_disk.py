@@ -1,5 +1,5 @@
-"""Whether a directory is on a local disk: SQLite's WAL needs shared memory and locks that network file systems do not
-give.
+"""Whether a directory is on a local disk with room: SQLite's WAL needs shared memory and locks that network file
+systems do not give.
 
 See https://www.sqlite.org/wal.html, "all processes using a database must be on the same host".
 """
@@ -30,6 +30,9 @@ NETWORK_MAGIC = {
 }
 """`f_type` of statfs(2) by file system; FUSE is refused because most of its users are network file systems."""
 
+MIN_FREE_BYTES = 8 << 20
+"""A few transactions with trajectories."""
+
 
 def filesystem_magic(directory: Path) -> int:
     """`f_type` of the file system that holds `directory`; 0 where statfs(2) is not Linux's. Raises OSError."""
@@ -47,4 +50,12 @@ def refuse_network(directory: Path, magic: int) -> None:
     if name := NETWORK_MAGIC.get(magic):
         raise LedgerRefused(
             f"{directory} is on {name}, where a ledger is not safe: choose a run directory on a local disk"
+        )
+
+
+def refuse_full(directory: Path, free_bytes: int) -> None:
+    """Raises LedgerRefused when so few bytes are free that the next transactions would fail half-way."""
+    if free_bytes < MIN_FREE_BYTES:
+        raise LedgerRefused(
+            f"the disk of {directory} is full ({free_bytes >> 20} MiB free): free some space, then resume the run"
         )

@@ -162,6 +162,7 @@ async def test_a_killed_actor_is_lost_then_back_and_entered_again() -> None:
     await runtime.stop(counter)
 
 
+@pytest.mark.slow
 async def test_an_actor_whose_background_task_fails_starts_again() -> None:
     runtime = RayRuntime("fragile-")
     fragile = await runtime.spawn(Fragile, name="fragile")

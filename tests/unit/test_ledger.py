@@ -15,7 +15,7 @@ import pytest
 from headrace.buffer.codec import decode, encode
 from headrace.buffer.errors import CodecError, LedgerBroken, LedgerInUse, LedgerRefused
 from headrace.buffer.ledger import Ledger, StoredTrajectory
-from headrace.buffer.local_disk import filesystem_magic, refuse_network
+from headrace.buffer.local_disk import filesystem_magic, refuse_full, refuse_network
 from headrace.buffer.records import AttemptRecord
 from headrace.buffer.types import Cause, RolloutId, Trajectory
 from headrace.buffer.versions import PolicyVersion
@@ -168,6 +168,12 @@ def test_network_file_systems_are_refused(tmp_path):
         filesystem_magic(tmp_path / "missing")
     if os.path.ismount("/proc"):
         assert filesystem_magic(Path("/proc")) == 0x9FA0, "procfs, from statfs(2)"
+
+
+def test_a_full_disk_is_refused_before_a_write_fails_half_way(tmp_path):
+    refuse_full(tmp_path, 1 << 30)
+    with pytest.raises(LedgerRefused, match="free some space"):
+        refuse_full(tmp_path, 1 << 20)
 
 
 def test_backup_is_a_ledger_of_its_own(tmp_path):
