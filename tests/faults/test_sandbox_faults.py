@@ -205,10 +205,10 @@ async def test_launcher_killed_during_boots(tmp_path: Path) -> None:
         assert launcher is not None
         os.kill(launcher, signal.SIGKILL)
         results = await asyncio.gather(*boots, return_exceptions=True)
+        # Those that were done or met the next launcher are well; all others say that trying again makes sense.
         failures = [result for result in results if isinstance(result, BaseException)]
-        assert failures
         assert all(isinstance(failure, SandboxError) and failure.transient for failure in failures)
-        await asyncio.to_thread(wait_until_none_left, tmp_path)
+    await asyncio.to_thread(wait_until_none_left, tmp_path)
 
 
 def wait_until_none_left(run: Path) -> None:
