@@ -1,16 +1,21 @@
 """The gateway actor: `headrace.serve.gateway.Gateway` on a port that stays the same over restarts.
 
-Invariant: address and admin token are in a file of the run directory that only its owner can read; a restarted
-gateway takes them from
-there, so that base URLs stay true.
+Invariants:
+- Address and admin token are in a file of the run directory that only its owner can read; a restarted gateway takes
+  them from there, so that base URLs stay true.
+- The port is none that the kernel gives to outgoing connections: else one of them could hold it when the gateway comes
+  back, even a client that called the dead port and was connected with itself.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import secrets
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 from urllib.parse import urlsplit
 
@@ -19,7 +24,7 @@ import orjson
 from headrace.serve.gateway import Gateway, GatewayConfig, GatewayStats
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
     from types import TracebackType
 
     from headrace.actors.observing import Observing
@@ -49,7 +54,7 @@ class GatewayActor:
         known = read_address(self._address_file)
         token = known.admin_token if known else secrets.token_urlsafe(32)
         self._gateway = Gateway(self._config, token)
-        url = await self._gateway.start(port=(urlsplit(known.url).port or 0) if known else 0)
+        url = await self._gateway.start(port=urlsplit(known.url).port or 0) if known else await self._start_first()
         self._stack.push_async_callback(self._gateway.stop)
         self._address = GatewayAddress(url=url, admin_token=token)
         write_private(self._address_file, orjson.dumps(asdict(self._address)))
@@ -59,6 +64,16 @@ class GatewayActor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+    async def _start_first(self) -> str:
+        for port in stable_ports():
+            try:
+                return await self._gateway.start(port=port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+        # A kernel whose range is all ports leaves no better choice.
+        return await self._gateway.start()
 
     async def address(self) -> GatewayAddress:
         return self._address
@@ -74,6 +89,13 @@ class GatewayActor:
 
     async def stats(self) -> GatewayStats:
         return await self._gateway.in_flight()
+
+
+def stable_ports() -> Iterator[int]:
+    """Ports from 10,000 outside the kernel's range for outgoing connections, in random order."""
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    outside = [*range(10_000, first), *range(last + 1, 1 << 16)]
+    yield from random.sample(outside, len(outside))
 
 
 def read_address(path: Path) -> GatewayAddress | None:

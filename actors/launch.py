@@ -2,7 +2,7 @@
 
 Invariants:
 - Everything that can be wrong is looked at before the run directory is made; a refused start leaves nothing behind.
-- One process drives a run directory at a time.
+- One process drives a run directory at a time. It also guards the service: that one's death or hanging costs time only.
 - Interrupting a run (Ctrl-C, SIGTERM) drains it: what is saved can be resumed. A second interrupt ends it at once.
 """
 
@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from headrace.actors.config import RunConfig, SandboxKind, load_recipe
 from headrace.actors.errors import ActorLost, ConfigError, RunExists, RunMissing, first_cause
+from headrace.actors.guarding import guard, keep_running
 from headrace.actors.metrics import read_metrics
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import RayRuntime, start_local_ray, stop_local_ray
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from headrace.actors.runtime import Runtime
     from headrace.buffer.tasks import Task
 
 PROGRESS_S = 1.0
@@ -165,7 +167,7 @@ async def _drive(config: RunConfig, directory: RunDirectory, *, quiet: bool) -> 
     service = await runtime.spawn(Service, config, directory, runtime, name="service")
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(_run_supervised(service))
+            running = tasks.create_task(run_guarded(runtime, service, config.service.hang_s))
             watching = tasks.create_task(_watch(service, quiet=quiet))
             with _drain_on_interrupt(service, running, tasks):
                 completed = await running
@@ -178,10 +180,13 @@ async def _drive(config: RunConfig, directory: RunDirectory, *, quiet: bool) -> 
     return completed
 
 
-async def _run_supervised(service: Service) -> bool:
-    from headrace.actors.service import keep_running
-
-    return await keep_running(service.run, service.progress)
+async def run_guarded(runtime: Runtime, service: Service, hang_s: float) -> bool:
+    """`Service.run` to its end, also when the service's process dies or hangs on the way."""
+    async with asyncio.TaskGroup() as tasks:
+        guarding = tasks.create_task(guard(runtime, "service", service, hang_s))
+        completed = await keep_running(service.run, service.progress)
+        guarding.cancel()
+    return completed
 
 
 @contextmanager

@@ -121,11 +121,10 @@ class LearnerLoop:
         self._opening = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
-        from headrace.policies.megatron import MegatronLearner
-
         self._stack.enter_context(self._observing.spans("learner"))
         self._metrics = self._observing.metrics()
-        self._learner: Learner = MegatronLearner(self._learner_config)
+        # In a thread: importing megatron-core takes seconds, and who does not answer meanwhile counts as hung.
+        self._learner = await asyncio.to_thread(_make_learner, self._learner_config)
         self._stack.push_async_callback(self._learner.close)
         self._running: Joined[PolicyVersion] = Joined(await self._stack.enter_async_context(asyncio.TaskGroup()))
         return self
@@ -241,6 +240,12 @@ class LearnerLoop:
         await until_back(lambda: self._replay.checkpointed(checkpoint))
         self._saved_at = self._version.step
         self._clock.step_s += time.monotonic() - start
+
+
+def _make_learner(config: LearnerConfig) -> Learner:
+    from headrace.policies.megatron import MegatronLearner
+
+    return MegatronLearner(config)
 
 
 def shuffle_rewards(batch: Batch, *, seed: int) -> Batch:

@@ -4,7 +4,7 @@ Invariants:
 - Every actor is named; a restarted service finds those that live and starts those that do not.
 - A lost actor is called again when Ray has restarted it; what it was doing is repeated idempotently or abandoned by
   the buffer.
-- An actor that answers nothing for `hang_s` is killed: then it is a lost actor like any other.
+- An actor that answers nothing for `hang_s` is killed. (The service itself is guarded by its driver, `launch`.)
 - A run ends: with its steps done, drained, or with an error that says why. A stall is such an error.
 """
 
@@ -27,6 +27,7 @@ from headrace.actors.engines import EngineGroup, EnginesConfig
 from headrace.actors.errors import ActorLost, DiskFull, RunStalled, first_cause
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.gateway import GatewayActor
+from headrace.actors.guarding import guard, keep_running
 from headrace.actors.learner import LearnerLoop
 from headrace.actors.metrics import read_metrics
 from headrace.actors.observing import Observing
@@ -53,19 +54,8 @@ SUPERVISION_S = 1.0
 """How often progress is read."""
 STATUS_TIMEOUT_S = 5.0
 """A part that tells nothing for so long is shown without a value."""
-GUARD_S = 2.0
-"""How often each actor is asked whether it is alive."""
 
 logger = logging.getLogger(__name__)
-
-
-async def keep_running(call: Callable[[], Awaitable[R]], ready: Callable[[], Awaitable[object]]) -> R:
-    """Await a long call of an actor; when the actor is lost, wait until `ready` answers and call again."""
-    while True:
-        try:
-            return await call()
-        except ActorLost:
-            await until_back(ready)
 
 
 class Service:
@@ -115,7 +105,10 @@ class Service:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                guards = [tasks.create_task(self._guard(name, actor)) for name, actor in self._actors.items()]
+                guards = [
+                    tasks.create_task(guard(self._runtime, name, actor, self._config.service.hang_s))
+                    for name, actor in self._actors.items()
+                ]
                 supervision = tasks.create_task(self._supervise())
                 done = await self._train_and_evaluate(tasks)
                 for task in (supervision, *guards):
@@ -234,21 +227,6 @@ class Service:
                 last_moved, seen = time.monotonic(), moved
             elif time.monotonic() - last_moved > self._config.service.stall_s:
                 raise RunStalled(await self._diagnosis())
-
-    async def _guard(self, name: str, actor: object) -> None:
-        """Kill an actor that hangs; what its death means is handled where its calls are awaited."""
-        process_id: int | None = None
-        while True:
-            await asyncio.sleep(GUARD_S)
-            try:
-                async with asyncio.timeout(self._config.service.hang_s):
-                    process_id, _ = await self._runtime.stats(actor)
-            except ActorLost:
-                process_id = None
-            except TimeoutError:
-                if process_id is not None:
-                    logger.warning("actor %s (process %d) hangs and is killed", name, process_id)
-                    await self._runtime.restart(actor, process_id)
 
     def _refuse_full_disk(self) -> None:
         free_bytes = shutil.disk_usage(self._directory.path).free

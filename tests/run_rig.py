@@ -3,12 +3,17 @@ process."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import ray
 
 from headrace.actors.launch import RunRequest, prepare
 from headrace.actors.run_directory import RunDirectory
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
 
 
 RECIPE = Path(__file__).resolve().parents[1] / "scripts" / "recipes" / "quickstart.toml"
+HANG_S = 15
 SMALL = (
     "training.steps=8",
     "training.save_every=2",
@@ -33,6 +39,8 @@ SMALL = (
     "rollout.agent_timeout_s=25",
     "rollout.evaluate_timeout_s=20",
     "rollout.guard_s=60",
+    f"service.hang_s={HANG_S}",
+    "service.stall_s=75",
 )
 
 
@@ -50,6 +58,32 @@ async def open_service(folder: Path, name: str, *overrides: str) -> AsyncIterato
         yield service, directory
     finally:
         await runtime.stop(service)
+
+
+@asynccontextmanager
+async def explained(service: Service) -> AsyncIterator[None]:
+    """What the run's actors say, and the ends of their logs, on standard output when the block fails."""
+    try:
+        yield
+    except BaseException:
+        for name, question in (("progress", service.progress), ("processes", service.process_ids)):
+            try:
+                async with asyncio.timeout(10):
+                    print(f"{name}: {await question()}")
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is part of the explanation
+                print(f"{name}: {error!r}")
+        print_ray_logs()
+        raise
+
+
+def print_ray_logs() -> None:
+    """The last lines that this Ray's actors wrote, and what its control service says of deaths and restarts."""
+    logs = Path(tempfile.gettempdir()) / "ray" / ray.get_runtime_context().get_session_name() / "logs"
+    for path in sorted(logs.glob("worker-*.err"), key=lambda path: path.stat().st_mtime):
+        print(path.name, *path.read_text(errors="replace").splitlines()[-6:], sep="\n  ")
+    control = (logs / "gcs_server.out").read_text(errors="replace").splitlines()
+    deaths = [line[:240] for line in control if re.search("restart|died|dead|fail", line, re.IGNORECASE)]
+    print("gcs_server.out", *deaths[-40:], sep="\n  ")
 
 
 def start_driver(*arguments: str) -> subprocess.Popen[bytes]:
@@ -72,4 +106,13 @@ def small_arguments() -> list[str]:
     return [part for override in SMALL for part in ("--set", override)]
 
 
-__all__ = ["RECIPE", "RunDirectory", "open_service", "prepare_small", "small_arguments", "start_driver"]
+__all__ = [
+    "HANG_S",
+    "RECIPE",
+    "RunDirectory",
+    "explained",
+    "open_service",
+    "prepare_small",
+    "small_arguments",
+    "start_driver",
+]

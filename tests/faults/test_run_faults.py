@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from headrace.actors.launch import run_guarded
 from headrace.actors.metrics import read_metrics
 from headrace.actors.retry import until_back
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import RayRuntime
-from headrace.actors.service import keep_running
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.verify import verify
 from headrace.sandboxes.leftovers import sandboxes_left
@@ -53,7 +53,6 @@ async def test_a_run_goes_on_when_three_others_are_killed(rig: Any, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "victim",
     [
@@ -61,17 +60,23 @@ async def test_a_run_goes_on_when_three_others_are_killed(rig: Any, tmp_path: Pa
         *("policies.cpu_engine", "policies.sender", "headrace-launcher"),
     ],
 )
-async def test_every_process_may_be_killed(rig: Any, tmp_path: Path, victim: str, seed: int) -> None:
-    step = random.Random(f"{victim} {seed}").randrange(0, 7)
+async def test_every_process_may_be_killed(rig: Any, tmp_path: Path, victim: str) -> None:
+    step = random.Random(victim).randrange(7)
     await run_and_kill(rig, tmp_path, {step: victim})
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("victim", ["worker-0", "learner", "gateway", "policies.cpu_engine"])
+async def test_one_of_two_workers_may_be_killed(rig: Any, tmp_path: Path) -> None:
+    directory = await run_and_kill(rig, tmp_path, {3: "worker-1"}, "service.workers=2")
+    assert len({path.name for path in (directory.path / "spans").glob("worker-*.jsonl")}) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("victim", ["service", "worker-0", "learner", "gateway", "policies.cpu_engine"])
 async def test_every_process_may_hang(rig: Any, tmp_path: Path, victim: str) -> None:
-    settings = ("service.hang_s=10", "engines.health_timeout_s=5")
-    await run_and_kill(rig, tmp_path, {3: victim}, *settings, with_signal=signal.SIGSTOP)
+    await run_and_kill(rig, tmp_path, {3: victim}, "engines.health_timeout_s=5", with_signal=signal.SIGSTOP)
 
 
 async def run_and_kill(
@@ -80,15 +85,18 @@ async def run_and_kill(
     """A small run whose processes are killed after the given steps. It ends by itself, has lost, repeated and poisoned
     nothing, and leaves no process."""
     family: set[psutil.Process] = set()
+    name = f"k{time.monotonic_ns() % 10**6}"
     async with (
-        rig.open_service(folder, f"k{time.monotonic_ns() % 10**6}", *overrides) as (service, directory),
+        rig.open_service(folder, name, *overrides) as (service, directory),
+        rig.explained(service),
         asyncio.timeout(DEADLINE_S),
         asyncio.TaskGroup() as tasks,
     ):
-        running = tasks.create_task(keep_running(service.run, service.progress))
+        running = tasks.create_task(run_guarded(RayRuntime(), service, rig.HANG_S))
         for step, victim in victims.items():
             await until_back(lambda step=step: service.reached(step))
             process = await find_process(service, victim)
+            print(f"{time.time():.1f} s: killing {victim}, process {process.pid}, after step {step}")
             family |= {process, *process.children(recursive=True)}
             process.send_signal(with_signal)
         assert await running

@@ -1,0 +1,33 @@
+"""The cost that the benches print stays inside its bounds. Slow: half a minute each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(900)]
+
+
+def bench(name: str) -> dict[str, Any]:
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+    command = [str(BENCH), name, "--json"]
+    output = subprocess.run(command, check=True, env=environment, timeout=800, stdout=subprocess.PIPE).stdout
+    result: dict[str, Any] = json.loads(output)
+    return result
+
+
+def test_a_sandbox_costs_little() -> None:
+    assert bench("sandbox")["create_destroy_cpu_ms"] <= 15
+
+
+def test_orchestration_costs_little() -> None:
+    result = bench("orchestration")
+    assert result["rollouts"] >= 2000
+    assert result["ray_cpu_ms_per_rollout"] <= 3
+    assert result["ray_calls_per_rollout"] <= 2

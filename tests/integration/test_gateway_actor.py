@@ -1,0 +1,38 @@
+"""The gateway actor: its address outlives it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from headrace.actors.gateway import GatewayActor
+from headrace.actors.observing import Observing
+from headrace.serve.gateway import GatewayConfig
+from headrace.serve.telemetry import TelemetryConfig
+
+TOKENIZER = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
+FIRST, LAST = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+"""What the kernel gives to outgoing connections."""
+
+
+def gateway_of(folder: Path) -> GatewayActor:
+    return GatewayActor(
+        GatewayConfig(tokenizer_dir=TOKENIZER),
+        address_file=folder / "gateway.json",
+        observing=Observing(config=TelemetryConfig(enabled=False), run_dir=folder),
+    )
+
+
+async def test_a_restarted_gateway_has_the_address_of_before(tmp_path: Path) -> None:
+    async with gateway_of(tmp_path) as first:
+        address = await first.address()
+    async with gateway_of(tmp_path) as second:
+        assert await second.address() == address
+
+
+async def test_no_outgoing_connection_can_take_the_port(tmp_path: Path) -> None:
+    async with gateway_of(tmp_path) as gateway:
+        address = await gateway.address()
+    port = urlsplit(address.url).port
+    assert port is not None
+    assert not FIRST <= port <= LAST
