@@ -10,6 +10,7 @@ Invariants:
 - An actor whose context breaks ends its process, and Ray starts another: no actor lives on with half of itself dead.
 - Errors cross with their own type. A dead or restarting process is `ActorLost`, whatever Ray calls it.
 - Cancelling the await of a call cancels the coroutine in the actor; a call cancelled over there is `ActorLost` here.
+- A call that lasts is asked after: when its actor knows nothing of it, twice, it was lost on the way: `ActorLost`.
 - Proxies are picklable and may be handed to other actors.
 """
 
@@ -22,6 +23,8 @@ import os
 import pickle
 import secrets
 import signal
+import sys
+import uuid
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -44,6 +47,8 @@ STOP_TIMEOUT_S = 60.0
 """How long one actor may take to exit its context; then it is killed."""
 PING_TIMEOUT_S = 5.0
 """An actor that is to be stopped and does not tell its process id within this time hangs: it is killed."""
+WATCH_S = 15.0
+"""How often a call that lasts is asked after."""
 DEFAULT_MAX_CONCURRENCY = 2048
 """Calls one actor may have in flight: dispatcher, workers and status calls together stay far below."""
 
@@ -177,6 +182,7 @@ class Host:
         self._life: _Life | None = None
         self._closed = False
         self._calls = 0
+        self._running: set[str] = set()
 
     async def open(self) -> object:
         """Enter the instance's context if that was not done; None, or the error of entering."""
@@ -186,13 +192,20 @@ class Host:
             return _Raised(error)
         return None
 
-    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    async def call(self, call_id: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         self._calls += 1
+        self._running.add(call_id)
         try:
             await self._opened()
             return await getattr(self._instance, method)(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - the one boundary: the caller gets it with its type
             return _Raised(error)
+        finally:
+            self._running.discard(call_id)
+
+    async def knows(self, call_id: str) -> bool:
+        """Whether this call is running here."""
+        return call_id in self._running
 
     async def stats(self, *, begin: bool) -> tuple[int, int]:
         """(process id, calls received). With `begin` an actor that is not entered begins to be, without being waited
@@ -234,7 +247,9 @@ class ActorProxy:
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             handle = await self._resolved()
-            return await _await_call(self._name, handle.call.remote(method, args, kwargs))
+            call_id = uuid.uuid4().hex
+            reference = handle.call.remote(call_id, method, args, kwargs)
+            return await _await_call(self._name, reference, lambda: handle.knows.remote(call_id))
 
         return call
 
@@ -256,14 +271,14 @@ class ActorProxy:
         return f"ActorProxy({self._name})"
 
 
-async def _await_call(name: str, reference: Any) -> Any:
+async def _await_call(name: str, reference: Any, ask: Callable[[], Any] | None = None) -> Any:
     """The value of a Ray call; raises the method's own error, ActorLost, or CancelledError (after cancelling the
-    remote)."""
+    remote). `ask` asks the actor whether it runs the call."""
     import ray
     from ray.exceptions import ActorDiedError, ActorUnavailableError, TaskCancelledError
 
     try:
-        value = await reference
+        value = await (reference if ask is None else _unless_forgotten(name, reference, ask))
     except asyncio.CancelledError:
         ray.cancel(reference)
         raise
@@ -275,6 +290,23 @@ async def _await_call(name: str, reference: Any) -> Any:
     if isinstance(value, _Raised):
         raise value.error
     return value
+
+
+async def _unless_forgotten(name: str, reference: Any, ask: Callable[[], Any]) -> Any:
+    """The value of a call. ActorLost when its actor says twice in a row that it runs no such call: the answer may
+    have been on its way the first time, not the second."""
+    answer, denials = asyncio.wrap_future(reference.future()), 0
+    try:
+        while not (await asyncio.wait([answer], timeout=WATCH_S))[0]:
+            # An actor that says nothing restarts or hangs; what that means for the call is found out by others.
+            with suppress(ActorLost, TimeoutError):
+                async with asyncio.timeout(WATCH_S):
+                    denials = 0 if await _await_call(name, ask()) else denials + 1
+            if denials > 1 and not answer.done():
+                raise ActorLost(f"actor {name} knows nothing of a call")
+        return answer.result()
+    finally:
+        answer.cancel()
 
 
 class RayRuntime:
@@ -383,7 +415,11 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -
     Ray listens on every interface, also when it is local, and whoever reaches it runs code: so it always wants a
     token, one
     of our own that only this process and its children know. Left alone, Ray would write one into the user's home.
+
+    Raises StartFailed when ray was imported before: it has read by then that it wants no token.
     """
+    if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":
+        raise StartFailed("ray was imported before headrace started it: set RAY_AUTH_MODE=token before that import")
     os.environ["RAY_AUTH_MODE"] = "token"
     # Ray reads the token once per process, so a second start keeps it.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -13,8 +13,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ray
-
 from headrace.actors.launch import RunRequest, prepare
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import RayRuntime
@@ -78,6 +76,8 @@ async def explained(service: Service) -> AsyncIterator[None]:
 
 def print_ray_logs() -> None:
     """The last lines that this Ray's actors wrote, and what its control service says of deaths and restarts."""
+    import ray
+
     logs = Path(tempfile.gettempdir()) / "ray" / ray.get_runtime_context().get_session_name() / "logs"
     for path in sorted(logs.glob("worker-*.err"), key=lambda path: path.stat().st_mtime):
         print(path.name, *path.read_text(errors="replace").splitlines()[-6:], sep="\n  ")

@@ -100,7 +100,7 @@ async def run_and_kill(
             family |= {process, *process.children(recursive=True)}
             process.send_signal(with_signal)
         assert await running
-        family |= {psutil.Process(process_id) for process_id in (await service.process_ids()).values()}
+        family |= {psutil.Process(process_id) for process_id in (await until_back(service.process_ids)).values()}
         family |= {child for process in set(family) if process.is_running() for child in process.children(True)}
     _, alive = psutil.wait_procs(family, timeout=LEASE_S)
     assert not alive, [process.cmdline() for process in alive]

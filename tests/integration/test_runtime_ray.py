@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from headrace.actors.errors import ActorLost, ConfigError, StartFailed
 from headrace.actors.retry import until_back
-from headrace.actors.runtime import RayRuntime
+from headrace.actors.runtime import RayRuntime, _unless_forgotten
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -183,6 +184,43 @@ async def test_an_actor_that_hangs_is_killed_and_back() -> None:
     with pytest.raises(ActorLost):
         await call
     assert await until_back(counter.pid) != before
+    await runtime.stop(counter)
+
+
+async def test_a_call_of_which_its_actor_knows_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr("headrace.actors.runtime.WATCH_S", 0.1)
+    runtime = RayRuntime("forgotten-")
+    counter, other = await runtime.spawn(Counter, 0, name="counter"), await runtime.spawn(Counter, 0, name="other")
+    running = ray.get_actor("forgotten-counter").call.remote("the call", "wait_for_ever", (), {})
+    await counter.is_waiting()
+    with pytest.raises(ActorLost, match="knows nothing"):
+        async with asyncio.timeout(60):
+            await _unless_forgotten("other", running, lambda: ray.get_actor("forgotten-other").knows.remote("the call"))
+    for actor in (counter, other):
+        await runtime.stop(actor)
+
+
+async def test_a_call_that_lasts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr("headrace.actors.runtime.WATCH_S", 0.1)
+    runtime = RayRuntime("lasting-")
+    counter = await runtime.spawn(Counter, 0, name="counter")
+    handle, asked, asked_often = ray.get_actor("lasting-counter"), itertools.count(), asyncio.Event()
+
+    def ask() -> object:
+        if next(asked) > 3:
+            asked_often.set()
+        return handle.knows.remote("the call")
+
+    lasting = handle.call.remote("the call", "is_waiting", (), {})
+    watched = asyncio.ensure_future(_unless_forgotten("counter", lasting, ask))
+    await asked_often.wait()
+    waiting = asyncio.ensure_future(counter.wait_for_ever())
+    assert await watched is None
+    waiting.cancel()
     await runtime.stop(counter)
 
 
