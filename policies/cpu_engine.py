@@ -101,7 +101,8 @@ def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
     from headrace.policies.cpu_engine_server import EngineServer, ServerSettings
     from headrace.policies.cpu_engine_thread import EngineThread
     from headrace.policies.cpu_engine_update import WeightUpdater
-    from headrace.policies.qwen3 import Qwen3Config, read_weights
+    from headrace.policies.qwen3 import read_weights
+    from headrace.policies.qwen3_config import Qwen3Config
 
     model = Qwen3Config.read(config.model / "config.json")
     context_tokens = config.max_context or min(model.max_position_embeddings, DEFAULT_CONTEXT_TOKENS)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from headrace.policies.cpu_engine_requests import Sampling
     from headrace.policies.cpu_engine_scheduler import Generation, Scheduler
-    from headrace.policies.qwen3 import Qwen3Config
+    from headrace.policies.qwen3_config import Qwen3Config
 
 
 class Runner:

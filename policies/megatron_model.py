@@ -29,7 +29,7 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.policies.qwen3 import Qwen3Config
+    from headrace.policies.qwen3_config import Qwen3Config
 
 
 def transformer_config(shape: Qwen3Config) -> TransformerConfig:

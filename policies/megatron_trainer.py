@@ -29,7 +29,7 @@ from headrace.policies import checkpoints, megatron_checkpoint, megatron_model, 
 from headrace.policies.learner import LearnerState, WeightsSnapshot
 from headrace.policies.learner_errors import CheckpointUnreadable, NonFiniteRun
 from headrace.policies.objectives import Brakes, LossSums, collate, policy_loss, trained_logprobs
-from headrace.policies.qwen3 import Qwen3Config
+from headrace.policies.qwen3_config import Qwen3Config
 from headrace.policies.train_rows import trained_tokens, weighted_rows
 
 with warnings.catch_warnings():

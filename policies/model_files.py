@@ -1,30 +1,22 @@
 """Whether a directory holds a model that engine and learner can load, told from its files without torch.
 
-Invariant: only headers are read; a directory that passes here has every tensor of its config, in the shapes the
-config says.
+Invariant: of the weights only the header is read; a directory that passes here has every tensor of its config, in the
+shapes the config says.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headrace.policies.errors import ModelInvalid
+from headrace.policies.qwen3_config import Qwen3Config
 from headrace.policies.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-)
 
 
 def check_model_files(directory: Path) -> None:
@@ -36,50 +28,9 @@ def check_model_files(directory: Path) -> None:
             raise ModelInvalid(f"model.path: {directory} has no {name}; name a Hugging Face model directory")
         if not os.access(path, os.R_OK):
             raise ModelInvalid(f"model.path: {path} cannot be read; check its permissions")
-    config = read_config(directory / "config.json")
+    config = Qwen3Config.read(directory / "config.json")
     ChatTokenizer(directory)
-    check_shapes(directory / "model.safetensors", expected_shapes(config))
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The model's config. Raises ModelInvalid when it is no JSON object or lacks a size."""
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ModelInvalid(f"{path}: not valid JSON: {error}") from error
-    missing = [name for name in SIZES if not isinstance(config, dict) or not isinstance(config.get(name), int)]
-    if missing:
-        raise ModelInvalid(f"{path}: {missing[0]} is missing or no number; a Qwen3 config.json is needed")
-    return dict(config)
-
-
-def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Hugging Face names and shapes of a Qwen3 model (transformers, models/qwen3/modeling_qwen3.py)."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    head = config.get("head_dim") or hidden // config["num_attention_heads"]
-    queries, keys = head * config["num_attention_heads"], head * config["num_key_value_heads"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        stem = f"model.layers.{layer}."
-        shapes |= {
-            stem + "input_layernorm.weight": (hidden,),
-            stem + "post_attention_layernorm.weight": (hidden,),
-            stem + "self_attn.q_proj.weight": (queries, hidden),
-            stem + "self_attn.k_proj.weight": (keys, hidden),
-            stem + "self_attn.v_proj.weight": (keys, hidden),
-            stem + "self_attn.o_proj.weight": (hidden, queries),
-            stem + "self_attn.q_norm.weight": (head,),
-            stem + "self_attn.k_norm.weight": (head,),
-            stem + "mlp.gate_proj.weight": (inner, hidden),
-            stem + "mlp.up_proj.weight": (inner, hidden),
-            stem + "mlp.down_proj.weight": (hidden, inner),
-        }
-    if not config.get("tie_word_embeddings", False):
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    return shapes
+    check_shapes(directory / "model.safetensors", config.shapes())
 
 
 def check_shapes(path: Path, expected: dict[str, tuple[int, ...]]) -> None:

@@ -14,13 +14,11 @@ head, rotary positions over half-split dimensions, grouped-query attention, SwiG
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.policies.errors import ModelInvalid
 
@@ -30,90 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-
-class Qwen3Config(BaseModel):
-    """The keys of a Hugging Face config.json that shape a dense Qwen3 model; other keys are ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    vocab_size: int = Field(gt=0)
-    """Rows of the embedding."""
-    hidden_size: int = Field(gt=0)
-    """Width of the residual stream."""
-    intermediate_size: int = Field(gt=0)
-    """Width of the SwiGLU layer."""
-    num_hidden_layers: int = Field(gt=0)
-    """Decoder layers."""
-    num_attention_heads: int = Field(gt=0)
-    """Query heads H."""
-    num_key_value_heads: int = Field(gt=0)
-    """Key-value heads G; H must be a multiple of it."""
-    head_dim: int = Field(default=128, gt=0)
-    """Dimension of one head."""
-    rms_norm_eps: float = 1e-6
-    """Added to the mean square before the root."""
-    rope_theta: float = 10_000.0
-    """Base of the rotary frequencies."""
-    max_position_embeddings: int = Field(default=32_768, gt=0)
-    """Longest sequence the positions are meant for."""
-    tie_word_embeddings: bool = False
-    """The head is the embedding."""
-
-    @classmethod
-    def read(cls, path: Path) -> Qwen3Config:
-        """Parse a config.json. Raises ModelInvalid naming the file and the key."""
-        try:
-            raw = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ModelInvalid(f"{path}: not a readable JSON file: {error}") from error
-        if not isinstance(raw, dict):
-            raise ModelInvalid(f"{path}: must hold one JSON object")
-        return cls.from_keys(raw, source=str(path))
-
-    @classmethod
-    def from_keys(cls, raw: Mapping[str, Any], *, source: str) -> Qwen3Config:
-        """From the keys of a config.json, old (`rope_theta`) or new (`rope_parameters`). Raises ModelInvalid."""
-        if "Qwen3ForCausalLM" not in raw.get("architectures", ["Qwen3ForCausalLM"]):
-            raise ModelInvalid(f"{source}: architectures is {raw['architectures']}, this engine runs Qwen3ForCausalLM")
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        if rope.get("rope_type", "default") != "default" or raw.get("attention_bias") or raw.get("use_sliding_window"):
-            raise ModelInvalid(f"{source}: scaled positions, attention bias and sliding windows are not supported")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ModelInvalid(f"{source}: hidden_act is {raw['hidden_act']}, only silu is supported")
-        keys = {**raw, "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10_000.0))}
-        try:
-            config = cls.model_validate(keys)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ModelInvalid(f"{source}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-        if config.num_attention_heads % config.num_key_value_heads:
-            raise ModelInvalid(f"{source}: num_attention_heads must be a multiple of num_key_value_heads")
-        return config
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face parameter names and their shapes."""
-        hidden, wide, head = self.hidden_size, self.intermediate_size, self.head_dim
-        queries, keys = self.num_attention_heads * head, self.num_key_value_heads * head
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
-        for layer in range(self.num_hidden_layers):
-            prefix = f"model.layers.{layer}."
-            shapes |= {
-                prefix + "input_layernorm.weight": (hidden,),
-                prefix + "self_attn.q_proj.weight": (queries, hidden),
-                prefix + "self_attn.k_proj.weight": (keys, hidden),
-                prefix + "self_attn.v_proj.weight": (keys, hidden),
-                prefix + "self_attn.o_proj.weight": (hidden, queries),
-                prefix + "self_attn.q_norm.weight": (head,),
-                prefix + "self_attn.k_norm.weight": (head,),
-                prefix + "post_attention_layernorm.weight": (hidden,),
-                prefix + "mlp.gate_proj.weight": (wide, hidden),
-                prefix + "mlp.up_proj.weight": (wide, hidden),
-                prefix + "mlp.down_proj.weight": (hidden, wide),
-            }
-        shapes["model.norm.weight"] = (hidden,)
-        if not self.tie_word_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, hidden)
-        return shapes
+    from headrace.policies.qwen3_config import Qwen3Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -157,7 +157,8 @@ async def test_logprobs_are_those_of_the_temperature_scaled_softmax(
 async def test_samples_follow_the_distribution(wire: Wire, tiny_model_dir: Path) -> None:
     import torch
 
-    from headrace.policies.qwen3 import Qwen3, Qwen3Config, read_weights
+    from headrace.policies.qwen3 import Qwen3, read_weights
+    from headrace.policies.qwen3_config import Qwen3Config
 
     config = Qwen3Config.read(tiny_model_dir / "config.json")
     model = Qwen3(config, read_weights(config, tiny_model_dir / "model.safetensors"), capacity=16)

@@ -30,7 +30,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from headrace.policies.qwen3 import Qwen3Config
+    from headrace.policies.qwen3_config import Qwen3Config
 
     folder: Path = tmp_path_factory.mktemp("policy") / "model"
     write_description(folder)
@@ -47,7 +47,8 @@ def recomputed(model_dir: Path, tokens: list[int]) -> np.ndarray:
     """Log-probability of each token but the first under the temperature-scaled model, (T,) with 0 in front."""
     import torch
 
-    from headrace.policies.qwen3 import Qwen3, Qwen3Config, read_weights
+    from headrace.policies.qwen3 import Qwen3, read_weights
+    from headrace.policies.qwen3_config import Qwen3Config
 
     config = Qwen3Config.read(model_dir / "config.json")
     model = Qwen3(config, read_weights(config, model_dir / "model.safetensors"), capacity=1024)

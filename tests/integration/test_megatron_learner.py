@@ -133,7 +133,7 @@ def test_megatron_agrees_with_transformers_and_round_trips(tmp_path: Path, tied:
     from transformers import Qwen3ForCausalLM
 
     from headrace.policies import megatron_model, megatron_world
-    from headrace.policies.qwen3 import Qwen3Config
+    from headrace.policies.qwen3_config import Qwen3Config
 
     torch.manual_seed(0)
     reference = Qwen3ForCausalLM(

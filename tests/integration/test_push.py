@@ -13,7 +13,8 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import FinishReason
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.push_machine import Phase
-from headrace.policies.qwen3 import Qwen3, Qwen3Config, read_weights
+from headrace.policies.qwen3 import Qwen3, read_weights
+from headrace.policies.qwen3_config import Qwen3Config
 from headrace.policies.weights import checksums, read_snapshot
 
 if TYPE_CHECKING:

@@ -52,7 +52,8 @@ def scored(model_dir: Path, rows: list[Row], temperature: float) -> list[np.ndar
     """
     import torch
 
-    from headrace.policies.qwen3 import Qwen3, Qwen3Config, read_weights
+    from headrace.policies.qwen3 import Qwen3, read_weights
+    from headrace.policies.qwen3_config import Qwen3Config
 
     config = Qwen3Config.read(model_dir / "config.json")
     model = Qwen3(config, read_weights(config, model_dir / "model.safetensors"), capacity=1024)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.qwen3 import KeyValueCache, Qwen3, Qwen3Config, read_weights
+from headrace.policies.qwen3 import KeyValueCache, Qwen3, read_weights
+from headrace.policies.qwen3_config import Qwen3Config
 
 if TYPE_CHECKING:
     from pathlib import Path
