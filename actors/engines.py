@@ -41,7 +41,7 @@ from headrace.policies.sglang import SGLangConfig, SGLangEngine
 from headrace.serve.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
     from types import TracebackType
 
     from headrace.actors.gateway import GatewayActor
@@ -295,9 +295,7 @@ class EngineGroup:
         )
         # Milliseconds of the clock: larger than any table of an earlier incarnation of this group.
         table = RoutingTable(version=time.time_ns() // 1_000_000, engines=routes)
-        with suppress(ActorLost, TimeoutError):
-            async with asyncio.timeout(GATEWAY_TIMEOUT_S):
-                await self._gateway.set_engines(table)
+        await _tell_gateway(self._gateway.set_engines(table))
 
     async def _supervise(self) -> None:
         """Replace what died, hangs or was quarantined; keep the gateway's table fresh."""
@@ -370,12 +368,15 @@ class _GatewayGate:
         self._gateway = gateway
 
     async def close(self, engine_id: EngineId, lease_s: float) -> None:
-        with suppress(ActorLost, TimeoutError):
-            async with asyncio.timeout(GATEWAY_TIMEOUT_S):
-                await self._gateway.close_gate(engine_id, lease_s)
+        await _tell_gateway(self._gateway.close_gate(engine_id, lease_s))
 
     async def open(self, engine_id: EngineId) -> Sequence[RequestId]:
-        with suppress(ActorLost, TimeoutError):
-            async with asyncio.timeout(GATEWAY_TIMEOUT_S):
-                await self._gateway.open_gate(engine_id)
+        await _tell_gateway(self._gateway.open_gate(engine_id))
         return ()
+
+
+async def _tell_gateway(call: Awaitable[object]) -> None:
+    """Await a call of the gateway; one that is gone or hangs is told nothing."""
+    with suppress(ActorLost, TimeoutError):
+        async with asyncio.timeout(GATEWAY_TIMEOUT_S):
+            await call

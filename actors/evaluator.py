@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from opentelemetry import trace
 
-from headrace.actors.attachments import Attachments
 from headrace.actors.batching import Batcher
 from headrace.actors.errors import ActorError
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.leases import Leases
 from headrace.actors.retry import until_back
-from headrace.actors.stations import HOLDER_LABEL
 from headrace.buffer.tasks import EvaluatorKind
 from headrace.buffer.types import Cause
 from headrace.serve import span_names as names
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
     from headrace.actors.observing import Observing
     from headrace.actors.sandbox_pool import SandboxPool
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
+    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
 
 tracer = trace.get_tracer("headrace.actors.evaluator")
@@ -47,12 +45,8 @@ class _Rooms:
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
         await until_back(lambda: self._pool.release_holder(HOLDER))
-        self._attachments = await enter(Attachments())
         self._freeze: Batcher[SandboxId, None] = await enter(Batcher(self._freeze_many))
-        self._release: Batcher[SandboxId, None] = await enter(Batcher(self._release_many))
-        self._lease: Batcher[SandboxSpec, SandboxRef] = await enter(
-            Batcher(self._lease_many, unclaimed=self._release_unclaimed)
-        )
+        self._leases = await enter(Leases(self._pool, HOLDER))
         return self
 
     async def __aexit__(
@@ -67,25 +61,14 @@ class _Rooms:
     @asynccontextmanager
     async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
         with tracer.start_as_current_span(names.SANDBOX_BOOT):
-            ref = await self._lease(replace(spec, labels={**spec.labels, HOLDER_LABEL: HOLDER}))
+            ref = await self._leases.lease(spec)
         try:
-            yield await self._attachments.attach(ref)
+            yield await self._leases.attach(ref)
         finally:
-            await asyncio.shield(self._release(ref.id))
-
-    async def _lease_many(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
-        return await until_back(lambda: self._pool.lease(specs))
+            await asyncio.shield(self._leases.release(ref.id))
 
     async def _freeze_many(self, ids: list[SandboxId]) -> list[SandboxError | None]:
         return await until_back(lambda: self._pool.freeze(ids))
-
-    async def _release_unclaimed(self, ref: SandboxRef) -> None:
-        """An evaluation that was cancelled while its sandbox booted."""
-        await self._release(ref.id)
-
-    async def _release_many(self, ids: list[SandboxId]) -> list[None]:
-        await until_back(lambda: self._pool.release(ids))
-        return [None] * len(ids)
 
 
 class Evaluator:

@@ -61,8 +61,8 @@ class Measured:
 
 def measure(folder: Path, *, rollouts: int) -> dict[str, Any]:
     """Both passes, and what is left of the one over Ray."""
-    inline = asyncio.run(_pass(InlineRuntime(), _directory(folder / "inline"), rollouts))
-    directory = _directory(folder / "ray")
+    inline = asyncio.run(_pass(InlineRuntime(), prepare_directory(folder / "inline"), rollouts))
+    directory = prepare_directory(folder / "ray")
     start_local_ray(directory.path, object_store_bytes=OBJECT_STORE_BYTES)
     try:
         over_ray = asyncio.run(_pass(RayRuntime(), directory, rollouts))
@@ -123,8 +123,8 @@ async def _spawn_all(spawn: Callable[..., Awaitable[Any]], directory: RunDirecto
     await replay.open_epoch(None)
     section = SandboxSection(provider=SandboxKind.SUBPROCESS, pool=PoolConfig(max_live=2 * SLOTS))
     pool = await spawn(SandboxPool, section, directory=directory, name="sandbox-pool")
-    evaluator = await spawn(Evaluator, pool, _observing(directory), name="evaluator")
-    worker = await spawn(RolloutWorker, _parts(directory, replay, pool, evaluator), name="worker")
+    evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
+    worker = await spawn(RolloutWorker, immediate_parts(directory, replay, pool, evaluator), name="worker")
     config = DispatcherConfig(slots_per_worker=SLOTS)
     dispatcher: Dispatcher = await spawn(
         Dispatcher, config, replay=replay, pool=pool, workers=[worker], name="dispatcher"
@@ -132,7 +132,8 @@ async def _spawn_all(spawn: Callable[..., Awaitable[Any]], directory: RunDirecto
     return dispatcher
 
 
-def _parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, evaluator: Evaluator) -> WorkerParts:
+def immediate_parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, evaluator: Evaluator) -> WorkerParts:
+    """A worker whose agent returns at once and asks no policy."""
     return WorkerParts(
         pool=pool,
         evaluator=evaluator,
@@ -142,15 +143,15 @@ def _parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, evaluator
         sampling=Sampling(),
         budgets=Budgets(),
         rollout=RolloutConfig(),
-        observing=_observing(directory),
+        observing=without_spans(directory),
     )
 
 
-def _observing(directory: RunDirectory) -> Observing:
+def without_spans(directory: RunDirectory) -> Observing:
     return Observing(config=TelemetryConfig(enabled=False), run_dir=directory.path)
 
 
-def _directory(path: Path) -> RunDirectory:
+def prepare_directory(path: Path) -> RunDirectory:
     """A run directory with tasks that need no look at what the agent left."""
     directory = RunDirectory(path=path)
     directory.train_tasks.parent.mkdir(parents=True)

@@ -5,12 +5,11 @@ Invariant: what a dead worker leased is released by its holder's label; what nob
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
-from headrace.actors.stations import HOLDER_LABEL
-from headrace.sandboxes.errors import LauncherGone, SandboxError
+from headrace.actors.leases import HOLDER_LABEL
+from headrace.sandboxes.errors import LauncherGone
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.pool import Pool
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from headrace.actors.config import SandboxSection
     from headrace.actors.run_directory import RunDirectory
     from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
+    from headrace.sandboxes.errors import SandboxError
     from headrace.sandboxes.pool import PoolStatus
 
 
@@ -48,17 +48,7 @@ class SandboxPool:
 
     async def freeze(self, ids: list[SandboxId]) -> list[SandboxError | None]:
         """Freeze each; errors are results, in the order of the ids. What is already gone stays gone."""
-        async with asyncio.TaskGroup() as tasks:
-            freezing = [tasks.create_task(self._freeze(sandbox)) for sandbox in ids]
-        return [task.result() for task in freezing]
-
-    async def _freeze(self, sandbox: SandboxId) -> SandboxError | None:
-        failures: list[SandboxError] = []
-        try:
-            await self._pool.freeze([sandbox])
-        except* SandboxError as group:
-            failures = [error for error in group.exceptions if isinstance(error, SandboxError)]
-        return failures[0] if failures else None
+        return await self._pool.freeze(ids)
 
     async def release(self, ids: list[SandboxId]) -> None:
         """Unknown ids are ignored; idempotent."""

@@ -1,12 +1,10 @@
 """Where the rollouts of one worker go: pool, gateway, agent, evaluator; calls that can travel together do.
 
-Invariant: what an incarnation of a worker leases carries its label, so that the leases of a dead one can be released
-by it.
+Invariant: each incarnation of a worker is a holder of its own.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
@@ -14,8 +12,8 @@ import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
 from headrace.actors.agents.chat import ChatClient
-from headrace.actors.attachments import Attachments
 from headrace.actors.batching import Batcher
+from headrace.actors.leases import Leases
 from headrace.actors.retry import until_back
 from headrace.serve.client import GatewayClient, OpenedSession
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
@@ -30,10 +28,7 @@ if TYPE_CHECKING:
     from headrace.actors.worker import WorkerParts
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
-    from headrace.sandboxes.errors import SandboxError
     from headrace.serve.session import SessionReport
-
-HOLDER_LABEL = "holder"
 
 
 class WorkerStations:
@@ -49,11 +44,7 @@ class WorkerStations:
         self._http = await enter(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         address = self._parts.gateway
         self._gateway = await enter(GatewayClient(address.url, address.admin_token)) if address else None
-        self._attachments = await enter(Attachments())
-        self._release: Batcher[SandboxId, None] = await enter(Batcher(self._release_many))
-        self._lease: Batcher[SandboxSpec, SandboxRef] = await enter(
-            Batcher(self._lease_many, unclaimed=self._release_unclaimed)
-        )
+        self._leases = await enter(Leases(self._parts.pool, self._holder))
         self._evaluate: Batcher[EvaluationRequest, Verdict] = await enter(Batcher(self._evaluate_many))
         return self
 
@@ -63,13 +54,13 @@ class WorkerStations:
         await self._stack.aclose()
 
     async def lease(self, spec: SandboxSpec) -> SandboxRef:
-        return await self._lease(dataclasses.replace(spec, labels={**spec.labels, HOLDER_LABEL: self._holder}))
+        return await self._leases.lease(spec)
 
     async def attach(self, ref: SandboxRef) -> Sandbox:
-        return await self._attachments.attach(ref)
+        return await self._leases.attach(ref)
 
     async def release(self, sandbox: SandboxId) -> None:
-        await self._release(sandbox)
+        await self._leases.release(sandbox)
 
     async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession:
         spec = SessionSpec(
@@ -108,17 +99,6 @@ class WorkerStations:
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict:
         return await self._evaluate(request)
-
-    async def _lease_many(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
-        return await until_back(lambda: self._parts.pool.lease(specs))
-
-    async def _release_unclaimed(self, ref: SandboxRef) -> None:
-        """A rollout that was cancelled while its sandbox booted."""
-        await self._release(ref.id)
-
-    async def _release_many(self, ids: list[SandboxId]) -> list[None]:
-        await until_back(lambda: self._parts.pool.release(ids))
-        return [None] * len(ids)
 
     async def _evaluate_many(self, requests: list[EvaluationRequest]) -> list[Verdict | ActorError]:
         return await until_back(lambda: self._parts.evaluator.evaluate(requests))

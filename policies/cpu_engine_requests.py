@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from headrace.policies.engine import MAX_TOKEN_CHARACTERS
 from headrace.policies.errors import RequestInvalid
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 GREEDY_BELOW = 1e-6
 MAX_SEQUENCES = 4096
 """Most sequences of one body, samples of each prompt counted."""
-MAX_TOKEN_CHARACTERS = 256
-"""Text longer than this for each token of the context is not even tokenized."""
 UNSUPPORTED_SAMPLING: Mapping[str, object] = {
     "stop_regex": None,
     "min_p": 0.0,

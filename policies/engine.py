@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 EngineId = NewType("EngineId", str)
 RequestId = NewType("RequestId", str)
 
+MAX_TOKEN_CHARACTERS = 256
+"""No token of a vocabulary in use is longer: text of more characters than this for each token of a context cannot fit
+it, and need not be tokenized to know that."""
+
 
 class PauseMode(StrEnum):
     """What happens to running requests during a pause."""

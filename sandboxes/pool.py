@@ -183,22 +183,28 @@ class Pool:
             self._totals.released += 1
             self._leave(held.ticket)
 
-    async def freeze(self, ids: Iterable[SandboxId]) -> None:
-        """Kill the processes, keep the files; the place is free again. What is already gone stays gone."""
-        await self._for_each(ids, self._freeze_one)
+    async def freeze(self, ids: Iterable[SandboxId]) -> list[SandboxError | None]:
+        """Kill the processes, keep the files; the place is free again. Errors are results, in the order of the ids.
+        What is already gone stays gone."""
+        async with asyncio.TaskGroup() as group:
+            freezing = [group.create_task(self._freeze_one(sandbox_id)) for sandbox_id in ids]
+        return [task.result() for task in freezing]
 
-    async def _freeze_one(self, sandbox_id: SandboxId) -> None:
+    async def _freeze_one(self, sandbox_id: SandboxId) -> SandboxError | None:
         held = self._held.get(sandbox_id)
         if held is None or held.frozen:
-            return
+            return None
         try:
             sandbox = await self._provider.attach(held.ref)
             await sandbox.freeze()
         except SandboxGone:
             self._forget(sandbox_id)
-            return
+            return None
+        except SandboxError as error:
+            return error
         held.frozen = True
         self._leave(held.ticket)
+        return None
 
     async def renew(self, ids: Iterable[SandboxId], ttl_s: float) -> list[SandboxId]:
         """Let the leases end `ttl_s` seconds from now. Returns the ids that are gone."""

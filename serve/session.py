@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NewType
 import numpy as np
 
 from headrace.buffer.types import Row, Trajectory, VersionSpan
-from headrace.policies.engine import FinishReason
+from headrace.policies.engine import MAX_TOKEN_CHARACTERS, FinishReason
 from headrace.serve.conversation import Message, Role, TurnAnswer, TurnEnd
 from headrace.serve.errors import ContextExceeded
 
@@ -69,10 +69,6 @@ class Sampling:
     def exact(self) -> bool:
         """Whether the engine's log-probabilities are those of the distribution sampled from."""
         return self.temperature > 0 and self.top_p == 1.0 and self.top_k == -1
-
-
-MAX_TOKEN_CHARACTERS = 256
-"""No token of a vocabulary in use is longer: more characters than this for each token of the context cannot fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

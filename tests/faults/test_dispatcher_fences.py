@@ -9,21 +9,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.config import SandboxKind, SandboxSection
 from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.evaluator import Evaluator
-from headrace.actors.observing import Observing
+from headrace.actors.orchestration import immediate_parts, prepare_directory, without_spans
 from headrace.actors.replay import Replay
-from headrace.actors.rollout import RolloutConfig
-from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import InlineRuntime
 from headrace.actors.sandbox_pool import SandboxPool
-from headrace.actors.worker import RolloutWorker, WorkerParts
+from headrace.actors.worker import RolloutWorker
 from headrace.buffer.replay import BufferConfig
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, write_tasks
-from headrace.serve.session import Budgets, Sampling
-from headrace.serve.telemetry import TelemetryConfig
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -46,14 +41,7 @@ class Actors:
 
 @pytest.fixture
 async def actors(tmp_path: Path) -> AsyncIterator[Actors]:
-    directory = RunDirectory(path=tmp_path / "run")
-    directory.train_tasks.parent.mkdir(parents=True)
-    directory.identity.write_text("fences")
-    nothing = EvaluatorSpec(kind=EvaluatorKind.NONE)
-    write_tasks(
-        directory.train_tasks, [Task(id=TaskId("none"), family="none", instruction="return", evaluator=nothing)]
-    )
-    observing = Observing(config=TelemetryConfig(enabled=False), run_dir=directory.path)
+    directory = prepare_directory(tmp_path / "run")
     runtime = InlineRuntime()
     async with AsyncExitStack() as stack:
 
@@ -67,19 +55,8 @@ async def actors(tmp_path: Path) -> AsyncIterator[Actors]:
         await replay.open_epoch(None)
         section = SandboxSection(provider=SandboxKind.SUBPROCESS)
         pool = await spawn(SandboxPool, section, directory=directory, name="pool")
-        evaluator = await spawn(Evaluator, pool, observing, name="evaluator")
-        parts = WorkerParts(
-            pool=pool,
-            evaluator=evaluator,
-            replay=replay,
-            agent=ImmediateAgent(),
-            gateway=None,
-            sampling=Sampling(),
-            budgets=Budgets(),
-            rollout=RolloutConfig(),
-            observing=observing,
-        )
-        worker = await spawn(RolloutWorker, parts, name="worker")
+        evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
+        worker = await spawn(RolloutWorker, immediate_parts(directory, replay, pool, evaluator), name="worker")
         yield Actors(runtime=runtime, replay=replay, pool=pool, worker=worker)
 
 

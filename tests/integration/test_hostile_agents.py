@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 import shlex
-from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,9 +20,9 @@ from headrace.sandboxes.local import LocalProvider
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from headrace.sandboxes.base import Sandbox, SandboxId
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
+Rooms = runpy.run_path(str(Path(__file__).parents[1] / "evaluation_rooms.py"))["Rooms"]
 PROBLEMS = {problem.kind: problem for problem in problems(1, len(Kind), Split.HELD_OUT)}
 MODULES = "os sys json stat site sitecustomize usercustomize encodings"
 PLANT = f"for name in {MODULES}; do echo 'import posix; posix._exit(0)' > $name.py; done"
@@ -32,26 +33,6 @@ DEEP = "python3 -c \"import os\nfor _ in range({count}): os.mkdir('{name}'); os.
 async def provider() -> AsyncIterator[LocalProvider]:
     async with LocalProvider() as provider:
         yield provider
-
-
-class Rooms:
-    """Clean sandboxes straight from the provider."""
-
-    def __init__(self, provider: LocalProvider, agent_sandbox: Sandbox) -> None:
-        self._provider = provider
-        self._agent_sandbox = agent_sandbox
-
-    async def freeze(self, sandbox: SandboxId) -> None:
-        assert sandbox == self._agent_sandbox.id
-        await self._agent_sandbox.freeze()
-
-    @asynccontextmanager
-    async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        sandbox = await self._provider.attach(await self._provider.create(spec))
-        try:
-            yield sandbox
-        finally:
-            await sandbox.kill()
 
 
 async def verdict_on(provider: LocalProvider, task: Task, command: str) -> Verdict:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+import runpy
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,35 +17,15 @@ from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local import LocalProvider
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import Sequence
 
     from headrace.actors.agents.chat import ChatMessage
     from headrace.actors.evaluators.evaluation import Verdict
     from headrace.buffer.datasets.terminal import Problem
-    from headrace.sandboxes.base import Sandbox, SandboxId
 
 pytestmark = pytest.mark.namespaces
+Rooms = runpy.run_path(str(Path(__file__).parents[1] / "evaluation_rooms.py"))["Rooms"]
 PROBLEMS = problems(1, len(Kind), Split.HELD_OUT)
-
-
-class Rooms:
-    """Clean sandboxes straight from the provider."""
-
-    def __init__(self, provider: LocalProvider, agent_sandbox: Sandbox) -> None:
-        self._provider = provider
-        self._agent_sandbox = agent_sandbox
-
-    async def freeze(self, sandbox: SandboxId) -> None:
-        assert sandbox == self._agent_sandbox.id
-        await self._agent_sandbox.freeze()
-
-    @asynccontextmanager
-    async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        sandbox = await self._provider.attach(await self._provider.create(spec))
-        try:
-            yield sandbox
-        finally:
-            await sandbox.kill()
 
 
 async def work(problem: Problem, *commands: str) -> tuple[list[str], Verdict]:

@@ -93,13 +93,19 @@ def test_a_wrong_override_is_one_line(
     assert says in refused(monkeypatch, capsys, recipe, "--set", option)
 
 
+def model_with(folder: Path, **changes: object) -> Path:
+    """A copy of the quickstart's model whose config.json has other values; a None leaves the key out."""
+    model = folder / "model"
+    shutil.copytree(MODEL, model)
+    config = {**json.loads((model / "config.json").read_text()), **changes}
+    (model / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return model
+
+
 def test_a_tokenizer_that_does_not_fit_the_model_names_both_numbers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(MODEL, model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
+    model = model_with(tmp_path, vocab_size=300)
     error = refused(monkeypatch, capsys, recipe, "--set", f"model.path={model}")
     assert "300" in error
 
@@ -131,11 +137,15 @@ def test_a_broken_model_file_is_named(
 def test_weights_of_another_shape_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(MODEL, model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    model = model_with(tmp_path, num_hidden_layers=4)
     assert "model.layers.3" in refused(monkeypatch, capsys, recipe, "--set", f"model.path={model}")
+
+
+def test_a_default_of_the_architecture_that_does_not_fit_is_refused_at_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
+) -> None:
+    model = model_with(tmp_path, head_dim=None)
+    assert "self_attn.q_proj" in refused(monkeypatch, capsys, recipe, "--set", f"model.path={model}")
 
 
 def test_a_task_file_with_a_bad_line_is_named_with_its_line(
