@@ -1,9 +1,8 @@
 """The configuration of a run: one TOML file, composed of the config models of the parts.
 
 Invariants:
-- Everything is checked before anything is made: unknown keys, wrong types, impossible combinations and unreadable
-  files are refused
-  with the key or file, the reason and the fix, on one line.
+- Everything is checked before anything is made: unknown keys, wrong types, impossible combinations and unreadable files
+  are refused with the key or file, the reason and the fix, on one line.
 - A resolved configuration is written into the run directory; `resume` reads that one, never the recipe.
 """
 

@@ -3,8 +3,7 @@
 Invariants:
 - A training rollout starts only when the buffer issued it; the buffer's inventory is the only admission.
 - A worker never carries more than `slots_per_worker` training rollouts; evaluations have slots of their own, so they
-  overtake only
-  queued work.
+  overtake only queued work.
 - When a worker dies, its training attempts are abandoned (the buffer makes new ones), its evaluations run again, its
   sandboxes are released. It gets nothing before it has answered again: attempts are not burnt on a dead worker.
 - An evaluation has a fixed denominator: what stays infra after `evaluation_attempts` is counted apart, never as a

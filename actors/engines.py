@@ -148,9 +148,8 @@ class EngineGroup:
         await self._stack.aclose()
 
     async def push(self, snapshot: WeightsSnapshot, *, rollouts_in_flight: int) -> None:
-        """Send these weights to every engine, wave by wave; when none takes them, to new engines.
-        `rollouts_in_flight` is
-        what runs as the push begins, for the record.
+        """Send these weights to every engine, wave by wave; when none takes them, to new engines. `rollouts_in_flight`
+        is what runs as the push begins, for the record.
 
         Nothing is done for a snapshot of an earlier epoch than the newest one: its learner is dead. Raises
         EngineUnavailable when no engine took the weights, ModelInvalid, SenderFailed.

@@ -1,8 +1,7 @@
 """`metrics.jsonl` of a run: one JSON object a line, appended by the actor that knows, each line complete.
 
 Kinds: `step` (learner), `push` (engines), `evaluation` (service), `rollout_phases` (worker). Every record has `kind`
-and
-`time_s` (Unix time).
+and `time_s` (Unix time).
 """
 
 from __future__ import annotations

@@ -412,9 +412,8 @@ def _exists(name: str) -> bool:
 def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -> None:
     """Start a Ray of our own on this machine; it dies with this process.
 
-    Ray listens on every interface, also when it is local, and whoever reaches it runs code: so it always wants a
-    token, one
-    of our own that only this process and its children know. Left alone, Ray would write one into the user's home.
+    Ray listens on every interface, also when it is local, and whoever reaches it runs code: so it always wants a token,
+    one of our own that only this process and its children know. Left alone, Ray would write one into the user's home.
 
     Raises StartFailed when ray was imported before: it has read by then that it wants no token.
     """

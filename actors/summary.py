@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """Success is a share in [0, 1], None where that evaluation did not run. Staleness is in optimizer updates;
-    `rollouts` counts
-    training attempts that ended with a result; walls are seconds. `trained_twice`, `lost` and `max_staleness_seen`
-    are recomputed by
-    `ledger verify`; `sandboxes_leaked` is counted by looking at the host's processes."""
+    `rollouts` counts training attempts that ended with a result; walls are seconds. `trained_twice`, `lost` and
+    `max_staleness_seen` are recomputed by `ledger verify`; `sandboxes_leaked` is counted by looking at the host's
+    processes."""
 
     run: str
     completed: bool

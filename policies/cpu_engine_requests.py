@@ -3,8 +3,7 @@
 Invariants:
 - What leaves here can be run: ids inside the vocabulary, prompt and output inside the context, finite sampling numbers.
 - A key that SGLang knows and this engine cannot honour is refused in plain words, never ignored; unknown keys at the
-  top level are
-  ignored and unknown sampling keys refused, as SGLang does.
+  top level are ignored and unknown sampling keys refused, as SGLang does.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Forward passes and sampling for the rows of a scheduler. Lives in the torch thread.
 
 Invariants:
-- Reported log-probabilities are those of the temperature-scaled softmax over the whole vocabulary, whatever top_k
-  and top_p cut away
-  (temperature 0: of the raw softmax).
+- Reported log-probabilities are those of the temperature-scaled softmax over the whole vocabulary, whatever top_k and
+  top_p cut away (temperature 0: of the raw softmax).
 - `version` is the label of `model.weights`; both change in one call between steps.
 """
 

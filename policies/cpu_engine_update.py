@@ -4,12 +4,10 @@ steps.
 Invariants:
 - Nothing generates while a session is open: `begin` lets what runs finish (after a `retract` nothing runs), `end`
   lets requests in.
-- A bucket is checked against the model's own shapes before anything is received, and received in a thread of its
-  own: the torch
-  thread and the event loop stay live.
-- Weights change in one piece: with the bucket that carries a version, else at `end`. A failed reception changes
-  nothing and costs
-  the group, which is discarded.
+- A bucket is checked against the model's own shapes before anything is received, and received in a thread of its own:
+  the torch thread and the event loop stay live.
+- Weights change in one piece: with the bucket that carries a version, else at `end`. A failed reception changes nothing
+  and costs the group, which is discarded.
 """
 
 from __future__ import annotations

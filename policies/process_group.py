@@ -63,9 +63,8 @@ def form_group(
 ) -> WeightGroup:
     """Blocks until all ranks are there, at most `timeout_s`. Raises GroupFailed.
 
-    The calls and prefixes are those of SGLang's function (a prefix store of the group's name under torch's own
-    helper), which is
-    what lets an SGLang engine meet us."""
+    The calls and prefixes are those of SGLang's function (a prefix store of the group's name under torch's own helper),
+    which is what lets an SGLang engine meet us."""
     if store.host in ("127.0.0.1", "localhost"):
         # Gloo otherwise binds to whatever the machine's own name resolves to, which may be nothing.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

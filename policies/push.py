@@ -3,9 +3,8 @@
 Invariants:
 - push_machine.py decides what is next; this file does it: every await has a deadline, the journal is written before
   each phase.
-- An engine's failure is data in the report. Only a broken snapshot, a failing journal or cancellation leave `push`
-  as an exception,
-  and even then every engine that got no bucket is resumed and its gate opened first.
+- An engine's failure is data in the report. Only a broken snapshot, a failing journal or cancellation leave `push` as
+  an exception, and even then every engine that got no bucket is resumed and its gate opened first.
 - The sender is restarted when it had to be killed; a group that failed is never used again.
 """
 

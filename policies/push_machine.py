@@ -2,8 +2,7 @@
 
 Invariants:
 - Phases of a wave: probe, form, gate, pause, begin, broadcast, end, flush, verify, resume, open, disband. Nothing is
-  broadcast
-  before every engine of the group has answered `begin`; after a loss a new group is formed first.
+  broadcast before every engine of the group has answered `begin`; after a loss a new group is formed first.
 - An engine that got a bucket and then failed is tainted: it may hold mixed weights and is neither resumed nor opened.
 - Every other engine that was gated, paused or in a session leaves all three, whatever happened.
 - Waves go one after another. A failed engine never stops the others; a dead sender stops the push.

@@ -7,9 +7,8 @@ Invariants:
 - `decode` and `prefill` write the cache rows they are given and nothing else.
 
 Shapes: B rows, T tokens, V vocabulary, D head dimension, H query heads, G key-value heads, C cache capacity in tokens.
-The architecture is that of Qwen3ForCausalLM (Qwen3 Technical Report, arXiv 2505.09388): pre-norm, RMS norm of
-queries and keys per
-head, rotary positions over half-split dimensions, grouped-query attention, SwiGLU.
+The architecture is that of Qwen3ForCausalLM (Qwen3 Technical Report, arXiv 2505.09388): pre-norm, RMS norm of queries
+and keys per head, rotary positions over half-split dimensions, grouped-query attention, SwiGLU.
 """
 
 from __future__ import annotations

@@ -4,13 +4,11 @@ Invariants:
 - Commands and replies are one JSON object a line on stdin and stdout, one command at a time; nothing else is printed
   there.
 - A command that misses its deadline or is cancelled costs the process: a collective cannot be cancelled, so it is
-  killed. The next
-  command starts a new one, which knows no snapshot and no group (`incarnation` tells).
+  killed. The next command starts a new one, which knows no snapshot and no group (`incarnation` tells).
 - The process ends when its stdin closes or its parent dies.
 
 Commands: ping; load {path, sha256, bucket_bytes, checksums} -> {buckets, sizes, checksums}; open_group {name, host,
-world_size, backend, timeout_s} ->
-{port}; join_group {name}; broadcast {name, bucket} -> {seconds}; close_group {name}.
+world_size, backend, timeout_s} -> {port}; join_group {name}; broadcast {name, bucket} -> {seconds}; close_group {name}.
 """
 
 from __future__ import annotations

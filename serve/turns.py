@@ -4,8 +4,7 @@ Invariants:
 - One turn of a session runs at a time; further requests wait for it, a bounded number of them.
 - A turn is recorded whole or not at all; what was sampled without being recorded is counted as aborted.
 - A turn that is broken off (wall, agent gone, session closed) after `held_after_s` without one sampled token was held
-  up
-  by us: the session is marked, so that its outcome is infra and never a budget that the agent used up.
+  up by us: the session is marked, so that its outcome is infra and never a budget that the agent used up.
 - Closing a session ends its running turn and aborts it on the engine before the report is made.
 """
 
