@@ -9,13 +9,17 @@ import signal
 import subprocess
 import sys
 from contextlib import AsyncExitStack
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import pytest
 
 from headrace.actors.errors import ActorLost, ConfigError, StartFailed
+from headrace.actors.guarding import guard
 from headrace.actors.retry import until_back
 from headrace.actors.runtime import RayRuntime, _unless_forgotten
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -187,6 +191,35 @@ async def test_an_actor_that_hangs_is_killed_and_back() -> None:
     await runtime.stop(counter)
 
 
+class Asking(RayRuntime):
+    """Tells when it has had an answer."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__(prefix)
+        self.answered = asyncio.Event()
+
+    async def stats(self, actor: object) -> tuple[int, int]:
+        answer = await super().stats(actor)
+        self.answered.set()
+        return answer
+
+
+async def test_a_guard_kills_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.actors.guarding.GUARD_S", 0.1)
+    runtime = Asking("guarded-")
+    counter = await runtime.spawn(Counter, 7, name="counter")
+    before = await counter.pid()
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(60):
+        guarding = tasks.create_task(guard(runtime, "counter", counter, 1.0))
+        await runtime.answered.wait()
+        os.kill(before, signal.SIGSTOP)
+        with pytest.raises(ActorLost):
+            await counter.wait_for_ever()
+        assert await until_back(counter.pid) != before
+        guarding.cancel()
+    await runtime.stop(counter)
+
+
 async def test_a_call_of_which_its_actor_knows_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
@@ -253,3 +286,19 @@ def test_a_stranger_without_the_token_cannot_join() -> None:
     )
     assert stranger.returncode != 0
     assert "auth" in stranger.stderr.lower()
+
+
+def test_a_ray_that_was_imported_before_is_refused(tmp_path: Path) -> None:
+    code = (
+        "import ray, sys; from pathlib import Path; from headrace.actors.runtime import start_local_ray; "
+        "start_local_ray(Path(sys.argv[1]), object_store_bytes=128 << 20)"
+    )
+    embedding = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert embedding.returncode != 0
+    assert "StartFailed: ray was imported before" in embedding.stderr.replace("headrace.actors.errors.", "")
