@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from headrace.actors.agents.agent import Agent
+    from headrace.actors.learner import LearnerStatus
     from headrace.actors.run_directory import RunDirectory
     from headrace.actors.runtime import Runtime
 
@@ -72,7 +73,8 @@ class Service:
         self._phase = "starting"
         self._draining = False
         self._step = 0
-        self._stepped = asyncio.Event()
+        self._ended = False
+        self._moved = asyncio.Event()
         self._success: float | None = None
         self._rewards: deque[float] = deque(maxlen=32)
         self._last_tokens = (time.monotonic(), 0)
@@ -117,6 +119,9 @@ class Service:
             # Whatever it broke: a full disk is the cause.
             self._refuse_full_disk()
             raise first_cause(group) from group
+        finally:
+            self._ended = True
+            self._moved.set()
         self._phase = "done" if done else "drained"
         return done
 
@@ -152,11 +157,12 @@ class Service:
         self._phase, self._draining = "draining", True
         await until_back(self._learner.drain)
 
-    async def reached(self, step: int) -> None:
-        """Return once the learner has committed so many optimizer updates."""
-        while self._step < step:
-            self._stepped.clear()
-            await self._stepped.wait()
+    async def reached(self, step: int) -> bool:
+        """True once the learner has committed so many optimizer updates, False when `run` ended before it had."""
+        while self._step < step and not self._ended:
+            self._moved.clear()
+            await self._moved.wait()
+        return self._step >= step
 
     async def process_ids(self) -> dict[str, int]:
         """Process id by actor name; for operators and fault tests."""
@@ -170,6 +176,8 @@ class Service:
         dispatching = tasks.create_task(keep_running(self._dispatcher.run, self._dispatcher.status))
         on_the_way = tasks.create_task(self._evaluate_on_the_way())
         version = await keep_running(self._learner.run, self._ready_learner)
+        # Supervision may have seen none of the steps: a service that came back late finds them all done.
+        self._note(await until_back(self._learner.status))
         for task in (dispatching, on_the_way):
             task.cancel()
         await until_back(self._dispatcher.stop_training)
@@ -217,16 +225,22 @@ class Service:
             self._refuse_full_disk()
             learner = await _or_none(self._learner.status)
             dispatcher = await _or_none(self._dispatcher.status)
-            if learner and learner.version and learner.version.step > self._step:
-                self._step = learner.version.step
-                self._stepped.set()
-                if learner.last is not None and (reward := learner.last.metrics.get("mean_reward")) is not None:
-                    self._rewards.append(reward)
+            if learner:
+                self._note(learner)
             moved = (self._step, learner and learner.tokens, dispatcher and (dispatcher.finished, dispatcher.answered))
             if moved != seen:
                 last_moved, seen = time.monotonic(), moved
             elif time.monotonic() - last_moved > self._config.service.stall_s:
                 raise RunStalled(await self._diagnosis())
+
+    def _note(self, learner: LearnerStatus) -> None:
+        """Wake who waits for a step, and keep its reward for the display; nothing when the step is known."""
+        if learner.version is None or learner.version.step <= self._step:
+            return
+        self._step = learner.version.step
+        self._moved.set()
+        if learner.last is not None and (reward := learner.last.metrics.get("mean_reward")) is not None:
+            self._rewards.append(reward)
 
     def _refuse_full_disk(self) -> None:
         free_bytes = shutil.disk_usage(self._directory.path).free

@@ -48,7 +48,19 @@ async def test_a_run_goes_on_when_worker_buffer_and_learner_are_killed(rig: Any,
 @pytest.mark.usefixtures("ray_cluster")
 async def test_a_run_goes_on_when_three_others_are_killed(rig: Any, tmp_path: Path) -> None:
     victims = random.Random(4).sample(["engines", "gateway", "service", "dispatcher", "evaluator", "sandbox-pool"], 3)
+    # Last: a run goes on without its service, so what is to be killed after it might find the run finished.
+    victims.sort(key=lambda victim: victim == "service")
     await run_and_kill(rig, tmp_path, dict(zip((1, 3, 5), victims, strict=True)))
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_service_that_comes_back_when_all_steps_are_done_knows_them(rig: Any, tmp_path: Path) -> None:
+    async with rig.open_service(tmp_path, "late", "training.steps=1") as (service, _), asyncio.timeout(DEADLINE_S):
+        assert await run_guarded(RayRuntime(), service, rig.HANG_S)
+        (await find_process(service, "service")).kill()
+        assert await run_guarded(RayRuntime(), service, rig.HANG_S)
+        assert await service.reached(1)
+        assert not await service.reached(2)
 
 
 @pytest.mark.slow
@@ -94,7 +106,7 @@ async def run_and_kill(
     ):
         running = tasks.create_task(run_guarded(RayRuntime(), service, rig.HANG_S))
         for step, victim in victims.items():
-            await until_back(lambda step=step: service.reached(step))
+            assert await until_back(lambda step=step: service.reached(step))
             process = await find_process(service, victim)
             print(f"{time.time():.1f} s: killing {victim}, process {process.pid}, after step {step}")
             family |= {process, *process.children(recursive=True)}
