@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 POLL_S = 5.0
 """How long one waiting call lasts; nothing depends on it but how soon a cancelled dispatcher notices."""
 
+START_AGAIN_S = 0.2
+"""A call that hands out orders and is lost is made again after this time, while the worker lives."""
+
 Attempt = tuple[RolloutId, int]
 
 
@@ -75,6 +78,8 @@ class DispatcherStatus:
     in_flight: int
     evaluating: int
     finished: int
+    scored: int
+    """Training rollouts that ended with a reward, since this dispatcher started."""
     answered: int
     """Evaluation rollouts that ended, since this dispatcher started."""
     infra: int
@@ -110,6 +115,7 @@ class Dispatcher:
         self._evaluation_slots = asyncio.Semaphore(config.evaluation_slots)
         self._answers: dict[Attempt, asyncio.Future[Outcome]] = {}
         self._answered = 0
+        self._scored = 0
         self._rewards: list[float] = []
         self._ended: dict[Cause, int] = defaultdict(int)
 
@@ -191,6 +197,7 @@ class Dispatcher:
             in_flight=sum(len(slot.training) for slot in self._slots),
             evaluating=sum(len(slot.evaluations) for slot in self._slots),
             finished=sum(self._ended.values()),
+            scored=self._scored,
             answered=self._answered,
             infra=self._ended[Cause.INFRA] + self._ended[Cause.EVALUATOR],
             mean_reward=sum(self._rewards) / len(self._rewards) if self._rewards else None,
@@ -242,9 +249,16 @@ class Dispatcher:
             slot.evaluations.pop(key, None)
 
     async def _start(self, slot: _Slot, orders: list[RolloutOrder]) -> None:
-        # A worker that dies under this call is seen by its watcher, who gives up all that it carried.
-        with suppress(ActorLost):
-            await slot.worker.start(orders, slot.incarnation)
+        """Returns when the worker has the orders, or is another one: its watcher gives up all that it carried."""
+        incarnation = slot.incarnation
+        while slot.ready.is_set() and slot.incarnation == incarnation:
+            try:
+                await slot.worker.start(orders, incarnation)
+            except ActorLost:
+                # Dead, or only the call was lost.
+                await asyncio.sleep(START_AGAIN_S)
+            else:
+                return
 
     async def _cancel(self, attempts: Sequence[Attempt]) -> None:
         for slot in self._slots:
@@ -275,6 +289,7 @@ class Dispatcher:
             self._slot_freed.set()
             self._ended[finished.outcome.cause] += 1
             if finished.outcome.reward is not None:
+                self._scored += 1
                 self._rewards = [*self._rewards[-127:], finished.outcome.reward]
         elif (answer := self._answers.get(key)) and not answer.done():
             self._answered += 1

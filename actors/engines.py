@@ -18,7 +18,7 @@ import asyncio
 import json
 import logging
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
@@ -375,7 +375,11 @@ class _GatewayGate:
 
 
 async def _tell_gateway(call: Awaitable[object]) -> None:
-    """Await a call of the gateway; one that is gone or hangs is told nothing."""
-    with suppress(ActorLost, TimeoutError):
+    """Await a call of the gateway; one that is gone, hangs or does not come up is told nothing."""
+    try:
         async with asyncio.timeout(GATEWAY_TIMEOUT_S):
             await call
+    except (ActorLost, TimeoutError):
+        pass
+    except Exception:
+        logger.exception("the gateway could not be told")

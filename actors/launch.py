@@ -167,9 +167,10 @@ async def _drive(config: RunConfig, directory: RunDirectory, *, quiet: bool) -> 
     service = await runtime.spawn(Service, config, directory, runtime, name="service")
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(run_guarded(runtime, service, config.service.hang_s))
+            draining = asyncio.Event()
+            running = tasks.create_task(run_guarded(runtime, service, config.service.hang_s, draining))
             watching = tasks.create_task(_watch(service, quiet=quiet))
-            with _drain_on_interrupt(service, running, tasks):
+            with drain_on_interrupt(service, running, tasks, draining):
                 completed = await running
             watching.cancel()
     finally:
@@ -180,18 +181,27 @@ async def _drive(config: RunConfig, directory: RunDirectory, *, quiet: bool) -> 
     return completed
 
 
-async def run_guarded(runtime: Runtime, service: Service, hang_s: float) -> bool:
-    """`Service.run` to its end, also when the service's process dies or hangs on the way."""
+async def run_guarded(runtime: Runtime, service: Service, hang_s: float, draining: asyncio.Event | None = None) -> bool:
+    """`Service.run` to its end, also when the service's process dies or hangs on the way; a new one is told when the
+    run is `draining`."""
+
+    async def ready() -> None:
+        await service.progress()
+        if draining is not None and draining.is_set():
+            await service.drain()
+
     async with asyncio.TaskGroup() as tasks:
         guarding = tasks.create_task(guard(runtime, "service", service, hang_s))
-        completed = await keep_running(service.run, service.progress)
+        completed = await keep_running(service.run, ready)
         guarding.cancel()
     return completed
 
 
 @contextmanager
-def _drain_on_interrupt(service: Service, running: asyncio.Task[bool], tasks: asyncio.TaskGroup) -> Iterator[None]:
-    """First interrupt: drain. Second: cancel."""
+def drain_on_interrupt(
+    service: Service, running: asyncio.Task[bool], tasks: asyncio.TaskGroup, draining: asyncio.Event
+) -> Iterator[None]:
+    """First interrupt: drain, as soon as the service is there to be told. Second: cancel."""
     loop = asyncio.get_running_loop()
     drains: list[asyncio.Task[None]] = []
 
@@ -199,7 +209,8 @@ def _drain_on_interrupt(service: Service, running: asyncio.Task[bool], tasks: as
         if drains:
             running.cancel()
         else:
-            drains.append(tasks.create_task(service.drain()))
+            draining.set()
+            drains.append(tasks.create_task(keep_running(service.drain, service.progress)))
 
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:

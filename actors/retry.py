@@ -3,15 +3,10 @@ through here."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, TypeVar
 
-from tenacity import (
-    AsyncRetrying,
-    RetryError,
-    retry_if_exception_type,
-    stop_after_delay,
-    wait_random_exponential,
-)
+from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, wait_random_exponential
 
 from headrace.actors.errors import ActorGone, ActorLost
 
@@ -25,16 +20,26 @@ RESTART_DEADLINE_S = 120.0
 
 
 async def until_back(call: Callable[[], Awaitable[R]], *, deadline_s: float = RESTART_DEADLINE_S) -> R:
-    """Repeat an idempotent call while its actor restarts. Raises ActorGone after `deadline_s`; other errors at once."""
+    """Repeat an idempotent call while its actor restarts. Raises ActorGone when it is lost for `deadline_s`; other
+    errors at once.
+
+    The time counts from the loss, not from the call: one that lasted long before it was lost was running."""
+    lost_s = began_s = time.monotonic()
     policy = AsyncRetrying(
         retry=retry_if_exception_type(ActorLost),
         wait=wait_random_exponential(multiplier=0.1, max=2.0),
-        stop=stop_after_delay(deadline_s),
+        stop=lambda _: time.monotonic() - lost_s >= deadline_s,
     )
     try:
         async for attempt in policy:
             with attempt:
-                return await call()
+                began_s = time.monotonic()
+                try:
+                    return await call()
+                except ActorLost:
+                    if attempt.retry_state.attempt_number == 1 or time.monotonic() - began_s > deadline_s / 2:
+                        lost_s = time.monotonic()
+                    raise
     except RetryError as error:
         lost = error.last_attempt.exception()
         raise ActorGone(f"{lost}; it was not back after {deadline_s:g} s") from lost

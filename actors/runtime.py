@@ -130,6 +130,11 @@ class _Life:
         # It outlives the call that started it, and is awaited by `close`: the actor's own root task.
         self._task = asyncio.get_running_loop().create_task(self._live())
 
+    @property
+    def failed(self) -> bool:
+        """Entering was tried and went wrong."""
+        return self._entered.done() and (self._entered.cancelled() or self._entered.exception() is not None)
+
     async def entered(self) -> None:
         """Return once the context is open. Raises the error of entering."""
         await asyncio.shield(self._entered)
@@ -209,9 +214,9 @@ class Host:
 
     async def stats(self, *, begin: bool) -> tuple[int, int]:
         """(process id, calls received). With `begin` an actor that is not entered begins to be, without being waited
-        for."""
-        if begin and not self._closed:
-            self._life = self._life or _Life(self._instance)
+        for; one whose entering failed tries again."""
+        if begin and not self._closed and (self._life is None or self._life.failed):
+            self._life = _Life(self._instance)
         return os.getpid(), self._calls
 
     async def close(self) -> None:

@@ -59,7 +59,7 @@ class SandboxPool:
         try:
             infos = await self._provider.list()
         except LauncherGone:
-            # Dead, and its sandboxes with it; the next boot starts another.
+            # Dead, and its sandboxes with it; whoever asks next starts another.
             return
         await self._pool.release([info.id for info in infos if info.labels.get(HOLDER_LABEL) == holder])
 

@@ -28,6 +28,7 @@ from headrace.actors.errors import ActorLost, DiskFull, RunStalled, first_cause
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.gateway import GatewayActor
 from headrace.actors.guarding import guard, keep_running
+from headrace.actors.headway import Headway
 from headrace.actors.learner import LearnerLoop
 from headrace.actors.metrics import read_metrics
 from headrace.actors.observing import Observing
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from headrace.actors.agents.agent import Agent
-    from headrace.actors.learner import LearnerStatus
     from headrace.actors.run_directory import RunDirectory
     from headrace.actors.runtime import Runtime
+    from headrace.buffer.types import StepReport
 
 R = TypeVar("R")
 
@@ -105,6 +106,7 @@ class Service:
 
         Raises RunStalled, DiskFull, and what ends the learner or the dispatcher for good.
         """
+        self._ended = False
         try:
             async with asyncio.TaskGroup() as tasks:
                 guards = [
@@ -175,9 +177,12 @@ class Service:
         self._phase = "training"
         dispatching = tasks.create_task(keep_running(self._dispatcher.run, self._dispatcher.status))
         on_the_way = tasks.create_task(self._evaluate_on_the_way())
+        # One that died meanwhile may not know that the run drains.
+        await until_back(self._ready_learner)
         version = await keep_running(self._learner.run, self._ready_learner)
         # Supervision may have seen none of the steps: a service that came back late finds them all done.
-        self._note(await until_back(self._learner.status))
+        learner = await _or_none(self._learner.status)
+        self._note(version.step, learner.last if learner else None)
         for task in (dispatching, on_the_way):
             task.cancel()
         await until_back(self._dispatcher.stop_training)
@@ -199,7 +204,8 @@ class Service:
         if not every:
             return
         for step in range(every, self._config.training.steps, every):
-            await self.reached(step)
+            if not await self.reached(step):
+                return
             await self._evaluate_once(f"step-{step}", self._config.evaluation.samples_on_the_way)
 
     async def _evaluate_once(self, tag: str, samples: int) -> None:
@@ -218,28 +224,25 @@ class Service:
         self._metrics.append("evaluation", {"step": 0 if tag == "base" else self._step, **asdict(summary)})
 
     async def _supervise(self) -> None:
-        """Notice steps and stalls: a run that moves nowhere for `stall_s` ends with what each part was doing."""
-        last_moved, seen = time.monotonic(), None
+        """Notice steps and stalls: a run that gets nowhere ends with what each part was doing."""
+        headway = Headway(time.monotonic(), self._config.service.stall_s)
         while True:
             await asyncio.sleep(SUPERVISION_S)
             self._refuse_full_disk()
             learner = await _or_none(self._learner.status)
             dispatcher = await _or_none(self._dispatcher.status)
-            if learner:
-                self._note(learner)
-            moved = (self._step, learner and learner.tokens, dispatcher and (dispatcher.finished, dispatcher.answered))
-            if moved != seen:
-                last_moved, seen = time.monotonic(), moved
-            elif time.monotonic() - last_moved > self._config.service.stall_s:
-                raise RunStalled(await self._diagnosis())
+            if learner and learner.version:
+                self._note(learner.version.step, learner.last)
+            if (reason := headway.stalled(time.monotonic(), learner, dispatcher)) is not None:
+                raise RunStalled(f"{reason}; {await self._diagnosis()}")
 
-    def _note(self, learner: LearnerStatus) -> None:
+    def _note(self, step: int, last: StepReport | None) -> None:
         """Wake who waits for a step, and keep its reward for the display; nothing when the step is known."""
-        if learner.version is None or learner.version.step <= self._step:
+        if step <= self._step:
             return
-        self._step = learner.version.step
+        self._step = step
         self._moved.set()
-        if learner.last is not None and (reward := learner.last.metrics.get("mean_reward")) is not None:
+        if last is not None and (reward := last.metrics.get("mean_reward")) is not None:
             self._rewards.append(reward)
 
     def _refuse_full_disk(self) -> None:
@@ -254,8 +257,7 @@ class Service:
         progress = await self.progress()
         replay = await _or_none(self._replay.status)
         return (
-            f"nothing moved for {self._config.service.stall_s:g} s (service.stall_s) in phase {progress.phase}: "
-            f"step {progress.step}, "
+            f"phase {progress.phase}, step {progress.step}, "
             f"{progress.rollouts_in_flight} rollouts in flight, {progress.sandboxes} sandboxes, buffer {replay}"
         )
 

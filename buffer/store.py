@@ -265,9 +265,15 @@ class ReplayStore:
                 return
             applied, changes, stored = self._applied, self._core.drain(), self._stored
             self._stored = []
+            try:
+                if changes:
+                    with self._ending_on_failure():
+                        await self._in_thread(lambda: self._ledger.write(changes, stored))
+            except asyncio.CancelledError:
+                # It was written all the same, and others wait for it.
+                self._signal()
+                raise
             if changes:
-                with self._ending_on_failure():
-                    await self._in_thread(lambda: self._ledger.write(changes, stored))
                 self._signal()
             self._durable = applied
 

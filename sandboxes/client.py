@@ -28,6 +28,7 @@ class LauncherClient:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Message]] = {}
         self._last_id = 0
+        self._heard_s = self._loop.time()
         self.closed = False
         self._loop.add_reader(channel.fileno(), self._on_readable)
 
@@ -43,8 +44,11 @@ class LauncherClient:
             raise LauncherGone(f"no launcher listens at {endpoint}: {error}") from error
         return cls(endpoint, Channel(stream))
 
-    async def request(self, message: Message, descriptors: Sequence[int] = ()) -> Message:
-        """Send and wait for the answer; owns `descriptors`. Raises the typed error of the answer, LauncherGone."""
+    async def request(
+        self, message: Message, descriptors: Sequence[int] = (), *, patience_s: float | None = None
+    ) -> Message:
+        """Send and wait for the answer; owns `descriptors`. Raises the typed error of the answer, LauncherGone, and
+        TimeoutError when the launcher says nothing at all, to this request or another, for `patience_s`."""
         if self.closed:
             close_all(descriptors)
             raise LauncherGone(f"the launcher at {self.endpoint} is gone")
@@ -54,7 +58,7 @@ class LauncherClient:
         self._waiting[request_id] = future
         try:
             self._send({**message, "id": request_id}, descriptors)
-            answer = await future
+            answer = await self._answer(future, patience_s)
         except asyncio.CancelledError:
             self._cancel(message, request_id)
             raise
@@ -63,6 +67,16 @@ class LauncherClient:
         if "error" in answer:
             raise error_from_name(str(answer["error"]), str(answer.get("message", "")))
         return answer
+
+    async def _answer(self, future: asyncio.Future[Message], patience_s: float | None) -> Message:
+        while True:
+            asked_s = self._loop.time()
+            try:
+                async with asyncio.timeout(patience_s):
+                    return await asyncio.shield(future)
+            except TimeoutError:
+                if self._heard_s < asked_s:
+                    raise
 
     def _cancel(self, message: Message, request_id: int) -> None:
         if self.closed or "sandbox" not in message:
@@ -99,6 +113,7 @@ class LauncherClient:
         except ChannelClosed:
             self.close()
             return
+        self._heard_s = self._loop.time()
         for message, descriptors in messages:
             close_all(descriptors)
             future = self._waiting.get(int(message.pop("id", 0)))

@@ -2,7 +2,8 @@
 
 Invariants:
 - One launcher per provider, started by it and dead with it. One that died took its sandboxes with it; whoever asked at
-  that moment gets LauncherGone (transient), and the next create starts a new one.
+  that moment gets LauncherGone (transient), and the next question to the provider starts a new one.
+- A launcher that does not answer in time hangs: it is killed, so that it is a dead one.
 - Output is captured in the client, by pipes that lead straight from the command to it.
 - A create that is cancelled leaves nothing: the launcher is told to discard it.
 """
@@ -77,6 +78,8 @@ class LocalSandboxConfig(BaseModel):
     """Descriptors of one process in a sandbox."""
     boot_timeout_s: float = Field(default=20.0, gt=0)
     """A sandbox that is not ready by then is killed: BootTimeout."""
+    answer_timeout_s: float = Field(default=20.0, gt=0)
+    """A launcher that answers nothing for so long (beyond the boot, where one is asked for) is killed and replaced."""
     label: str = ""
     """Shown in the command line of the launcher and its sandboxes: `leftovers.run_label(run directory)`."""
     runtime_folder: Path | None = None
@@ -92,6 +95,7 @@ class LocalProvider:
         self._connections = LauncherConnections()
         self._folder: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._started = False
         self._starting = asyncio.Lock()
 
     @property
@@ -116,6 +120,11 @@ class LocalProvider:
 
     async def start(self) -> None:
         """Start the launcher. Raises NamespacesUnavailable with the kernel's reason, LauncherGone."""
+        async with self._starting:
+            await self._start()
+            self._started = True
+
+    async def _start(self) -> None:
         parent = self._config.runtime_folder or Path(tempfile.gettempdir()) / f"headrace-sandboxes-{os.getuid()}"
         if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
             raise SpecRefused(f"{parent} is too long for a unix socket: set runtime_folder to a shorter path")
@@ -124,17 +133,20 @@ class LocalProvider:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 await self._start_launcher()
         except TimeoutError as error:
-            await self.aclose()
+            await self._end()
             raise LauncherGone(f"the launcher did not start in {_START_TIMEOUT_S} s") from error
+        except OSError as error:
+            await self._end()
+            raise LauncherGone(f"the launcher could not be started: {error}") from error
         except BaseException:
-            await self.aclose()
+            await self._end()
             raise
 
     async def _restart_if_dead(self) -> None:
         async with self._starting:
-            if self._process is not None and self._process.returncode is not None:
-                await self.aclose()
-                await self.start()
+            if self._started and (self._process is None or self._process.returncode is not None):
+                await self._end()
+                await self._start()
 
     async def _start_launcher(self) -> None:
         environment = {"LD_LIBRARY_PATH": path} if (path := os.environ.get("LD_LIBRARY_PATH")) else {}
@@ -179,11 +191,8 @@ class LocalProvider:
         _check_spec(spec)
         # A key of our own lets a cancelled create be found and discarded.
         key = spec.idempotency_key or f"once-{secrets.token_hex(8)}"
-        await self._restart_if_dead()
-        client = await self._connections.get(self.endpoint)
         message = {
             "op": "create",
-            "secret": self._admin_secret,
             "key": key,
             "ttl_s": spec.ttl_s,
             "labels": dict(spec.labels),
@@ -191,11 +200,8 @@ class LocalProvider:
             "pids": spec.pids,
             "mounts": [(mount.source, mount.path, mount.target) for mount in spec.mounts],
         }
-        try:
-            answer = await client.request(message)
-        except asyncio.CancelledError:
-            client.post({"op": "discard", "secret": self._admin_secret, "key": key})
-            raise
+        discard = {"op": "discard", "secret": self._admin_secret, "key": key}
+        answer = await self._admin(message, if_cancelled=discard, extra_s=self._config.boot_timeout_s)
         return SandboxRef(
             provider=PROVIDER, id=SandboxId(answer["sandbox"]), endpoint=self.endpoint, secret=answer["secret"]
         )
@@ -220,12 +226,30 @@ class LocalProvider:
         """CPU seconds, user and system, of the launcher and of all its sandboxes that have ended."""
         return float((await self._admin({"op": "usage"}))["cpu_s"])
 
-    async def _admin(self, message: Message) -> Message:
+    async def _admin(self, message: Message, *, if_cancelled: Message | None = None, extra_s: float = 0.0) -> Message:
+        """Ask the launcher, which is started again if it died. Raises its typed error, LauncherGone."""
+        await self._restart_if_dead()
+        process = self._process
         client = await self._connections.get(self.endpoint)
-        return await client.request({**message, "secret": self._admin_secret})
+        patience_s = self._config.answer_timeout_s + extra_s
+        try:
+            return await client.request({**message, "secret": self._admin_secret}, patience_s=patience_s)
+        except asyncio.CancelledError:
+            if if_cancelled is not None:
+                client.post(if_cancelled)
+            raise
+        except TimeoutError as error:
+            if process is not None and process.returncode is None:
+                process.kill()
+                await process.wait()
+            raise LauncherGone("the launcher hung and was killed, and its sandboxes with it") from error
 
     async def aclose(self) -> None:
         """End every sandbox and the launcher. Idempotent."""
+        self._started = False
+        await self._end()
+
+    async def _end(self) -> None:
         self._connections.close()
         process, self._process = self._process, None
         if process is not None:

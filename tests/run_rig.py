@@ -52,6 +52,8 @@ async def open_service(folder: Path, name: str, *overrides: str) -> AsyncIterato
     config, directory = prepare_small(folder, name, *overrides)
     runtime = RayRuntime(f"{name}-")
     service = await runtime.spawn(Service, config, directory, runtime, name="service")
+    # From here on the runtime knows the process, and can end one that hangs.
+    await runtime.stats(service)
     try:
         yield service, directory
     finally:

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.actors.config import SandboxKind, SandboxSection
 from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
+from headrace.actors.errors import ActorLost
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.orchestration import immediate_parts, prepare_directory, without_spans
 from headrace.actors.replay import Replay
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
 
-    from headrace.buffer.types import RolloutId
+    from headrace.buffer.types import RolloutId, RolloutOrder
 
 WAIT_S = 30.0
 
@@ -120,3 +121,39 @@ async def test_a_new_dispatcher_takes_over_and_an_evaluation_goes_on_from_the_le
             summary = await second.evaluate(tasks, samples=2, tag="base")
     assert (summary.answers, summary.infra, summary.success) == (6, 0, 1.0)
     assert (await actors.replay.status()).evaluations == 6, "only the missing ones were run"
+
+
+class LosesItsFirstOrders(RolloutWorker):
+    """The first call that hands it orders never arrives, and it lives on."""
+
+    lost = False
+
+    async def start(self, orders: list[RolloutOrder], incarnation: str) -> None:
+        if not self.lost:
+            self.lost = True
+            raise ActorLost("the call was lost on its way")
+        await super().start(orders, incarnation)
+
+
+async def test_orders_that_were_lost_on_their_way_to_a_living_worker_are_handed_out_again(
+    actors: Actors, tmp_path: Path
+) -> None:
+    section = SandboxSection(provider=SandboxKind.SUBPROCESS)
+    directory = prepare_directory(tmp_path / "other")
+    pool = await actors.runtime.spawn(SandboxPool, section, directory=directory, name="pool")
+    evaluator = await actors.runtime.spawn(Evaluator, pool, without_spans(directory), name="evaluator")
+    parts = immediate_parts(directory, actors.replay, pool, evaluator)
+    worker = await actors.runtime.spawn(LosesItsFirstOrders, parts, name="worker")
+    task = Task(id=TaskId("one"), family="none", instruction="return", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
+    try:
+        config = DispatcherConfig(slots_per_worker=4)
+        async with (
+            asyncio.timeout(WAIT_S),
+            Dispatcher(config, replay=actors.replay, pool=pool, workers=[worker]) as dispatcher,
+        ):
+            summary = await dispatcher.evaluate([task], samples=1, tag="base")
+    finally:
+        for actor in (worker, evaluator, pool):
+            await actors.runtime.stop(actor)
+    assert worker.lost
+    assert (summary.answers, summary.infra) == (1, 0)

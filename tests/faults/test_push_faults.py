@@ -83,7 +83,7 @@ async def test_engine_stopped_during_the_pause_misses_its_deadline(rig, other_mo
     async def stop() -> None:
         os.kill(rig.processes["one"].pid, signal.SIGSTOP)
 
-    report = await rig.push(other_model, 1, phase_timeout_s=1.0, before=at(Phase.BEGIN, stop))
+    report = await rig.push(other_model, 1, phase_timeout_s=4.0, before=at(Phase.BEGIN, stop))
     assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
     assert "EngineTimeout" in report.engines[0].failure
     assert not rig.gate.closed
@@ -95,7 +95,7 @@ async def test_engine_stopped_in_the_broadcast_costs_at_most_the_sender(rig, oth
     async def stop() -> None:
         os.kill(rig.processes["one"].pid, signal.SIGSTOP)
 
-    report = await rig.push(other_model, 1, transfer_timeout_s=1.0, before=at(Phase.BROADCAST, stop))
+    report = await rig.push(other_model, 1, transfer_timeout_s=4.0, before=at(Phase.BROADCAST, stop))
     assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
     # It may hold mixed weights: it stays gated until somebody replaces it.
     assert set(rig.gate.closed) == {"one"}
@@ -133,7 +133,7 @@ async def test_sender_stopped_misses_its_deadline_and_is_replaced(rig, other_mod
         os.kill(rig.sender.pid, signal.SIGSTOP)
 
     first = rig.sender.pid
-    report = await rig.push(other_model, 1, phase_timeout_s=1.0, before=at(Phase.BROADCAST, stop))
+    report = await rig.push(other_model, 1, phase_timeout_s=4.0, before=at(Phase.BROADCAST, stop))
     assert isinstance(report.sender_failure, SenderTimeout)
     assert outcomes(report) == {"one": PushOutcome.BEHIND, "two": PushOutcome.BEHIND}
     for name in rig.engines:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from headrace.actors.launch import run_guarded
+from headrace.actors.launch import drain_on_interrupt, run_guarded
 from headrace.actors.metrics import read_metrics
 from headrace.actors.retry import until_back
 from headrace.actors.run_directory import RunDirectory
@@ -77,6 +77,28 @@ async def test_every_process_may_be_killed(rig: Any, tmp_path: Path, victim: str
     await run_and_kill(rig, tmp_path, {step: victim})
 
 
+@pytest.mark.usefixtures("ray_cluster")
+async def test_an_interrupt_while_the_service_is_dead_drains(rig: Any, tmp_path: Path) -> None:
+    options = ("training.steps=200",)
+    async with (
+        rig.open_service(tmp_path, "dead", *options) as (service, directory),
+        rig.explained(service),
+        asyncio.timeout(DEADLINE_S),
+        asyncio.TaskGroup() as tasks,
+    ):
+        draining = asyncio.Event()
+        running = tasks.create_task(run_guarded(RayRuntime(), service, rig.HANG_S, draining))
+        with drain_on_interrupt(service, running, tasks, draining):
+            await until_reached(service, 1, running)
+            (await find_process(service, "service")).kill()
+            signal.raise_signal(signal.SIGINT)
+            assert not await running
+    report = verify(directory.path)
+    assert report.clean, report.problems
+    assert 1 <= report.steps < 200
+    assert report.checkpoints >= 1, "draining saves"
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_cluster")
 async def test_one_of_two_workers_may_be_killed(rig: Any, tmp_path: Path) -> None:
@@ -106,8 +128,10 @@ async def run_and_kill(
     ):
         running = tasks.create_task(run_guarded(RayRuntime(), service, rig.HANG_S))
         for step, victim in victims.items():
-            assert await until_back(lambda step=step: service.reached(step))
             process = await find_process(service, victim)
+            await until_reached(service, step, running)
+            if not process.is_running():
+                process = await find_process(service, victim)
             print(f"{time.time():.1f} s: killing {victim}, process {process.pid}, after step {step}")
             family |= {process, *process.children(recursive=True)}
             process.send_signal(with_signal)
@@ -118,6 +142,15 @@ async def run_and_kill(
     assert not alive, [process.cmdline() for process in alive]
     assert_whole(directory)
     return directory
+
+
+async def until_reached(service: Any, step: int, running: asyncio.Task[bool]) -> None:
+    """Wait for a step of a run that must not end before it."""
+    async with asyncio.TaskGroup() as tasks:
+        reached = tasks.create_task(until_back(lambda: service.reached(step)))
+        await asyncio.wait([reached, running], return_when=asyncio.FIRST_COMPLETED)
+        assert reached.done(), "the run ended"
+        assert reached.result(), "the run ended"
 
 
 async def find_process(service: Any, victim: str) -> psutil.Process:

@@ -19,6 +19,7 @@ from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable, SandboxError, SandboxGone
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
 from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.pool import Pool, PoolConfig
 
 if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
@@ -119,6 +120,59 @@ async def test_launcher_killed(tmp_path: Path) -> None:
         await create_again(provider)
 
 
+async def test_a_launcher_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
+    config = LocalSandboxConfig(label=run_label(tmp_path), answer_timeout_s=1, boot_timeout_s=1)
+    async with LocalProvider(config) as provider:
+        sandbox = await busy_sandbox(provider)
+        launcher = provider.launcher_pid
+        assert launcher is not None
+        os.kill(launcher, signal.SIGSTOP)
+        with pytest.raises(LauncherGone, match="hung"):
+            await provider.create(SandboxSpec())
+        with pytest.raises(SandboxGone):
+            await sandbox.exec("true", timeout_s=30)
+        await create_again(provider)
+    await asyncio.to_thread(wait_until_none_left, tmp_path)
+
+
+async def test_a_launcher_whose_restart_failed_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with LocalProvider(configured(tmp_path)) as provider:
+        launcher = provider.launcher_pid
+        assert launcher is not None
+        with monkeypatch.context() as patch:
+            # No program of this name can be started: what a full process table does too.
+            patch.setattr(sys, "executable", str(tmp_path / "nothing"))
+            os.kill(launcher, signal.SIGKILL)
+            with pytest.raises(LauncherGone, match="could not be started"):
+                await until_it_was_noticed(provider)
+        assert await provider.list() == []
+        await create_again(provider)
+
+
+async def test_places_of_a_dead_launcher_come_back_while_somebody_waits(tmp_path: Path) -> None:
+    config = PoolConfig(max_live=3, evaluation_reserve=1, reconcile_every_s=0.1)
+    async with LocalProvider(configured(tmp_path)) as provider, asyncio.timeout(30):
+        pool = Pool(provider, config)
+        assert len(await pool.lease([SandboxSpec(), SandboxSpec()])) == 2
+        assert provider.launcher_pid is not None
+        os.kill(provider.launcher_pid, signal.SIGKILL)
+        (ref,) = await pool.lease([SandboxSpec()])
+        assert not isinstance(ref, SandboxError)
+        assert (await pool.status()).lost_total == 2
+
+
+async def until_it_was_noticed(provider: LocalProvider) -> None:
+    """Ask until something else than the dead launcher's own end is met."""
+    while provider.launcher_pid is not None:
+        try:
+            await provider.list()
+        except LauncherGone:
+            await asyncio.sleep(0.05)
+    await provider.list()
+
+
 async def create_again(provider: LocalProvider) -> None:
     """The provider starts a new launcher; a create that still meets the dead one says so with a transient error."""
     async with asyncio.timeout(30):
@@ -138,6 +192,7 @@ OWNER = """
 import asyncio, json, sys
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.pool import Pool, PoolConfig
 async def main():
     async with LocalProvider(LocalSandboxConfig(label=sys.argv[1])) as provider:
         for _ in range(3):

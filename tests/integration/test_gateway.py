@@ -514,7 +514,7 @@ async def test_a_short_admin_token_is_refused() -> None:
 async def test_a_wall_that_ends_while_no_engine_answers_is_infra_not_a_budget(tokenizer_dir: Path) -> None:
     async with world(tokenizer_dir, engines=1, held_after_s=0.1) as w:
         await w.gateway.close_gate(EngineId("e0"), lease_s=60)
-        status, _ = await w.ask(await w.open(budgets=Budgets(wall_s=0.5)), [user("a")])
+        status, _ = await w.ask(await w.open(budgets=Budgets(wall_s=2.0)), [user("a")])
         assert status == 200, "the agent still gets its normal end"
         report = await w.finish()
         assert report.failures
@@ -526,7 +526,7 @@ async def test_an_agent_that_gives_up_on_a_held_turn_leaves_the_mark(tokenizer_d
         await w.gateway.close_gate(EngineId("e0"), lease_s=60)
         base = await w.open()
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.5):
+            async with asyncio.timeout(2.0):
                 await w.ask(base, [user("a")])
         report = await w.finish()
         assert report.failures

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import runpy
 import sqlite3
+import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -211,3 +212,28 @@ async def test_return_to_an_older_checkpoint_undoes_closed_groups(tmp_path):
     report = verify(tmp_path)
     assert report.problems == ()
     assert (report.steps, report.steps_rolled_back, report.trained) == (2, 2, 8)
+
+
+async def test_a_change_whose_caller_went_away_wakes_who_waits_for_it(tmp_path, monkeypatch):
+    writing, may_write = threading.Event(), threading.Event()
+    write = Ledger.write
+
+    def slow_write(ledger, *arguments):
+        writing.set()
+        may_write.wait(GUARD_S)
+        return write(ledger, *arguments)
+
+    async with await open_store(tmp_path) as store, asyncio.timeout(GUARD_S):
+        await store.open_epoch(None)
+        orders = await store.issue(1000, FIRST)
+        assert await store.issue(4, FIRST) == ()
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(store.issue(4, FIRST, timeout_s=10 * GUARD_S))
+            await asyncio.sleep(0)
+            monkeypatch.setattr(Ledger, "write", slow_write)
+            keys = [(order.rollout_id, order.attempt) for order in orders]
+            leaving = group.create_task(store.abandon(keys))
+            await asyncio.to_thread(writing.wait, GUARD_S)
+            leaving.cancel()
+            may_write.set()
+        assert {order.attempt for order in waiting.result()} == {2}

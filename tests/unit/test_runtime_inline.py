@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Self
+import pickle
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import pytest
 
 from headrace.actors.batching import Batcher
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError
 from headrace.actors.retry import until_back
-from headrace.actors.runtime import InlineRuntime, require_async
+from headrace.actors.runtime import Host, InlineRuntime, require_async
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,3 +150,44 @@ async def test_an_actor_that_stays_away_is_given_up() -> None:
 
     with pytest.raises(ActorGone, match="gone"):
         await until_back(gone, deadline_s=0.2)
+
+
+async def test_a_call_that_ran_long_before_it_was_lost_is_made_again() -> None:
+    calls = 0
+
+    async def long_running() -> str:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            await asyncio.sleep(0.3)
+            raise ActorLost("died at the end")
+        return "done"
+
+    assert await until_back(long_running, deadline_s=0.2) == "done"
+
+
+class FailsOnce:
+    """Its first entering fails."""
+
+    tried: ClassVar[asyncio.Event]
+
+    async def __aenter__(self) -> Self:
+        if not self.tried.is_set():
+            self.tried.set()
+            raise OSError("the address is in use")
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def work(self) -> str:
+        return "done"
+
+
+async def test_an_actor_whose_entering_failed_is_entered_again_by_who_asks_for_it() -> None:
+    FailsOnce.tried = asyncio.Event()
+    host = Host(pickle.dumps((FailsOnce, (), {})))
+    await host.stats(begin=True)
+    await FailsOnce.tried.wait()
+    await host.stats(begin=True)
+    assert await host.call("1", "work", (), {}) == "done"
+    await host.close()
