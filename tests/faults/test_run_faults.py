@@ -206,6 +206,20 @@ def test_a_killed_driver_leaves_nothing_and_the_run_resumes(rig: Any, tmp_path: 
     assert report.clean, report.problems
     assert (report.steps, report.trained_twice, report.lost) == (8, 0, 0)
     assert sandboxes_left(directory.path) == 0
+
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_nothing_of_ray_either(rig: Any, tmp_path: Path) -> None:
+    directory = RunDirectory(path=tmp_path / "driver")
+    driver = rig.start_driver(
+        "run", str(rig.RECIPE), "--runs-dir", str(tmp_path), "--name", "driver", "--quiet", *rig.small_arguments()
+    )
+    try:
+        wait_for(lambda: steps_of(directory) >= 1, driver)
+        family = psutil.Process(driver.pid).children(recursive=True)
+    finally:
+        driver.kill()
+        driver.communicate()
     # Ray's own agents try for 60 s to tell a dead head that the raylet died; then they end too.
     _, alive = psutil.wait_procs(family, timeout=90)
     assert not alive, [process.cmdline() for process in alive]
