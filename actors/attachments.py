@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
+from headrace.actors.owning import Owning
 from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.local import LocalProvider
 from headrace.sandboxes.unprotected import SubprocessProvider
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from headrace.sandboxes.base import Sandbox, SandboxProvider, SandboxRef
 
 
-class Attachments:
+class Attachments(Owning):
     """One provider of each kind, none of which boots anything; closing them ends no sandbox."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._providers: dict[str, SandboxProvider] = {"local": LocalProvider(), "subprocess": SubprocessProvider()}
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         for provider in self._providers.values():
             self._stack.push_async_callback(provider.aclose)
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
 
     async def attach(self, ref: SandboxRef) -> Sandbox:
         """The sandbox behind a ref. Raises SpecRefused for a provider that is unknown here."""

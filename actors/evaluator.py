@@ -6,7 +6,7 @@ Invariant: clean sandboxes carry the evaluator's label; one that starts releases
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Self
 
 from opentelemetry import trace
@@ -15,6 +15,7 @@ from headrace.actors.batching import Batcher
 from headrace.actors.errors import ActorError
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.leases import Leases
+from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
 from headrace.buffer.tasks import EvaluatorKind
 from headrace.buffer.types import Cause
@@ -23,7 +24,6 @@ from headrace.serve.tracing import context_from
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from types import TracebackType
 
     from headrace.actors.observing import Observing
     from headrace.actors.sandbox_pool import SandboxPool
@@ -35,12 +35,12 @@ tracer = trace.get_tracer("headrace.actors.evaluator")
 HOLDER = "evaluator"
 
 
-class _Rooms:
+class _Rooms(Owning):
     """Clean sandboxes from the pool, in batch calls."""
 
     def __init__(self, pool: SandboxPool) -> None:
+        super().__init__()
         self._pool = pool
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
@@ -48,11 +48,6 @@ class _Rooms:
         self._freeze: Batcher[SandboxId, None] = await enter(Batcher(self._freeze_many))
         self._leases = await enter(Leases(self._pool, HOLDER))
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
 
     async def freeze(self, sandbox: SandboxId) -> None:
         """End the agent's processes, keep its files, and give its place in the pool back."""
@@ -71,23 +66,18 @@ class _Rooms:
         return await until_back(lambda: self._pool.freeze(ids))
 
 
-class Evaluator:
+class Evaluator(Owning):
     """Scores rollouts in clean sandboxes leased from the pool."""
 
     def __init__(self, pool: SandboxPool, observing: Observing) -> None:
+        super().__init__()
         self._rooms = _Rooms(pool)
         self._observing = observing
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("evaluator"))
         await self._stack.enter_async_context(self._rooms)
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
 
     async def evaluate(self, requests: list[EvaluationRequest]) -> list[Verdict | ActorError]:
         """Verdicts in the order of the requests; no failure of one disturbs another. An actor that is gone for good is

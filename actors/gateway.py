@@ -13,7 +13,6 @@ import errno
 import os
 import random
 import secrets
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -21,11 +20,11 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from headrace.actors.owning import Owning
 from headrace.serve.gateway import Gateway, GatewayConfig, GatewayStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
     from headrace.actors.observing import Observing
     from headrace.policies.engine import EngineId
@@ -40,14 +39,14 @@ class GatewayAddress:
     admin_token: str = field(repr=False)
 
 
-class GatewayActor:
+class GatewayActor(Owning):
     """Starts the gateway when entered; the same address after a restart."""
 
     def __init__(self, config: GatewayConfig, *, address_file: Path, observing: Observing) -> None:
+        super().__init__()
         self._config = config
         self._address_file = address_file
         self._observing = observing
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("gateway"))
@@ -59,11 +58,6 @@ class GatewayActor:
         self._address = GatewayAddress(url=url, admin_token=token)
         write_private(self._address_file, orjson.dumps(asdict(self._address)))
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
 
     async def _start_first(self) -> str:
         for port in stable_ports():

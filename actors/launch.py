@@ -203,14 +203,13 @@ def drain_on_interrupt(
 ) -> Iterator[None]:
     """First interrupt: drain, as soon as the service is there to be told. Second: cancel."""
     loop = asyncio.get_running_loop()
-    drains: list[asyncio.Task[None]] = []
 
     def interrupted() -> None:
-        if drains:
+        if draining.is_set():
             running.cancel()
         else:
             draining.set()
-            drains.append(tasks.create_task(keep_running(service.drain, service.progress)))
+            tasks.create_task(keep_running(service.drain, service.progress))
 
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:

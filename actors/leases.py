@@ -7,17 +7,15 @@ Invariants:
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from headrace.actors.attachments import Attachments
 from headrace.actors.batching import Batcher
+from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from headrace.actors.sandbox_pool import SandboxPool
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
@@ -25,13 +23,13 @@ if TYPE_CHECKING:
 HOLDER_LABEL = "holder"
 
 
-class Leases:
+class Leases(Owning):
     """The pool as one holder uses it; an async context manager."""
 
     def __init__(self, pool: SandboxPool, holder: str) -> None:
+        super().__init__()
         self._pool = pool
         self._holder = holder
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
@@ -41,11 +39,6 @@ class Leases:
             Batcher(self._lease_many, unclaimed=self._release_unclaimed)
         )
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
 
     async def lease(self, spec: SandboxSpec) -> SandboxRef:
         return await self._lease(replace(spec, labels={**spec.labels, HOLDER_LABEL: self._holder}))

@@ -24,7 +24,7 @@ async def until_back(call: Callable[[], Awaitable[R]], *, deadline_s: float = RE
     errors at once.
 
     The time counts from the loss, not from the call: one that lasted long before it was lost was running."""
-    lost_s = began_s = time.monotonic()
+    lost_s = time.monotonic()
     policy = AsyncRetrying(
         retry=retry_if_exception_type(ActorLost),
         wait=wait_random_exponential(multiplier=0.1, max=2.0),

@@ -133,7 +133,7 @@ class _Life:
     @property
     def failed(self) -> bool:
         """Entering was tried and went wrong."""
-        return self._entered.done() and (self._entered.cancelled() or self._entered.exception() is not None)
+        return self._entered.done() and self._entered.exception() is not None
 
     async def entered(self) -> None:
         """Return once the context is open. Raises the error of entering."""
@@ -215,8 +215,8 @@ class Host:
     async def stats(self, *, begin: bool) -> tuple[int, int]:
         """(process id, calls received). With `begin` an actor that is not entered begins to be, without being waited
         for; one whose entering failed tries again."""
-        if begin and not self._closed and (self._life is None or self._life.failed):
-            self._life = _Life(self._instance)
+        if begin and not self._closed:
+            self._begun()
         return os.getpid(), self._calls
 
     async def close(self) -> None:
@@ -229,14 +229,13 @@ class Host:
     async def _opened(self) -> None:
         if self._closed:
             raise ActorGone(f"{type(self._instance).__name__} is closed")
-        life = self._life = self._life or _Life(self._instance)
-        try:
-            await life.entered()
-        except Exception:
-            # The next call tries again.
-            if self._life is life:
-                self._life = None
-            raise
+        await self._begun().entered()
+
+    def _begun(self) -> _Life:
+        """The instance's life; a new one where there is none or its entering failed."""
+        if self._life is None or self._life.failed:
+            self._life = _Life(self._instance)
+        return self._life
 
 
 class ActorProxy:

@@ -5,17 +5,15 @@ Invariant: what a dead worker leased is released by its holder's label; what nob
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
 from headrace.actors.leases import HOLDER_LABEL
+from headrace.actors.owning import Owning
 from headrace.sandboxes.errors import LauncherGone
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.pool import Pool
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from headrace.actors.config import SandboxSection
     from headrace.actors.run_directory import RunDirectory
     from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
@@ -23,24 +21,19 @@ if TYPE_CHECKING:
     from headrace.sandboxes.pool import PoolStatus
 
 
-class SandboxPool:
+class SandboxPool(Owning):
     """Leases, freezes and releases sandboxes of one host, in batches."""
 
     def __init__(self, section: SandboxSection, *, directory: RunDirectory) -> None:
+        super().__init__()
         self._section = section
         self._label = run_label(directory.path)
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         self._provider = await _start(self._section, self._label)
         self._pool = Pool(self._provider, self._section.pool)
         self._stack.push_async_callback(self._pool.aclose)
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
 
     async def lease(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
         """One sandbox for each spec; errors are results, in the order of the specs."""

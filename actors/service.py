@@ -15,7 +15,6 @@ import logging
 import shutil
 import time
 from collections import deque
-from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -32,6 +31,7 @@ from headrace.actors.headway import Headway
 from headrace.actors.learner import LearnerLoop
 from headrace.actors.metrics import read_metrics
 from headrace.actors.observing import Observing
+from headrace.actors.owning import Owning
 from headrace.actors.replay import Replay
 from headrace.actors.retry import until_back
 from headrace.actors.sandbox_pool import SandboxPool
@@ -43,7 +43,6 @@ from headrace.serve.session import Budgets, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from types import TracebackType
 
     from headrace.actors.agents.agent import Agent
     from headrace.actors.run_directory import RunDirectory
@@ -60,14 +59,14 @@ STATUS_TIMEOUT_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-class Service:
+class Service(Owning):
     """One run from first to last step."""
 
     def __init__(self, config: RunConfig, directory: RunDirectory, runtime: Runtime) -> None:
+        super().__init__()
         self._config = config
         self._directory = directory
         self._runtime = runtime
-        self._stack = AsyncExitStack()
         self._observing = Observing(config=config.telemetry, run_dir=directory.path)
         self._actors: dict[str, object] = {}
         self._started_s = time.monotonic()
@@ -95,11 +94,6 @@ class Service:
             await self._stack.aclose()
             raise
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
 
     async def run(self) -> bool:
         """Evaluate, train, evaluate. True when all steps are done, False when the run was drained before.

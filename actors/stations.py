@@ -5,7 +5,6 @@ Invariant: each incarnation of a worker is a holder of its own.
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Self
 
 import aiohttp
@@ -14,14 +13,13 @@ from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 from headrace.actors.agents.chat import ChatClient
 from headrace.actors.batching import Batcher
 from headrace.actors.leases import Leases
+from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
 from headrace.serve.client import GatewayClient, OpenedSession
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
 from headrace.serve.session import Session, SessionId, SessionSpec
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from headrace.actors.agents.shell import AgentReport
     from headrace.actors.errors import ActorError
     from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
@@ -31,13 +29,13 @@ if TYPE_CHECKING:
     from headrace.serve.session import SessionReport
 
 
-class WorkerStations:
+class WorkerStations(Owning):
     """The stations of `rollout.Stations` over actors and HTTP; an async context manager."""
 
     def __init__(self, parts: WorkerParts, holder: str) -> None:
+        super().__init__()
         self._parts = parts
         self._holder = holder
-        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
@@ -47,11 +45,6 @@ class WorkerStations:
         self._leases = await enter(Leases(self._parts.pool, self._holder))
         self._evaluate: Batcher[EvaluationRequest, Verdict] = await enter(Batcher(self._evaluate_many))
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
 
     async def lease(self, spec: SandboxSpec) -> SandboxRef:
         return await self._leases.lease(spec)

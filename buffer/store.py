@@ -265,16 +265,13 @@ class ReplayStore:
                 return
             applied, changes, stored = self._applied, self._core.drain(), self._stored
             self._stored = []
-            try:
-                if changes:
+            if changes:
+                try:
                     with self._ending_on_failure():
                         await self._in_thread(lambda: self._ledger.write(changes, stored))
-            except asyncio.CancelledError:
-                # It was written all the same, and others wait for it.
-                self._signal()
-                raise
-            if changes:
-                self._signal()
+                finally:
+                    # Written also when the caller was cancelled: others wait for it.
+                    self._signal()
             self._durable = applied
 
     @contextmanager

@@ -130,14 +130,7 @@ class LocalProvider:
             raise SpecRefused(f"{parent} is too long for a unix socket: set runtime_folder to a shorter path")
         self._folder = await asyncio.to_thread(_make_socket_folder, parent)
         try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                await self._start_launcher()
-        except TimeoutError as error:
-            await self._end()
-            raise LauncherGone(f"the launcher did not start in {_START_TIMEOUT_S} s") from error
-        except OSError as error:
-            await self._end()
-            raise LauncherGone(f"the launcher could not be started: {error}") from error
+            await self._start_launcher()
         except BaseException:
             await self._end()
             raise
@@ -149,6 +142,15 @@ class LocalProvider:
                 await self._start()
 
     async def _start_launcher(self) -> None:
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                await self._spawn_launcher()
+        except TimeoutError as error:
+            raise LauncherGone(f"the launcher did not start in {_START_TIMEOUT_S} s") from error
+        except OSError as error:
+            raise LauncherGone(f"the launcher could not be started: {error}") from error
+
+    async def _spawn_launcher(self) -> None:
         environment = {"LD_LIBRARY_PATH": path} if (path := os.environ.get("LD_LIBRARY_PATH")) else {}
         # A session of its own: Ctrl-C at the terminal is for the owner, which then closes in order.
         self._process = process = await asyncio.create_subprocess_exec(

@@ -17,7 +17,7 @@ from headrace.actors.orchestration import immediate_parts, prepare_directory, wi
 from headrace.actors.replay import Replay
 from headrace.actors.runtime import InlineRuntime
 from headrace.actors.sandbox_pool import SandboxPool
-from headrace.actors.worker import RolloutWorker
+from headrace.actors.worker import RolloutWorker, WorkerParts
 from headrace.buffer.replay import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
@@ -38,6 +38,7 @@ class Actors:
     replay: Replay
     pool: SandboxPool
     worker: RolloutWorker
+    parts: WorkerParts
 
 
 @pytest.fixture
@@ -57,8 +58,9 @@ async def actors(tmp_path: Path) -> AsyncIterator[Actors]:
         section = SandboxSection(provider=SandboxKind.SUBPROCESS)
         pool = await spawn(SandboxPool, section, directory=directory, name="pool")
         evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
-        worker = await spawn(RolloutWorker, immediate_parts(directory, replay, pool, evaluator), name="worker")
-        yield Actors(runtime=runtime, replay=replay, pool=pool, worker=worker)
+        parts = immediate_parts(directory, replay, pool, evaluator)
+        worker = await spawn(RolloutWorker, parts, name="worker")
+        yield Actors(runtime=runtime, replay=replay, pool=pool, worker=worker, parts=parts)
 
 
 async def test_an_order_that_a_dead_dispatcher_waits_for_is_never_given_out(actors: Actors) -> None:
@@ -135,25 +137,17 @@ class LosesItsFirstOrders(RolloutWorker):
         await super().start(orders, incarnation)
 
 
-async def test_orders_that_were_lost_on_their_way_to_a_living_worker_are_handed_out_again(
-    actors: Actors, tmp_path: Path
-) -> None:
-    section = SandboxSection(provider=SandboxKind.SUBPROCESS)
-    directory = prepare_directory(tmp_path / "other")
-    pool = await actors.runtime.spawn(SandboxPool, section, directory=directory, name="pool")
-    evaluator = await actors.runtime.spawn(Evaluator, pool, without_spans(directory), name="evaluator")
-    parts = immediate_parts(directory, actors.replay, pool, evaluator)
-    worker = await actors.runtime.spawn(LosesItsFirstOrders, parts, name="worker")
+async def test_orders_that_were_lost_on_their_way_to_a_living_worker_are_handed_out_again(actors: Actors) -> None:
+    worker = await actors.runtime.spawn(LosesItsFirstOrders, actors.parts, name="worker")
     task = Task(id=TaskId("one"), family="none", instruction="return", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
     try:
         config = DispatcherConfig(slots_per_worker=4)
         async with (
             asyncio.timeout(WAIT_S),
-            Dispatcher(config, replay=actors.replay, pool=pool, workers=[worker]) as dispatcher,
+            Dispatcher(config, replay=actors.replay, pool=actors.pool, workers=[worker]) as dispatcher,
         ):
             summary = await dispatcher.evaluate([task], samples=1, tag="base")
     finally:
-        for actor in (worker, evaluator, pool):
-            await actors.runtime.stop(actor)
+        await actors.runtime.stop(worker)
     assert worker.lost
     assert (summary.answers, summary.infra) == (1, 0)

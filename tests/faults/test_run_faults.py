@@ -181,17 +181,9 @@ def assert_whole(directory: RunDirectory) -> None:
 
 
 def test_a_killed_driver_leaves_nothing_and_the_run_resumes(rig: Any, tmp_path: Path) -> None:
-    directory = RunDirectory(path=tmp_path / "driver")
-    driver = rig.start_driver(
-        "run", str(rig.RECIPE), "--runs-dir", str(tmp_path), "--name", "driver", "--quiet", *rig.small_arguments()
-    )
-    try:
-        wait_for(lambda: steps_of(directory) >= 3, driver)
-        family = psutil.Process(driver.pid).children(recursive=True)
-        assert len(family) > 10
-    finally:
-        driver.kill()
-        driver.communicate()
+    driver, directory = start_run(rig, tmp_path, "driver")
+    family = killed_after(3, driver, directory)
+    assert len(family) > 10
     ours = [process for process in family if not is_ray_agent(process)]
     _, alive = psutil.wait_procs(ours, timeout=LEASE_S)
     assert not alive, [process.cmdline() for process in alive]
@@ -210,26 +202,15 @@ def test_a_killed_driver_leaves_nothing_and_the_run_resumes(rig: Any, tmp_path: 
 
 @pytest.mark.slow
 def test_a_killed_driver_leaves_nothing_of_ray_either(rig: Any, tmp_path: Path) -> None:
-    directory = RunDirectory(path=tmp_path / "driver")
-    driver = rig.start_driver(
-        "run", str(rig.RECIPE), "--runs-dir", str(tmp_path), "--name", "driver", "--quiet", *rig.small_arguments()
-    )
-    try:
-        wait_for(lambda: steps_of(directory) >= 1, driver)
-        family = psutil.Process(driver.pid).children(recursive=True)
-    finally:
-        driver.kill()
-        driver.communicate()
+    driver, directory = start_run(rig, tmp_path, "driver")
+    family = killed_after(1, driver, directory)
     # Ray's own agents try for 60 s to tell a dead head that the raylet died; then they end too.
     _, alive = psutil.wait_procs(family, timeout=90)
     assert not alive, [process.cmdline() for process in alive]
 
 
 def test_an_interrupted_run_drains_and_can_be_resumed(rig: Any, tmp_path: Path) -> None:
-    directory = RunDirectory(path=tmp_path / "drained")
-    driver = rig.start_driver(
-        "run", str(rig.RECIPE), "--runs-dir", str(tmp_path), "--name", "drained", "--quiet", *rig.small_arguments()
-    )
+    driver, directory = start_run(rig, tmp_path, "drained")
     wait_for(lambda: steps_of(directory) >= 1, driver)
     driver.send_signal(signal.SIGINT)
     _, errors = driver.communicate(timeout=DEADLINE_S)
@@ -239,6 +220,23 @@ def test_an_interrupted_run_drains_and_can_be_resumed(rig: Any, tmp_path: Path) 
     assert 1 <= report.steps < 8
     assert report.checkpoints >= 1, "draining saves"
     assert sandboxes_left(directory.path) == 0
+
+
+def start_run(rig: Any, folder: Path, name: str) -> tuple[subprocess.Popen[bytes], RunDirectory]:
+    """A small run as the command line's own process."""
+    where = ("--runs-dir", str(folder), "--name", name)
+    driver = rig.start_driver("run", str(rig.RECIPE), *where, "--quiet", *rig.small_arguments())
+    return driver, RunDirectory(path=folder / name)
+
+
+def killed_after(steps: int, driver: subprocess.Popen[bytes], directory: RunDirectory) -> list[psutil.Process]:
+    """Kill the driver after so many steps; the processes that it had started."""
+    try:
+        wait_for(lambda: steps_of(directory) >= steps, driver)
+        return psutil.Process(driver.pid).children(recursive=True)
+    finally:
+        driver.kill()
+        driver.communicate()
 
 
 def is_ray_agent(process: psutil.Process) -> bool:

@@ -192,7 +192,6 @@ OWNER = """
 import asyncio, json, sys
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
-from headrace.sandboxes.pool import Pool, PoolConfig
 async def main():
     async with LocalProvider(LocalSandboxConfig(label=sys.argv[1])) as provider:
         for _ in range(3):

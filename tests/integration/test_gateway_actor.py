@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from headrace.actors.engines import _tell_gateway
 from headrace.actors.gateway import GatewayActor
 from headrace.actors.observing import Observing
 from headrace.serve.gateway import GatewayConfig
 from headrace.serve.telemetry import TelemetryConfig
+
+if TYPE_CHECKING:
+    import pytest
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
 FIRST, LAST = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
@@ -36,3 +41,11 @@ async def test_no_outgoing_connection_can_take_the_port(tmp_path: Path) -> None:
     port = urlsplit(address.url).port
     assert port is not None
     assert not FIRST <= port <= LAST
+
+
+async def test_the_engines_go_on_when_the_gateway_does_not_come_up(caplog: pytest.LogCaptureFixture) -> None:
+    async def entering_fails() -> None:
+        raise OSError("the address is in use")
+
+    await _tell_gateway(entering_fails())
+    assert "the gateway could not be told" in caplog.text

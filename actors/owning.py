@@ -1,0 +1,21 @@
+"""What an async context manager opened, closed in reverse order."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class Owning:
+    """Base of a class whose `__aenter__` puts what it opens on `_stack`: leaving closes that, and nothing else."""
+
+    def __init__(self) -> None:
+        self._stack = AsyncExitStack()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
