@@ -6,13 +6,19 @@ SandboxError
 │   ├── BootTimeout                  the sandbox was not ready in time
 │   ├── BootFailed                   the host refused a step of the boot (out of processes, memory, descriptors)
 │   ├── CapacityExceeded             no room now; `retry_after_s` says when to ask again
+│   │   ├── RateLimited              the provider sheds load (429)
+│   │   └── OutOfDisk                less free space on the host than the watermark
+│   ├── ProviderUnreachable          no answer, or 502/503/504: what it did is unknown until the same key is asked again
 │   └── LauncherGone                 the process that owns the sandboxes died, and they with it
 └── PermanentSandboxError            the same call would fail again
     ├── ImageUnknown
+    ├── ImageRefused                 the image is there but unusable: damaged, unsafe, or without bash
     ├── SpecRefused                  the spec asks for what this provider does not have
+    │   └── Unsupported              the provider lacks this feature
     ├── SecretRefused
     ├── SandboxGone                  killed, expired or frozen
     ├── ExecTimeout                  the command's process tree is dead
+    ├── ExecResultLost               a command with this exec_id has run; whoever ran it died with its output
     ├── SandboxFileError             missing, not a regular file, too large, no permission
     │   └── FrozenPathRefused        the declared data path is missing or leads through a symbolic link
     └── NamespacesUnavailable        this machine cannot isolate; `reason` says why
@@ -58,6 +64,18 @@ class CapacityExceeded(TransientSandboxError):
         self.retry_after_s = retry_after_s
 
 
+class RateLimited(CapacityExceeded):
+    pass
+
+
+class OutOfDisk(CapacityExceeded):
+    pass
+
+
+class ProviderUnreachable(TransientSandboxError):
+    pass
+
+
 class LauncherGone(TransientSandboxError):
     pass
 
@@ -70,7 +88,15 @@ class ImageUnknown(PermanentSandboxError):
     pass
 
 
+class ImageRefused(PermanentSandboxError):
+    pass
+
+
 class SpecRefused(PermanentSandboxError):
+    pass
+
+
+class Unsupported(SpecRefused):
     pass
 
 
@@ -83,6 +109,10 @@ class SandboxGone(PermanentSandboxError):
 
 
 class ExecTimeout(PermanentSandboxError):
+    pass
+
+
+class ExecResultLost(PermanentSandboxError):
     pass
 
 
@@ -111,12 +141,18 @@ _BY_NAME: dict[str, type[SandboxError]] = {
         BootTimeout,
         BootFailed,
         CapacityExceeded,
+        RateLimited,
+        OutOfDisk,
+        ProviderUnreachable,
         LauncherGone,
         ImageUnknown,
+        ImageRefused,
         SpecRefused,
+        Unsupported,
         SecretRefused,
         SandboxGone,
         ExecTimeout,
+        ExecResultLost,
         SandboxFileError,
         FrozenPathRefused,
     )

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.sandboxes.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
     ExecResult,
+    Feature,
     Network,
     SandboxId,
     SandboxInfo,
@@ -45,6 +46,7 @@ from headrace.sandboxes.errors import (
     SandboxGone,
     SpecRefused,
 )
+from headrace.sandboxes.partial import PartialSandbox
 from headrace.sandboxes.stdlib_process import stdlib_command
 
 if TYPE_CHECKING:
@@ -88,6 +90,8 @@ class LocalSandboxConfig(BaseModel):
 
 class LocalProvider:
     """Starts a launcher and asks it for sandboxes. An async context manager; `aclose` ends every sandbox."""
+
+    features = frozenset({Feature.FREEZE})
 
     def __init__(self, config: LocalSandboxConfig | None = None) -> None:
         self._config = config or LocalSandboxConfig()
@@ -305,7 +309,7 @@ def _listens(path: Path) -> bool:
     return True
 
 
-class LocalSandbox:
+class LocalSandbox(PartialSandbox):
     """A sandbox of some launcher on this host, by its ref. Every method raises SandboxGone once it is dead."""
 
     def __init__(self, ref: SandboxRef, connections: LauncherConnections) -> None:
@@ -326,6 +330,7 @@ class LocalSandbox:
         stdin: bytes | None = None,
         timeout_s: float,
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
+        exec_id: str | None = None,
     ) -> ExecResult:
         """See `Sandbox.exec`. A command whose daemon holds its output returns 0.2 s after the command's own end."""
         message = {"op": "exec", "command": command, "user": user, "env": dict(env or {}), "cwd": cwd}
@@ -344,8 +349,9 @@ class LocalSandbox:
         message = {"op": "read", "path": path, "user": user, "max_bytes": max_bytes}
         return await self._file_operation(message, None, max_bytes)
 
-    async def write(self, path: str, data: bytes, *, user: str = "root") -> None:
-        await self.write_many({path: data}, user=user)
+    async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
+        content = data if isinstance(data, bytes) else await asyncio.to_thread(data.read_bytes)
+        await self.write_many({path: content}, user=user)
 
     async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
         sizes = [(path, len(data)) for path, data in files.items()]

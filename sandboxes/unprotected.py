@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Final, Self
 from headrace.sandboxes.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
     ExecResult,
+    Feature,
     SandboxId,
     SandboxInfo,
     SandboxRef,
@@ -45,10 +46,12 @@ from headrace.sandboxes.errors import (
     SandboxFileError,
     SandboxGone,
     SecretRefused,
+    Unsupported,
 )
 from headrace.sandboxes.leftovers import LABEL_VARIABLE
 from headrace.sandboxes.mapped_paths import PathMap, open_regular
 from headrace.sandboxes.marked_processes import kill_marked
+from headrace.sandboxes.partial import PartialSandbox
 from headrace.sandboxes.sandbox_folder import MARK, SandboxFolder, make_sandbox_folder
 
 if TYPE_CHECKING:
@@ -70,6 +73,7 @@ _OUTPUT_GRACE_S: Final = 0.2
 class SubprocessProvider:
     """Makes folders. An async context manager; `aclose` ends every sandbox it made."""
 
+    features = frozenset({Feature.FREEZE})
     protects: tuple[str, ...] = ()
     warning: str = WARNING
 
@@ -174,7 +178,7 @@ class SubprocessProvider:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class SubprocessSandbox:
+class SubprocessSandbox(PartialSandbox):
     """A folder and the processes that carry its mark. Every method raises SandboxGone once it is dead."""
 
     def __init__(self, ref: SandboxRef) -> None:
@@ -205,8 +209,11 @@ class SubprocessSandbox:
         stdin: bytes | None = None,
         timeout_s: float,
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
+        exec_id: str | None = None,
     ) -> ExecResult:
         """See `Sandbox.exec`; `user` is ignored."""
+        if exec_id is not None:
+            raise Unsupported("exec_id: the subprocess provider remembers no results")
         paths = self._running()
         started = time.monotonic()
         (self._state.home / "used").touch()
@@ -293,8 +300,9 @@ class SubprocessSandbox:
             raise SandboxFileError(f"{path}: more than {max_bytes} bytes")
         return data
 
-    async def write(self, path: str, data: bytes, *, user: str = "root") -> None:
-        await self.write_many({path: data}, user=user)
+    async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
+        content = data if isinstance(data, bytes) else await asyncio.to_thread(data.read_bytes)
+        await self.write_many({path: content}, user=user)
 
     async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
         paths = self._running()
