@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.sandboxes.errors import LauncherGone, error_from_name
@@ -19,6 +20,27 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A request under way. `started` is the number of a spawned process; `answer` comes last, or its error."""
+
+    request_id: int
+    message: Message
+    started: asyncio.Future[int]
+    answer: asyncio.Future[Message]
+
+    def names(self) -> Message:
+        """What a further message about the same command must carry."""
+        return {"sandbox": self.message["sandbox"], "secret": self.message["secret"]}
+
+    def fail(self, error: Exception) -> None:
+        for future in (self.started, self.answer):
+            if not future.done():
+                future.set_exception(error)
+                # An error that nobody asks for any more is no news.
+                future.exception()
+
+
 class LauncherClient:
     """One connection. Use `LauncherConnections` to share it."""
 
@@ -26,7 +48,7 @@ class LauncherClient:
         self.endpoint = endpoint
         self._channel = channel
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[int, asyncio.Future[Message]] = {}
+        self._waiting: dict[int, Exchange] = {}
         self._last_id = 0
         self._heard_s = self._loop.time()
         self.closed = False
@@ -49,24 +71,25 @@ class LauncherClient:
     ) -> Message:
         """Send and wait for the answer; owns `descriptors`. Raises the typed error of the answer, LauncherGone, and
         TimeoutError when the launcher says nothing at all, to this request or another, for `patience_s`."""
+        exchange = self.begin(message, descriptors)
+        try:
+            return await self._answer(exchange.answer, patience_s)
+        except asyncio.CancelledError:
+            self.cancel(exchange)
+            raise
+        finally:
+            self._waiting.pop(exchange.request_id, None)
+
+    def begin(self, message: Message, descriptors: Sequence[int] = ()) -> Exchange:
+        """Send only; owns `descriptors`. Raises LauncherGone."""
         if self.closed:
             close_all(descriptors)
             raise LauncherGone(f"the launcher at {self.endpoint} is gone")
         self._last_id += 1
-        request_id = self._last_id
-        future: asyncio.Future[Message] = self._loop.create_future()
-        self._waiting[request_id] = future
-        try:
-            self._send({**message, "id": request_id}, descriptors)
-            answer = await self._answer(future, patience_s)
-        except asyncio.CancelledError:
-            self._cancel(message, request_id)
-            raise
-        finally:
-            self._waiting.pop(request_id, None)
-        if "error" in answer:
-            raise error_from_name(str(answer["error"]), str(answer.get("message", "")))
-        return answer
+        exchange = Exchange(self._last_id, message, self._loop.create_future(), self._loop.create_future())
+        self._waiting[exchange.request_id] = exchange
+        self._send({**message, "id": exchange.request_id}, descriptors)
+        return exchange
 
     async def _answer(self, future: asyncio.Future[Message], patience_s: float | None) -> Message:
         while True:
@@ -78,11 +101,11 @@ class LauncherClient:
                 if self._heard_s < asked_s:
                     raise
 
-    def _cancel(self, message: Message, request_id: int) -> None:
-        if self.closed or "sandbox" not in message:
+    def cancel(self, exchange: Exchange) -> None:
+        """The caller gives up: the command's tree is killed."""
+        if self.closed or "sandbox" not in exchange.message:
             return
-        names = {"sandbox": message["sandbox"], "secret": message["secret"]}
-        self._send({"op": "cancel", "target": request_id, "id": 0, **names})
+        self._send({"op": "cancel", "target": exchange.request_id, "id": 0, **exchange.names()})
 
     def post(self, message: Message) -> None:
         """Send without waiting for the answer."""
@@ -116,9 +139,20 @@ class LauncherClient:
         self._heard_s = self._loop.time()
         for message, descriptors in messages:
             close_all(descriptors)
-            future = self._waiting.get(int(message.pop("id", 0)))
-            if future is not None and not future.done():
-                future.set_result(message)
+            self._on_answer(int(message.pop("id", 0)), message)
+
+    def _on_answer(self, request_id: int, message: Message) -> None:
+        exchange = self._waiting.get(request_id)
+        if exchange is None:
+            return
+        if "started" in message:
+            exchange.started.set_result(int(message["started"]))
+            return
+        del self._waiting[request_id]
+        if "error" in message:
+            exchange.fail(error_from_name(str(message["error"]), str(message.get("message", ""))))
+        elif not exchange.answer.done():
+            exchange.answer.set_result(message)
 
     def close(self) -> None:
         """End the connection; every waiting request ends with LauncherGone. Idempotent."""
@@ -128,9 +162,9 @@ class LauncherClient:
         self._loop.remove_reader(self._channel.fileno())
         self._loop.remove_writer(self._channel.fileno())
         self._channel.close()
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(LauncherGone(f"the launcher at {self.endpoint} died, and its sandboxes with it"))
+        waiting, self._waiting = self._waiting, {}
+        for exchange in waiting.values():
+            exchange.fail(LauncherGone(f"the launcher at {self.endpoint} died, and its sandboxes with it"))
 
 
 class LauncherConnections:

@@ -12,10 +12,14 @@ Invariants:
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import signal
+import socket
 import stat
+import struct
+import termios
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -104,11 +108,17 @@ def fail(message: str, status: int) -> NoReturn:
 
 
 def run_command(message: dict[str, Any], limits: Limits) -> NoReturn:
-    """Become `bash -c command`. A wrong user or folder ends with status 126 and a line on standard error."""
+    """Become the command: a text is for `bash -c`, a list is a program and its arguments.
+
+    A wrong user, folder or program ends with status 126 and a line on standard error.
+    """
     try:
         os.setsid()
         syscalls.become_subreaper()
         account = become(str(message["user"]))
+        size = message.get("terminal")
+        if size is not None:
+            _open_terminal(int(size[0]), int(size[1]))
         _apply_limits(limits)
         environment = {
             "PATH": SEARCH_PATH,
@@ -116,15 +126,40 @@ def run_command(message: dict[str, Any], limits: Limits) -> NoReturn:
             "USER": account.name,
             "LOGNAME": account.name,
             "LANG": "C.UTF-8",
+            **({} if size is None else {"TERM": "xterm-256color"}),
             **message["env"],
         }
         _enter_folder(message["cwd"])
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             # Python ignores these two, and ignored signals survive execve.
             signal.signal(number, signal.SIG_DFL)
-        os.execve("/bin/bash", ["bash", "-c", message["command"]], environment)
+        _execute(message["command"], environment)
     except (OSError, ValueError, FileProblem) as error:
         fail(f"cannot run the command: {error}", EXIT_CANNOT_RUN)
+
+
+def _execute(command: str | list[str], environment: dict[str, str]) -> NoReturn:
+    if isinstance(command, str):
+        os.execve("/bin/bash", ["bash", "-c", command], environment)
+    os.execvpe(command[0], command, environment)
+
+
+def _open_terminal(rows: int, columns: int) -> None:
+    """Make a terminal, send its master end through standard input, a socket, and be its foreground session."""
+    master, slave = os.openpty()
+    set_terminal_size(slave, rows, columns)
+    with socket.socket(fileno=os.dup(0)) as client:
+        socket.send_fds(client, [b"t"], [master])
+    os.close(master)
+    for number in (0, 1, 2):
+        os.dup2(slave, number)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    if slave > 2:
+        os.close(slave)
+
+
+def set_terminal_size(terminal: int, rows: int, columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
 def _enter_folder(folder: str | None) -> None:

@@ -81,6 +81,8 @@ class ForkServer:
         self._admin = {"create": self._create, "list": self._list, "usage": self._usage, "discard": self._discard}
         self._direct = {
             "exec": self._forward,
+            "spawn": self._forward,
+            "signal": self._signal,
             "read": self._forward,
             "write": self._forward,
             "cancel": self._cancel,
@@ -275,10 +277,20 @@ class ForkServer:
 
     def _cancel(self, waiter: Waiter, sandbox: Record, message: Message, _descriptors: list[int]) -> None:
         """The client gave up the request `target` of this connection: end its command."""
-        abandoned = Waiter(waiter.client, int(message["target"]))
+        self._tell_command(waiter, sandbox, int(message["target"]), {"op": "cancel"})
+
+    def _signal(self, waiter: Waiter, sandbox: Record, message: Message, _descriptors: list[int]) -> None:
+        number = int(message["number"])
+        if not 1 <= number < signal.NSIG:
+            raise Refused("SpecRefused", f"{number} is no signal")
+        self._tell_command(waiter, sandbox, int(message["target"]), {"op": "signal", "number": number})
+
+    def _tell_command(self, waiter: Waiter, sandbox: Record, target: int, message: Message) -> None:
+        """Pass a message on to the command that the request `target` of this connection runs, if it still does."""
+        meant = Waiter(waiter.client, target)
         for tag, pending in sandbox.pending.items():
-            if pending == abandoned and sandbox.control is not None:
-                self._board.send(sandbox.control, {"op": "cancel", "tag": tag})
+            if pending == meant and sandbox.control is not None:
+                self._board.send(sandbox.control, {**message, "tag": tag})
         self._board.answer(waiter, {})
 
     def _freeze(self, waiter: Waiter, sandbox: Record, _message: Message, _descriptors: list[int]) -> None:
@@ -311,7 +323,8 @@ class ForkServer:
         elif message.get("event") == "failed":
             sandbox.failure = (str(message["error"]), str(message["message"]))
         else:
-            waiter = sandbox.pending.pop(int(message.pop("tag")), None)
+            tag = int(message.pop("tag"))
+            waiter = sandbox.pending.get(tag) if "started" in message else sandbox.pending.pop(tag, None)
             if waiter is not None:
                 self._board.answer(waiter, message)
 

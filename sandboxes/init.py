@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import select
@@ -161,17 +162,22 @@ class _Init:
 
     def _wait_ms(self) -> int | None:
         deadlines = [running.deadline for running in self._running.values() if not running.timed_out]
-        if not deadlines:
+        first = min(deadlines, default=math.inf)
+        if first == math.inf:
             return None
-        return max(0, int((min(deadlines) - time.monotonic()) * 1000) + 1)
+        # poll(2) takes 31 bits.
+        return min(max(0, int((first - time.monotonic()) * 1000) + 1), 1 << 30)
 
     def _take_messages(self) -> None:
         for message, descriptors in self._channel.receive():
-            if message["op"] == "cancel":
-                self._cancel(int(message["tag"]))
-            else:
-                self._start(message, descriptors)
-                close_all(descriptors)
+            match message["op"]:
+                case "cancel":
+                    self._cancel(int(message["tag"]))
+                case "signal":
+                    self._signal(int(message["tag"]), int(message["number"]))
+                case _:
+                    self._start(message, descriptors)
+            close_all(descriptors)
 
     def _start(self, message: dict[str, Any], descriptors: list[int]) -> None:
         tag = int(message["tag"])
@@ -187,7 +193,10 @@ class _Init:
             return
         if pid == 0:
             self._become_child(message, descriptors)
-        self._running[pid] = _Running(tag, time.monotonic() + float(message["timeout_s"]))
+        timeout_s = message["timeout_s"]
+        self._running[pid] = _Running(tag, math.inf if timeout_s is None else time.monotonic() + float(timeout_s))
+        if message["op"] == "spawn":
+            self._channel.send({"tag": tag, "started": pid})
 
     def _become_child(self, message: dict[str, Any], descriptors: list[int]) -> NoReturn:
         signal.set_wakeup_fd(-1)
@@ -196,7 +205,7 @@ class _Init:
             os.dup2(descriptor, number)
         os.closerange(3, 1 << 20)
         try:
-            if message["op"] == "exec":
+            if message["op"] in ("exec", "spawn"):
                 commands.run_command(message, self._limits)
             elif message["op"] == "read":
                 commands.read_file(message)
@@ -210,6 +219,16 @@ class _Init:
             if running.tag == tag:
                 self._end(pid, running)
 
+    def _signal(self, tag: int, number: int) -> None:
+        for pid, running in self._running.items():
+            if running.tag != tag:
+                continue
+            if number == signal.SIGKILL:
+                self._kill(pid)
+            else:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
     def _expire(self) -> None:
         now = time.monotonic()
         for pid, running in list(self._running.items()):
@@ -218,6 +237,9 @@ class _Init:
 
     def _end(self, pid: int, running: _Running) -> None:
         running.timed_out = True
+        self._kill(pid)
+
+    def _kill(self, pid: int) -> None:
         if not processes.kill_tree(pid, strays=len(self._running) == 1):
             # kill(2): a signal to -1 spares the caller, and no fork that is under way escapes it.
             with suppress(ProcessLookupError):

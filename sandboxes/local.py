@@ -46,13 +46,17 @@ from headrace.sandboxes.errors import (
     SandboxGone,
     SpecRefused,
 )
+from headrace.sandboxes.local_process import OUTPUT_GRACE_S, LocalProcess
 from headrace.sandboxes.partial import PartialSandbox
 from headrace.sandboxes.stdlib_process import stdlib_command
+from headrace.sandboxes.wire import close_all
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
+    from headrace.sandboxes.base import TerminalSize
+    from headrace.sandboxes.client import LauncherClient
     from headrace.sandboxes.wire import Message
 
 PROVIDER: Final = "local"
@@ -60,7 +64,6 @@ _MAX_PARENT_BYTES: Final = 70
 """sun_path holds 107 bytes (unix(7)); the rest is `/<pid>-<random>/socket`."""
 _START_TIMEOUT_S: Final = 30.0
 _CLOSE_TIMEOUT_S: Final = 30.0
-_OUTPUT_GRACE_S: Final = 0.2
 _FILE_TIMEOUT_S: Final = 60.0
 _ANSWER_GRACE_S: Final = 20.0
 
@@ -91,7 +94,7 @@ class LocalSandboxConfig(BaseModel):
 class LocalProvider:
     """Starts a launcher and asks it for sandboxes. An async context manager; `aclose` ends every sandbox."""
 
-    features = frozenset({Feature.FREEZE})
+    features = frozenset({Feature.FREEZE, Feature.SPAWN, Feature.TERMINAL})
 
     def __init__(self, config: LocalSandboxConfig | None = None) -> None:
         self._config = config or LocalSandboxConfig()
@@ -345,6 +348,24 @@ class LocalSandbox(PartialSandbox):
             duration_s=answer["duration_s"],
         )
 
+    async def spawn(
+        self,
+        command: str | Sequence[str],
+        *,
+        user: str = "root",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bool = False,
+        terminal: TerminalSize | None = None,
+        timeout_s: float | None = None,
+    ) -> LocalProcess:
+        """See `Sandbox.spawn`."""
+        program = command if isinstance(command, str) else list(command)
+        message = {"op": "spawn", "command": program, "user": user, "env": dict(env or {}), "cwd": cwd}
+        client = await self._client()
+        named = self._named({**message, "timeout_s": timeout_s})
+        return await LocalProcess.start(client, named, stdin=stdin, terminal=terminal)
+
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
         message = {"op": "read", "path": path, "user": user, "max_bytes": max_bytes}
         return await self._file_operation(message, None, max_bytes)
@@ -374,8 +395,8 @@ class LocalSandbox(PartialSandbox):
             source = open_null() if stdin is None else memory_file(stdin)
             descriptors = (source, out.write_end, err.write_end)
             answer = await self._timed_request({**message, "timeout_s": timeout_s}, descriptors, timeout_s)
-            stdout = await out.finish(_OUTPUT_GRACE_S)
-            stderr = await err.finish(_OUTPUT_GRACE_S if not out.held else 0)
+            stdout = await out.finish(OUTPUT_GRACE_S)
+            stderr = await err.finish(OUTPUT_GRACE_S if not out.held else 0)
         return answer, stdout, stderr, out.truncated or err.truncated
 
     async def _timed_request(self, message: Message, descriptors: tuple[int, ...], timeout_s: float) -> Message:
@@ -398,14 +419,21 @@ class LocalSandbox(PartialSandbox):
             await self._request({"op": "kill"})
 
     async def _request(self, message: Message, descriptors: tuple[int, ...] = ()) -> Message:
-        named = {**message, "sandbox": self._ref.id, "secret": self._ref.secret}
         try:
-            client = await self._connections.get(self._ref.endpoint)
+            client = await self._client()
+        except SandboxGone:
+            close_all(descriptors)
+            raise
+        try:
+            return await client.request(self._named(message), descriptors)
         except LauncherGone as error:
-            for descriptor in descriptors:
-                os.close(descriptor)
             raise SandboxGone(str(error)) from error
+
+    def _named(self, message: Message) -> Message:
+        return {**message, "sandbox": self._ref.id, "secret": self._ref.secret}
+
+    async def _client(self) -> LauncherClient:
         try:
-            return await client.request(named, descriptors)
+            return await self._connections.get(self._ref.endpoint)
         except LauncherGone as error:
             raise SandboxGone(str(error)) from error

@@ -17,7 +17,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 Message = dict[str, Any]
 
@@ -130,6 +130,6 @@ def _parse(body: bytes) -> Message:
     return message
 
 
-def close_all(descriptors: Sequence[int] | deque[int]) -> None:
+def close_all(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis  # noqa: F401 - imported late, deep in pytest's stack, Python 3.11 cannot compile it for the first time
 import pytest
 
 if TYPE_CHECKING:

@@ -1,0 +1,208 @@
+"""Spawned commands of local sandboxes: streams, standard input, signals, terminals, timeouts."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.sandboxes import doctor
+from headrace.sandboxes.base import SandboxSpec, Stream, TerminalSize
+from headrace.sandboxes.errors import ExecTimeout, NamespacesUnavailable, SandboxFileError, SandboxGone, SpecRefused
+from headrace.sandboxes.local import LocalProvider
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headrace.sandboxes.base import Process, Sandbox
+
+pytestmark = pytest.mark.namespaces
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    try:
+        doctor.require_namespaces()
+    except NamespacesUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+async def sandbox() -> AsyncIterator[Sandbox]:
+    async with LocalProvider() as provider:
+        yield await provider.attach(await provider.create(SandboxSpec()))
+
+
+async def everything(process: Process) -> dict[Stream, bytes]:
+    found: dict[Stream, bytes] = {}
+    async for piece in process.output():
+        found[piece.stream] = found.get(piece.stream, b"") + piece.data
+    return found
+
+
+async def until(process: Process, text: bytes) -> bytes:
+    """Read until `text` was printed. The rest of the output can be read on."""
+    found = b""
+    async for piece in process.output():
+        found += piece.data
+        if text in found:
+            break
+    return found
+
+
+async def test_streams_and_exit_code(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn("echo out; echo err >&2; exit 7")
+    assert await everything(process) == {Stream.STDOUT: b"out\n", Stream.STDERR: b"err\n"}
+    assert [await process.wait(), await process.wait()] == [7, 7]
+
+
+async def test_a_program_and_its_arguments_need_no_quoting(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn(["printf", "%s|", "a b", "$HOME", "'"], user="agent")
+    assert await everything(process) == {Stream.STDOUT: b"a b|$HOME|'|"}
+
+
+async def test_a_program_that_is_not_there(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn(["no-such-program"])
+    assert b"No such file" in (await everything(process))[Stream.STDERR]
+    assert await process.wait() == 126
+
+
+async def test_standard_input_is_a_conversation(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn("while read line; do echo got $line; done; echo end", stdin=True)
+    await process.write_stdin(b"one\n")
+    assert await until(process, b"\n") == b"got one\n"
+    await process.write_stdin(b"two\n")
+    await process.close_stdin()
+    await process.close_stdin()
+    assert await everything(process) == {Stream.STDOUT: b"got two\nend\n"}
+    with pytest.raises(SandboxFileError):
+        await process.write_stdin(b"three\n")
+
+
+async def test_without_stdin_it_is_empty(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn("cat; echo end")
+    assert await everything(process) == {Stream.STDOUT: b"end\n"}
+
+
+async def test_much_data_both_ways_without_a_deadlock(sandbox: Sandbox) -> None:
+    data = os.urandom(4 << 20)
+    process = await sandbox.spawn(["cat"], stdin=True)
+
+    async def feed() -> None:
+        await process.write_stdin(data)
+        await process.close_stdin()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(feed())
+        output = group.create_task(everything(process))
+    assert output.result()[Stream.STDOUT] == data
+
+
+async def test_a_command_that_does_not_read_blocks_the_writer_until_it_ends(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn("read -n 1; exit 3", stdin=True)
+    with pytest.raises(SandboxFileError):
+        await process.write_stdin(b"x" * (4 << 20))
+    assert await process.wait() == 3
+
+
+async def test_nobody_reads_and_the_command_waits(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn("head -c 10000000 /dev/zero; echo done > /tmp/done")
+    assert (await sandbox.exec("cat /tmp/done", timeout_s=30)).exit_code != 0
+    assert len((await everything(process))[Stream.STDOUT]) == 10_000_000
+    assert await process.wait() == 0
+
+
+async def test_signals(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn("trap 'echo caught; exit 5' USR1; echo ready; while :; do read -t 0.05 <> <(:); done")
+    await until(process, b"ready\n")
+    await process.signal(signal.SIGUSR1)
+    assert await everything(process) == {Stream.STDOUT: b"caught\n"}
+    assert await process.wait() == 5
+    await process.signal(signal.SIGUSR1)
+
+
+async def test_sigkill_takes_the_tree(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn("setsid sleep 1000 & echo ready; wait")
+    await until(process, b"ready\n")
+    await process.signal(signal.SIGKILL)
+    assert await process.wait() == 128 + signal.SIGKILL
+    await everything(process)
+    assert (await sandbox.exec("pgrep sleep", timeout_s=30)).exit_code == 1
+    with pytest.raises(SpecRefused):
+        await (await sandbox.spawn("sleep 1000")).signal(1000)
+
+
+async def test_a_timeout_is_an_error_and_takes_the_tree(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn("sleep 1000 & wait", timeout_s=0.3)
+    with pytest.raises(ExecTimeout):
+        await process.wait()
+    assert (await sandbox.exec("pgrep sleep", timeout_s=30)).exit_code == 1
+
+
+async def test_a_daemon_that_holds_the_output_delays_its_end_by_the_grace_only(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn("setsid sleep 1000 & echo started")
+    assert await everything(process) == {Stream.STDOUT: b"started\n"}
+    assert (await sandbox.exec("pgrep sleep", timeout_s=30)).exit_code == 0
+
+
+async def test_the_sandbox_dies_under_it(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn("sleep 1000")
+    await sandbox.kill()
+    with pytest.raises(SandboxGone):
+        await process.wait()
+    assert await everything(process) == {}
+    with pytest.raises(SandboxGone):
+        await sandbox.spawn("true")
+
+
+def open_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+async def test_descriptors_come_back(sandbox: Sandbox) -> None:
+    async def once(*, stdin: bool, terminal: TerminalSize | None) -> None:
+        process = await sandbox.spawn("echo something", stdin=stdin, terminal=terminal)
+        await process.wait()
+
+    await once(stdin=True, terminal=None)
+    gc.collect()
+    before = open_descriptors()
+    for _ in range(5):
+        await once(stdin=True, terminal=None)
+        await once(stdin=False, terminal=TerminalSize())
+    gc.collect()
+    assert open_descriptors() <= before
+
+
+async def test_a_terminal(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn(["bash", "-i"], user="agent", terminal=TerminalSize(rows=33, columns=77))
+    await process.write_stdin(b"tty; stty size; echo $TERM; echo mark-$((40 + 2))\n")
+    shown = await until(process, b"mark-42")
+    assert b"/dev/pts/" in shown
+    assert b"33 77" in shown
+    assert b"xterm" in shown
+    await process.resize(TerminalSize(rows=11, columns=22))
+    await process.write_stdin(b"stty size; echo mark-$((40 + 3))\n")
+    assert b"11 22" in await until(process, b"mark-43")
+    await process.write_stdin(b"sh -c 'echo mark-$((40 + 4)); exec cat'\n")
+    await until(process, b"mark-44")
+    # For the program in the foreground: readline would take Ctrl-D only while it waits for a line.
+    await process.close_stdin()
+    await process.write_stdin(b"sh -c 'echo mark-$((40 + 5)); exec sleep 1000'\n")
+    await until(process, b"mark-45")
+    await process.write_stdin(b"\x03")
+    await until(process, b"$ ")
+    await process.write_stdin(b"exit 9\n")
+    await everything(process)
+    assert await process.wait() == 9
+
+
+async def test_a_pipe_cannot_be_resized(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn("true")
+    with pytest.raises(SpecRefused):
+        await process.resize(TerminalSize())
