@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request under way. `started` is the number of a spawned process; `answer` comes last, or its error."""
+    """A request under way. `started` is the number of a spawned process; `answer` comes last, or its error. Whoever
+    takes an answer with `descriptors` owns them."""
 
     request_id: int
     message: Message
@@ -138,21 +139,22 @@ class LauncherClient:
             return
         self._heard_s = self._loop.time()
         for message, descriptors in messages:
-            close_all(descriptors)
-            self._on_answer(int(message.pop("id", 0)), message)
+            self._on_answer(int(message.pop("id", 0)), message, descriptors)
 
-    def _on_answer(self, request_id: int, message: Message) -> None:
+    def _on_answer(self, request_id: int, message: Message, descriptors: list[int]) -> None:
         exchange = self._waiting.get(request_id)
-        if exchange is None:
+        if exchange is None or exchange.answer.done():
+            close_all(descriptors)
             return
         if "started" in message:
             exchange.started.set_result(int(message["started"]))
             return
         del self._waiting[request_id]
         if "error" in message:
+            close_all(descriptors)
             exchange.fail(error_from_name(str(message["error"]), str(message.get("message", ""))))
-        elif not exchange.answer.done():
-            exchange.answer.set_result(message)
+        else:
+            exchange.answer.set_result({**message, "descriptors": descriptors} if descriptors else message)
 
     def close(self) -> None:
         """End the connection; every waiting request ends with LauncherGone. Idempotent."""

@@ -24,7 +24,7 @@ import time
 # hmac.compare_digest is this function, but hmac loads OpenSSL, and every sandbox would carry its pages.
 from _operator import _compare_digest as compare_digest
 from contextlib import suppress
-from typing import Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 from headrace.sandboxes import rootfs, syscalls
 from headrace.sandboxes.commands import Limits
@@ -34,6 +34,9 @@ from headrace.sandboxes.record import Record
 from headrace.sandboxes.seccomp import filter_program
 from headrace.sandboxes.switchboard import Switchboard, Waiter
 from headrace.sandboxes.wire import Channel, Message, close_all
+
+if TYPE_CHECKING:
+    from headrace.sandboxes.executions import Execution
 
 _FIRST_ID: Final = 100_000
 
@@ -66,7 +69,7 @@ class ForkServer:
     def __init__(self, settings: Settings, image: rootfs.HostImage, listener: socket.socket, own_pids: int) -> None:
         self._settings = settings
         self._image = image
-        self._board = Switchboard(listener, self._on_message)
+        self._board = Switchboard(listener, self._on_message, self._on_client_gone)
         self._own_pids = own_pids
         self._sandboxes: dict[str, Record] = {}
         self._by_key: dict[str, str] = {}
@@ -80,7 +83,8 @@ class ForkServer:
         self._filter = filter_program(os.uname().machine)
         self._admin = {"create": self._create, "list": self._list, "usage": self._usage, "discard": self._discard}
         self._direct = {
-            "exec": self._forward,
+            "exec": self._exec,
+            "keep": self._keep,
             "spawn": self._forward,
             "signal": self._signal,
             "read": self._forward,
@@ -275,8 +279,44 @@ class ForkServer:
         self._board.send(sandbox.control, {**inner, "tag": self._last_tag}, descriptors.copy())
         descriptors.clear()
 
+    def _exec(self, waiter: Waiter, sandbox: Record, message: Message, descriptors: list[int]) -> None:
+        """A command with an `exec_id` runs once; whoever names the id again gets what its first caller keeps here."""
+        exec_id = message.get("exec_id")
+        known = sandbox.executions.find(exec_id) if exec_id else None
+        if known is None:
+            self._forward(waiter, sandbox, message, descriptors)
+            if exec_id:
+                sandbox.executions.begin(exec_id, waiter)
+        elif known.answer is not None:
+            self._board.answer(waiter, known.answer, [os.dup(known.output)] if known.output >= 0 else [])
+        elif self._board.is_connected(known.runner.client):
+            known.waiters.append(waiter)
+        else:
+            self._board.answer(waiter, known.lost())
+
+    def _keep(self, waiter: Waiter, sandbox: Record, message: Message, descriptors: list[int]) -> None:
+        """The first caller of an `exec_id` hands over the result, with the output in one file of memory."""
+        known = sandbox.executions.find(message["exec_id"])
+        if known is not None and known.answer is None and known.runner.client is waiter.client:
+            waiters = known.keep(message["result"], descriptors.pop(0) if descriptors else -1)
+            for waiting in waiters:
+                self._board.answer(waiting, message["result"], [os.dup(known.output)] if known.output >= 0 else [])
+        self._board.answer(waiter, {})
+
+    def _on_client_gone(self, channel: Channel) -> None:
+        for sandbox in self._sandboxes.values():
+            for known in sandbox.executions.of(channel):
+                self._lose(known)
+
+    def _lose(self, known: Execution) -> None:
+        for waiting in known.keep(known.lost(), -1):
+            self._board.answer(waiting, known.lost())
+
     def _cancel(self, waiter: Waiter, sandbox: Record, message: Message, _descriptors: list[int]) -> None:
         """The client gave up the request `target` of this connection: end its command."""
+        for known in sandbox.executions.of(waiter.client):
+            if known.runner.request_id == int(message["target"]):
+                self._lose(known)
         self._tell_command(waiter, sandbox, int(message["target"]), {"op": "cancel"})
 
     def _signal(self, waiter: Waiter, sandbox: Record, message: Message, _descriptors: list[int]) -> None:
@@ -363,7 +403,7 @@ class ForkServer:
             self._board.read_to_end(sandbox.control)
         name, text = sandbox.failure
         self._answer_creators(sandbox, {"error": name, "message": text})
-        for waiter in sandbox.pending.values():
+        for waiter in (*sandbox.pending.values(), *sandbox.executions.end()):
             self._board.answer(
                 waiter, {"error": "SandboxGone", "message": f"sandbox {sandbox.id} died under the command"}
             )

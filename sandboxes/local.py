@@ -19,7 +19,7 @@ import socket
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -94,7 +94,7 @@ class LocalSandboxConfig(BaseModel):
 class LocalProvider:
     """Starts a launcher and asks it for sandboxes. An async context manager; `aclose` ends every sandbox."""
 
-    features = frozenset({Feature.FREEZE, Feature.SPAWN, Feature.TERMINAL})
+    features = frozenset({Feature.FREEZE, Feature.SPAWN, Feature.TERMINAL, Feature.EXEC_ID})
 
     def __init__(self, config: LocalSandboxConfig | None = None) -> None:
         self._config = config or LocalSandboxConfig()
@@ -312,6 +312,22 @@ def _listens(path: Path) -> bool:
     return True
 
 
+class _Done(NamedTuple):
+    answer: Message
+    stdout: bytes
+    stderr: bytes
+    truncated: bool
+
+
+def _kept_result(answer: Message) -> _Done:
+    """What the first caller of an exec_id left: its standard output and error in one file."""
+    [descriptor] = answer["descriptors"]
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(0)
+        stdout = file.read(answer["stdout_bytes"])
+        return _Done(answer, stdout, file.read(), truncated=answer["truncated"])
+
+
 class LocalSandbox(PartialSandbox):
     """A sandbox of some launcher on this host, by its ref. Every method raises SandboxGone once it is dead."""
 
@@ -337,16 +353,30 @@ class LocalSandbox(PartialSandbox):
     ) -> ExecResult:
         """See `Sandbox.exec`. A command whose daemon holds its output returns 0.2 s after the command's own end."""
         message = {"op": "exec", "command": command, "user": user, "env": dict(env or {}), "cwd": cwd}
-        answer, stdout, stderr, truncated = await self._run(message, stdin, timeout_s, max_output_bytes)
-        if answer["timed_out"]:
+        if exec_id is not None:
+            message["exec_id"] = exec_id
+        done = await self._run(message, stdin, timeout_s, max_output_bytes)
+        if exec_id is not None:
+            done = await self._share(exec_id, done)
+        if done.answer["timed_out"]:
             raise ExecTimeout(f"command ran longer than timeout_s={timeout_s} and was killed: {command[:200]!r}")
         return ExecResult(
-            exit_code=answer["exit_code"],
-            stdout=stdout,
-            stderr=stderr,
-            truncated=truncated,
-            duration_s=answer["duration_s"],
+            exit_code=done.answer["exit_code"],
+            stdout=done.stdout,
+            stderr=done.stderr,
+            truncated=done.truncated,
+            duration_s=done.answer["duration_s"],
         )
+
+    async def _share(self, exec_id: str, done: _Done) -> _Done:
+        """Leave the result with the launcher for whoever names the id again; or it is such a result already."""
+        if "stdout_bytes" in done.answer:
+            return _kept_result(done.answer)
+        kept = {**done.answer, "stdout_bytes": len(done.stdout), "truncated": done.truncated}
+        with suppress(SandboxGone):
+            output = memory_file(done.stdout + done.stderr)
+            await self._request({"op": "keep", "exec_id": exec_id, "result": kept}, (output,))
+        return done
 
     async def spawn(
         self,
@@ -371,33 +401,43 @@ class LocalSandbox(PartialSandbox):
         return await self._file_operation(message, None, max_bytes)
 
     async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
-        content = data if isinstance(data, bytes) else await asyncio.to_thread(data.read_bytes)
-        await self.write_many({path: content}, user=user)
+        if isinstance(data, bytes):
+            await self.write_many({path: data}, user=user)
+            return
+        with await asyncio.to_thread(data.open, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            await self._file_operation({"op": "write", "files": [(path, size)], "user": user}, file.fileno(), 4096)
 
     async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
         sizes = [(path, len(data)) for path, data in files.items()]
         await self._file_operation({"op": "write", "files": sizes, "user": user}, b"".join(files.values()), 4096)
 
-    async def _file_operation(self, message: Message, stdin: bytes | None, max_bytes: int) -> bytes:
-        answer, stdout, stderr, _ = await self._run(message, stdin, _FILE_TIMEOUT_S, max(max_bytes, 4096))
-        if answer["timed_out"]:
+    async def _file_operation(self, message: Message, stdin: bytes | int | None, max_bytes: int) -> bytes:
+        done = await self._run(message, stdin, _FILE_TIMEOUT_S, max(max_bytes, 4096))
+        exit_code = done.answer["exit_code"]
+        if done.answer["timed_out"]:
             raise SandboxFileError(f"file operation took longer than {_FILE_TIMEOUT_S} s")
-        if answer["exit_code"] == EXIT_FILE_ERROR:
-            raise SandboxFileError(stderr.decode(errors="replace").strip())
-        if answer["exit_code"] != 0:
-            raise SandboxFileError(f"file operation ended with {answer['exit_code']}")
-        return stdout
+        if exit_code == EXIT_FILE_ERROR:
+            raise SandboxFileError(done.stderr.decode(errors="replace").strip())
+        if exit_code != 0:
+            raise SandboxFileError(f"file operation ended with {exit_code}")
+        return done.stdout
 
-    async def _run(
-        self, message: Message, stdin: bytes | None, timeout_s: float, max_output_bytes: int
-    ) -> tuple[Message, bytes, bytes, bool]:
+    async def _run(self, message: Message, stdin: bytes | int | None, timeout_s: float, max_output_bytes: int) -> _Done:
+        """`stdin` may be an open file, which stays the caller's."""
         async with OutputCapture(max_output_bytes) as out, OutputCapture(max_output_bytes) as err:
-            source = open_null() if stdin is None else memory_file(stdin)
+            match stdin:
+                case None:
+                    source = open_null()
+                case bytes():
+                    source = memory_file(stdin)
+                case descriptor:
+                    source = os.dup(descriptor)
             descriptors = (source, out.write_end, err.write_end)
             answer = await self._timed_request({**message, "timeout_s": timeout_s}, descriptors, timeout_s)
             stdout = await out.finish(OUTPUT_GRACE_S)
             stderr = await err.finish(OUTPUT_GRACE_S if not out.held else 0)
-        return answer, stdout, stderr, out.truncated or err.truncated
+        return _Done(answer, stdout, stderr, truncated=out.truncated or err.truncated)
 
     async def _timed_request(self, message: Message, descriptors: tuple[int, ...], timeout_s: float) -> Message:
         """The deadline is kept inside the sandbox; one that does not answer even then is killed as a whole."""

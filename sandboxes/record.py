@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from headrace.sandboxes.executions import Executions
+
 if TYPE_CHECKING:
     from headrace.sandboxes.switchboard import Waiter
     from headrace.sandboxes.wire import Channel
@@ -18,6 +20,7 @@ class Record:
         "control",
         "creators",
         "enders",
+        "executions",
         "failure",
         "id",
         "keep_layer",
@@ -45,4 +48,5 @@ class Record:
         self.keep_layer = False
         self.creators: list[Waiter] = []
         self.enders: list[Waiter] = []
+        self.executions = Executions()
         self.pending: dict[int, Waiter] = {}

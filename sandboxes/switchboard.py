@@ -10,7 +10,7 @@ import selectors
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headrace.sandboxes.wire import Channel, ChannelClosed, Message
+from headrace.sandboxes.wire import Channel, ChannelClosed, Message, close_all
 
 if TYPE_CHECKING:
     import socket
@@ -25,11 +25,18 @@ class Waiter(NamedTuple):
 
 
 class Switchboard:
-    """`handle(channel, owner, message, descriptors)` gets every message; `owner` is what the channel was added with."""
+    """`handle(channel, owner, message, descriptors)` gets every message; `owner` is what the channel was added with.
+    `gone(channel)` is called for every client that left."""
 
-    def __init__(self, listener: socket.socket, handle: Callable[[Channel, Any, Message, list[int]], None]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        handle: Callable[[Channel, Any, Message, list[int]], None],
+        gone: Callable[[Channel], None],
+    ) -> None:
         self._listener = listener
         self._handle = handle
+        self._gone = gone
         self._selector = selectors.EpollSelector()
         self._owners: dict[Channel, Any] = {}
         self.watch(listener.fileno(), self._accept)
@@ -93,16 +100,25 @@ class Switchboard:
         if channel.backlog:
             self._expect_writes(channel)
 
-    def answer(self, waiter: Waiter, message: Message) -> None:
+    def answer(self, waiter: Waiter, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Owns `descriptors`."""
         if waiter.client in self._owners:
-            self.send(waiter.client, {"id": waiter.request_id, **message})
+            self.send(waiter.client, {"id": waiter.request_id, **message}, descriptors)
+        else:
+            close_all(descriptors)
+
+    def is_connected(self, client: Channel) -> bool:
+        return client in self._owners
 
     def _expect_writes(self, channel: Channel) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.backlog else 0)
         self._selector.modify(channel, events, channel)
 
     def drop(self, channel: Channel) -> None:
-        if channel in self._owners:
-            del self._owners[channel]
-            self._selector.unregister(channel)
+        if channel not in self._owners:
+            return
+        owner = self._owners.pop(channel)
+        self._selector.unregister(channel)
         channel.close()
+        if owner is None:
+            self._gone(channel)

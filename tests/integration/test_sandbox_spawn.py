@@ -1,9 +1,10 @@
-"""Spawned commands of local sandboxes: streams, standard input, signals, terminals, timeouts."""
+"""Commands of local sandboxes beyond a plain exec: spawned ones, terminals, and those that run once by their id."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import os
 import signal
 from pathlib import Path
@@ -13,7 +14,14 @@ import pytest
 
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec, Stream, TerminalSize
-from headrace.sandboxes.errors import ExecTimeout, NamespacesUnavailable, SandboxFileError, SandboxGone, SpecRefused
+from headrace.sandboxes.errors import (
+    ExecResultLost,
+    ExecTimeout,
+    NamespacesUnavailable,
+    SandboxFileError,
+    SandboxGone,
+    SpecRefused,
+)
 from headrace.sandboxes.local import LocalProvider
 
 if TYPE_CHECKING:
@@ -206,3 +214,65 @@ async def test_a_pipe_cannot_be_resized(sandbox: Sandbox) -> None:
     process = await sandbox.spawn("true")
     with pytest.raises(SpecRefused):
         await process.resize(TerminalSize())
+
+
+# A command that runs once
+
+
+async def test_the_same_exec_id_returns_the_first_result(sandbox: Sandbox) -> None:
+    command = "echo run >> /tmp/runs; cat /tmp/runs; echo bad >&2; exit 4"
+    first = await sandbox.exec(command, timeout_s=30, exec_id="a")
+    again = await sandbox.exec(command, timeout_s=30, exec_id="a")
+    assert again == first
+    assert (first.exit_code, first.stdout, first.stderr) == (4, b"run\n", b"bad\n")
+    other = await sandbox.exec(command, timeout_s=30, exec_id="b")
+    assert other.stdout == b"run\nrun\n"
+
+
+async def test_a_repeated_command_waits_for_the_one_that_runs(sandbox: Sandbox) -> None:
+    async with LocalProvider() as elsewhere, asyncio.TaskGroup() as group:
+        other = await elsewhere.attach(sandbox._ref)
+        command = "echo run >> /tmp/runs; until [ -e /tmp/go ]; do read -t 0.01 <> <(:); done; cat /tmp/runs"
+        first = group.create_task(sandbox.exec(command, timeout_s=30, exec_id="a"))
+        while (await sandbox.exec("cat /tmp/runs", timeout_s=30)).exit_code != 0:
+            pass
+        second = group.create_task(other.exec(command, timeout_s=30, exec_id="a"))
+        await other.exec("touch /tmp/go", timeout_s=30)
+    assert first.result() == second.result()
+    assert first.result().stdout == b"run\n"
+
+
+async def test_a_command_whose_caller_gave_up_is_not_run_again(sandbox: Sandbox) -> None:
+    command = "echo run >> /tmp/runs; sleep 1000"
+    running = asyncio.ensure_future(sandbox.exec(command, timeout_s=30, exec_id="a"))
+    while (await sandbox.exec("cat /tmp/runs", timeout_s=30)).exit_code != 0:
+        pass
+    running.cancel()
+    with pytest.raises(ExecResultLost):
+        await sandbox.exec(command, timeout_s=30, exec_id="a")
+    assert (await sandbox.exec("cat /tmp/runs", timeout_s=30)).stdout == b"run\n"
+
+
+async def test_a_timeout_is_remembered_too(sandbox: Sandbox) -> None:
+    for _ in range(2):
+        with pytest.raises(ExecTimeout):
+            await sandbox.exec("echo run >> /tmp/runs; sleep 1000", timeout_s=0.3, exec_id="a")
+    assert (await sandbox.exec("cat /tmp/runs", timeout_s=30)).stdout == b"run\n"
+
+
+async def test_old_results_are_lost_but_never_run_again(sandbox: Sandbox) -> None:
+    for number in range(40):
+        await sandbox.exec("echo run >> /tmp/runs", timeout_s=30, exec_id=str(number))
+    with pytest.raises(ExecResultLost):
+        await sandbox.exec("echo run >> /tmp/runs", timeout_s=30, exec_id="0")
+    await sandbox.exec("echo run >> /tmp/runs", timeout_s=30, exec_id="39")
+    assert (await sandbox.exec("wc -l < /tmp/runs", timeout_s=30)).stdout == b"40\n"
+
+
+async def test_a_large_file_is_written_from_disk(sandbox: Sandbox, tmp_path: Path) -> None:
+    source = tmp_path / "large"
+    source.write_bytes(os.urandom(1 << 20) * 24)
+    await sandbox.write("/tmp/deep/large", source, user="agent")
+    expected = hashlib.sha256(source.read_bytes()).hexdigest()
+    result = await sandbox.exec("sha256sum /tmp/deep/large; stat -c %U /tmp/deep/large", timeout_s=30)
+    assert result.stdout.decode().split() == [expected, "/tmp/deep/large", "agent"]
