@@ -45,8 +45,12 @@ class Account(NamedTuple):
 
 
 class Limits(NamedTuple):
+    """Of one sandbox."""
+
     processes: int
     open_files: int
+    layer_bytes: int
+    shared_memory_bytes: int
 
 
 class FileProblem(Exception):

@@ -28,18 +28,21 @@ _MEANING: Final = {
     "dropped capabilities": "seven harmless ones are kept for root inside; no nested user namespaces",
     "no new privileges": "set-user-id programs give nothing",
     "call filter": "seccomp: no vsock, io_uring, bpf, perf, keyrings, userfaultfd; native programs only",
+    "cgroup memory": "memory of a sandbox with its files; only what takes too much is killed",
+    "cgroup cpu": "processors of a sandbox",
+    "cgroup pids": "processes of a sandbox, in all",
+    "cgroup freezer": "pause and resume",
     "death with the owner": "pidfd and parent-death signal: nothing outlives the pool",
     "bash": "/bin/bash runs the commands",
     "python3": "/usr/bin/python3 for tasks and checks written in Python",
 }
-_OPTIONAL: Final = ("python3", "call filter")
+_OPTIONAL: Final = ("python3", "call filter", "cgroup memory", "cgroup cpu", "cgroup pids", "cgroup freezer")
 _NOT_BUILT: Final = {
-    "cgroup limits": "memory and processors are not limited yet; processes are, per user and in all, by rlimit",
     "disk quota beyond memory": "the file layer lives in memory (tmpfs, capped): no layers on disk yet",
     "snapshots": "not built yet: a prepared layer cannot become an image",
     "further images": "not built yet: only `host`",
     "escaped daemons at a timeout": "a process that left its command's tree while another command runs in its "
-    "sandbox ends with the sandbox, not with the timeout: without cgroups it cannot be told apart",
+    "sandbox ends with the sandbox, not with the timeout: there is no group for each command",
 }
 
 

@@ -27,8 +27,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 from headrace.sandboxes import rootfs, syscalls
+from headrace.sandboxes.cgroups import GroupLimits
 from headrace.sandboxes.commands import Limits
-from headrace.sandboxes.init import Plan, run_init
+from headrace.sandboxes.init import RESERVED_PROCESSES, Plan, run_init
 from headrace.sandboxes.leases import Deadlines, IdRanges
 from headrace.sandboxes.record import Record
 from headrace.sandboxes.seccomp import filter_program
@@ -36,9 +37,12 @@ from headrace.sandboxes.switchboard import Switchboard, Waiter
 from headrace.sandboxes.wire import Channel, Message, close_all
 
 if TYPE_CHECKING:
+    from headrace.sandboxes.cgroups import Cgroups
     from headrace.sandboxes.executions import Execution
 
 _FIRST_ID: Final = 100_000
+_SHARED_MEMORY_BYTES: Final = 64 << 20
+"""Of System V segments in one sandbox, at most."""
 
 
 class Settings(NamedTuple):
@@ -49,6 +53,8 @@ class Settings(NamedTuple):
     socket_path: str
     max_sandboxes: int
     layer_bytes: int
+    memory_bytes: int | None
+    cpus: float | None
     processes: int
     open_files: int
     boot_timeout_s: float
@@ -66,9 +72,17 @@ class Refused(Exception):
 class ForkServer:
     """The event loop and the table of sandboxes."""
 
-    def __init__(self, settings: Settings, image: rootfs.HostImage, listener: socket.socket, own_pids: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        image: rootfs.HostImage,
+        groups: Cgroups,
+        listener: socket.socket,
+        own_pids: int,
+    ) -> None:
         self._settings = settings
         self._image = image
+        self._groups = groups
         self._board = Switchboard(listener, self._on_message, self._on_client_gone)
         self._own_pids = own_pids
         self._sandboxes: dict[str, Record] = {}
@@ -91,9 +105,17 @@ class ForkServer:
             "write": self._forward,
             "cancel": self._cancel,
             "freeze": self._freeze,
+            "pause": self._pause,
+            "resume": self._resume,
+            "state": self._state,
             "kill": self._kill,
             "renew": self._renew,
         }
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Controllers of control groups that cannot be had, with the reason."""
+        return self._groups.missing
 
     def serve(self) -> None:
         """Run until the owner is gone and every sandbox has ended."""
@@ -109,6 +131,7 @@ class ForkServer:
             deadline = self._deadlines.next()
             self._board.turn(None if deadline is None else max(0.0, deadline - time.monotonic()))
             self._expire()
+        self._groups.close()
 
     def _close(self, source: int) -> None:
         self._board.unwatch(source)
@@ -170,12 +193,17 @@ class ForkServer:
             raise Refused("LauncherGone", "the launcher is closing")
         if len(self._sandboxes) >= self._settings.max_sandboxes:
             raise Refused("CapacityExceeded", f"{len(self._sandboxes)} sandboxes are alive: raise max_sandboxes")
+        group_limits = self._group_limits(message)
+        limits = self._limits(message, group_limits)
         mounts = tuple(rootfs.Mount(*row) for row in message["mounts"])
         base_id = self._range_for(mounts)
         sandbox = Record(key=key, base_id=base_id, ttl_s=float(message["ttl_s"]), labels=message["labels"])
+        sandbox.limits = {"memory_bytes": group_limits.memory_bytes, "cpus": group_limits.cpus}
         try:
-            self._fork_init(sandbox, mounts, message)
+            self._groups.create(sandbox.id, group_limits)
+            self._fork_init(sandbox, mounts, limits)
         except OSError as error:
+            self._groups.remove(sandbox.id)
             self._ranges.release(base_id)
             raise Refused("BootFailed", str(error)) from error
         sandbox.creators.append(waiter)
@@ -204,9 +232,44 @@ class ForkServer:
         except IndexError:
             raise Refused("CapacityExceeded", "no range of user ids is free: raise max_sandboxes") from None
 
-    def _fork_init(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...], message: Message) -> None:
-        rootfs.mount_layer(sandbox.id, sandbox.base_id, int(message["disk_bytes"] or self._settings.layer_bytes))
-        limits = Limits(int(message["pids"] or self._settings.processes), self._settings.open_files)
+    def _fork_init(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...], limits: Limits) -> None:
+        rootfs.mount_layer(sandbox.id, sandbox.base_id, limits.layer_bytes)
+        try:
+            self._fork_first_process(sandbox, mounts, limits)
+        except OSError:
+            rootfs.drop_layer(sandbox.id)
+            raise
+
+    def _group_limits(self, message: Message) -> GroupLimits:
+        """Raises Refused for a limit that this machine cannot keep; its defaults the launcher keeps where it can."""
+        asked = {"memory": message["memory_bytes"], "cpu": message["cpus"]}
+        for controller, value in asked.items():
+            if value is not None and controller in self.missing:
+                raise Refused("SpecRefused", f"{controller} limit: {self.missing[controller]}; see headrace doctor")
+        memory_bytes = asked["memory"] or self._settings.memory_bytes
+        cpus = asked["cpu"] or self._settings.cpus
+        return GroupLimits(
+            None if memory_bytes is None else int(memory_bytes),
+            None if cpus is None else float(cpus),
+            int(message["pids"] or self._settings.processes) + RESERVED_PROCESSES + 1,
+        )
+
+    def _limits(self, message: Message, groups: GroupLimits) -> Limits:
+        """Files and segments lie in memory and no process owns them: what they may take together leaves enough of the
+        limit for commands, so that running out of memory kills those and never the first process."""
+        asked = message["disk_bytes"]
+        layer_bytes = int(asked or self._settings.layer_bytes)
+        shared_bytes = _SHARED_MEMORY_BYTES
+        if groups.memory_bytes is not None:
+            shared_bytes = min(shared_bytes, groups.memory_bytes // 8)
+            room = groups.memory_bytes * 7 // 8 - shared_bytes
+            if asked is not None and layer_bytes > room:
+                raise Refused("SpecRefused", f"disk_bytes={asked}: files lie in memory, of which {room} may hold them")
+            layer_bytes = min(layer_bytes, room)
+        processes = int(message["pids"] or self._settings.processes)
+        return Limits(processes, self._settings.open_files, layer_bytes, shared_bytes)
+
+    def _fork_first_process(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...], limits: Limits) -> None:
         plan = Plan(sandbox.id, sandbox.base_id, self._image, mounts, limits, self._last_capability, self._filter)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -214,13 +277,12 @@ class ForkServer:
             try:
                 sandbox.pid = os.fork()
                 if sandbox.pid == 0:
-                    _become_init(plan, theirs)
+                    _become_init(plan, self._groups, theirs)
             finally:
                 # Only children enter a new pid namespace; ours is the one for the children to come.
                 syscalls.join_namespace(self._own_pids, syscalls.CLONE_NEWPID)
         except OSError:
             ours.close()
-            rootfs.drop_layer(sandbox.id)
             raise
         finally:
             theirs.close()
@@ -245,7 +307,7 @@ class ForkServer:
         rows = [
             {
                 "id": sandbox.id,
-                "state": sandbox.state,
+                "state": sandbox.shown_state(),
                 "expires_in_s": self._deadlines.remaining(sandbox.id, now),
                 "labels": sandbox.labels,
                 "key": sandbox.key,
@@ -340,6 +402,43 @@ class ForkServer:
         sandbox.enders.append(waiter)
         self._end(sandbox, keep_layer=sandbox.state == "running" or sandbox.keep_layer)
 
+    def _pause(self, waiter: Waiter, sandbox: Record, _message: Message, _descriptors: list[int]) -> None:
+        self._check_running(sandbox)
+        if sandbox.paused_at is None:
+            self._set_stopped(sandbox, stopped=True)
+            sandbox.paused_at = time.monotonic()
+        self._board.answer(waiter, {})
+
+    def _resume(self, waiter: Waiter, sandbox: Record, _message: Message, _descriptors: list[int]) -> None:
+        self._check_running(sandbox)
+        if sandbox.paused_at is not None and sandbox.control is not None:
+            paused_s = time.monotonic() - sandbox.paused_at
+            # Before it goes on: the deadlines of its commands stood still with it.
+            self._board.send(sandbox.control, {"op": "paused", "seconds": paused_s})
+            self._set_stopped(sandbox, stopped=False)
+            sandbox.paused_s += paused_s
+            sandbox.paused_at = None
+        self._board.answer(waiter, {})
+
+    def _set_stopped(self, sandbox: Record, *, stopped: bool) -> None:
+        try:
+            self._groups.set_frozen(sandbox.id, frozen=stopped)
+        except OSError as error:
+            raise Refused("Unsupported", f"pause and resume: {error.strerror}; see headrace doctor") from error
+
+    @staticmethod
+    def _check_running(sandbox: Record) -> None:
+        if sandbox.state != "running":
+            raise Refused("SandboxGone", f"sandbox {sandbox.id} is {sandbox.state}")
+
+    def _state(self, waiter: Waiter, sandbox: Record, _message: Message, _descriptors: list[int]) -> None:
+        """What a sandbox takes now, its limits, and how long it was paused in all."""
+        paused_s = sandbox.paused_s + (0 if sandbox.paused_at is None else time.monotonic() - sandbox.paused_at)
+        answer = {"state": sandbox.shown_state(), "paused_s": paused_s, **rootfs.layer_usage(sandbox.id)}
+        if sandbox.state == "running":
+            answer |= self._groups.usage(sandbox.id)
+        self._board.answer(waiter, {**answer, "limits": sandbox.limits})
+
     def _kill(self, waiter: Waiter, sandbox: Record, _message: Message, _descriptors: list[int]) -> None:
         sandbox.enders.append(waiter)
         self._end(sandbox, keep_layer=False)
@@ -382,6 +481,10 @@ class ForkServer:
             sandbox.state = "ending"
             with suppress(ProcessLookupError):
                 os.kill(sandbox.pid, signal.SIGKILL)
+            if sandbox.paused_at is not None:
+                # The freezer of version 1 keeps even those in that were killed.
+                with suppress(OSError):
+                    self._groups.set_frozen(sandbox.id, frozen=False)
 
     def _reap(self, wake: int) -> None:
         with suppress(BlockingIOError):
@@ -399,6 +502,8 @@ class ForkServer:
 
     def _ended(self, sandbox: Record) -> None:
         """The init and with it every process of the sandbox is dead."""
+        with suppress(OSError):
+            self._groups.remove(sandbox.id)
         if sandbox.control is not None:
             self._board.read_to_end(sandbox.control)
         name, text = sandbox.failure
@@ -439,9 +544,11 @@ class ForkServer:
             self._end(sandbox, keep_layer=False)
 
 
-def _become_init(plan: Plan, control: socket.socket) -> NoReturn:
-    """In the forked child: let go of everything of the launcher's, then be the sandbox's first process."""
+def _become_init(plan: Plan, groups: Cgroups, control: socket.socket) -> NoReturn:
+    """In the forked child: join the sandbox's groups, let go of everything of the launcher's, then be the sandbox's
+    first process."""
     try:
+        groups.join(plan.sandbox_id)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         kept = os.dup(control.fileno())

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid: what root needs for chown, su and package files.
 KEPT_CAPABILITIES: Final = (0, 1, 3, 4, 5, 6, 7)
 _NAMESPACES: Final = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWNET | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
-_OOM_SCORE: Final = 500
-_RESERVED_PROCESSES: Final = 32
+_OOM_SCORE: Final = b"500"
+RESERVED_PROCESSES: Final = 32
 """Above the limit of one user, so that a user who has reached it still gets commands to clean up with."""
 
 
@@ -65,6 +65,8 @@ class _Running:
 def run_init(plan: Plan, control: socket.socket) -> NoReturn:
     """Build the sandbox, tell the launcher, serve. `control` is the only descriptor left open above 2."""
     channel = Channel(control)
+    # Opened by real root: later this process has no right to the files of /proc that are its own.
+    oom_score = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
     try:
         _build(plan, channel)
     except rootfs.MountRefused as error:
@@ -77,7 +79,7 @@ def run_init(plan: Plan, control: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     channel.send({"event": "ready"})
-    _Init(plan.limits, channel, wake_read).serve()
+    _Init(plan.limits, channel, wake_read, oom_score).serve()
 
 
 def _report_failure(channel: Channel, name: str, message: str) -> NoReturn:
@@ -86,12 +88,10 @@ def _report_failure(channel: Channel, name: str, message: str) -> NoReturn:
 
 
 def _build(plan: Plan, channel: Channel) -> None:
-    # When memory runs out, agents go before whoever trains on them.
-    _write("/proc/self/oom_score_adj", str(_OOM_SCORE))
     syscalls.unshare(_NAMESPACES)
     socket.sethostname("sandbox")
     rootfs.raise_loopback()
-    rootfs.limit_shared_memory()
+    rootfs.limit_shared_memory(plan.limits.shared_memory_bytes)
     rootfs.build_sandbox_root(plan.sandbox_id, plan.base_id, plan.image, plan.mounts)
     _enter_user_namespace(plan)
     channel.send({"event": "unmapped"})
@@ -113,7 +113,7 @@ def _enter_user_namespace(plan: Plan) -> None:
     that is not root: otherwise an agent that changes its user would have the limit of one user for each of 65,536."""
     syscalls.keep_capabilities_as(plan.base_id)
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    everything = plan.limits.processes + _RESERVED_PROCESSES
+    everything = plan.limits.processes + RESERVED_PROCESSES
     resource.setrlimit(
         resource.RLIMIT_NPROC, (everything if hard == resource.RLIM_INFINITY else min(everything, hard), hard)
     )
@@ -140,8 +140,9 @@ def _write(path: str, text: str) -> None:
 class _Init:
     """The loop of process 1: one control socket, one wake-up pipe, the running commands by pid."""
 
-    def __init__(self, limits: Limits, channel: Channel, wake: int) -> None:
+    def __init__(self, limits: Limits, channel: Channel, wake: int, oom_score: int) -> None:
         self._limits = limits
+        self._oom_score = oom_score
         self._channel = channel
         self._wake = wake
         self._running: dict[int, _Running] = {}
@@ -173,6 +174,8 @@ class _Init:
             match message["op"]:
                 case "cancel":
                     self._cancel(int(message["tag"]))
+                case "paused":
+                    self._extend(float(message["seconds"]))
                 case "signal":
                     self._signal(int(message["tag"]), int(message["number"]))
                 case _:
@@ -182,7 +185,7 @@ class _Init:
     def _start(self, message: dict[str, Any], descriptors: list[int]) -> None:
         tag = int(message["tag"])
         try:
-            pid = os.fork()
+            pid = self._fork()
         except OSError as error:
             # Its processes may be used up by the agent: that is a result of the command, not a failure of the host.
             with suppress(OSError):
@@ -197,6 +200,17 @@ class _Init:
         self._running[pid] = _Running(tag, math.inf if timeout_s is None else time.monotonic() + float(timeout_s))
         if message["op"] == "spawn":
             self._channel.send({"tag": tag, "started": pid})
+
+    def _fork(self) -> int:
+        """When memory runs out, commands go before this process, and before whoever trains on them."""
+        os.write(self._oom_score, _OOM_SCORE)
+        pid = -1
+        try:
+            pid = os.fork()
+        finally:
+            if pid != 0:
+                os.write(self._oom_score, b"0")
+        return pid
 
     def _become_child(self, message: dict[str, Any], descriptors: list[int]) -> NoReturn:
         signal.set_wakeup_fd(-1)
@@ -218,6 +232,11 @@ class _Init:
         for pid, running in self._running.items():
             if running.tag == tag:
                 self._end(pid, running)
+
+    def _extend(self, seconds: float) -> None:
+        """The sandbox stood still for so long."""
+        for running in self._running.values():
+            running.deadline += seconds
 
     def _signal(self, tag: int, number: int) -> None:
         for pid, running in self._running.items():

@@ -17,6 +17,7 @@ import sys
 from typing import Final
 
 from headrace.sandboxes import rootfs, syscalls
+from headrace.sandboxes.cgroups import Cgroups
 from headrace.sandboxes.fork_server import ForkServer, Settings
 
 _BACKLOG: Final = 1024
@@ -30,7 +31,7 @@ def main() -> None:
     except OSError as error:
         os.write(1, json.dumps({"error": str(error)}).encode() + b"\n")
         sys.exit(1)
-    os.write(1, b'{"ready": true}\n')
+    os.write(1, json.dumps({"ready": True, "missing": server.missing}).encode() + b"\n")
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 1)
     os.close(null)
@@ -53,6 +54,7 @@ def _prepare(settings: Settings) -> ForkServer:
     listener.bind(settings.socket_path)
     listener.listen(_BACKLOG)
     own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    groups = Cgroups.of_this_process()
     image = rootfs.build_launcher_root(os.path.dirname(settings.socket_path))
     syscalls.name_process(f"headrace-launcher {settings.label}")
     syscalls.become_subreaper()
@@ -61,4 +63,4 @@ def _prepare(settings: Settings) -> ForkServer:
     gc.collect()
     gc.freeze()
     gc.disable()
-    return ForkServer(settings, image, listener, own_pids)
+    return ForkServer(settings, image, groups, listener, own_pids)

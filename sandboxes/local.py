@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -32,6 +33,7 @@ from headrace.sandboxes.base import (
     SandboxInfo,
     SandboxRef,
     SandboxSpec,
+    SandboxUsage,
 )
 from headrace.sandboxes.capture import OutputCapture, memory_file
 from headrace.sandboxes.client import LauncherConnections, open_null
@@ -45,6 +47,7 @@ from headrace.sandboxes.errors import (
     SandboxFileError,
     SandboxGone,
     SpecRefused,
+    Unsupported,
 )
 from headrace.sandboxes.local_process import OUTPUT_GRACE_S, LocalProcess
 from headrace.sandboxes.partial import PartialSandbox
@@ -59,12 +62,15 @@ if TYPE_CHECKING:
     from headrace.sandboxes.client import LauncherClient
     from headrace.sandboxes.wire import Message
 
+logger = logging.getLogger(__name__)
+
 PROVIDER: Final = "local"
 _MAX_PARENT_BYTES: Final = 70
 """sun_path holds 107 bytes (unix(7)); the rest is `/<pid>-<random>/socket`."""
 _START_TIMEOUT_S: Final = 30.0
 _CLOSE_TIMEOUT_S: Final = 30.0
 _FILE_TIMEOUT_S: Final = 60.0
+_LEAST_MEMORY_BYTES: Final = 16 << 20
 _ANSWER_GRACE_S: Final = 20.0
 
 
@@ -77,6 +83,11 @@ class LocalSandboxConfig(BaseModel):
     """Live and frozen sandboxes at once; above it create raises CapacityExceeded."""
     layer_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Size of a sandbox's file layer in memory, where its spec names no `disk_bytes`; what exceeds it gets ENOSPC."""
+    memory_bytes: int | None = Field(default=2 << 30, ge=16 << 20)
+    """Memory of a sandbox, its file layer included, where its spec names no `memory_bytes`; None for no limit. Kept
+    only where control groups are (headrace doctor)."""
+    cpus: float | None = Field(default=None, gt=0)
+    """Processors of a sandbox, where its spec names no `cpu`; None for a fair share."""
     pids: int = Field(default=512, ge=8)
     """Processes of one user in a sandbox, where its spec names no `pids`."""
     open_files: int = Field(default=4096, ge=64)
@@ -94,7 +105,7 @@ class LocalSandboxConfig(BaseModel):
 class LocalProvider:
     """Starts a launcher and asks it for sandboxes. An async context manager; `aclose` ends every sandbox."""
 
-    features = frozenset({Feature.FREEZE, Feature.SPAWN, Feature.TERMINAL, Feature.EXEC_ID})
+    features = frozenset(Feature) - {Feature.SNAPSHOT, Feature.EXPOSE}
 
     def __init__(self, config: LocalSandboxConfig | None = None) -> None:
         self._config = config or LocalSandboxConfig()
@@ -178,6 +189,8 @@ class LocalProvider:
             raise LauncherGone("the launcher ended while it started: see its standard error")
         if "error" in (answer := json.loads(line)):
             raise NamespacesUnavailable(str(answer["error"]))
+        for controller, reason in answer["missing"].items():
+            logger.warning("sandboxes have no %s control group: %s", controller, reason)
 
     def _launcher_settings(self) -> dict[str, Any]:
         return {
@@ -186,6 +199,8 @@ class LocalProvider:
             "socket_path": self.endpoint,
             "max_sandboxes": self._config.max_sandboxes,
             "layer_bytes": self._config.layer_bytes,
+            "memory_bytes": self._config.memory_bytes,
+            "cpus": self._config.cpus,
             "processes": self._config.pids,
             "open_files": self._config.open_files,
             "boot_timeout_s": self._config.boot_timeout_s,
@@ -207,6 +222,8 @@ class LocalProvider:
             "labels": dict(spec.labels),
             "disk_bytes": spec.disk_bytes,
             "pids": spec.pids,
+            "memory_bytes": spec.memory_bytes,
+            "cpus": spec.cpu,
             "mounts": [(mount.source, mount.path, mount.target) for mount in spec.mounts],
         }
         discard = {"op": "discard", "secret": self._admin_secret, "key": key}
@@ -285,9 +302,12 @@ def _check_spec(spec: SandboxSpec) -> None:
         raise ImageUnknown(f"image {spec.image!r}: the local provider has only `host` so far")
     if spec.network is not Network.NONE:
         raise SpecRefused(f"network {spec.network.value!r}: the local provider has only `none`")
-    for name in ("cpu", "memory_bytes"):
-        if getattr(spec, name) is not None:
-            raise SpecRefused(f"{name}: the local provider has no cgroup limits yet; leave it unset")
+    for name, least in (("cpu", 0.01), ("memory_bytes", _LEAST_MEMORY_BYTES), ("disk_bytes", 1 << 16), ("pids", 8)):
+        value = getattr(spec, name)
+        if value is not None and not least <= value < 1 << 62:
+            raise SpecRefused(f"{name}={value}: must be at least {least}")
+    if not 0 < spec.ttl_s < 1e9:
+        raise SpecRefused(f"ttl_s={spec.ttl_s}: must be a number of seconds above 0")
 
 
 def _make_socket_folder(parent: Path) -> Path:
@@ -440,16 +460,52 @@ class LocalSandbox(PartialSandbox):
         return _Done(answer, stdout, stderr, truncated=out.truncated or err.truncated)
 
     async def _timed_request(self, message: Message, descriptors: tuple[int, ...], timeout_s: float) -> Message:
-        """The deadline is kept inside the sandbox; one that does not answer even then is killed as a whole."""
+        """The deadline is kept inside the sandbox; one that does not answer even then is killed as a whole, unless it
+        was paused meanwhile."""
+        answering = asyncio.ensure_future(self._request(message, descriptors))
         try:
-            async with asyncio.timeout(timeout_s + _ANSWER_GRACE_S):
-                return await self._request(message, descriptors)
-        except TimeoutError as error:
-            await self.kill()
-            raise ExecTimeout(f"sandbox {self.id} did not answer after timeout_s={timeout_s} and was killed") from error
+            seen_s = 0.0
+            while not (await asyncio.wait((answering,), timeout=timeout_s + _ANSWER_GRACE_S))[0]:
+                state = await self._request({"op": "state"})
+                if state["state"] != "paused" and state["paused_s"] == seen_s:
+                    await self.kill()
+                    text = f"sandbox {self.id} did not answer after timeout_s={timeout_s} and was killed"
+                    raise ExecTimeout(text)
+                seen_s = state["paused_s"]
+            return await answering
+        finally:
+            if not answering.done():
+                answering.cancel()
+                await asyncio.wait((answering,))
+            elif not answering.cancelled():
+                # Retrieved here where nobody asks for it any more.
+                answering.exception()
 
     async def freeze(self) -> None:
         await self._request({"op": "freeze"})
+
+    async def pause(self) -> None:
+        await self._request({"op": "pause"})
+
+    async def resume(self) -> None:
+        await self._request({"op": "resume"})
+
+    async def usage(self) -> SandboxUsage:
+        """Raises Unsupported where control groups do not count memory, processor time or processes."""
+        state = await self._request({"op": "state"})
+        try:
+            return SandboxUsage(
+                cpu_s=state["cpu_s"],
+                memory_bytes=state["memory_bytes"],
+                memory_limit_bytes=state["limits"]["memory_bytes"],
+                disk_bytes=state["disk_bytes"],
+                disk_limit_bytes=state["disk_limit_bytes"],
+                processes=state["processes"],
+                cpus=state["limits"]["cpus"],
+                oom_kills=state["oom_kills"],
+            )
+        except KeyError as error:
+            raise Unsupported(f"usage: this machine does not count {error}; see headrace doctor") from error
 
     async def renew(self, ttl_s: float) -> None:
         await self._request({"op": "renew", "ttl_s": ttl_s})

@@ -15,6 +15,7 @@ import tempfile
 from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes import init, rootfs, seccomp, syscalls
+from headrace.sandboxes.cgroups import Cgroups, GroupLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,6 +112,32 @@ def _pidfd() -> None:
     os.close(os.pidfd_open(os.getpid()))
 
 
+def _group(controller: str) -> Callable[[], None]:
+    """Make a group, set its limits, join it, and be stopped and continued where that is what is asked for."""
+
+    def check() -> None:
+        groups = Cgroups.of_this_process()
+        try:
+            if controller in groups.missing:
+                raise OSError(0, groups.missing[controller])
+            groups.create("probe", GroupLimits(64 << 20, 0.5, 64))
+            child = os.fork()
+            if child == 0:
+                groups.join("probe")
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            if status != 0:
+                raise OSError(0, "a process could not join a group")
+            if controller == "freezer":
+                groups.set_frozen("probe", frozen=True)
+                groups.set_frozen("probe", frozen=False)
+        finally:
+            groups.remove("probe")
+            groups.close()
+
+    return check
+
+
 CHECKS: Final[dict[str, Callable[[], None]]] = {
     "user namespace": _own_namespace(syscalls.CLONE_NEWUSER),
     "mount namespace": _own_namespace(syscalls.CLONE_NEWNS),
@@ -125,4 +152,5 @@ CHECKS: Final[dict[str, Callable[[], None]]] = {
     "no new privileges": syscalls.forbid_new_privileges,
     "call filter": _call_filter,
     "death with the owner": _pidfd,
+    **{f"cgroup {controller}": _group(controller) for controller in ("memory", "cpu", "pids", "freezer")},
 }

@@ -26,6 +26,9 @@ class Record:
         "keep_layer",
         "key",
         "labels",
+        "limits",
+        "paused_at",
+        "paused_s",
         "pending",
         "pid",
         "secret",
@@ -41,6 +44,10 @@ class Record:
         self.ttl_s = ttl_s
         self.labels = labels
         self.state = "booting"
+        self.limits: dict[str, float | None] = {}
+        self.paused_at: float | None = None
+        self.paused_s = 0.0
+        """In earlier pauses."""
         self.pid = 0
         self.control: Channel | None = None
         self.failure = ("BootFailed", "the sandbox's first process died during the boot")
@@ -50,3 +57,6 @@ class Record:
         self.enders: list[Waiter] = []
         self.executions = Executions()
         self.pending: dict[int, Waiter] = {}
+
+    def shown_state(self) -> str:
+        return "paused" if self.state == "running" and self.paused_at is not None else self.state

@@ -168,6 +168,13 @@ def mount_layer(sandbox_id: str, base_id: int, size_bytes: int) -> None:
         raise
 
 
+def layer_usage(sandbox_id: str) -> dict[str, int]:
+    """disk_bytes and disk_limit_bytes of one sandbox's layer."""
+    status = os.statvfs(f"{LAYERS}/{sandbox_id}")
+    used = (status.f_blocks - status.f_bfree) * status.f_frsize
+    return {"disk_bytes": used, "disk_limit_bytes": status.f_blocks * status.f_frsize}
+
+
 def drop_layer(sandbox_id: str) -> None:
     syscalls.detach(f"{LAYERS}/{sandbox_id}")
     os.rmdir(f"{LAYERS}/{sandbox_id}")
@@ -274,10 +281,10 @@ def _make_target(root: str, base_id: int, parts: list[str], *, folder: bool) -> 
     return path
 
 
-def limit_shared_memory() -> None:
+def limit_shared_memory(most_bytes: int) -> None:
     """Cap what System V objects of this IPC namespace can hold: it is charged to no process, so that killing none frees
-    it. 64 MiB of segments, 2 MiB of messages, 4,096 semaphores."""
-    for name, value in (("shmall", str((64 << 20) // 4096)), ("msgmni", "128"), ("sem", "250 4096 32 128")):
+    it. Segments of `most_bytes` in all, 2 MiB of messages, 4,096 semaphores."""
+    for name, value in (("shmall", str(most_bytes // 4096)), ("msgmni", "128"), ("sem", "250 4096 32 128")):
         with open(f"/proc/sys/kernel/{name}", "w", encoding="utf-8") as setting:
             setting.write(value)
 

@@ -1,0 +1,180 @@
+"""Control groups of local sandboxes: limits, usage, pause and resume, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.sandboxes import cgroups, doctor
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.errors import ExecTimeout, NamespacesUnavailable, SandboxGone, SpecRefused
+from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headrace.sandboxes.base import Sandbox
+
+pytestmark = pytest.mark.namespaces
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _groups() -> None:
+    try:
+        doctor.require_namespaces()
+    except NamespacesUnavailable as error:
+        pytest.skip(str(error))
+    missing = [row for row in doctor.probe() if row.name.startswith("cgroup") and not row.present]
+    if missing:
+        pytest.skip(f"{missing[0].name}: {missing[0].detail}")
+
+
+@pytest.fixture
+async def provider() -> AsyncIterator[LocalProvider]:
+    async with LocalProvider() as provider:
+        yield provider
+
+
+@pytest.fixture
+async def sandbox(provider: LocalProvider) -> Sandbox:
+    return await provider.attach(await provider.create(SandboxSpec()))
+
+
+def group_folders(launcher_pid: int, pattern: str = "headrace-{}-*/*/") -> list[Path]:
+    mounts = cgroups.find_mounts(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
+    return [folder for mount in mounts for folder in Path(mount.folder).glob(pattern.format(launcher_pid))]
+
+
+async def test_only_what_takes_too_much_memory_is_killed(provider: LocalProvider) -> None:
+    sandbox = await provider.attach(await provider.create(SandboxSpec(memory_bytes=64 << 20)))
+    bystander = await sandbox.spawn("sleep 1000")
+    hog = await sandbox.exec("python3 -c 'b = bytearray(1 << 30); print(len(b))'", timeout_s=30)
+    assert hog.exit_code == 128 + signal.SIGKILL
+    usage = await sandbox.usage()
+    assert usage.oom_kills == 1
+    assert usage.memory_limit_bytes == 64 << 20
+    assert 0 < usage.memory_bytes < 64 << 20
+    await bystander.signal(signal.SIGTERM)
+    assert await bystander.wait() == 128 + signal.SIGTERM
+
+
+async def test_files_count_as_memory_and_the_sandbox_outlives_their_excess(provider: LocalProvider) -> None:
+    """Nobody gets out of a zero by filling the memory with what no process owns."""
+    sandbox = await provider.attach(await provider.create(SandboxSpec(memory_bytes=64 << 20)))
+    # Segments of System V: 0o1000 creates, nobody removes them, and what is written stays when the writer is killed.
+    segments = (
+        "import ctypes; c = ctypes.CDLL(None); c.shmat.restype = ctypes.c_void_p\n"
+        "for _ in range(200): ctypes.memset(c.shmat(c.shmget(0, 1 << 20, 0o1600), None, 0), 1, 1 << 20)"
+    )
+    await sandbox.exec("python3 -", stdin=segments.encode(), timeout_s=60)
+    filled = await sandbox.exec("head -c 200M /dev/zero > /tmp/file", timeout_s=60)
+    assert b"No space left" in filled.stderr
+    hog = await sandbox.exec("python3 -c 'b = bytearray(1 << 30); print(len(b))'", timeout_s=30)
+    assert hog.exit_code == 128 + signal.SIGKILL
+    assert (await sandbox.exec("rm /tmp/file; echo fine", timeout_s=30)).stdout == b"fine\n"
+    with pytest.raises(SpecRefused):
+        await provider.create(SandboxSpec(memory_bytes=64 << 20, disk_bytes=64 << 20))
+
+
+async def test_processors_are_limited(provider: LocalProvider) -> None:
+    sandbox = await provider.attach(await provider.create(SandboxSpec(cpu=0.1)))
+    busy = await sandbox.spawn("while :; do :; done")
+    await sandbox.exec("timeout 1 tail -f /dev/null", timeout_s=30)
+    before = (await sandbox.usage()).cpu_s
+    await sandbox.exec("timeout 1 tail -f /dev/null", timeout_s=30)
+    # A tenth of a processor for a second; without the limit it takes more of it than half.
+    assert (await sandbox.usage()).cpu_s - before < 0.5
+    await busy.signal(signal.SIGKILL)
+
+
+async def test_processes_are_limited_and_counted(provider: LocalProvider) -> None:
+    sandbox = await provider.attach(await provider.create(SandboxSpec(pids=16)))
+    forks = "import os\nfor _ in range(100):\n if os.fork() == 0: os.execlp('sleep', 'sleep', '1000')"
+    result = await sandbox.exec("python3 -", stdin=forks.encode(), timeout_s=30)
+    assert b"BlockingIOError" in result.stderr
+    assert 10 < (await sandbox.usage()).processes <= 16 + 33
+
+
+async def test_a_paused_sandbox_stands_still(sandbox: Sandbox, provider: LocalProvider) -> None:
+    counter = await sandbox.spawn("while :; do echo tick; done", stdin=False)
+    output = counter.output()
+    await anext(output)
+    await sandbox.pause()
+    await sandbox.pause()
+    [info] = await provider.list()
+    assert info.state == "paused"
+    before = await sandbox.usage()
+    waiting = asyncio.ensure_future(sandbox.exec("echo later", timeout_s=30))
+    assert not (await asyncio.wait((waiting,), timeout=0.3))[0]
+    assert (await sandbox.usage()).cpu_s == before.cpu_s
+    await sandbox.resume()
+    await sandbox.resume()
+    assert (await waiting).stdout == b"later\n"
+    await counter.signal(signal.SIGKILL)
+
+
+async def test_deadlines_stand_still_with_it(sandbox: Sandbox) -> None:
+    running = asyncio.ensure_future(sandbox.exec("echo > /tmp/started; sleep 1; echo end", timeout_s=3))
+    while (await sandbox.exec("test -e /tmp/started", timeout_s=30)).exit_code != 0:
+        pass
+    await sandbox.pause()
+    assert not (await asyncio.wait((running,), timeout=3.5))[0]
+    await sandbox.resume()
+    # The kernel's timers went on: only the sandbox's own deadline did not.
+    assert (await running).stdout == b"end\n"
+    with pytest.raises(ExecTimeout):
+        await sandbox.exec("sleep 1000", timeout_s=0.3)
+
+
+async def test_a_paused_sandbox_can_be_killed_and_its_lease_goes_on(provider: LocalProvider) -> None:
+    for ttl_s in (300.0, 1.0):
+        ref = await provider.create(SandboxSpec(ttl_s=ttl_s))
+        sandbox = await provider.attach(ref)
+        await sandbox.pause()
+        running = asyncio.ensure_future(sandbox.exec("true", timeout_s=30))
+        if ttl_s > 1.0:
+            await sandbox.kill()
+        with pytest.raises(SandboxGone):
+            await running
+    assert await provider.list() == []
+
+
+async def test_a_limit_that_makes_no_sense_is_refused(provider: LocalProvider) -> None:
+    for spec in (SandboxSpec(memory_bytes=1), SandboxSpec(cpu=-1.0), SandboxSpec(pids=0), SandboxSpec(ttl_s=-1.0)):
+        with pytest.raises(SpecRefused):
+            await provider.create(spec)
+
+
+async def test_groups_go_with_their_sandbox_and_their_launcher() -> None:
+    async with LocalProvider() as provider:
+        assert provider.launcher_pid is not None
+        kept = await provider.attach(await provider.create(SandboxSpec()))
+        other = await provider.attach(await provider.create(SandboxSpec()))
+        assert {folder.name for folder in group_folders(provider.launcher_pid)} == {kept.id, other.id}
+        await other.kill()
+        assert {folder.name for folder in group_folders(provider.launcher_pid)} == {kept.id}
+    assert group_folders(provider.launcher_pid) == []
+
+
+async def test_groups_of_a_killed_launcher_are_removed_by_the_next_one() -> None:
+    async with LocalProvider() as provider:
+        await provider.create(SandboxSpec())
+        dead = provider.launcher_pid
+        assert dead is not None
+        os.kill(dead, signal.SIGKILL)
+        async with LocalProvider():
+            assert await asyncio.to_thread(group_folders, dead) == []
+
+
+async def test_boots_go_on_when_somebody_removes_the_launchers_groups() -> None:
+    async with LocalProvider(LocalSandboxConfig()) as provider:
+        assert provider.launcher_pid is not None
+        for folder in group_folders(provider.launcher_pid, "headrace-{}-*/"):
+            folder.rmdir()
+        sandbox = await provider.attach(await provider.create(SandboxSpec()))
+        assert (await sandbox.usage()).processes >= 1
