@@ -21,12 +21,14 @@ import stat
 import struct
 import termios
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from headrace.sandboxes import syscalls
 
+if TYPE_CHECKING:
+    from headrace.sandboxes.rootfs import Image
+
 SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-DEFAULT_FOLDER: Final = "/workspace"
 
 EXIT_CANNOT_RUN: Final = 126
 EXIT_FILE_ERROR: Final = 3
@@ -111,7 +113,7 @@ def fail(message: str, status: int) -> NoReturn:
     os._exit(status)
 
 
-def run_command(message: dict[str, Any], limits: Limits) -> NoReturn:
+def run_command(message: dict[str, Any], limits: Limits, image: Image) -> NoReturn:
     """Become the command: a text is for `bash -c`, a list is a program and its arguments.
 
     A wrong user, folder or program ends with status 126 and a line on standard error.
@@ -131,9 +133,10 @@ def run_command(message: dict[str, Any], limits: Limits) -> NoReturn:
             "LOGNAME": account.name,
             "LANG": "C.UTF-8",
             **({} if size is None else {"TERM": "xterm-256color"}),
+            **image.environment,
             **message["env"],
         }
-        _enter_folder(message["cwd"])
+        _enter_folder(message["cwd"], image.folder)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             # Python ignores these two, and ignored signals survive execve.
             signal.signal(number, signal.SIG_DFL)
@@ -166,12 +169,12 @@ def set_terminal_size(terminal: int, rows: int, columns: int) -> None:
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
-def _enter_folder(folder: str | None) -> None:
+def _enter_folder(folder: str | None, otherwise: str) -> None:
     if folder is not None:
         os.chdir(folder)
         return
     try:
-        os.chdir(DEFAULT_FOLDER)
+        os.chdir(otherwise)
     except OSError:
         os.chdir("/")
 

@@ -29,10 +29,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 from headrace.sandboxes import rootfs, syscalls
 from headrace.sandboxes.cgroups import GroupLimits
 from headrace.sandboxes.commands import Limits
+from headrace.sandboxes.id_maps import IdMaps
 from headrace.sandboxes.init import RESERVED_PROCESSES, Plan, run_init
 from headrace.sandboxes.leases import Deadlines, IdRanges
 from headrace.sandboxes.record import Record
 from headrace.sandboxes.seccomp import filter_program
+from headrace.sandboxes.shelf import Shelf
 from headrace.sandboxes.switchboard import Switchboard, Waiter
 from headrace.sandboxes.wire import Channel, Message, close_all
 
@@ -75,13 +77,15 @@ class ForkServer:
     def __init__(
         self,
         settings: Settings,
-        image: rootfs.HostImage,
+        host: rootfs.HostImage,
         groups: Cgroups,
         listener: socket.socket,
         own_pids: int,
     ) -> None:
         self._settings = settings
-        self._image = image
+        self._host = host
+        self._shelf = Shelf(self._drop_snapshot)
+        self._id_maps = IdMaps(rootfs.IDS_PER_SANDBOX)
         self._groups = groups
         self._board = Switchboard(listener, self._on_message, self._on_client_gone)
         self._own_pids = own_pids
@@ -95,7 +99,15 @@ class ForkServer:
         with open("/proc/sys/kernel/cap_last_cap", encoding="utf-8") as file:
             self._last_capability = int(file.read())
         self._filter = filter_program(os.uname().machine)
-        self._admin = {"create": self._create, "list": self._list, "usage": self._usage, "discard": self._discard}
+        self._admin = {
+            "create": self._create,
+            "list": self._list,
+            "usage": self._usage,
+            "discard": self._discard,
+            "add_image": self._add_image,
+            "drop_image": self._drop_image,
+            "images": self._list_images,
+        }
         self._direct = {
             "exec": self._exec,
             "keep": self._keep,
@@ -105,6 +117,7 @@ class ForkServer:
             "write": self._forward,
             "cancel": self._cancel,
             "freeze": self._freeze,
+            "snapshot": self._snapshot,
             "pause": self._pause,
             "resume": self._resume,
             "state": self._state,
@@ -163,7 +176,7 @@ class ForkServer:
         if operation in self._admin:
             if not is_admin:
                 raise Refused("SecretRefused", f"{operation} needs the admin secret of the launcher")
-            self._admin[operation](waiter, message)
+            self._admin[operation](waiter, message, descriptors)
             return
         if operation not in self._direct:
             raise Refused("SpecRefused", f"unknown operation {operation!r}")
@@ -180,7 +193,7 @@ class ForkServer:
 
     # Operations of the owner
 
-    def _create(self, waiter: Waiter, message: Message) -> None:
+    def _create(self, waiter: Waiter, message: Message, _descriptors: list[int]) -> None:
         key = str(message["key"])
         known = self._sandboxes.get(self._by_key.get(key, "")) if key else None
         if known is not None and known.state == "booting":
@@ -193,18 +206,23 @@ class ForkServer:
             raise Refused("LauncherGone", "the launcher is closing")
         if len(self._sandboxes) >= self._settings.max_sandboxes:
             raise Refused("CapacityExceeded", f"{len(self._sandboxes)} sandboxes are alive: raise max_sandboxes")
+        if self._shelf.find(str(message["image"])) is None:
+            raise Refused("ImageUnknown", f"image {message['image']!r}: the launcher does not have it")
         group_limits = self._group_limits(message)
         limits = self._limits(message, group_limits)
         mounts = tuple(rootfs.Mount(*row) for row in message["mounts"])
         base_id = self._range_for(mounts)
         sandbox = Record(key=key, base_id=base_id, ttl_s=float(message["ttl_s"]), labels=message["labels"])
+        sandbox.image = str(message["image"])
         sandbox.limits = {"memory_bytes": group_limits.memory_bytes, "cpus": group_limits.cpus}
+        self._shelf.take(sandbox.image)
         try:
             self._groups.create(sandbox.id, group_limits)
             self._fork_init(sandbox, mounts, limits)
         except OSError as error:
             self._groups.remove(sandbox.id)
             self._ranges.release(base_id)
+            self._shelf.give_back(sandbox.image)
             raise Refused("BootFailed", str(error)) from error
         sandbox.creators.append(waiter)
         self._sandboxes[sandbox.id] = sandbox
@@ -270,7 +288,7 @@ class ForkServer:
         return Limits(processes, self._settings.open_files, layer_bytes, shared_bytes)
 
     def _fork_first_process(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...], limits: Limits) -> None:
-        plan = Plan(sandbox.id, sandbox.base_id, self._image, mounts, limits, self._last_capability, self._filter)
+        plan = Plan(self._root(sandbox, mounts), self._host, limits, self._last_capability, self._filter)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             syscalls.unshare(syscalls.CLONE_NEWPID)
@@ -289,6 +307,20 @@ class ForkServer:
         sandbox.control = Channel(ours)
         self._board.add(sandbox.control, sandbox)
 
+    def _root(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...]) -> rootfs.Root:
+        image = self._image_of(sandbox)
+        source = self._image_of(self._sandboxes[mounts[0].source]) if mounts else rootfs.HOST
+        maps = [
+            tuple(self._id_maps.get(layer.base_id, sandbox.base_id) for layer in shown.layers)
+            for shown in (image, source)
+        ]
+        return rootfs.Root(sandbox.id, sandbox.base_id, image, maps[0], mounts, source, maps[1])
+
+    def _image_of(self, sandbox: Record) -> rootfs.Image:
+        image = self._shelf.find(sandbox.image)
+        assert image is not None
+        return image
+
     def _map_ids(self, sandbox: Record) -> None:
         """Its user namespace stands, and only a process outside may write the map (user_namespaces(7))."""
         assert sandbox.control is not None
@@ -302,7 +334,7 @@ class ForkServer:
         else:
             self._board.send(sandbox.control, {"op": "mapped"})
 
-    def _list(self, waiter: Waiter, _message: Message) -> None:
+    def _list(self, waiter: Waiter, _message: Message, _descriptors: list[int]) -> None:
         now = time.monotonic()
         rows = [
             {
@@ -316,17 +348,36 @@ class ForkServer:
         ]
         self._board.answer(waiter, {"sandboxes": rows})
 
-    def _usage(self, waiter: Waiter, _message: Message) -> None:
+    def _usage(self, waiter: Waiter, _message: Message, _descriptors: list[int]) -> None:
         """CPU seconds of the launcher and of all its children that have ended."""
         usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
         self._board.answer(waiter, {"cpu_s": sum(usage.ru_utime + usage.ru_stime for usage in usages)})
 
-    def _discard(self, waiter: Waiter, message: Message) -> None:
+    def _discard(self, waiter: Waiter, message: Message, _descriptors: list[int]) -> None:
         """A create was given up: end what it made."""
         sandbox = self._sandboxes.get(self._by_key.get(str(message["key"]), ""))
         if sandbox is not None:
             self._end(sandbox, keep_layer=False)
         self._board.answer(waiter, {})
+
+    def _add_image(self, waiter: Waiter, message: Message, descriptors: list[int]) -> None:
+        if not 0 < len(descriptors) <= rootfs.MAX_LAYERS:
+            raise Refused("ImageRefused", f"{len(descriptors)} layers; 1 to {rootfs.MAX_LAYERS} can be stacked")
+        try:
+            self._shelf.add(str(message["name"]), descriptors, message["environment"], str(message["folder"]))
+        except OSError as error:
+            raise Refused("ImageRefused", str(error)) from error
+        self._board.answer(waiter, {})
+
+    def _drop_image(self, waiter: Waiter, message: Message, _descriptors: list[int]) -> None:
+        self._board.answer(waiter, {"dropped": self._shelf.drop(str(message["name"]))})
+
+    def _list_images(self, waiter: Waiter, _message: Message, _descriptors: list[int]) -> None:
+        self._board.answer(waiter, {"images": self._shelf.names})
+
+    def _drop_snapshot(self, sandbox_id: str, base_id: int) -> None:
+        rootfs.drop_layer(sandbox_id)
+        self._ranges.release(base_id)
 
     # Operations on one sandbox
 
@@ -401,6 +452,21 @@ class ForkServer:
             return
         sandbox.enders.append(waiter)
         self._end(sandbox, keep_layer=sandbox.state == "running" or sandbox.keep_layer)
+
+    def _snapshot(self, waiter: Waiter, sandbox: Record, message: Message, descriptors: list[int]) -> None:
+        if sandbox.state not in ("running", "frozen"):
+            self._check_running(sandbox)
+        sandbox.becomes_image = True
+        if sandbox.state == "frozen":
+            sandbox.enders.append(waiter)
+            self._turn_into_image(sandbox)
+        else:
+            self._freeze(waiter, sandbox, message, descriptors)
+
+    def _turn_into_image(self, sandbox: Record) -> None:
+        name = self._shelf.add_snapshot(sandbox.id, sandbox.base_id, self._image_of(sandbox))
+        self._forget(sandbox)
+        self._answer_enders(sandbox, {"image": name})
 
     def _pause(self, waiter: Waiter, sandbox: Record, _message: Message, _descriptors: list[int]) -> None:
         self._check_running(sandbox)
@@ -515,23 +581,31 @@ class ForkServer:
         sandbox.pending.clear()
         if sandbox.keep_layer and sandbox.state == "ending":
             sandbox.state = "frozen"
-            self._answer_enders(sandbox)
+            if sandbox.becomes_image:
+                self._turn_into_image(sandbox)
+            else:
+                self._answer_enders(sandbox, {})
         else:
             self._remove(sandbox)
 
-    def _answer_enders(self, sandbox: Record) -> None:
+    def _answer_enders(self, sandbox: Record, message: Message) -> None:
         for waiter in sandbox.enders:
-            self._board.answer(waiter, {})
+            self._board.answer(waiter, message)
         sandbox.enders.clear()
 
     def _remove(self, sandbox: Record) -> None:
         rootfs.drop_layer(sandbox.id)
         self._ranges.release(sandbox.base_id)
+        self._forget(sandbox)
+        gone = {"error": "SandboxGone", "message": f"sandbox {sandbox.id} was killed before it became an image"}
+        self._answer_enders(sandbox, gone if sandbox.becomes_image else {})
+
+    def _forget(self, sandbox: Record) -> None:
+        self._shelf.give_back(sandbox.image)
         self._deadlines.drop(sandbox.id)
         del self._sandboxes[sandbox.id]
         if self._by_key.get(sandbox.key) == sandbox.id:
             del self._by_key[sandbox.key]
-        self._answer_enders(sandbox)
 
     def _expire(self) -> None:
         for sandbox_id in self._deadlines.pop_due(time.monotonic()):
@@ -548,12 +622,15 @@ def _become_init(plan: Plan, groups: Cgroups, control: socket.socket) -> NoRetur
     """In the forked child: join the sandbox's groups, let go of everything of the launcher's, then be the sandbox's
     first process."""
     try:
-        groups.join(plan.sandbox_id)
+        groups.join(plan.root.sandbox_id)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         kept = os.dup(control.fileno())
-        os.closerange(3, kept)
-        os.closerange(kept + 1, 1 << 20)
+        first = 3
+        for descriptor in sorted({kept, *plan.root.id_maps, *plan.root.source_id_maps}):
+            os.closerange(first, descriptor)
+            first = descriptor + 1
+        os.closerange(first, 1 << 20)
         run_init(plan, socket.socket(fileno=kept))
     finally:
         os._exit(1)

@@ -41,10 +41,8 @@ RESERVED_PROCESSES: Final = 32
 class Plan(NamedTuple):
     """All that the first process needs to know, settled before the fork."""
 
-    sandbox_id: str
-    base_id: int
-    image: rootfs.HostImage
-    mounts: tuple[rootfs.Mount, ...]
+    root: rootfs.Root
+    host: rootfs.HostImage
     limits: Limits
     last_capability: int
     call_filter: bytes | None
@@ -71,6 +69,8 @@ def run_init(plan: Plan, control: socket.socket) -> NoReturn:
         _build(plan, channel)
     except rootfs.MountRefused as error:
         _report_failure(channel, "FrozenPathRefused", str(error))
+    except rootfs.ImageUnusable as error:
+        _report_failure(channel, "ImageRefused", str(error))
     except OSError as error:
         _report_failure(channel, "BootFailed", str(error))
     wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -79,7 +79,7 @@ def run_init(plan: Plan, control: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     channel.send({"event": "ready"})
-    _Init(plan.limits, channel, wake_read, oom_score).serve()
+    _Init(plan, channel, wake_read, oom_score).serve()
 
 
 def _report_failure(channel: Channel, name: str, message: str) -> NoReturn:
@@ -92,7 +92,8 @@ def _build(plan: Plan, channel: Channel) -> None:
     socket.sethostname("sandbox")
     rootfs.raise_loopback()
     rootfs.limit_shared_memory(plan.limits.shared_memory_bytes)
-    rootfs.build_sandbox_root(plan.sandbox_id, plan.base_id, plan.image, plan.mounts)
+    rootfs.build_sandbox_root(plan.root, plan.host)
+    close_all({*plan.root.id_maps, *plan.root.source_id_maps})
     _enter_user_namespace(plan)
     channel.send({"event": "unmapped"})
     _wait_for_word(channel)
@@ -111,7 +112,7 @@ def _build(plan: Plan, channel: Channel) -> None:
 def _enter_user_namespace(plan: Plan) -> None:
     """The process limit of its maker bounds a user namespace as a whole (set_userns_rlimit_max in kernel/ucount.c), if
     that is not root: otherwise an agent that changes its user would have the limit of one user for each of 65,536."""
-    syscalls.keep_capabilities_as(plan.base_id)
+    syscalls.keep_capabilities_as(plan.root.base_id)
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     everything = plan.limits.processes + RESERVED_PROCESSES
     resource.setrlimit(
@@ -140,8 +141,9 @@ def _write(path: str, text: str) -> None:
 class _Init:
     """The loop of process 1: one control socket, one wake-up pipe, the running commands by pid."""
 
-    def __init__(self, limits: Limits, channel: Channel, wake: int, oom_score: int) -> None:
-        self._limits = limits
+    def __init__(self, plan: Plan, channel: Channel, wake: int, oom_score: int) -> None:
+        self._limits = plan.limits
+        self._image = plan.root.image
         self._oom_score = oom_score
         self._channel = channel
         self._wake = wake
@@ -220,7 +222,7 @@ class _Init:
         os.closerange(3, 1 << 20)
         try:
             if message["op"] in ("exec", "spawn"):
-                commands.run_command(message, self._limits)
+                commands.run_command(message, self._limits, self._image)
             elif message["op"] == "read":
                 commands.read_file(message)
             commands.write_files(message)

@@ -105,7 +105,7 @@ class LocalSandboxConfig(BaseModel):
 class LocalProvider:
     """Starts a launcher and asks it for sandboxes. An async context manager; `aclose` ends every sandbox."""
 
-    features = frozenset(Feature) - {Feature.SNAPSHOT, Feature.EXPOSE}
+    features = frozenset(Feature) - {Feature.EXPOSE}
 
     def __init__(self, config: LocalSandboxConfig | None = None) -> None:
         self._config = config or LocalSandboxConfig()

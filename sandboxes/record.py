@@ -17,12 +17,14 @@ class Record:
 
     __slots__ = (
         "base_id",
+        "becomes_image",
         "control",
         "creators",
         "enders",
         "executions",
         "failure",
         "id",
+        "image",
         "keep_layer",
         "key",
         "labels",
@@ -52,7 +54,9 @@ class Record:
         self.control: Channel | None = None
         self.failure = ("BootFailed", "the sandbox's first process died during the boot")
         """Name of the error and message for those who wait for the boot, should it end now."""
+        self.image = ""
         self.keep_layer = False
+        self.becomes_image = False
         self.creators: list[Waiter] = []
         self.enders: list[Waiter] = []
         self.executions = Executions()

@@ -5,7 +5,9 @@
 Invariants:
 - The launcher lives in a mount namespace of its own whose root is a private tmpfs: the host's /root, /home, /var, /etc
   are not there, so no mistake further down can reach them, and everything vanishes with the last process.
-- Each sandbox has one size-capped tmpfs, `/layers/<id>` for the launcher and `/` for itself. Nothing else is writable.
+- Each sandbox has one size-capped tmpfs, `/layers/<id>` for the launcher and `/` for itself, or the upper layer of its
+  `/` above the read-only layers of an image. Nothing else is writable.
+- Layers of images are shown with the ids of the sandbox by mapped mounts: nothing is copied or changed.
 - Layers are built by real root before the sandbox's user namespace exists: the sandbox owns none of its mounts and
   cannot change them.
 """
@@ -18,11 +20,17 @@ import os
 import socket
 import stat
 import struct
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from headrace.sandboxes import syscalls
 
 LAYERS: Final = "/layers"
+IMAGES: Final = "/images"
+MAX_LAYERS: Final = 128
+"""Of one image; overlayfs takes up to 500, as long as their names fit in a page."""
+_LOWER: Final = "/lower"
+_FROZEN: Final = "/frozen"
 IDS_PER_SANDBOX: Final = 65536
 
 _SYSTEM_FOLDERS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -61,6 +69,14 @@ _FOLDERS: Final = (
     ("dev", 0o755),
     ("proc", 0o555),
 )
+_NEEDED_FOLDERS: Final = (
+    ("etc", 0o755),
+    ("dev", 0o755),
+    ("proc", 0o555),
+    ("tmp", 0o1777),
+    ("workspace", 0o777),
+)
+"""/dev/shm leads to /run/shm, which an image makes itself where it needs it."""
 AGENT_ID: Final = 1000
 _ETC: Final = {
     "passwd": f"root:x:0:0:root:/root:/bin/bash\nagent:x:{AGENT_ID}:{AGENT_ID}:agent:/home/agent:/bin/bash\n"
@@ -87,12 +103,56 @@ class HostImage(NamedTuple):
     """Files of /etc, by name below it."""
 
 
+class Layer(NamedTuple):
+    """A read-only layer of an image. Its files belong to ids that begin at `base_id`: 0 as they were unpacked, that of
+    the sandbox whose snapshot it is otherwise."""
+
+    path: str
+    base_id: int
+
+
+class Image(NamedTuple):
+    """What sandboxes are made of."""
+
+    layers: tuple[Layer, ...]
+    """Topmost first; none for the plain host."""
+    shows_host: bool
+    """/usr and its like are the host's."""
+    environment: dict[str, str]
+    folder: str
+    """Where commands start unless told otherwise, if it is there."""
+
+    def above(self, layer: Layer) -> Image:
+        """The image with a further layer on top."""
+        return self._replace(layers=(layer, *self.layers))
+
+
+HOST: Final = Image((), True, {}, "/workspace")
+
+
 class Mount(NamedTuple):
-    """A frozen path: `path` below /layers/<source>, shown at `target`, both absolute."""
+    """A frozen path: `path` in the root of the sandbox `source`, shown at `target`, both absolute."""
 
     source: str
     path: str
     target: str
+
+
+class Root(NamedTuple):
+    """What one sandbox's root is built from. `id_maps` are user namespaces for the layers, in their order."""
+
+    sandbox_id: str
+    base_id: int
+    image: Image
+    id_maps: tuple[int, ...]
+    mounts: tuple[Mount, ...]
+    source_image: Image
+    """Of the sandbox whose frozen paths are shown; it has the ids of this one."""
+    source_id_maps: tuple[int, ...]
+
+
+class ImageUnusable(Exception):
+    """No sandbox can be made of the image."""
 
 
 class MountRefused(Exception):
@@ -105,8 +165,10 @@ def build_launcher_root(base: str, size_bytes: int = 64 << 20) -> HostImage:
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_PRIVATE)
     syscalls.mount("tmpfs", base, "tmpfs", syscalls.MS_NOSUID, f"mode=755,size={size_bytes}")
-    for name in ("usr", "dev", "dev/pts", "proc", "layers", "alternatives", "system"):
-        os.mkdir(f"{base}/{name}", 0o755)
+    for name in ("usr", "dev", "dev/pts", "proc", "alternatives", "system", LAYERS, IMAGES, _FROZEN, _LOWER):
+        os.mkdir(f"{base}/{name.strip('/')}", 0o755)
+    for number in range(MAX_LAYERS):
+        os.mkdir(f"{base}{_LOWER}/{number}", 0o755)
     _bind_read_only("/usr", f"{base}/usr", syscalls.MS_NOSUID | syscalls.MS_NODEV)
     links, folders = {}, []
     for name in _SYSTEM_FOLDERS:
@@ -180,31 +242,90 @@ def drop_layer(sandbox_id: str) -> None:
     os.rmdir(f"{LAYERS}/{sandbox_id}")
 
 
-def build_sandbox_root(sandbox_id: str, base_id: int, image: HostImage, mounts: tuple[Mount, ...]) -> None:
+def add_layer(number: int, mount: int) -> Layer:
+    """Attach a folder of the host, given as a mount that is attached nowhere, as a layer of images."""
+    path = f"{IMAGES}/{number}"
+    os.mkdir(path, 0o755)
+    syscalls.attach_mount(mount, path)
+    syscalls.set_mount_flags(path, syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV)
+    return Layer(path, 0)
+
+
+def drop_image_layer(layer: Layer) -> None:
+    syscalls.detach(layer.path)
+    os.rmdir(layer.path)
+
+
+def own_layer(sandbox_id: str, image: Image) -> str:
+    """Where the files lie that a sandbox has written."""
+    return f"{LAYERS}/{sandbox_id}/upper" if image.layers else f"{LAYERS}/{sandbox_id}"
+
+
+def build_sandbox_root(root: Root, host: HostImage) -> None:
     """Called in the sandbox's first process, already in its own mount, pid and net namespaces: ends with the new root.
 
-    Raises MountRefused, OSError.
+    Raises MountRefused, ImageUnusable, OSError.
     """
-    root = f"{LAYERS}/{sandbox_id}"
-    syscalls.create_files_as(base_id, base_id)
-    _write_tree(root, image)
+    layer = f"{LAYERS}/{root.sandbox_id}"
+    path = f"{layer}/root" if root.image.layers else layer
+    syscalls.create_files_as(root.base_id, root.base_id)
+    if root.image.layers:
+        _mount_image(layer, root)
+    if not root.image.layers:
+        _write_tree(path, host)
+    elif not root.image.shows_host:
+        _complete_tree(path)
     syscalls.create_files_as(0, 0)
-    os.mkdir(f"{root}/home/agent", 0o755)
-    os.chown(f"{root}/home/agent", base_id + AGENT_ID, base_id + AGENT_ID)
+    if not root.image.layers:
+        os.mkdir(f"{path}/home/agent", 0o755)
+        os.chown(f"{path}/home/agent", root.base_id + AGENT_ID, root.base_id + AGENT_ID)
+    if root.image.shows_host:
+        _mount_system(path, host)
+    _mount_kernel(path, root.base_id)
+    for frozen in root.mounts:
+        _mount_frozen(path, root, frozen)
+    syscalls.pivot_into(path)
+    if not os.access("/bin/bash", os.X_OK):
+        raise ImageUnusable("the image has no /bin/bash, which runs the commands")
+
+
+def _mount_image(layer: str, root: Root) -> None:
+    """The image's layers, shown with the sandbox's ids, below what it will write itself."""
+    for name in ("upper", "work", "root"):
+        os.mkdir(f"{layer}/{name}", 0o755)
+    lower = _mount_layers(root.image, root.id_maps)
+    options = f"lowerdir={lower},upperdir={layer}/upper,workdir={layer}/work,redirect_dir=on"
+    syscalls.mount("overlay", f"{layer}/root", "overlay", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
+
+
+def _mount_layers(image: Image, id_maps: tuple[int, ...]) -> str:
+    """Attach the layers in this mount namespace. Returns them as overlayfs wants them (overlayfs.rst)."""
+    for number, (layer, id_map) in enumerate(zip(image.layers, id_maps, strict=True)):
+        mount = syscalls.copy_mount(layer.path)
+        try:
+            syscalls.map_mount_ids(mount, id_map)
+            syscalls.attach_mount(mount, f"{_LOWER}/{number}")
+        finally:
+            os.close(mount)
+    return ":".join(f"{_LOWER}/{number}" for number in range(len(image.layers)))
+
+
+def _mount_system(path: str, host: HostImage) -> None:
     recursive_bind = syscalls.MS_BIND | syscalls.MS_REC
-    syscalls.mount("/usr", f"{root}/usr", flags=recursive_bind)
-    for name in image.folders:
-        os.mkdir(f"{root}/{name}", 0o755)
-        syscalls.mount(f"/system/{name}", f"{root}/{name}", flags=recursive_bind)
-    syscalls.mount("/alternatives", f"{root}/etc/alternatives", flags=syscalls.MS_BIND)
-    syscalls.mount("/dev", f"{root}/dev", flags=recursive_bind)
+    syscalls.mount("/usr", f"{path}/usr", flags=recursive_bind)
+    for name in host.folders:
+        with suppress(FileExistsError):
+            os.mkdir(f"{path}/{name}", 0o755)
+        syscalls.mount(f"/system/{name}", f"{path}/{name}", flags=recursive_bind)
+    syscalls.mount("/alternatives", f"{path}/etc/alternatives", flags=syscalls.MS_BIND)
+
+
+def _mount_kernel(path: str, base_id: int) -> None:
+    syscalls.mount("/dev", f"{path}/dev", flags=syscalls.MS_BIND | syscalls.MS_REC)
     safe = syscalls.MS_NOSUID | syscalls.MS_NOEXEC
     terminals = f"newinstance,ptmxmode=0666,mode=620,gid={base_id + 5}"
-    syscalls.mount("devpts", f"{root}/dev/pts", "devpts", safe, terminals)
-    syscalls.mount("proc", f"{root}/proc", "proc", safe | syscalls.MS_NODEV)
-    for frozen in mounts:
-        _mount_frozen(root, base_id, frozen)
-    syscalls.pivot_into(root)
+    syscalls.mount("devpts", f"{path}/dev/pts", "devpts", safe, terminals)
+    syscalls.mount("proc", f"{path}/proc", "proc", safe | syscalls.MS_NODEV)
 
 
 def _write_tree(root: str, image: HostImage) -> None:
@@ -216,9 +337,27 @@ def _write_tree(root: str, image: HostImage) -> None:
         os.symlink(target, f"{root}/{name}")
     os.symlink("/proc/self/mounts", f"{root}/etc/mtab")
     for name, content in image.files.items():
-        descriptor = os.open(f"{root}/etc/{name}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-        os.write(descriptor, content)
-        os.close(descriptor)
+        _write_file(f"{root}/etc/{name}", content)
+
+
+def _write_file(path: str, content: bytes) -> None:
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    os.write(descriptor, content)
+    os.close(descriptor)
+
+
+def _complete_tree(root: str) -> None:
+    """What an image from elsewhere may lack. Its own files and links stay as they are; none of them is followed."""
+    for name, mode in _NEEDED_FOLDERS:
+        path = f"{root}/{name}"
+        if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
+            raise ImageUnusable(f"the image has something else than a folder at /{name}")
+        with suppress(FileExistsError):
+            os.mkdir(path, mode)
+            os.chmod(path, mode)
+    for name in ("hosts", "hostname"):
+        if not os.path.lexists(f"{root}/etc/{name}"):
+            _write_file(f"{root}/etc/{name}", _ETC[name].encode())
 
 
 def check_target(target: str) -> list[str]:
@@ -229,12 +368,12 @@ def check_target(target: str) -> list[str]:
     return parts
 
 
-def _mount_frozen(root: str, base_id: int, frozen: Mount) -> None:
+def _mount_frozen(path: str, root: Root, frozen: Mount) -> None:
     parts = check_target(frozen.target)
-    source = _open_frozen(frozen)
+    source = _open_frozen(root, frozen)
     try:
         folder = stat.S_ISDIR(os.fstat(source).st_mode)
-        target = _make_target(root, base_id, parts, folder=folder)
+        target = _make_target(path, root.base_id, parts, folder=folder)
         if os.path.isdir(target) != folder:
             raise MountRefused(f"frozen path {frozen.path!r}: is {'a' if folder else 'no'} folder, unlike its target")
         syscalls.mount(f"/proc/self/fd/{source}", target, flags=syscalls.MS_BIND)
@@ -244,9 +383,20 @@ def _mount_frozen(root: str, base_id: int, frozen: Mount) -> None:
     syscalls.set_mount_flags(target, flags)
 
 
-def _open_frozen(frozen: Mount) -> int:
+def _frozen_root(root: Root, source: str) -> str:
+    """Where the whole root of the dead sandbox can be seen: its own layer, or that above its image's."""
+    if not root.source_image.layers:
+        return f"{LAYERS}/{source}"
+    if not os.path.ismount(_FROZEN):
+        lower = _mount_layers(root.source_image, root.source_id_maps)
+        options = f"lowerdir={LAYERS}/{source}/upper:{lower},redirect_dir=on"
+        syscalls.mount("overlay", _FROZEN, "overlay", syscalls.MS_RDONLY, options)
+    return _FROZEN
+
+
+def _open_frozen(root: Root, frozen: Mount) -> int:
     """Open a path of a dead layer, which nobody changes any more, without following any link. Raises MountRefused."""
-    layer = os.open(f"{LAYERS}/{frozen.source}", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    layer = os.open(_frozen_root(root, frozen.source), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         path = frozen.path.strip("/") or "."
         resolve = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_MAGICLINKS

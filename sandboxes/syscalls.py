@@ -39,6 +39,13 @@ RESOLVE_IN_ROOT: Final = 0x10
 
 _MNT_DETACH: Final = 2
 _AT_RECURSIVE: Final = 0x8000
+_AT_EMPTY_PATH: Final = 0x1000
+_OPEN_TREE_CLONE: Final = 1
+_OPEN_TREE_CLOEXEC: Final = os.O_CLOEXEC
+_MOVE_MOUNT_F_EMPTY_PATH: Final = 4
+_MOUNT_ATTR_IDMAP: Final = 0x00100000
+_SYS_OPEN_TREE: Final = 428
+_SYS_MOVE_MOUNT: Final = 429
 _SYS_OPENAT2: Final = 437
 _SYS_MOUNT_SETATTR: Final = 442
 
@@ -96,6 +103,28 @@ def set_mount_flags(target: str, flags: int) -> None:
         _SYS_MOUNT_SETATTR, -100, target.encode(), _AT_RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes)
     )
     _checked(result, f"mount_setattr {target}")
+
+
+def copy_mount(path: str) -> int:
+    """A copy of the mount that shows `path`, attached nowhere: a descriptor that may travel to another mount namespace
+    (open_tree(2))."""
+    result = _libc.syscall(_SYS_OPEN_TREE, -100, path.encode(), _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC)
+    return _checked(result, f"open_tree {path}")
+
+
+def attach_mount(descriptor: int, target: str) -> None:
+    """Attach what `copy_mount` made (move_mount(2))."""
+    result = _libc.syscall(_SYS_MOVE_MOUNT, descriptor, b"", -100, target.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
+    _checked(result, f"move_mount {target}")
+
+
+def map_mount_ids(descriptor: int, user_namespace: int) -> None:
+    """Show the files of a mount that is attached nowhere with the ids that a user namespace maps theirs to."""
+    attributes = _MountAttributes(attr_set=_MOUNT_ATTR_IDMAP, userns_fd=user_namespace)
+    result = _libc.syscall(
+        _SYS_MOUNT_SETATTR, descriptor, b"", _AT_EMPTY_PATH, ctypes.byref(attributes), ctypes.sizeof(attributes)
+    )
+    _checked(result, "mount_setattr idmap")
 
 
 def pivot_into(root: str) -> None:
