@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import signal
+import stat
 import sys
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -186,8 +187,10 @@ def _locate(reference: str) -> _Located:
     except OSError as error:
         raise ImageUnknown(f"image {reference!r}: {error.strerror}") from error
     key = _key(str(path), status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size, tag or "")
-    if not path.is_dir():
+    if stat.S_ISREG(status.st_mode) and identity == path:
         return _Located("archive", str(path), tag, key)
+    if not path.is_dir():
+        raise ImageRefused(f"image {reference!r}: neither a folder nor a regular file")
     if identity != path:
         return _Located("layout", str(path), tag, key)
     if tag is not None:
