@@ -146,7 +146,7 @@ def join_namespace(descriptor: int, flags: int) -> None:
 def open_resolved(directory: int, path: str, flags: int, resolve: int) -> int:
     """openat2: open `path` below `directory` under RESOLVE_* restrictions. Returns a descriptor."""
     how = _OpenHow(flags=flags | os.O_CLOEXEC, mode=0, resolve=resolve)
-    result = _libc.syscall(_SYS_OPENAT2, directory, path.encode(), ctypes.byref(how), ctypes.sizeof(how))
+    result = _libc.syscall(_SYS_OPENAT2, directory, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how))
     return _checked(result, f"open {path}")
 
 
