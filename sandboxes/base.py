@@ -209,7 +209,8 @@ class Sandbox(Protocol):
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
         exec_id: str | None = None,
     ) -> ExecResult:
-        """Run `bash -c command` in a fresh process, in `/workspace` unless `cwd` says otherwise.
+        """Run `bash -c command` in a fresh process, in the image's working folder (`/workspace` of `host`) unless `cwd`
+        says otherwise.
 
         A signal n ends it with exit code 128 + n; an unknown user or folder with 126 and a line on stderr.
         The same `exec_id` again, from whoever holds the ref, runs nothing: it waits for, or returns, the first result.

@@ -32,15 +32,22 @@ _MEANING: Final = {
     "cgroup cpu": "processors of a sandbox",
     "cgroup pids": "processes of a sandbox, in all",
     "cgroup freezer": "pause and resume",
+    "images and snapshots": "overlayfs above layers shown with the sandbox's ids (mapped mounts): no copies",
     "death with the owner": "pidfd and parent-death signal: nothing outlives the pool",
     "bash": "/bin/bash runs the commands",
     "python3": "/usr/bin/python3 for tasks and checks written in Python",
 }
-_OPTIONAL: Final = ("python3", "call filter", "cgroup memory", "cgroup cpu", "cgroup pids", "cgroup freezer")
+_OPTIONAL: Final = (
+    "python3",
+    "call filter",
+    "images and snapshots",
+    "cgroup memory",
+    "cgroup cpu",
+    "cgroup pids",
+    "cgroup freezer",
+)
 _NOT_BUILT: Final = {
     "disk quota beyond memory": "the file layer lives in memory (tmpfs, capped): no layers on disk yet",
-    "snapshots": "not built yet: a prepared layer cannot become an image",
-    "further images": "not built yet: only `host`",
     "escaped daemons at a timeout": "a process that left its command's tree while another command runs in its "
     "sandbox ends with the sandbox, not with the timeout: there is no group for each command",
 }

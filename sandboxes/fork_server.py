@@ -84,8 +84,8 @@ class ForkServer:
     ) -> None:
         self._settings = settings
         self._host = host
-        self._shelf = Shelf(self._drop_snapshot)
         self._id_maps = IdMaps(rootfs.IDS_PER_SANDBOX)
+        self._shelf = Shelf(self._drop_snapshot, lambda: self._id_maps.get(0, _FIRST_ID))
         self._groups = groups
         self._board = Switchboard(listener, self._on_message, self._on_client_gone)
         self._own_pids = own_pids

@@ -43,6 +43,8 @@ def _make(id_map: str) -> int:
     child = os.fork()
     if child == 0:
         try:
+            # Its own copy would keep the pipe, which the parent closes, open for ever.
+            os.close(done_write)
             syscalls.unshare(syscalls.CLONE_NEWUSER)
             os.write(made_write, b"m")
             os.read(done_read, 1)

@@ -171,6 +171,11 @@ class ImageStore:
         )
 
 
+def default_image_folder() -> Path:
+    """Below the user's cache folder (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "images"
+
+
 def _locate(reference: str) -> _Located:
     """Raises ImageUnknown, ImageRefused."""
     if reference.startswith(_DEBOOTSTRAP):

@@ -28,6 +28,7 @@ from headrace.sandboxes.base import (
     DEFAULT_MAX_OUTPUT_BYTES,
     ExecResult,
     Feature,
+    ImageRef,
     Network,
     SandboxId,
     SandboxInfo,
@@ -40,7 +41,6 @@ from headrace.sandboxes.client import LauncherConnections, open_null
 from headrace.sandboxes.commands import EXIT_FILE_ERROR
 from headrace.sandboxes.errors import (
     ExecTimeout,
-    ImageUnknown,
     LauncherGone,
     NamespacesUnavailable,
     SandboxError,
@@ -49,6 +49,8 @@ from headrace.sandboxes.errors import (
     SpecRefused,
     Unsupported,
 )
+from headrace.sandboxes.images import ImageStore, default_image_folder
+from headrace.sandboxes.local_images import LocalImages
 from headrace.sandboxes.local_process import OUTPUT_GRACE_S, LocalProcess
 from headrace.sandboxes.partial import PartialSandbox
 from headrace.sandboxes.stdlib_process import stdlib_command
@@ -96,6 +98,12 @@ class LocalSandboxConfig(BaseModel):
     """A sandbox that is not ready by then is killed: BootTimeout."""
     answer_timeout_s: float = Field(default=20.0, gt=0)
     """A launcher that answers nothing for so long (beyond the boot, where one is asked for) is killed and replaced."""
+    image_folder: Path | None = None
+    """Where images are unpacked, on ext4, xfs, btrfs or tmpfs; by default below the user's cache folder."""
+    image_bytes: int = Field(default=64 << 30, ge=1 << 20)
+    """Above it images that nobody uses go, least recently used first."""
+    max_images: int = Field(default=64, ge=1)
+    """Images that a launcher holds ready to boot."""
     label: str = ""
     """Shown in the command line of the launcher and its sandboxes: `leftovers.run_label(run directory)`."""
     runtime_folder: Path | None = None
@@ -113,6 +121,7 @@ class LocalProvider:
         self._connections = LauncherConnections()
         self._folder: Path | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._images: LocalImages | None = None
         self._started = False
         self._starting = asyncio.Lock()
 
@@ -189,6 +198,8 @@ class LocalProvider:
             raise LauncherGone("the launcher ended while it started: see its standard error")
         if "error" in (answer := json.loads(line)):
             raise NamespacesUnavailable(str(answer["error"]))
+        store = ImageStore(self._config.image_folder or default_image_folder(), self._config.image_bytes)
+        self._images = LocalImages(store, self._ask, process.pid, self._config.max_images)
         for controller, reason in answer["missing"].items():
             logger.warning("sandboxes have no %s control group: %s", controller, reason)
 
@@ -213,11 +224,16 @@ class LocalProvider:
         Raises ImageUnknown, SpecRefused, FrozenPathRefused, CapacityExceeded, BootFailed, BootTimeout, LauncherGone.
         """
         _check_spec(spec)
+        await self._restart_if_dead()
+        if self._images is None:
+            raise LauncherGone("the provider is not started: use `async with` or `await provider.start()`")
+        image = await self._images.provide(spec.image)
         # A key of our own lets a cancelled create be found and discarded.
         key = spec.idempotency_key or f"once-{secrets.token_hex(8)}"
         message = {
             "op": "create",
             "key": key,
+            "image": image,
             "ttl_s": spec.ttl_s,
             "labels": dict(spec.labels),
             "disk_bytes": spec.disk_bytes,
@@ -252,6 +268,22 @@ class LocalProvider:
         """CPU seconds, user and system, of the launcher and of all its sandboxes that have ended."""
         return float((await self._admin({"op": "usage"}))["cpu_s"])
 
+    async def images(self) -> tuple[ImageRef, ...]:
+        """What the launcher has ready to boot beside `host`: digests, and snapshots by what `snapshot` returned."""
+        return tuple(ImageRef(name) for name in (await self._admin({"op": "images"}))["images"])
+
+    async def drop_image(self, image: ImageRef) -> bool:
+        """Forget a snapshot, or an image that the launcher holds ready. False while sandboxes use it. Idempotent."""
+        return bool((await self._admin({"op": "drop_image", "name": image}))["dropped"])
+
+    async def _ask(self, message: Message, descriptors: Sequence[int]) -> Message:
+        try:
+            client = await self._connections.get(self.endpoint)
+        except LauncherGone:
+            close_all(descriptors)
+            raise
+        return await client.request({**message, "secret": self._admin_secret}, descriptors)
+
     async def _admin(self, message: Message, *, if_cancelled: Message | None = None, extra_s: float = 0.0) -> Message:
         """Ask the launcher, which is started again if it died. Raises its typed error, LauncherGone."""
         await self._restart_if_dead()
@@ -277,6 +309,9 @@ class LocalProvider:
 
     async def _end(self) -> None:
         self._connections.close()
+        images, self._images = self._images, None
+        if images is not None:
+            await images.release()
         process, self._process = self._process, None
         if process is not None:
             await _end_process(process)
@@ -298,8 +333,6 @@ async def _end_process(process: asyncio.subprocess.Process) -> None:
 
 
 def _check_spec(spec: SandboxSpec) -> None:
-    if spec.image != "host":
-        raise ImageUnknown(f"image {spec.image!r}: the local provider has only `host` so far")
     if spec.network is not Network.NONE:
         raise SpecRefused(f"network {spec.network.value!r}: the local provider has only `none`")
     for name, least in (("cpu", 0.01), ("memory_bytes", _LEAST_MEMORY_BYTES), ("disk_bytes", 1 << 16), ("pids", 8)):
@@ -483,6 +516,10 @@ class LocalSandbox(PartialSandbox):
 
     async def freeze(self) -> None:
         await self._request({"op": "freeze"})
+
+    async def snapshot(self) -> ImageRef:
+        """See `Sandbox.snapshot`. The image lives in memory, as long as its launcher or until `drop_image`."""
+        return ImageRef((await self._request({"op": "snapshot"}))["image"])
 
     async def pause(self) -> None:
         await self._request({"op": "pause"})

@@ -1,4 +1,4 @@
-# ruff: noqa: PTH119, PTH120, PTH123
+# ruff: noqa: PTH102, PTH119, PTH120, PTH123
 # (pathlib stays out of the launcher: what is not imported is not copied at a fork)
 """What this machine's kernel allows, found by doing it in forked children of a process with the standard library only.
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes import init, rootfs, seccomp, syscalls
 from headrace.sandboxes.cgroups import Cgroups, GroupLimits
+from headrace.sandboxes.id_maps import IdMaps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,6 +113,21 @@ def _pidfd() -> None:
     os.close(os.pidfd_open(os.getpid()))
 
 
+def _mapped_overlay() -> None:
+    """A root of its own, with a folder of it as a lower layer that is shown with other ids."""
+    _private_root()
+    os.mkdir("/layers/probe", 0o755)
+    syscalls.mount("tmpfs", "/layers/probe", "tmpfs")
+    for name in ("upper", "work", "root"):
+        os.mkdir(f"/layers/probe/{name}")
+    lower = syscalls.copy_mount("/images")
+    syscalls.map_mount_ids(lower, IdMaps(rootfs.IDS_PER_SANDBOX).get(0, _FIRST_ID))
+    syscalls.attach_mount(lower, "/lower/0")
+    layer = "/layers/probe"
+    options = f"lowerdir=/lower/0,upperdir={layer}/upper,workdir={layer}/work,redirect_dir=on"
+    syscalls.mount("overlay", "/layers/probe/root", "overlay", 0, options)
+
+
 def _group(controller: str) -> Callable[[], None]:
     """Make a group, set its limits, join it, and be stopped and continued where that is what is asked for."""
 
@@ -151,6 +167,7 @@ CHECKS: Final[dict[str, Callable[[], None]]] = {
     "dropped capabilities": _drop,
     "no new privileges": syscalls.forbid_new_privileges,
     "call filter": _call_filter,
+    "images and snapshots": _mapped_overlay,
     "death with the owner": _pidfd,
     **{f"cgroup {controller}": _group(controller) for controller in ("memory", "cpu", "pids", "freezer")},
 }

@@ -242,13 +242,26 @@ def drop_layer(sandbox_id: str) -> None:
     os.rmdir(f"{LAYERS}/{sandbox_id}")
 
 
-def add_layer(number: int, mount: int) -> Layer:
-    """Attach a folder of the host, given as a mount that is attached nowhere, as a layer of images."""
+def add_layer(number: int, mount: int, id_map: int) -> Layer:
+    """Attach a folder of the host, given as a mount that is attached nowhere, as a layer of images.
+
+    Raises OSError, also where the file system cannot show its files with other ids.
+    """
     path = f"{IMAGES}/{number}"
     os.mkdir(path, 0o755)
     syscalls.attach_mount(mount, path)
     syscalls.set_mount_flags(path, syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV)
-    return Layer(path, 0)
+    layer = Layer(path, 0)
+    trial = syscalls.copy_mount(path)
+    try:
+        syscalls.map_mount_ids(trial, id_map)
+    except OSError as error:
+        drop_image_layer(layer)
+        text = f"{error.strerror}: its file system cannot be shown with other ids; use ext4, xfs, btrfs or tmpfs"
+        raise OSError(error.errno, text) from error
+    finally:
+        os.close(trial)
+    return layer
 
 
 def drop_image_layer(layer: Layer) -> None:
@@ -268,9 +281,9 @@ def build_sandbox_root(root: Root, host: HostImage) -> None:
     """
     layer = f"{LAYERS}/{root.sandbox_id}"
     path = f"{layer}/root" if root.image.layers else layer
-    syscalls.create_files_as(root.base_id, root.base_id)
     if root.image.layers:
         _mount_image(layer, root)
+    syscalls.create_files_as(root.base_id, root.base_id)
     if not root.image.layers:
         _write_tree(path, host)
     elif not root.image.shows_host:
@@ -293,6 +306,7 @@ def _mount_image(layer: str, root: Root) -> None:
     """The image's layers, shown with the sandbox's ids, below what it will write itself."""
     for name in ("upper", "work", "root"):
         os.mkdir(f"{layer}/{name}", 0o755)
+    os.chown(f"{layer}/upper", root.base_id, root.base_id)
     lower = _mount_layers(root.image, root.id_maps)
     options = f"lowerdir={lower},upperdir={layer}/upper,workdir={layer}/work,redirect_dir=on"
     syscalls.mount("overlay", f"{layer}/root", "overlay", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)

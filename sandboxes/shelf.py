@@ -19,10 +19,12 @@ HOST_NAME: Final = "host"
 
 
 class Shelf:
-    """Images by name. `drop_snapshot(sandbox id, base id)` is called when nobody needs a snapshot's layer any more."""
+    """Images by name. `drop_snapshot(sandbox id, base id)` is called when nobody needs a snapshot's layer any more.
+    `id_map()` is any user namespace to try a layer with."""
 
-    def __init__(self, drop_snapshot: Callable[[str, int], None]) -> None:
+    def __init__(self, drop_snapshot: Callable[[str, int], None], id_map: Callable[[], int]) -> None:
         self._drop_snapshot = drop_snapshot
+        self._id_map = id_map
         self._images: dict[str, Image] = {HOST_NAME: HOST}
         self._users: dict[str, int] = {}
         self._holders: dict[Layer, int] = {}
@@ -44,7 +46,7 @@ class Shelf:
         try:
             for mount in mounts:
                 self._last += 1
-                layers.append(rootfs.add_layer(self._last, mount))
+                layers.append(rootfs.add_layer(self._last, mount, self._id_map()))
         except OSError:
             for layer in layers:
                 rootfs.drop_image_layer(layer)

@@ -716,7 +716,8 @@ async def test_closing_leaves_nothing() -> None:
 async def test_doctor_says_what_is_there_and_what_is_not() -> None:
     guarantees = {guarantee.name: guarantee for guarantee in await asyncio.to_thread(doctor.probe)}
     assert guarantees["user namespace"].present
-    for missing in ("snapshots", "snapshots", "further images"):
+    assert guarantees["images and snapshots"].present
+    for missing in ("disk quota beyond memory",):
         assert not guarantees[missing].present
         assert guarantees[missing].detail
     assert json.dumps([guarantee.detail for guarantee in guarantees.values()])
