@@ -113,6 +113,7 @@ class ForkServer:
             "keep": self._keep,
             "spawn": self._forward,
             "signal": self._signal,
+            "listen": self._forward,
             "read": self._forward,
             "write": self._forward,
             "cancel": self._cancel,
@@ -155,7 +156,7 @@ class ForkServer:
     def _on_message(self, channel: Channel, owner: Record | None, message: Message, descriptors: list[int]) -> None:
         """A client's request, or (with an owner) word from the first process of a sandbox."""
         if owner is not None:
-            self._from_init(owner, message)
+            self._from_init(owner, message, descriptors)
             return
         request_id = message.get("id")
         waiter = Waiter(channel, request_id if isinstance(request_id, int) else 0)
@@ -384,7 +385,7 @@ class ForkServer:
     def _forward(self, waiter: Waiter, sandbox: Record, message: Message, descriptors: list[int]) -> None:
         if sandbox.state != "running" or sandbox.control is None:
             raise Refused("SandboxGone", f"sandbox {sandbox.id} runs no more commands: it is {sandbox.state}")
-        if len(descriptors) != 3:
+        if len(descriptors) != (0 if message["op"] == "listen" else 3):
             raise Refused("SpecRefused", "a command needs three descriptors: standard input, output and error")
         self._last_tag += 1
         sandbox.pending[self._last_tag] = waiter
@@ -517,7 +518,7 @@ class ForkServer:
 
     # The life of a sandbox
 
-    def _from_init(self, sandbox: Record, message: Message) -> None:
+    def _from_init(self, sandbox: Record, message: Message, descriptors: list[int]) -> None:
         if message.get("event") == "unmapped":
             self._map_ids(sandbox)
         elif message.get("event") == "ready":
@@ -531,7 +532,7 @@ class ForkServer:
             tag = int(message.pop("tag"))
             waiter = sandbox.pending.get(tag) if "started" in message else sandbox.pending.pop(tag, None)
             if waiter is not None:
-                self._board.answer(waiter, message)
+                self._board.answer(waiter, message, descriptors)
 
     def _answer_creators(self, sandbox: Record, message: Message) -> None:
         for waiter in sandbox.creators:

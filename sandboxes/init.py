@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid: what root needs for chown, su and package files.
 KEPT_CAPABILITIES: Final = (0, 1, 3, 4, 5, 6, 7)
 _NAMESPACES: Final = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWNET | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
+_BACKLOG: Final = 128
 _OOM_SCORE: Final = b"500"
 RESERVED_PROCESSES: Final = 32
 """Above the limit of one user, so that a user who has reached it still gets commands to clean up with."""
@@ -178,6 +179,8 @@ class _Init:
                     self._cancel(int(message["tag"]))
                 case "paused":
                     self._extend(float(message["seconds"]))
+                case "listen":
+                    self._listen(int(message["tag"]), int(message["port"]))
                 case "signal":
                     self._signal(int(message["tag"]), int(message["number"]))
                 case _:
@@ -234,6 +237,18 @@ class _Init:
         for pid, running in self._running.items():
             if running.tag == tag:
                 self._end(pid, running)
+
+    def _listen(self, tag: int, port: int) -> None:
+        """Hand out a listener on the sandbox's own loopback: whoever accepts from it need not be in here."""
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            listener.bind(("127.0.0.1", port))
+            listener.listen(_BACKLOG)
+        except (OSError, OverflowError) as error:
+            listener.close()
+            self._channel.send({"tag": tag, "error": "SpecRefused", "message": f"port {port}: {error}"})
+        else:
+            self._channel.send({"tag": tag}, (listener.detach(),))
 
     def _extend(self, seconds: float) -> None:
         """The sandbox stood still for so long."""

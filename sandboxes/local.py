@@ -18,7 +18,7 @@ import secrets
 import shutil
 import socket
 import tempfile
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
@@ -49,6 +49,7 @@ from headrace.sandboxes.errors import (
     SpecRefused,
     Unsupported,
 )
+from headrace.sandboxes.exposed import is_below, relay
 from headrace.sandboxes.images import ImageStore, default_image_folder
 from headrace.sandboxes.local_images import LocalImages
 from headrace.sandboxes.local_process import OUTPUT_GRACE_S, LocalProcess
@@ -57,10 +58,10 @@ from headrace.sandboxes.stdlib_process import stdlib_command
 from headrace.sandboxes.wire import close_all
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
     from types import TracebackType
 
-    from headrace.sandboxes.base import TerminalSize
+    from headrace.sandboxes.base import HostPort, TerminalSize
     from headrace.sandboxes.client import LauncherClient
     from headrace.sandboxes.wire import Message
 
@@ -113,7 +114,7 @@ class LocalSandboxConfig(BaseModel):
 class LocalProvider:
     """Starts a launcher and asks it for sandboxes. An async context manager; `aclose` ends every sandbox."""
 
-    features = frozenset(Feature) - {Feature.EXPOSE}
+    features = frozenset(Feature)
 
     def __init__(self, config: LocalSandboxConfig | None = None) -> None:
         self._config = config or LocalSandboxConfig()
@@ -516,6 +517,16 @@ class LocalSandbox(PartialSandbox):
 
     async def freeze(self) -> None:
         await self._request({"op": "freeze"})
+
+    @asynccontextmanager
+    async def expose(self, port: int, target: HostPort, prefix: str) -> AsyncIterator[None]:
+        """See `Sandbox.expose`."""
+        if not prefix.startswith("/") or not is_below(prefix, prefix):
+            raise SpecRefused(f"prefix {prefix!r}: a plain URL path that begins with /")
+        answer = await self._request({"op": "listen", "port": port})
+        with socket.socket(fileno=answer["descriptors"][0]) as listener:
+            async with relay(listener, target, prefix):
+                yield
 
     async def snapshot(self) -> ImageRef:
         """See `Sandbox.snapshot`. The image lives in memory, as long as its launcher or until `drop_image`."""
