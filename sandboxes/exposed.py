@@ -77,7 +77,7 @@ async def relay(listener: socket.socket, target: HostPort, prefix: str) -> Async
             await server.shutdown(0)
 
 
-async def _accept(listener: socket.socket, server: web.Server[web.BaseRequest]) -> None:
+async def _accept(listener: socket.socket, server: web.Server) -> None:
     loop = asyncio.get_running_loop()
     while True:
         connection, _ = await loop.sock_accept(listener)

@@ -3,8 +3,8 @@
 """The fork server of the launcher: it owns all local sandboxes of one host.
 
 Invariants:
-- It lives exactly as long as its owner: it ends when its standard input ends or its owner dies, and every sandbox with
-  it.
+- Tied to its owner it ends when its standard input ends or the owner dies, and every sandbox with it. One that stays
+  ends by itself when it has had neither sandboxes nor clients for a while.
 - A sandbox is `booting`, `running`, `ending`, then `frozen` or gone. Its lease is kept here by the monotonic clock:
   what nobody renews is killed and its layer dropped, frozen or not.
 - It never blocks on a client or a sandbox and copies none of their bytes: standard streams are the client's own pipes.
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from headrace.sandboxes.executions import Execution
 
 _FIRST_ID: Final = 100_000
+_IDLE: Final = "idle"
+"""Key of the launcher's own deadline; sandboxes have hexadecimal ones."""
 _SHARED_MEMORY_BYTES: Final = 64 << 20
 """Of System V segments in one sandbox, at most."""
 
@@ -52,6 +54,10 @@ class Settings(NamedTuple):
 
     admin_secret: str
     owner_pid: int
+    """0 for none."""
+    tied: bool
+    """The end of standard input is the end of the launcher."""
+    idle_exit_s: float
     socket_path: str
     max_sandboxes: int
     layer_bytes: int
@@ -134,21 +140,42 @@ class ForkServer:
     def serve(self) -> None:
         """Run until the owner is gone and every sandbox has ended."""
         wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, lambda _number, _frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        owner = os.pidfd_open(self._settings.owner_pid)
-        self._board.watch(wake_read, lambda: self._reap(wake_read))
-        self._board.watch(owner, lambda: self._close(owner))
-        self._board.watch(0, lambda: self._close(0))
+        self._board.watch(wake_read, lambda: self._on_signal(wake_read))
+        if self._settings.owner_pid:
+            owner = os.pidfd_open(self._settings.owner_pid)
+            self._board.watch(owner, lambda: self._lose_owner(owner))
+        if self._settings.tied:
+            self._board.watch(0, lambda: self._lose_owner(0))
         while not (self._closing and not self._sandboxes):
+            self._watch_idleness()
             deadline = self._deadlines.next()
             self._board.turn(None if deadline is None else max(0.0, deadline - time.monotonic()))
             self._expire()
         self._groups.close()
 
-    def _close(self, source: int) -> None:
+    def _watch_idleness(self) -> None:
+        if self._settings.tied or self._sandboxes or self._board.clients:
+            self._deadlines.drop(_IDLE)
+        elif self._deadlines.remaining(_IDLE, time.monotonic()) == 0:
+            self._deadlines.set(_IDLE, time.monotonic() + self._settings.idle_exit_s)
+
+    def _on_signal(self, wake: int) -> None:
+        numbers = b""
+        with suppress(BlockingIOError):
+            numbers = os.read(wake, 4096)
+        if signal.SIGTERM in numbers:
+            self._close()
+        self._reap()
+
+    def _lose_owner(self, source: int) -> None:
         self._board.unwatch(source)
+        self._close()
+
+    def _close(self) -> None:
         self._closing = True
         for sandbox in list(self._sandboxes.values()):
             self._end(sandbox, keep_layer=False)
@@ -352,7 +379,8 @@ class ForkServer:
     def _usage(self, waiter: Waiter, _message: Message, _descriptors: list[int]) -> None:
         """CPU seconds of the launcher and of all its children that have ended."""
         usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
-        self._board.answer(waiter, {"cpu_s": sum(usage.ru_utime + usage.ru_stime for usage in usages)})
+        cpu_s = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+        self._board.answer(waiter, {"cpu_s": cpu_s, "pid": os.getpid(), "missing": self.missing})
 
     def _discard(self, waiter: Waiter, message: Message, _descriptors: list[int]) -> None:
         """A create was given up: end what it made."""
@@ -553,9 +581,7 @@ class ForkServer:
                 with suppress(OSError):
                     self._groups.set_frozen(sandbox.id, frozen=False)
 
-    def _reap(self, wake: int) -> None:
-        with suppress(BlockingIOError):
-            os.read(wake, 4096)
+    def _reap(self) -> None:
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -610,6 +636,9 @@ class ForkServer:
 
     def _expire(self) -> None:
         for sandbox_id in self._deadlines.pop_due(time.monotonic()):
+            if sandbox_id == _IDLE:
+                self._close()
+                continue
             sandbox = self._sandboxes[sandbox_id]
             if sandbox.state == "booting":
                 sandbox.failure = (

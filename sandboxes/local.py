@@ -1,32 +1,26 @@
-"""Local sandboxes on Linux namespaces: the provider that owns a launcher, and the sandbox any process attaches to.
+"""Local sandboxes on Linux namespaces: the provider that owns a launcher.
 
 Invariants:
-- One launcher per provider, started by it and dead with it. One that died took its sandboxes with it; whoever asked at
-  that moment gets LauncherGone (transient), and the next question to the provider starts a new one.
+- One launcher per provider: started by it and dead with it, or (`stays_in`) a daemon of the host that the next provider
+  adopts. One that died took its sandboxes with it; whoever asked at that moment gets LauncherGone (transient), and the
+  next question to the provider starts a new one.
 - A launcher that does not answer in time hangs: it is killed, so that it is a dead one.
-- Output is captured in the client, by pipes that lead straight from the command to it.
 - A create that is cancelled leaves nothing: the launcher is told to discard it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import secrets
 import shutil
-import socket
-import tempfile
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.sandboxes.base import (
-    DEFAULT_MAX_OUTPUT_BYTES,
-    ExecResult,
     Feature,
     ImageRef,
     Network,
@@ -34,47 +28,34 @@ from headrace.sandboxes.base import (
     SandboxInfo,
     SandboxRef,
     SandboxSpec,
-    SandboxUsage,
 )
-from headrace.sandboxes.capture import OutputCapture, memory_file
-from headrace.sandboxes.client import LauncherConnections, open_null
-from headrace.sandboxes.commands import EXIT_FILE_ERROR
+from headrace.sandboxes.client import LauncherConnections
 from headrace.sandboxes.errors import (
-    ExecTimeout,
     LauncherGone,
-    NamespacesUnavailable,
-    SandboxError,
-    SandboxFileError,
-    SandboxGone,
     SpecRefused,
-    Unsupported,
 )
-from headrace.sandboxes.exposed import is_below, relay
 from headrace.sandboxes.images import ImageStore, default_image_folder
+from headrace.sandboxes.launcher_process import (
+    LauncherProcess,
+    locked_folder,
+    make_folder,
+    remove_socket,
+    runtime_folder,
+)
 from headrace.sandboxes.local_images import LocalImages
-from headrace.sandboxes.local_process import OUTPUT_GRACE_S, LocalProcess
-from headrace.sandboxes.partial import PartialSandbox
-from headrace.sandboxes.stdlib_process import stdlib_command
+from headrace.sandboxes.local_sandbox import LocalSandbox
 from headrace.sandboxes.wire import close_all
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import Sequence
     from types import TracebackType
 
-    from headrace.sandboxes.base import HostPort, TerminalSize
-    from headrace.sandboxes.client import LauncherClient
     from headrace.sandboxes.wire import Message
 
 logger = logging.getLogger(__name__)
 
 PROVIDER: Final = "local"
-_MAX_PARENT_BYTES: Final = 70
-"""sun_path holds 107 bytes (unix(7)); the rest is `/<pid>-<random>/socket`."""
-_START_TIMEOUT_S: Final = 30.0
-_CLOSE_TIMEOUT_S: Final = 30.0
-_FILE_TIMEOUT_S: Final = 60.0
 _LEAST_MEMORY_BYTES: Final = 16 << 20
-_ANSWER_GRACE_S: Final = 20.0
 
 
 class LocalSandboxConfig(BaseModel):
@@ -105,6 +86,14 @@ class LocalSandboxConfig(BaseModel):
     """Above it images that nobody uses go, least recently used first."""
     max_images: int = Field(default=64, ge=1)
     """Images that a launcher holds ready to boot."""
+    stays_in: Path | None = None
+    """A private folder (a short path). The launcher that serves there outlives its provider: the next one with the same
+    folder adopts it with its sandboxes, and until then each lives as long as its lease. None: it dies with the
+    provider."""
+    owner_pid: int | None = Field(default=None, ge=1)
+    """A process whose death ends the launcher; by default that of the provider, or none for a launcher that stays."""
+    idle_exit_s: float = Field(default=60.0, gt=0)
+    """A launcher that stays ends when it had no sandbox and no provider for so long."""
     label: str = ""
     """Shown in the command line of the launcher and its sandboxes: `leftovers.run_label(run directory)`."""
     runtime_folder: Path | None = None
@@ -118,10 +107,9 @@ class LocalProvider:
 
     def __init__(self, config: LocalSandboxConfig | None = None) -> None:
         self._config = config or LocalSandboxConfig()
-        self._admin_secret = secrets.token_hex(16)
         self._connections = LauncherConnections()
-        self._folder: Path | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._launcher: LauncherProcess | None = None
+        self._own_folder: Path | None = None
         self._images: LocalImages | None = None
         self._started = False
         self._starting = asyncio.Lock()
@@ -129,13 +117,13 @@ class LocalProvider:
     @property
     def endpoint(self) -> str:
         """Path of the launcher's socket."""
-        if self._folder is None:
+        if self._launcher is None:
             raise LauncherGone("the provider is not started: use `async with` or `await provider.start()`")
-        return str(self._folder / "socket")
+        return self._launcher.endpoint
 
     @property
     def launcher_pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        return None if self._launcher is None else self._launcher.pid
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -147,68 +135,53 @@ class LocalProvider:
         await self.aclose()
 
     async def start(self) -> None:
-        """Start the launcher. Raises NamespacesUnavailable with the kernel's reason, LauncherGone."""
+        """Start the launcher, or adopt the one that stays. Raises NamespacesUnavailable with the kernel's reason,
+        LauncherGone, SpecRefused."""
         async with self._starting:
             await self._start()
             self._started = True
 
     async def _start(self) -> None:
-        parent = self._config.runtime_folder or Path(tempfile.gettempdir()) / f"headrace-sandboxes-{os.getuid()}"
-        if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
-            raise SpecRefused(f"{parent} is too long for a unix socket: set runtime_folder to a shorter path")
-        self._folder = await asyncio.to_thread(_make_socket_folder, parent)
         try:
-            await self._start_launcher()
+            launcher = await self._find_launcher()
         except BaseException:
-            await self._end()
+            await self._let_go()
             raise
-
-    async def _restart_if_dead(self) -> None:
-        async with self._starting:
-            if self._started and (self._process is None or self._process.returncode is not None):
-                await self._end()
-                await self._start()
-
-    async def _start_launcher(self) -> None:
-        try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                await self._spawn_launcher()
-        except TimeoutError as error:
-            raise LauncherGone(f"the launcher did not start in {_START_TIMEOUT_S} s") from error
-        except OSError as error:
-            raise LauncherGone(f"the launcher could not be started: {error}") from error
-
-    async def _spawn_launcher(self) -> None:
-        environment = {"LD_LIBRARY_PATH": path} if (path := os.environ.get("LD_LIBRARY_PATH")) else {}
-        # A session of its own: Ctrl-C at the terminal is for the owner, which then closes in order.
-        self._process = process = await asyncio.create_subprocess_exec(
-            *stdlib_command("launcher"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=environment,
-            cwd="/",
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(json.dumps(self._launcher_settings()).encode() + b"\n")
-        with suppress(ConnectionError):
-            await process.stdin.drain()
-        line = await process.stdout.readline()
-        if not line:
-            raise LauncherGone("the launcher ended while it started: see its standard error")
-        if "error" in (answer := json.loads(line)):
-            raise NamespacesUnavailable(str(answer["error"]))
+        self._launcher = launcher
         store = ImageStore(self._config.image_folder or default_image_folder(), self._config.image_bytes)
-        self._images = LocalImages(store, self._ask, process.pid, self._config.max_images)
-        for controller, reason in answer["missing"].items():
+        self._images = LocalImages(store, self._ask, launcher.pid, self._config.max_images)
+        for controller, reason in launcher.missing.items():
             logger.warning("sandboxes have no %s control group: %s", controller, reason)
 
+    async def _find_launcher(self) -> LauncherProcess:
+        folder = self._config.stays_in
+        if folder is None:
+            self._own_folder = await asyncio.to_thread(make_folder, runtime_folder(self._config.runtime_folder))
+            return await LauncherProcess.start(self._own_folder, self._launcher_settings(), tied=True)
+        async with locked_folder(folder):
+            adopted = await LauncherProcess.adopt(folder)
+            if adopted is not None:
+                return adopted
+            await asyncio.to_thread(remove_socket, folder)
+            launcher = await LauncherProcess.start(folder, self._launcher_settings(), tied=False)
+            await asyncio.to_thread(launcher.leave_note)
+            return launcher
+
+    async def _running_launcher(self) -> LauncherProcess:
+        """The launcher, started again if it died. Raises LauncherGone, NamespacesUnavailable."""
+        async with self._starting:
+            if self._started and (self._launcher is None or not self._launcher.alive):
+                await self._let_go()
+                await self._start()
+            if self._launcher is None:
+                raise LauncherGone("the provider is not started: use `async with` or `await provider.start()`")
+            return self._launcher
+
     def _launcher_settings(self) -> dict[str, Any]:
+        tied = self._config.stays_in is None
         return {
-            "admin_secret": self._admin_secret,
-            "owner_pid": os.getpid(),
-            "socket_path": self.endpoint,
+            "owner_pid": self._config.owner_pid or (os.getpid() if tied else 0),
+            "idle_exit_s": self._config.idle_exit_s,
             "max_sandboxes": self._config.max_sandboxes,
             "layer_bytes": self._config.layer_bytes,
             "memory_bytes": self._config.memory_bytes,
@@ -225,9 +198,8 @@ class LocalProvider:
         Raises ImageUnknown, SpecRefused, FrozenPathRefused, CapacityExceeded, BootFailed, BootTimeout, LauncherGone.
         """
         _check_spec(spec)
-        await self._restart_if_dead()
-        if self._images is None:
-            raise LauncherGone("the provider is not started: use `async with` or `await provider.start()`")
+        launcher = await self._running_launcher()
+        assert self._images is not None
         image = await self._images.provide(spec.image)
         # A key of our own lets a cancelled create be found and discarded.
         key = spec.idempotency_key or f"once-{secrets.token_hex(8)}"
@@ -243,10 +215,10 @@ class LocalProvider:
             "cpus": spec.cpu,
             "mounts": [(mount.source, mount.path, mount.target) for mount in spec.mounts],
         }
-        discard = {"op": "discard", "secret": self._admin_secret, "key": key}
+        discard = {"op": "discard", "secret": launcher.secret, "key": key}
         answer = await self._admin(message, if_cancelled=discard, extra_s=self._config.boot_timeout_s)
         return SandboxRef(
-            provider=PROVIDER, id=SandboxId(answer["sandbox"]), endpoint=self.endpoint, secret=answer["secret"]
+            provider=PROVIDER, id=SandboxId(answer["sandbox"]), endpoint=launcher.endpoint, secret=answer["secret"]
         )
 
     async def attach(self, ref: SandboxRef) -> LocalSandbox:
@@ -278,59 +250,54 @@ class LocalProvider:
         return bool((await self._admin({"op": "drop_image", "name": image}))["dropped"])
 
     async def _ask(self, message: Message, descriptors: Sequence[int]) -> Message:
+        assert self._launcher is not None
         try:
-            client = await self._connections.get(self.endpoint)
+            client = await self._connections.get(self._launcher.endpoint)
         except LauncherGone:
             close_all(descriptors)
             raise
-        return await client.request({**message, "secret": self._admin_secret}, descriptors)
+        return await client.request({**message, "secret": self._launcher.secret}, descriptors)
 
     async def _admin(self, message: Message, *, if_cancelled: Message | None = None, extra_s: float = 0.0) -> Message:
         """Ask the launcher, which is started again if it died. Raises its typed error, LauncherGone."""
-        await self._restart_if_dead()
-        process = self._process
-        client = await self._connections.get(self.endpoint)
+        launcher = await self._running_launcher()
+        client = await self._connections.get(launcher.endpoint)
         patience_s = self._config.answer_timeout_s + extra_s
         try:
-            return await client.request({**message, "secret": self._admin_secret}, patience_s=patience_s)
+            return await client.request({**message, "secret": launcher.secret}, patience_s=patience_s)
         except asyncio.CancelledError:
             if if_cancelled is not None:
                 client.post(if_cancelled)
             raise
         except TimeoutError as error:
-            if process is not None and process.returncode is None:
-                process.kill()
-                await process.wait()
+            await launcher.kill()
             raise LauncherGone("the launcher hung and was killed, and its sandboxes with it") from error
 
     async def aclose(self) -> None:
-        """End every sandbox and the launcher. Idempotent."""
+        """End every sandbox and the launcher, also one that stays. Idempotent."""
         self._started = False
-        await self._end()
+        if self._launcher is not None:
+            await self._launcher.end()
+        await self._let_go()
 
-    async def _end(self) -> None:
+    async def detach(self) -> None:
+        """Leave a launcher that stays, with its sandboxes, to the next provider of its folder."""
+        if self._config.stays_in is None:
+            raise SpecRefused("the launcher ends with its provider: set stays_in")
+        self._started = False
+        await self._let_go(leases=False)
+
+    async def _let_go(self, *, leases: bool = True) -> None:
         self._connections.close()
         images, self._images = self._images, None
-        if images is not None:
+        if images is not None and leases:
             await images.release()
-        process, self._process = self._process, None
-        if process is not None:
-            await _end_process(process)
-        folder, self._folder = self._folder, None
+        launcher, self._launcher = self._launcher, None
+        if launcher is not None:
+            launcher.close()
+        folder, self._own_folder = self._own_folder, None
         if folder is not None:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-
-
-async def _end_process(process: asyncio.subprocess.Process) -> None:
-    """The end of its standard input tells the launcher to kill its sandboxes and to go."""
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
 
 
 def _check_spec(spec: SandboxSpec) -> None:
@@ -342,242 +309,3 @@ def _check_spec(spec: SandboxSpec) -> None:
             raise SpecRefused(f"{name}={value}: must be at least {least}")
     if not 0 < spec.ttl_s < 1e9:
         raise SpecRefused(f"ttl_s={spec.ttl_s}: must be a number of seconds above 0")
-
-
-def _make_socket_folder(parent: Path) -> Path:
-    """A private folder `<owner pid>-<random>`; those whose owner is dead and where nobody listens are removed."""
-    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = parent.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise SandboxError(f"{parent} must belong to this user with mode 700: remove it or set runtime_folder")
-    for folder in parent.iterdir():
-        owner = folder.name.partition("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and not _listens(folder / "socket"):
-            shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent))
-
-
-def _listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-    return True
-
-
-class _Done(NamedTuple):
-    answer: Message
-    stdout: bytes
-    stderr: bytes
-    truncated: bool
-
-
-def _kept_result(answer: Message) -> _Done:
-    """What the first caller of an exec_id left: its standard output and error in one file."""
-    [descriptor] = answer["descriptors"]
-    with os.fdopen(descriptor, "rb") as file:
-        file.seek(0)
-        stdout = file.read(answer["stdout_bytes"])
-        return _Done(answer, stdout, file.read(), truncated=answer["truncated"])
-
-
-class LocalSandbox(PartialSandbox):
-    """A sandbox of some launcher on this host, by its ref. Every method raises SandboxGone once it is dead."""
-
-    def __init__(self, ref: SandboxRef, connections: LauncherConnections) -> None:
-        self._ref = ref
-        self._connections = connections
-
-    @property
-    def id(self) -> SandboxId:
-        return self._ref.id
-
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-        exec_id: str | None = None,
-    ) -> ExecResult:
-        """See `Sandbox.exec`. A command whose daemon holds its output returns 0.2 s after the command's own end."""
-        message = {"op": "exec", "command": command, "user": user, "env": dict(env or {}), "cwd": cwd}
-        if exec_id is not None:
-            message["exec_id"] = exec_id
-        done = await self._run(message, stdin, timeout_s, max_output_bytes)
-        if exec_id is not None:
-            done = await self._share(exec_id, done)
-        if done.answer["timed_out"]:
-            raise ExecTimeout(f"command ran longer than timeout_s={timeout_s} and was killed: {command[:200]!r}")
-        return ExecResult(
-            exit_code=done.answer["exit_code"],
-            stdout=done.stdout,
-            stderr=done.stderr,
-            truncated=done.truncated,
-            duration_s=done.answer["duration_s"],
-        )
-
-    async def _share(self, exec_id: str, done: _Done) -> _Done:
-        """Leave the result with the launcher for whoever names the id again; or it is such a result already."""
-        if "stdout_bytes" in done.answer:
-            return _kept_result(done.answer)
-        kept = {**done.answer, "stdout_bytes": len(done.stdout), "truncated": done.truncated}
-        with suppress(SandboxGone):
-            output = memory_file(done.stdout + done.stderr)
-            await self._request({"op": "keep", "exec_id": exec_id, "result": kept}, (output,))
-        return done
-
-    async def spawn(
-        self,
-        command: str | Sequence[str],
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bool = False,
-        terminal: TerminalSize | None = None,
-        timeout_s: float | None = None,
-    ) -> LocalProcess:
-        """See `Sandbox.spawn`."""
-        program = command if isinstance(command, str) else list(command)
-        message = {"op": "spawn", "command": program, "user": user, "env": dict(env or {}), "cwd": cwd}
-        client = await self._client()
-        named = self._named({**message, "timeout_s": timeout_s})
-        return await LocalProcess.start(client, named, stdin=stdin, terminal=terminal)
-
-    async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
-        message = {"op": "read", "path": path, "user": user, "max_bytes": max_bytes}
-        return await self._file_operation(message, None, max_bytes)
-
-    async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
-        if isinstance(data, bytes):
-            await self.write_many({path: data}, user=user)
-            return
-        with await asyncio.to_thread(data.open, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            await self._file_operation({"op": "write", "files": [(path, size)], "user": user}, file.fileno(), 4096)
-
-    async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
-        sizes = [(path, len(data)) for path, data in files.items()]
-        await self._file_operation({"op": "write", "files": sizes, "user": user}, b"".join(files.values()), 4096)
-
-    async def _file_operation(self, message: Message, stdin: bytes | int | None, max_bytes: int) -> bytes:
-        done = await self._run(message, stdin, _FILE_TIMEOUT_S, max(max_bytes, 4096))
-        exit_code = done.answer["exit_code"]
-        if done.answer["timed_out"]:
-            raise SandboxFileError(f"file operation took longer than {_FILE_TIMEOUT_S} s")
-        if exit_code == EXIT_FILE_ERROR:
-            raise SandboxFileError(done.stderr.decode(errors="replace").strip())
-        if exit_code != 0:
-            raise SandboxFileError(f"file operation ended with {exit_code}")
-        return done.stdout
-
-    async def _run(self, message: Message, stdin: bytes | int | None, timeout_s: float, max_output_bytes: int) -> _Done:
-        """`stdin` may be an open file, which stays the caller's."""
-        async with OutputCapture(max_output_bytes) as out, OutputCapture(max_output_bytes) as err:
-            match stdin:
-                case None:
-                    source = open_null()
-                case bytes():
-                    source = memory_file(stdin)
-                case descriptor:
-                    source = os.dup(descriptor)
-            descriptors = (source, out.write_end, err.write_end)
-            answer = await self._timed_request({**message, "timeout_s": timeout_s}, descriptors, timeout_s)
-            stdout = await out.finish(OUTPUT_GRACE_S)
-            stderr = await err.finish(OUTPUT_GRACE_S if not out.held else 0)
-        return _Done(answer, stdout, stderr, truncated=out.truncated or err.truncated)
-
-    async def _timed_request(self, message: Message, descriptors: tuple[int, ...], timeout_s: float) -> Message:
-        """The deadline is kept inside the sandbox; one that does not answer even then is killed as a whole, unless it
-        was paused meanwhile."""
-        answering = asyncio.ensure_future(self._request(message, descriptors))
-        try:
-            seen_s = 0.0
-            while not (await asyncio.wait((answering,), timeout=timeout_s + _ANSWER_GRACE_S))[0]:
-                state = await self._request({"op": "state"})
-                if state["state"] != "paused" and state["paused_s"] == seen_s:
-                    await self.kill()
-                    text = f"sandbox {self.id} did not answer after timeout_s={timeout_s} and was killed"
-                    raise ExecTimeout(text)
-                seen_s = state["paused_s"]
-            return await answering
-        finally:
-            if not answering.done():
-                answering.cancel()
-                await asyncio.wait((answering,))
-            elif not answering.cancelled():
-                # Retrieved here where nobody asks for it any more.
-                answering.exception()
-
-    async def freeze(self) -> None:
-        await self._request({"op": "freeze"})
-
-    @asynccontextmanager
-    async def expose(self, port: int, target: HostPort, prefix: str) -> AsyncIterator[None]:
-        """See `Sandbox.expose`."""
-        if not prefix.startswith("/") or not is_below(prefix, prefix):
-            raise SpecRefused(f"prefix {prefix!r}: a plain URL path that begins with /")
-        answer = await self._request({"op": "listen", "port": port})
-        with socket.socket(fileno=answer["descriptors"][0]) as listener:
-            async with relay(listener, target, prefix):
-                yield
-
-    async def snapshot(self) -> ImageRef:
-        """See `Sandbox.snapshot`. The image lives in memory, as long as its launcher or until `drop_image`."""
-        return ImageRef((await self._request({"op": "snapshot"}))["image"])
-
-    async def pause(self) -> None:
-        await self._request({"op": "pause"})
-
-    async def resume(self) -> None:
-        await self._request({"op": "resume"})
-
-    async def usage(self) -> SandboxUsage:
-        """Raises Unsupported where control groups do not count memory, processor time or processes."""
-        state = await self._request({"op": "state"})
-        try:
-            return SandboxUsage(
-                cpu_s=state["cpu_s"],
-                memory_bytes=state["memory_bytes"],
-                memory_limit_bytes=state["limits"]["memory_bytes"],
-                disk_bytes=state["disk_bytes"],
-                disk_limit_bytes=state["disk_limit_bytes"],
-                processes=state["processes"],
-                cpus=state["limits"]["cpus"],
-                oom_kills=state["oom_kills"],
-            )
-        except KeyError as error:
-            raise Unsupported(f"usage: this machine does not count {error}; see headrace doctor") from error
-
-    async def renew(self, ttl_s: float) -> None:
-        await self._request({"op": "renew", "ttl_s": ttl_s})
-
-    async def kill(self) -> None:
-        with suppress(SandboxGone):
-            await self._request({"op": "kill"})
-
-    async def _request(self, message: Message, descriptors: tuple[int, ...] = ()) -> Message:
-        try:
-            client = await self._client()
-        except SandboxGone:
-            close_all(descriptors)
-            raise
-        try:
-            return await client.request(self._named(message), descriptors)
-        except LauncherGone as error:
-            raise SandboxGone(str(error)) from error
-
-    def _named(self, message: Message) -> Message:
-        return {**message, "sandbox": self._ref.id, "secret": self._ref.secret}
-
-    async def _client(self) -> LauncherClient:
-        try:
-            return await self._connections.get(self._ref.endpoint)
-        except LauncherGone as error:
-            raise SandboxGone(str(error)) from error

@@ -107,6 +107,10 @@ class Switchboard:
         else:
             close_all(descriptors)
 
+    @property
+    def clients(self) -> int:
+        return sum(owner is None for owner in self._owners.values())
+
     def is_connected(self, client: Channel) -> bool:
         return client in self._owners
 
