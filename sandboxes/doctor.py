@@ -47,7 +47,6 @@ _OPTIONAL: Final = (
     "cgroup freezer",
 )
 _NOT_BUILT: Final = {
-    "disk quota beyond memory": "the file layer lives in memory (tmpfs, capped): no layers on disk yet",
     "escaped daemons at a timeout": "a process that left its command's tree while another command runs in its "
     "sandbox ends with the sandbox, not with the timeout: there is no group for each command",
 }

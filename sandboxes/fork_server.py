@@ -61,6 +61,9 @@ class Settings(NamedTuple):
     socket_path: str
     max_sandboxes: int
     layer_bytes: int
+    layers_in: str
+    """A folder of the host's disk for file layers; empty: they lie in memory."""
+    min_free_bytes: int
     memory_bytes: int | None
     cpus: float | None
     processes: int
@@ -85,6 +88,7 @@ class ForkServer:
         settings: Settings,
         host: rootfs.HostImage,
         groups: Cgroups,
+        layers_folder: int,
         listener: socket.socket,
         own_pids: int,
     ) -> None:
@@ -93,6 +97,7 @@ class ForkServer:
         self._id_maps = IdMaps(rootfs.IDS_PER_SANDBOX)
         self._shelf = Shelf(self._drop_snapshot, lambda: self._id_maps.get(0, _FIRST_ID))
         self._groups = groups
+        self._layers_folder = layers_folder
         self._board = Switchboard(listener, self._on_message, self._on_client_gone)
         self._own_pids = own_pids
         self._sandboxes: dict[str, Record] = {}
@@ -236,6 +241,7 @@ class ForkServer:
             raise Refused("CapacityExceeded", f"{len(self._sandboxes)} sandboxes are alive: raise max_sandboxes")
         if self._shelf.find(str(message["image"])) is None:
             raise Refused("ImageUnknown", f"image {message['image']!r}: the launcher does not have it")
+        self._check_room()
         group_limits = self._group_limits(message)
         limits = self._limits(message, group_limits)
         mounts = tuple(rootfs.Mount(*row) for row in message["mounts"])
@@ -279,12 +285,25 @@ class ForkServer:
             raise Refused("CapacityExceeded", "no range of user ids is free: raise max_sandboxes") from None
 
     def _fork_init(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...], limits: Limits) -> None:
-        rootfs.mount_layer(sandbox.id, sandbox.base_id, limits.layer_bytes)
+        rootfs.make_layer(sandbox.id)
         try:
+            if self._layers_folder < 0:
+                rootfs.mount_memory_layer(sandbox.id, sandbox.base_id, limits.layer_bytes)
             self._fork_first_process(sandbox, mounts, limits)
         except OSError:
             rootfs.drop_layer(sandbox.id)
             raise
+
+    def _check_room(self) -> None:
+        """Raises Refused when the disk, or the memory, that layers lie on is nearly full."""
+        if self._layers_folder >= 0:
+            status = os.fstatvfs(self._layers_folder)
+            free, where = status.f_bavail * status.f_frsize, self._settings.layers_in
+        else:
+            free, where = _available_memory_bytes(), "memory"
+        if free < self._settings.min_free_bytes:
+            text = f"{free >> 20} MiB free in {where}: boots wait for min_free_bytes={self._settings.min_free_bytes}"
+            raise Refused("OutOfDisk", text)
 
     def _group_limits(self, message: Message) -> GroupLimits:
         """Raises Refused for a limit that this machine cannot keep; its defaults the launcher keeps where it can."""
@@ -308,6 +327,7 @@ class ForkServer:
         shared_bytes = _SHARED_MEMORY_BYTES
         if groups.memory_bytes is not None:
             shared_bytes = min(shared_bytes, groups.memory_bytes // 8)
+        if groups.memory_bytes is not None and self._layers_folder < 0:
             room = groups.memory_bytes * 7 // 8 - shared_bytes
             if asked is not None and layer_bytes > room:
                 raise Refused("SpecRefused", f"disk_bytes={asked}: files lie in memory, of which {room} may hold them")
@@ -316,7 +336,8 @@ class ForkServer:
         return Limits(processes, self._settings.open_files, layer_bytes, shared_bytes)
 
     def _fork_first_process(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...], limits: Limits) -> None:
-        plan = Plan(self._root(sandbox, mounts), self._host, limits, self._last_capability, self._filter)
+        root = self._root(sandbox, mounts)
+        plan = Plan(root, self._host, limits, self._layers_folder, self._last_capability, self._filter)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             syscalls.unshare(syscalls.CLONE_NEWPID)
@@ -547,7 +568,9 @@ class ForkServer:
     # The life of a sandbox
 
     def _from_init(self, sandbox: Record, message: Message, descriptors: list[int]) -> None:
-        if message.get("event") == "unmapped":
+        if message.get("event") == "layer":
+            self._attach_layer(sandbox, descriptors)
+        elif message.get("event") == "unmapped":
             self._map_ids(sandbox)
         elif message.get("event") == "ready":
             if sandbox.state == "booting":
@@ -561,6 +584,16 @@ class ForkServer:
             waiter = sandbox.pending.get(tag) if "started" in message else sandbox.pending.pop(tag, None)
             if waiter is not None:
                 self._board.answer(waiter, message, descriptors)
+
+    def _attach_layer(self, sandbox: Record, descriptors: list[int]) -> None:
+        try:
+            for descriptor in descriptors:
+                syscalls.attach_mount(descriptor, f"{rootfs.LAYERS}/{sandbox.id}")
+        except OSError as error:
+            sandbox.failure = ("BootFailed", str(error))
+            self._end(sandbox, keep_layer=False)
+        finally:
+            close_all(descriptors)
 
     def _answer_creators(self, sandbox: Record, message: Message) -> None:
         for waiter in sandbox.creators:
@@ -648,6 +681,11 @@ class ForkServer:
             self._end(sandbox, keep_layer=False)
 
 
+def _available_memory_bytes() -> int:
+    with open("/proc/meminfo", encoding="utf-8") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+
+
 def _become_init(plan: Plan, groups: Cgroups, control: socket.socket) -> NoReturn:
     """In the forked child: join the sandbox's groups, let go of everything of the launcher's, then be the sandbox's
     first process."""
@@ -657,7 +695,8 @@ def _become_init(plan: Plan, groups: Cgroups, control: socket.socket) -> NoRetur
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         kept = os.dup(control.fileno())
         first = 3
-        for descriptor in sorted({kept, *plan.root.id_maps, *plan.root.source_id_maps}):
+        needed = {kept, plan.layers_folder, *plan.root.id_maps, *plan.root.source_id_maps}
+        for descriptor in sorted(needed - {-1}):
             os.closerange(first, descriptor)
             first = descriptor + 1
         os.closerange(first, 1 << 20)

@@ -25,6 +25,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from headrace.sandboxes import commands, processes, rootfs, syscalls
+from headrace.sandboxes.disk_layers import mount_disk_layer
 from headrace.sandboxes.wire import Channel, ChannelClosed, close_all
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Plan(NamedTuple):
     root: rootfs.Root
     host: rootfs.HostImage
     limits: Limits
+    layers_folder: int
+    """A folder of the host's disk for the file layer, or -1: the layer lies in memory and is there."""
     last_capability: int
     call_filter: bytes | None
 
@@ -93,6 +96,8 @@ def _build(plan: Plan, channel: Channel) -> None:
     socket.sethostname("sandbox")
     rootfs.raise_loopback()
     rootfs.limit_shared_memory(plan.limits.shared_memory_bytes)
+    if plan.layers_folder >= 0:
+        _mount_disk_layer(plan, channel)
     rootfs.build_sandbox_root(plan.root, plan.host)
     close_all({*plan.root.id_maps, *plan.root.source_id_maps})
     _enter_user_namespace(plan)
@@ -108,6 +113,14 @@ def _build(plan: Plan, channel: Channel) -> None:
     if plan.call_filter is not None:
         syscalls.filter_calls(plan.call_filter)
     syscalls.die_with_parent(signal.SIGKILL)
+
+
+def _mount_disk_layer(plan: Plan, channel: Channel) -> None:
+    """Slow, so it is done here; the launcher gets a copy of the mount, to show it to others when this one is dead."""
+    path = f"{rootfs.LAYERS}/{plan.root.sandbox_id}"
+    mount_disk_layer(plan.layers_folder, plan.limits.layer_bytes, path, plan.root.base_id, rootfs.DEVICES)
+    os.close(plan.layers_folder)
+    channel.send({"event": "layer"}, (syscalls.copy_mount(path),))
 
 
 def _enter_user_namespace(plan: Plan) -> None:

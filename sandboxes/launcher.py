@@ -54,6 +54,7 @@ def _prepare(settings: Settings) -> ForkServer:
     listener.bind(settings.socket_path)
     listener.listen(_BACKLOG)
     own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    layers_folder = os.open(settings.layers_in, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if settings.layers_in else -1
     groups = Cgroups.of_this_process()
     image = rootfs.build_launcher_root(os.path.dirname(settings.socket_path))
     syscalls.name_process(f"headrace-launcher {settings.label}")
@@ -63,4 +64,4 @@ def _prepare(settings: Settings) -> ForkServer:
     gc.collect()
     gc.freeze()
     gc.disable()
-    return ForkServer(settings, image, groups, listener, own_pids)
+    return ForkServer(settings, image, groups, layers_folder, listener, own_pids)

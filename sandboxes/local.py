@@ -30,6 +30,7 @@ from headrace.sandboxes.base import (
     SandboxSpec,
 )
 from headrace.sandboxes.client import LauncherConnections
+from headrace.sandboxes.disk_layers import TEMPLATES
 from headrace.sandboxes.errors import (
     LauncherGone,
     SpecRefused,
@@ -42,6 +43,7 @@ from headrace.sandboxes.launcher_process import (
     remove_socket,
     runtime_folder,
 )
+from headrace.sandboxes.layer_templates import make_template
 from headrace.sandboxes.local_images import LocalImages
 from headrace.sandboxes.local_sandbox import LocalSandbox
 from headrace.sandboxes.wire import close_all
@@ -56,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 PROVIDER: Final = "local"
 _LEAST_MEMORY_BYTES: Final = 16 << 20
+_LEAST_DISK_BYTES: Final = 4 << 20
 
 
 class LocalSandboxConfig(BaseModel):
@@ -66,7 +69,12 @@ class LocalSandboxConfig(BaseModel):
     max_sandboxes: int = Field(default=512, ge=1, le=16_000)
     """Live and frozen sandboxes at once; above it create raises CapacityExceeded."""
     layer_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Size of a sandbox's file layer in memory, where its spec names no `disk_bytes`; what exceeds it gets ENOSPC."""
+    """Size of a sandbox's file layer, where its spec names no `disk_bytes`; what exceeds it gets ENOSPC."""
+    layers_in: Path | None = None
+    """A folder of the host's disk for file layers, each a sparse ext4 file on a loop device (slower boots, needs
+    mkfs.ext4); None: they lie in memory, as part of `memory_bytes`."""
+    min_free_bytes: int = Field(default=256 << 20, ge=0)
+    """Boots are refused (OutOfDisk) while less of that disk, or of the host's memory, is free."""
     memory_bytes: int | None = Field(default=2 << 30, ge=16 << 20)
     """Memory of a sandbox, its file layer included, where its spec names no `memory_bytes`; None for no limit. Kept
     only where control groups are (headrace doctor)."""
@@ -113,6 +121,7 @@ class LocalProvider:
         self._images: LocalImages | None = None
         self._started = False
         self._starting = asyncio.Lock()
+        self._making_templates = asyncio.Lock()
 
     @property
     def endpoint(self) -> str:
@@ -154,6 +163,8 @@ class LocalProvider:
             logger.warning("sandboxes have no %s control group: %s", controller, reason)
 
     async def _find_launcher(self) -> LauncherProcess:
+        if self._config.layers_in is not None:
+            await asyncio.to_thread((self._config.layers_in / TEMPLATES).mkdir, mode=0o700, parents=True, exist_ok=True)
         folder = self._config.stays_in
         if folder is None:
             self._own_folder = await asyncio.to_thread(make_folder, runtime_folder(self._config.runtime_folder))
@@ -184,6 +195,8 @@ class LocalProvider:
             "idle_exit_s": self._config.idle_exit_s,
             "max_sandboxes": self._config.max_sandboxes,
             "layer_bytes": self._config.layer_bytes,
+            "layers_in": str(self._config.layers_in or ""),
+            "min_free_bytes": self._config.min_free_bytes,
             "memory_bytes": self._config.memory_bytes,
             "cpus": self._config.cpus,
             "processes": self._config.pids,
@@ -209,7 +222,7 @@ class LocalProvider:
             "image": image,
             "ttl_s": spec.ttl_s,
             "labels": dict(spec.labels),
-            "disk_bytes": spec.disk_bytes,
+            "disk_bytes": await self._layer_bytes(spec),
             "pids": spec.pids,
             "memory_bytes": spec.memory_bytes,
             "cpus": spec.cpu,
@@ -220,6 +233,17 @@ class LocalProvider:
         return SandboxRef(
             provider=PROVIDER, id=SandboxId(answer["sandbox"]), endpoint=launcher.endpoint, secret=answer["secret"]
         )
+
+    async def _layer_bytes(self, spec: SandboxSpec) -> int | None:
+        """On disk every size has a template, made once. Raises BootFailed, OutOfDisk."""
+        folder = self._config.layers_in
+        if folder is None:
+            return spec.disk_bytes
+        size_bytes = max(spec.disk_bytes or self._config.layer_bytes, _LEAST_DISK_BYTES)
+        size_bytes = -(-size_bytes // (1 << 20)) << 20
+        async with self._making_templates:
+            await asyncio.to_thread(make_template, folder, size_bytes)
+        return size_bytes
 
     async def attach(self, ref: SandboxRef) -> LocalSandbox:
         return LocalSandbox(ref, self._connections)

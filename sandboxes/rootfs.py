@@ -27,6 +27,8 @@ from headrace.sandboxes import syscalls
 
 LAYERS: Final = "/layers"
 IMAGES: Final = "/images"
+DEVICES: Final = "/devices"
+"""Where loop devices are made for a moment."""
 MAX_LAYERS: Final = 128
 """Of one image; overlayfs takes up to 500, as long as their names fit in a page."""
 _LOWER: Final = "/lower"
@@ -165,7 +167,7 @@ def build_launcher_root(base: str, size_bytes: int = 64 << 20) -> HostImage:
     syscalls.unshare(syscalls.CLONE_NEWNS)
     syscalls.mount("none", "/", flags=syscalls.MS_REC | syscalls.MS_PRIVATE)
     syscalls.mount("tmpfs", base, "tmpfs", syscalls.MS_NOSUID, f"mode=755,size={size_bytes}")
-    for name in ("usr", "dev", "dev/pts", "proc", "alternatives", "system", LAYERS, IMAGES, _FROZEN, _LOWER):
+    for name in ("usr", "dev", "dev/pts", "proc", "alternatives", "system", LAYERS, IMAGES, DEVICES, _FROZEN, _LOWER):
         os.mkdir(f"{base}/{name.strip('/')}", 0o755)
     for number in range(MAX_LAYERS):
         os.mkdir(f"{base}{_LOWER}/{number}", 0o755)
@@ -218,16 +220,18 @@ def _copy_alternatives(folder: str) -> None:
     _bind_read_only(folder, folder, syscalls.MS_NOSUID | syscalls.MS_NODEV)
 
 
-def mount_layer(sandbox_id: str, base_id: int, size_bytes: int) -> None:
-    """Make the tmpfs of one sandbox, owned by its root. One inode for every 4 KiB, as the kernel does by itself."""
+def make_layer(sandbox_id: str) -> str:
+    """The place of one sandbox's layer, empty yet."""
     path = f"{LAYERS}/{sandbox_id}"
     os.mkdir(path, 0o755)
+    return path
+
+
+def mount_memory_layer(sandbox_id: str, base_id: int, size_bytes: int) -> None:
+    """Make a tmpfs owned by the sandbox's root. One inode for every 4 KiB, as the kernel does by itself."""
+    path = f"{LAYERS}/{sandbox_id}"
     options = f"mode=755,size={size_bytes},nr_inodes={max(size_bytes // 4096, 1024)},uid={base_id},gid={base_id}"
-    try:
-        syscalls.mount("tmpfs", path, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
-    except OSError:
-        os.rmdir(path)
-        raise
+    syscalls.mount("tmpfs", path, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
 
 
 def layer_usage(sandbox_id: str) -> dict[str, int]:
@@ -238,7 +242,9 @@ def layer_usage(sandbox_id: str) -> dict[str, int]:
 
 
 def drop_layer(sandbox_id: str) -> None:
-    syscalls.detach(f"{LAYERS}/{sandbox_id}")
+    with suppress(OSError):
+        # A layer on disk is not there yet when its maker dies early.
+        syscalls.detach(f"{LAYERS}/{sandbox_id}")
     os.rmdir(f"{LAYERS}/{sandbox_id}")
 
 

@@ -717,7 +717,7 @@ async def test_doctor_says_what_is_there_and_what_is_not() -> None:
     guarantees = {guarantee.name: guarantee for guarantee in await asyncio.to_thread(doctor.probe)}
     assert guarantees["user namespace"].present
     assert guarantees["images and snapshots"].present
-    for missing in ("disk quota beyond memory",):
+    for missing in ("escaped daemons at a timeout",):
         assert not guarantees[missing].present
         assert guarantees[missing].detail
     assert json.dumps([guarantee.detail for guarantee in guarantees.values()])
