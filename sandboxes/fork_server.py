@@ -18,98 +18,47 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import socket
 import time
 
 # hmac.compare_digest is this function, but hmac loads OpenSSL, and every sandbox would carry its pages.
 from _operator import _compare_digest as compare_digest
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes import rootfs, syscalls
-from headrace.sandboxes.cgroups import GroupLimits
-from headrace.sandboxes.commands import Limits
-from headrace.sandboxes.id_maps import IdMaps
-from headrace.sandboxes.init import RESERVED_PROCESSES, Plan, run_init
-from headrace.sandboxes.leases import Deadlines, IdRanges
+from headrace.sandboxes.launcher_settings import Refused
+from headrace.sandboxes.leases import Deadlines
 from headrace.sandboxes.record import Record
-from headrace.sandboxes.seccomp import filter_program
-from headrace.sandboxes.shelf import Shelf
 from headrace.sandboxes.switchboard import Switchboard, Waiter
-from headrace.sandboxes.wire import Channel, Message, close_all
+from headrace.sandboxes.wire import close_all
 
 if TYPE_CHECKING:
-    from headrace.sandboxes.cgroups import Cgroups
-    from headrace.sandboxes.executions import Execution
+    import socket
 
-_FIRST_ID: Final = 100_000
+    from headrace.sandboxes.boots import Boots
+    from headrace.sandboxes.executions import Execution
+    from headrace.sandboxes.launcher_settings import Settings
+    from headrace.sandboxes.wire import Channel, Message
+
 _IDLE: Final = "idle"
 """Key of the launcher's own deadline; sandboxes have hexadecimal ones."""
-_SHARED_MEMORY_BYTES: Final = 64 << 20
-"""Of System V segments in one sandbox, at most."""
-
-
-class Settings(NamedTuple):
-    """What the owner sends as one line of JSON on standard input."""
-
-    admin_secret: str
-    owner_pid: int
-    """0 for none."""
-    tied: bool
-    """The end of standard input is the end of the launcher."""
-    idle_exit_s: float
-    socket_path: str
-    max_sandboxes: int
-    layer_bytes: int
-    layers_in: str
-    """A folder of the host's disk for file layers; empty: they lie in memory."""
-    min_free_bytes: int
-    memory_bytes: int | None
-    cpus: float | None
-    processes: int
-    open_files: int
-    boot_timeout_s: float
-    label: str
-
-
-class Refused(Exception):
-    """A request is answered with the error `name` of headrace.sandboxes.errors."""
-
-    def __init__(self, name: str, message: str) -> None:
-        super().__init__(message)
-        self.name = name
 
 
 class ForkServer:
     """The event loop and the table of sandboxes."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        host: rootfs.HostImage,
-        groups: Cgroups,
-        layers_folder: int,
-        listener: socket.socket,
-        own_pids: int,
-    ) -> None:
+    def __init__(self, settings: Settings, boots: Boots, listener: socket.socket) -> None:
         self._settings = settings
-        self._host = host
-        self._id_maps = IdMaps(rootfs.IDS_PER_SANDBOX)
-        self._shelf = Shelf(self._drop_snapshot, lambda: self._id_maps.get(0, _FIRST_ID))
-        self._groups = groups
-        self._layers_folder = layers_folder
         self._board = Switchboard(listener, self._on_message, self._on_client_gone)
-        self._own_pids = own_pids
         self._sandboxes: dict[str, Record] = {}
         self._by_key: dict[str, str] = {}
         self._by_pid: dict[int, str] = {}
         self._deadlines = Deadlines()
-        self._ranges = IdRanges(_FIRST_ID, rootfs.IDS_PER_SANDBOX, 4 * settings.max_sandboxes)
+        self._boots = boots
+        self._groups = boots.groups
+        self._shelf = boots.shelf
         self._last_tag = 0
         self._closing = False
-        with open("/proc/sys/kernel/cap_last_cap", encoding="utf-8") as file:
-            self._last_capability = int(file.read())
-        self._filter = filter_program(os.uname().machine)
         self._admin = {
             "create": self._create,
             "list": self._list,
@@ -239,25 +188,10 @@ class ForkServer:
             raise Refused("LauncherGone", "the launcher is closing")
         if len(self._sandboxes) >= self._settings.max_sandboxes:
             raise Refused("CapacityExceeded", f"{len(self._sandboxes)} sandboxes are alive: raise max_sandboxes")
-        if self._shelf.find(str(message["image"])) is None:
-            raise Refused("ImageUnknown", f"image {message['image']!r}: the launcher does not have it")
-        self._check_room()
-        group_limits = self._group_limits(message)
-        limits = self._limits(message, group_limits)
         mounts = tuple(rootfs.Mount(*row) for row in message["mounts"])
-        base_id = self._range_for(mounts)
-        sandbox = Record(key=key, base_id=base_id, ttl_s=float(message["ttl_s"]), labels=message["labels"])
-        sandbox.image = str(message["image"])
-        sandbox.limits = {"memory_bytes": group_limits.memory_bytes, "cpus": group_limits.cpus}
-        self._shelf.take(sandbox.image)
-        try:
-            self._groups.create(sandbox.id, group_limits)
-            self._fork_init(sandbox, mounts, limits)
-        except OSError as error:
-            self._groups.remove(sandbox.id)
-            self._ranges.release(base_id)
-            self._shelf.give_back(sandbox.image)
-            raise Refused("BootFailed", str(error)) from error
+        sandbox = Record(key=key, ttl_s=float(message["ttl_s"]), labels=message["labels"])
+        sandbox.control = self._boots.begin(sandbox, message, mounts, self._source_of(mounts))
+        self._board.add(sandbox.control, sandbox)
         sandbox.creators.append(waiter)
         self._sandboxes[sandbox.id] = sandbox
         self._by_pid[sandbox.pid] = sandbox.id
@@ -265,110 +199,17 @@ class ForkServer:
             self._by_key[key] = sandbox.id
         self._deadlines.set(sandbox.id, time.monotonic() + self._settings.boot_timeout_s)
 
-    def _range_for(self, mounts: tuple[rootfs.Mount, ...]) -> int:
-        """A range of its own, or that of the dead sandbox whose files it shows: owners and modes then mean the same."""
-        bases = set()
-        for mount in mounts:
-            source = self._sandboxes.get(mount.source)
-            if source is None or source.state != "frozen":
-                raise Refused("SpecRefused", f"mount source {mount.source} is not a frozen sandbox")
-            try:
-                rootfs.check_target(mount.target)
-            except rootfs.MountRefused as error:
-                raise Refused("SpecRefused", str(error)) from error
-            bases.add(source.base_id)
-        if len(bases) > 1:
+    def _source_of(self, mounts: tuple[rootfs.Mount, ...]) -> Record | None:
+        """The dead sandbox whose files are to be shown."""
+        names = {mount.source for mount in mounts}
+        if len(names) > 1:
             raise Refused("SpecRefused", "the mounts of one sandbox come from one frozen sandbox")
-        try:
-            return self._ranges.share(bases.pop()) if bases else self._ranges.take()
-        except IndexError:
-            raise Refused("CapacityExceeded", "no range of user ids is free: raise max_sandboxes") from None
-
-    def _fork_init(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...], limits: Limits) -> None:
-        rootfs.make_layer(sandbox.id)
-        try:
-            if self._layers_folder < 0:
-                rootfs.mount_memory_layer(sandbox.id, sandbox.base_id, limits.layer_bytes)
-            self._fork_first_process(sandbox, mounts, limits)
-        except OSError:
-            rootfs.drop_layer(sandbox.id)
-            raise
-
-    def _check_room(self) -> None:
-        """Raises Refused when the disk, or the memory, that layers lie on is nearly full."""
-        if self._layers_folder >= 0:
-            status = os.fstatvfs(self._layers_folder)
-            free, where = status.f_bavail * status.f_frsize, self._settings.layers_in
-        else:
-            free, where = _available_memory_bytes(), "memory"
-        if free < self._settings.min_free_bytes:
-            text = f"{free >> 20} MiB free in {where}: boots wait for min_free_bytes={self._settings.min_free_bytes}"
-            raise Refused("OutOfDisk", text)
-
-    def _group_limits(self, message: Message) -> GroupLimits:
-        """Raises Refused for a limit that this machine cannot keep; its defaults the launcher keeps where it can."""
-        asked = {"memory": message["memory_bytes"], "cpu": message["cpus"]}
-        for controller, value in asked.items():
-            if value is not None and controller in self.missing:
-                raise Refused("SpecRefused", f"{controller} limit: {self.missing[controller]}; see headrace doctor")
-        memory_bytes = asked["memory"] or self._settings.memory_bytes
-        cpus = asked["cpu"] or self._settings.cpus
-        return GroupLimits(
-            None if memory_bytes is None else int(memory_bytes),
-            None if cpus is None else float(cpus),
-            int(message["pids"] or self._settings.processes) + RESERVED_PROCESSES + 1,
-        )
-
-    def _limits(self, message: Message, groups: GroupLimits) -> Limits:
-        """Files and segments lie in memory and no process owns them: what they may take together leaves enough of the
-        limit for commands, so that running out of memory kills those and never the first process."""
-        asked = message["disk_bytes"]
-        layer_bytes = int(asked or self._settings.layer_bytes)
-        shared_bytes = _SHARED_MEMORY_BYTES
-        if groups.memory_bytes is not None:
-            shared_bytes = min(shared_bytes, groups.memory_bytes // 8)
-        if groups.memory_bytes is not None and self._layers_folder < 0:
-            room = groups.memory_bytes * 7 // 8 - shared_bytes
-            if asked is not None and layer_bytes > room:
-                raise Refused("SpecRefused", f"disk_bytes={asked}: files lie in memory, of which {room} may hold them")
-            layer_bytes = min(layer_bytes, room)
-        processes = int(message["pids"] or self._settings.processes)
-        return Limits(processes, self._settings.open_files, layer_bytes, shared_bytes)
-
-    def _fork_first_process(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...], limits: Limits) -> None:
-        root = self._root(sandbox, mounts)
-        plan = Plan(root, self._host, limits, self._layers_folder, self._last_capability, self._filter)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            syscalls.unshare(syscalls.CLONE_NEWPID)
-            try:
-                sandbox.pid = os.fork()
-                if sandbox.pid == 0:
-                    _become_init(plan, self._groups, theirs)
-            finally:
-                # Only children enter a new pid namespace; ours is the one for the children to come.
-                syscalls.join_namespace(self._own_pids, syscalls.CLONE_NEWPID)
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        sandbox.control = Channel(ours)
-        self._board.add(sandbox.control, sandbox)
-
-    def _root(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...]) -> rootfs.Root:
-        image = self._image_of(sandbox)
-        source = self._image_of(self._sandboxes[mounts[0].source]) if mounts else rootfs.HOST
-        maps = [
-            tuple(self._id_maps.get(layer.base_id, sandbox.base_id) for layer in shown.layers)
-            for shown in (image, source)
-        ]
-        return rootfs.Root(sandbox.id, sandbox.base_id, image, maps[0], mounts, source, maps[1])
-
-    def _image_of(self, sandbox: Record) -> rootfs.Image:
-        image = self._shelf.find(sandbox.image)
-        assert image is not None
-        return image
+        for name in names:
+            source = self._sandboxes.get(name)
+            if source is None or source.state != "frozen":
+                raise Refused("SpecRefused", f"mount source {name} is not a frozen sandbox")
+            return source
+        return None
 
     def _map_ids(self, sandbox: Record) -> None:
         """Its user namespace stands, and only a process outside may write the map (user_namespaces(7))."""
@@ -424,10 +265,6 @@ class ForkServer:
 
     def _list_images(self, waiter: Waiter, _message: Message, _descriptors: list[int]) -> None:
         self._board.answer(waiter, {"images": self._shelf.names})
-
-    def _drop_snapshot(self, sandbox_id: str, base_id: int) -> None:
-        rootfs.drop_layer(sandbox_id)
-        self._ranges.release(base_id)
 
     # Operations on one sandbox
 
@@ -514,7 +351,7 @@ class ForkServer:
             self._freeze(waiter, sandbox, message, descriptors)
 
     def _turn_into_image(self, sandbox: Record) -> None:
-        name = self._shelf.add_snapshot(sandbox.id, sandbox.base_id, self._image_of(sandbox))
+        name = self._shelf.add_snapshot(sandbox.id, sandbox.base_id, self._boots.image_of(sandbox))
         self._forget(sandbox)
         self._answer_enders(sandbox, {"image": name})
 
@@ -654,8 +491,7 @@ class ForkServer:
         sandbox.enders.clear()
 
     def _remove(self, sandbox: Record) -> None:
-        rootfs.drop_layer(sandbox.id)
-        self._ranges.release(sandbox.base_id)
+        self._boots.drop_layer(sandbox.id, sandbox.base_id)
         self._forget(sandbox)
         gone = {"error": "SandboxGone", "message": f"sandbox {sandbox.id} was killed before it became an image"}
         self._answer_enders(sandbox, gone if sandbox.becomes_image else {})
@@ -679,27 +515,3 @@ class ForkServer:
                     f"not ready in {self._settings.boot_timeout_s} s: raise boot_timeout_s",
                 )
             self._end(sandbox, keep_layer=False)
-
-
-def _available_memory_bytes() -> int:
-    with open("/proc/meminfo", encoding="utf-8") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
-
-
-def _become_init(plan: Plan, groups: Cgroups, control: socket.socket) -> NoReturn:
-    """In the forked child: join the sandbox's groups, let go of everything of the launcher's, then be the sandbox's
-    first process."""
-    try:
-        groups.join(plan.root.sandbox_id)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        kept = os.dup(control.fileno())
-        first = 3
-        needed = {kept, plan.layers_folder, *plan.root.id_maps, *plan.root.source_id_maps}
-        for descriptor in sorted(needed - {-1}):
-            os.closerange(first, descriptor)
-            first = descriptor + 1
-        os.closerange(first, 1 << 20)
-        run_init(plan, socket.socket(fileno=kept))
-    finally:
-        os._exit(1)

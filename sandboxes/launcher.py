@@ -17,8 +17,10 @@ import sys
 from typing import Final
 
 from headrace.sandboxes import rootfs, syscalls
+from headrace.sandboxes.boots import Boots
 from headrace.sandboxes.cgroups import Cgroups
-from headrace.sandboxes.fork_server import ForkServer, Settings
+from headrace.sandboxes.fork_server import ForkServer
+from headrace.sandboxes.launcher_settings import Settings
 
 _BACKLOG: Final = 1024
 
@@ -56,12 +58,13 @@ def _prepare(settings: Settings) -> ForkServer:
     own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     layers_folder = os.open(settings.layers_in, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if settings.layers_in else -1
     groups = Cgroups.of_this_process()
-    image = rootfs.build_launcher_root(os.path.dirname(settings.socket_path))
+    host = rootfs.build_launcher_root(os.path.dirname(settings.socket_path))
     syscalls.name_process(f"headrace-launcher {settings.label}")
     syscalls.become_subreaper()
     syscalls.forbid_inspection()
+    boots = Boots(settings, host, groups, layers_folder=layers_folder, own_pids=own_pids)
     # Forked children then share the pages of all objects made so far.
     gc.collect()
     gc.freeze()
     gc.disable()
-    return ForkServer(settings, image, groups, layers_folder, listener, own_pids)
+    return ForkServer(settings, boots, listener)

@@ -38,11 +38,11 @@ class Record:
         "ttl_s",
     )
 
-    def __init__(self, *, key: str, base_id: int, ttl_s: float, labels: dict[str, str]) -> None:
+    def __init__(self, *, key: str, ttl_s: float, labels: dict[str, str]) -> None:
         self.id = os.urandom(8).hex()
         self.key = key
         self.secret = os.urandom(16).hex()
-        self.base_id = base_id
+        self.base_id = 0
         self.ttl_s = ttl_s
         self.labels = labels
         self.state = "booting"

@@ -1,0 +1,36 @@
+"""What the launcher is told by its owner, and how it refuses a request."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Settings(NamedTuple):
+    """What the owner sends as one line of JSON on standard input."""
+
+    admin_secret: str
+    owner_pid: int
+    """0 for none."""
+    tied: bool
+    """The end of standard input is the end of the launcher."""
+    idle_exit_s: float
+    socket_path: str
+    max_sandboxes: int
+    layer_bytes: int
+    layers_in: str
+    """A folder of the host's disk for file layers; empty: they lie in memory."""
+    min_free_bytes: int
+    memory_bytes: int | None
+    cpus: float | None
+    processes: int
+    open_files: int
+    boot_timeout_s: float
+    label: str
+
+
+class Refused(Exception):
+    """A request is answered with the error `name` of headrace.sandboxes.errors."""
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
