@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from headrace.sandboxes import rootfs, syscalls
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.wire import Message
 
 _FIRST_ID: Final = 100_000
+_TRIES: Final = 100
 _SHARED_MEMORY_BYTES: Final = 64 << 20
 """Of System V segments in one sandbox, at most."""
 
@@ -147,14 +149,22 @@ class Boots:
                 if sandbox.pid == 0:
                     _become_init(plan, self.groups, theirs)
             finally:
-                # Only children enter a new pid namespace; ours is the one for the children to come.
-                syscalls.join_namespace(self._own_pids, syscalls.CLONE_NEWPID)
+                self._return_to_own_pids()
         except OSError:
             ours.close()
             raise
         finally:
             theirs.close()
         return Channel(ours)
+
+    def _return_to_own_pids(self) -> None:
+        """Only children enter a new pid namespace; ours is the one for the children to come. A launcher that cannot
+        have it back can boot nothing any more: it ends, and its sandboxes with it."""
+        for _ in range(_TRIES):
+            with suppress(OSError):
+                syscalls.join_namespace(self._own_pids, syscalls.CLONE_NEWPID)
+                return
+        os._exit(1)
 
     def _root(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...], source: Record | None) -> rootfs.Root:
         image = self.image_of(sandbox)
