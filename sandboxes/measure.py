@@ -1,43 +1,75 @@
-"""What a sandbox costs here: processor time of create and destroy, latency of a command, boots a second.
+"""What a sandbox costs here: processor time, latencies, boots a second by concurrency, memory while idle, clones.
 
-Invariants: processor time counts the launcher, its ended children (each sandbox's first process and all it waited for)
-and this process; idle time is not subtracted because the launcher has none.
+Invariants:
+- Everything is measured with the provider's defaults, and every guarantee that `headrace doctor` finds is on; the
+  report names them.
+- Processor time counts the launcher, its ended children (each sandbox's first process and all it waited for) and this
+  process; idle time is not subtracted because the launcher has none.
+- A figure that is repeated is a median, with the least and the greatest beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.doctor import probe
 from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
-    from headrace.sandboxes.base import SandboxRef
+    from headrace.sandboxes.base import ImageRef, Sandbox, SandboxRef
+
+_MEBI: Final = 1 << 20
+_TOOL: Final = "mkdir -p /opt/tool && head -c {size} /dev/urandom > /opt/tool/data && echo 1 > /opt/tool/version"
 
 
 async def measure(
-    *, cycles: int = 100, execs: int = 300, boots: int = 64, concurrencies: Sequence[int] = (1, 8, 32)
-) -> dict[str, float]:
-    """Keys: create_destroy_cpu_ms, create_destroy_wall_ms, exec_p50_ms, exec_p99_ms, write_p50_ms, boots_per_s_c<n>.
-
-    Raises NamespacesUnavailable.
-    """
+    *,
+    cycles: int = 40,
+    execs: int = 200,
+    boots: int = 64,
+    idle: int = 40,
+    repeats: int = 5,
+    concurrencies: Sequence[int] = (1, 8, 32, 64),
+) -> dict[str, Any]:
+    """Keys: create_destroy_cpu_ms, create_destroy_wall_ms, exec_p50_ms, exec_p99_ms, write_p50_ms, clone_p50_ms (boot
+    above a prepared layer of 32 MiB), idle_memory_mb, boots_per_s_c<n>; `spread`: least and greatest of the repeats by
+    key; `guarantees`, `missing`: names of `headrace doctor`. Raises NamespacesUnavailable."""
+    guarantees = await asyncio.to_thread(probe)
     async with LocalProvider(LocalSandboxConfig()) as provider:
         await _cycle(provider)
-        return {
-            **await _create_destroy(provider, cycles),
-            **await _latencies(provider, execs),
-            **{f"boots_per_s_c{width}": await _boot_rate(provider, boots, width) for width in concurrencies},
-        }
+        rounds: list[dict[str, float]] = []
+        for _ in range(repeats):
+            figures = {**await _create_destroy(provider, cycles), **await _latencies(provider, execs)}
+            for width in concurrencies:
+                figures[f"boots_per_s_c{width}"] = await _boot_rate(provider, boots, width)
+            rounds.append({**figures, "clone_p50_ms": await _clones(provider, cycles)})
+        memory_mb = await _idle_memory_mb(provider, idle)
+    return {
+        **{name: statistics.median(figures[name] for figures in rounds) for name in rounds[0]},
+        "idle_memory_mb": memory_mb,
+        "repeats": repeats,
+        "spread": {name: _ends([figures[name] for figures in rounds]) for name in rounds[0]},
+        "guarantees": [guarantee.name for guarantee in guarantees if guarantee.present],
+        "missing": {guarantee.name: guarantee.detail for guarantee in guarantees if not guarantee.present},
+    }
+
+
+def _ends(values: list[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+async def _boot(provider: LocalProvider, image: str = "host") -> Sandbox:
+    return await provider.attach(await provider.create(SandboxSpec(image=image)))
 
 
 async def _cycle(provider: LocalProvider) -> None:
-    sandbox = await provider.attach(await provider.create(SandboxSpec()))
-    await sandbox.kill()
+    await (await _boot(provider)).kill()
 
 
 async def _create_destroy(provider: LocalProvider, cycles: int) -> dict[str, float]:
@@ -49,16 +81,18 @@ async def _create_destroy(provider: LocalProvider, cycles: int) -> dict[str, flo
     return {"create_destroy_cpu_ms": 1000 * cpu_s / cycles, "create_destroy_wall_ms": 1000 * wall_s / cycles}
 
 
+async def _timed_ms(action: Callable[[], Coroutine[None, None, object]]) -> float:
+    started = time.perf_counter()
+    await action()
+    return 1000 * (time.perf_counter() - started)
+
+
 async def _latencies(provider: LocalProvider, count: int) -> dict[str, float]:
-    sandbox = await provider.attach(await provider.create(SandboxSpec()))
+    sandbox = await _boot(provider)
     exec_ms, write_ms = [], []
     for _ in range(count):
-        started = time.perf_counter()
-        await sandbox.exec("true", timeout_s=30)
-        exec_ms.append(1000 * (time.perf_counter() - started))
-        started = time.perf_counter()
-        await sandbox.write("/workspace/file", b"some bytes")
-        write_ms.append(1000 * (time.perf_counter() - started))
+        exec_ms.append(await _timed_ms(lambda: sandbox.exec("true", timeout_s=30)))
+        write_ms.append(await _timed_ms(lambda: sandbox.write("/workspace/file", b"some bytes")))
     await sandbox.kill()
     return {
         "exec_p50_ms": _quantile(exec_ms, 0.5),
@@ -74,7 +108,6 @@ def _quantile(values: list[float], share: float) -> float:
 async def _boot_rate(provider: LocalProvider, boots: int, width: int) -> float:
     """Boots a second with `width` at once; the sandboxes live until all have booted."""
     gate = asyncio.Semaphore(width)
-
     refs: list[SandboxRef] = []
 
     async def boot() -> None:
@@ -86,6 +119,43 @@ async def _boot_rate(provider: LocalProvider, boots: int, width: int) -> float:
         for _ in range(boots):
             group.create_task(boot())
     rate = boots / (time.perf_counter() - started)
+    await _kill(provider, refs)
+    return rate
+
+
+async def _kill(provider: LocalProvider, refs: Sequence[SandboxRef]) -> None:
     for ref in refs:
         await (await provider.attach(ref)).kill()
-    return rate
+
+
+async def _clones(provider: LocalProvider, count: int) -> float:
+    """Boot above a snapshot, milliseconds at the median."""
+    image = await _prepared_image(provider)
+    times_ms = []
+    for _ in range(count):
+        refs: list[SandboxRef] = []
+
+        async def clone(refs: list[SandboxRef] = refs) -> None:
+            refs.append(await provider.create(SandboxSpec(image=image)))
+
+        times_ms.append(await _timed_ms(clone))
+        await _kill(provider, refs)
+    await provider.drop_image(image)
+    return _quantile(times_ms, 0.5)
+
+
+async def _prepared_image(provider: LocalProvider) -> ImageRef:
+    sandbox = await _boot(provider)
+    prepared = await sandbox.exec(_TOOL.format(size="32M"), timeout_s=60)
+    if prepared.exit_code != 0:
+        raise RuntimeError(f"the layer to clone could not be prepared: {prepared.stderr!r}")
+    return await sandbox.snapshot()
+
+
+async def _idle_memory_mb(provider: LocalProvider, count: int) -> float:
+    """What the control group of an idle sandbox holds at the median: its process, its files and the kernel's own."""
+    sandboxes = [await _boot(provider) for _ in range(count)]
+    used = [(await sandbox.usage()).memory_bytes for sandbox in sandboxes]
+    for sandbox in sandboxes:
+        await sandbox.kill()
+    return statistics.median(used) / _MEBI

@@ -23,7 +23,12 @@ def bench(name: str) -> dict[str, Any]:
 
 
 def test_a_sandbox_costs_little() -> None:
-    assert bench("sandbox")["create_destroy_cpu_ms"] <= 15
+    figures = bench("sandbox")
+    assert figures["create_destroy_cpu_ms"] <= 15
+    assert figures["idle_memory_mb"] <= 4
+    assert figures["clone_p50_ms"] <= 20
+    assert {"boots_per_s_c1", "boots_per_s_c8", "boots_per_s_c32", "boots_per_s_c64"} <= figures.keys()
+    assert {"bwrap", "runc"} <= figures["peers"].keys()
 
 
 def test_orchestration_costs_little() -> None:

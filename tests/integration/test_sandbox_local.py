@@ -724,9 +724,13 @@ async def test_doctor_says_what_is_there_and_what_is_not() -> None:
 
 
 async def test_measure_reports_every_figure() -> None:
-    figures = await measure.measure(cycles=3, execs=3, boots=2, concurrencies=(1, 2))
-    assert {"create_destroy_cpu_ms", "exec_p50_ms", "exec_p99_ms", "boots_per_s_c1", "boots_per_s_c2"} <= figures.keys()
-    assert all(value > 0 for value in figures.values())
+    figures = await measure.measure(cycles=2, execs=2, boots=2, idle=2, repeats=2, concurrencies=(1, 2))
+    numbers = {name: value for name, value in figures.items() if isinstance(value, float)}
+    assert {"create_destroy_cpu_ms", "exec_p50_ms", "exec_p99_ms", "clone_p50_ms", "idle_memory_mb"} <= numbers.keys()
+    assert {"boots_per_s_c1", "boots_per_s_c2"} <= numbers.keys()
+    assert all(value > 0 for value in numbers.values())
+    assert all(least <= numbers[name] <= greatest for name, (least, greatest) in figures["spread"].items())
+    assert "user namespace" in figures["guarantees"]
 
 
 async def list_until(provider: LocalProvider, count: int) -> None:
