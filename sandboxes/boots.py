@@ -21,7 +21,7 @@ from headrace.sandboxes.commands import Limits
 from headrace.sandboxes.id_maps import IdMaps
 from headrace.sandboxes.init import RESERVED_PROCESSES, Plan, run_init
 from headrace.sandboxes.launcher_settings import Refused
-from headrace.sandboxes.leases import IdRanges
+from headrace.sandboxes.leases import IdRanges, OneId
 from headrace.sandboxes.seccomp import filter_program
 from headrace.sandboxes.shelf import Shelf
 from headrace.sandboxes.wire import Channel
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.wire import Message
 
 _FIRST_ID: Final = 100_000
+_INIT: Final = 1
 _TRIES: Final = 100
 _SHARED_MEMORY_BYTES: Final = 64 << 20
 """Of System V segments in one sandbox, at most."""
@@ -43,16 +44,25 @@ class Boots:
     launcher's own pid namespace."""
 
     def __init__(
-        self, settings: Settings, host: rootfs.HostImage, groups: Cgroups, *, layers_folder: int, own_pids: int
+        self,
+        settings: Settings,
+        host: rootfs.HostImage,
+        groups: Cgroups,
+        *,
+        layers_folder: int,
+        own_pids: int,
+        single_id: bool,
     ) -> None:
         self.groups = groups
         self._settings = settings
         self._host = host
         self._layers_folder = layers_folder
         self._own_pids = own_pids
+        self.single_id = single_id
         self._id_maps = IdMaps(rootfs.IDS_PER_SANDBOX)
-        self._ranges = IdRanges(_FIRST_ID, rootfs.IDS_PER_SANDBOX, 4 * settings.max_sandboxes)
-        self.shelf = Shelf(self.drop_layer, lambda: self._id_maps.get(0, _FIRST_ID))
+        ranges = IdRanges(_FIRST_ID, rootfs.IDS_PER_SANDBOX, 4 * settings.max_sandboxes)
+        self._ranges: IdRanges | OneId = OneId() if single_id else ranges
+        self.shelf = Shelf(self.drop_layer, lambda: self._id_map(0, _FIRST_ID))
         with open("/proc/sys/kernel/cap_last_cap", encoding="utf-8") as file:
             self._last_capability = int(file.read())
         self._filter = filter_program(os.uname().machine)
@@ -127,7 +137,7 @@ class Boots:
                 raise Refused("SpecRefused", f"disk_bytes={asked}: files lie in memory, of which {room} may hold them")
             layer_bytes = min(layer_bytes, room)
         processes = int(message["pids"] or self._settings.processes)
-        return Limits(processes, self._settings.open_files, layer_bytes, shared_bytes)
+        return Limits(processes, self._settings.open_files, layer_bytes, shared_bytes, self.single_id)
 
     def _fork(self, sandbox: Record, root: rootfs.Root, limits: Limits) -> Channel:
         rootfs.make_layer(sandbox.id)
@@ -143,19 +153,49 @@ class Boots:
         plan = Plan(root, self._host, limits, self._layers_folder, self._last_capability, self._filter)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            syscalls.unshare(syscalls.CLONE_NEWPID)
-            try:
-                sandbox.pid = os.fork()
-                if sandbox.pid == 0:
-                    _become_init(plan, self.groups, theirs)
-            finally:
-                self._return_to_own_pids()
+            sandbox.pid = self._fork_apart() if self.single_id else self._fork_into_own_pids()
+            if sandbox.pid == 0:
+                _become_init(plan, self.groups, theirs)
         except OSError:
             ours.close()
             raise
         finally:
             theirs.close()
         return Channel(ours)
+
+    def _fork_into_own_pids(self) -> int:
+        """Fork into a new pid namespace."""
+        syscalls.unshare(syscalls.CLONE_NEWPID)
+        try:
+            return os.fork()
+        finally:
+            self._return_to_own_pids()
+
+    @staticmethod
+    def _fork_apart() -> int:
+        """The same for those who may not return to the host's pid namespace: by a process in between, which ends, so
+        that the first process of the sandbox becomes a child of this one, a subreaper."""
+        pid_read, pid_write = os.pipe2(os.O_CLOEXEC)
+        between = os.fork()
+        if between == 0:
+            try:
+                syscalls.unshare(syscalls.CLONE_NEWPID)
+                pid = os.fork()
+                if pid == 0:
+                    return 0
+                os.write(pid_write, str(pid).encode())
+            finally:
+                if os.getpid() != _INIT:
+                    os._exit(0)
+        os.close(pid_write)
+        try:
+            text = os.read(pid_read, 32)
+        finally:
+            os.close(pid_read)
+            os.waitpid(between, 0)
+        if not text:
+            raise OSError(0, "no process could be forked into a new pid namespace")
+        return int(text)
 
     def _return_to_own_pids(self) -> None:
         """Only children enter a new pid namespace; ours is the one for the children to come. A launcher that cannot
@@ -170,10 +210,14 @@ class Boots:
         image = self.image_of(sandbox)
         source_image = rootfs.HOST if source is None else self.image_of(source)
         maps = [
-            tuple(self._id_maps.get(layer.base_id, sandbox.base_id) for layer in shown.layers)
+            tuple(self._id_map(layer.base_id, sandbox.base_id) for layer in shown.layers)
             for shown in (image, source_image)
         ]
-        return rootfs.Root(sandbox.id, sandbox.base_id, image, maps[0], mounts, source_image, maps[1])
+        single = self.single_id
+        return rootfs.Root(sandbox.id, sandbox.base_id, single, image, maps[0], mounts, source_image, maps[1])
+
+    def _id_map(self, stored: int, shown: int) -> int:
+        return -1 if self.single_id else self._id_maps.get(stored, shown)
 
     def image_of(self, sandbox: Record) -> rootfs.Image:
         image = self.shelf.find(sandbox.image)

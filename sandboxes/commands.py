@@ -53,6 +53,8 @@ class Limits(NamedTuple):
     open_files: int
     layer_bytes: int
     shared_memory_bytes: int
+    single_id: bool
+    """Whoever a command runs as, it has the only id there is."""
 
 
 class FileProblem(Exception):
@@ -85,9 +87,11 @@ def _account_file(path: str) -> str:
         return ""
 
 
-def become(user: str) -> Account:
+def become(user: str, limits: Limits) -> Account:
     """Take on the user's ids. Root keeps the few capabilities of the sandbox's init, others have none."""
     account = find_account(user, _account_file("/etc/passwd"), _account_file("/etc/group"))
+    if limits.single_id:
+        return account
     os.setgroups(account.groups)
     os.setresgid(account.group_id, account.group_id, account.group_id)
     os.setresuid(account.user_id, account.user_id, account.user_id)
@@ -121,7 +125,7 @@ def run_command(message: dict[str, Any], limits: Limits, image: Image) -> NoRetu
     try:
         os.setsid()
         syscalls.become_subreaper()
-        account = become(str(message["user"]))
+        account = become(str(message["user"]), limits)
         size = message.get("terminal")
         if size is not None:
             _open_terminal(int(size[0]), int(size[1]))
@@ -200,10 +204,10 @@ def _read_regular(path: str, max_bytes: int) -> bytes:
         os.close(descriptor)
 
 
-def read_file(message: dict[str, Any]) -> NoReturn:
+def read_file(message: dict[str, Any], limits: Limits) -> NoReturn:
     """Copy one regular file to standard output."""
     try:
-        become(str(message["user"]))
+        become(str(message["user"]), limits)
         data = memoryview(_read_regular(message["path"], int(message["max_bytes"])))
         while data:
             data = data[os.write(1, data) :]
@@ -212,10 +216,10 @@ def read_file(message: dict[str, Any]) -> NoReturn:
     os._exit(0)
 
 
-def write_files(message: dict[str, Any]) -> NoReturn:
+def write_files(message: dict[str, Any], limits: Limits) -> NoReturn:
     """Write files, given as (path, size) pairs, from their contents one after the other on standard input."""
     try:
-        become(str(message["user"]))
+        become(str(message["user"]), limits)
         os.umask(0o022)
         for path, size in message["files"]:
             _write_regular(path, int(size))

@@ -39,6 +39,7 @@ _MEANING: Final = {
 }
 _OPTIONAL: Final = (
     "python3",
+    "id range",
     "call filter",
     "images and snapshots",
     "cgroup memory",

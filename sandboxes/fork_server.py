@@ -215,7 +215,7 @@ class ForkServer:
         """Its user namespace stands, and only a process outside may write the map (user_namespaces(7))."""
         assert sandbox.control is not None
         try:
-            for name in ("uid_map", "gid_map"):
+            for name in () if self._boots.single_id else ("uid_map", "gid_map"):
                 with open(f"/proc/{sandbox.pid}/{name}", "w", encoding="utf-8") as file:
                     file.write(f"0 {sandbox.base_id} {rootfs.IDS_PER_SANDBOX}")
         except OSError as error:

@@ -67,6 +67,9 @@ class _Running:
 def run_init(plan: Plan, control: socket.socket) -> NoReturn:
     """Build the sandbox, tell the launcher, serve. `control` is the only descriptor left open above 2."""
     channel = Channel(control)
+    if plan.root.single_id:
+        # Nobody else is in here yet.
+        syscalls.allow_inspection()
     # Opened by real root: later this process has no right to the files of /proc that are its own.
     oom_score = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -99,11 +102,12 @@ def _build(plan: Plan, channel: Channel) -> None:
     if plan.layers_folder >= 0:
         _mount_disk_layer(plan, channel)
     rootfs.build_sandbox_root(plan.root, plan.host)
-    close_all({*plan.root.id_maps, *plan.root.source_id_maps})
+    close_all({*plan.root.id_maps, *plan.root.source_id_maps} - {-1})
     _enter_user_namespace(plan)
     channel.send({"event": "unmapped"})
     _wait_for_word(channel)
-    os.setgroups([])
+    if not plan.root.single_id:
+        os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
     # A nested user namespace would give all capabilities back, over namespaces of the agent's own.
@@ -126,6 +130,11 @@ def _mount_disk_layer(plan: Plan, channel: Channel) -> None:
 def _enter_user_namespace(plan: Plan) -> None:
     """The process limit of its maker bounds a user namespace as a whole (set_userns_rlimit_max in kernel/ucount.c), if
     that is not root: otherwise an agent that changes its user would have the limit of one user for each of 65,536."""
+    if plan.root.single_id:
+        # Nobody else may write its map.
+        syscalls.enter_own_user_namespace()
+        syscalls.forbid_inspection()
+        return
     syscalls.keep_capabilities_as(plan.root.base_id)
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     everything = plan.limits.processes + RESERVED_PROCESSES
@@ -240,8 +249,8 @@ class _Init:
             if message["op"] in ("exec", "spawn"):
                 commands.run_command(message, self._limits, self._image)
             elif message["op"] == "read":
-                commands.read_file(message)
-            commands.write_files(message)
+                commands.read_file(message, self._limits)
+            commands.write_files(message, self._limits)
         finally:
             # The loop of process 1 must never go on in a child, whatever was wrong with the message.
             os._exit(commands.EXIT_CANNOT_RUN)

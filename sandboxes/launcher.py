@@ -4,6 +4,7 @@
 
 Invariants:
 - Its root is a private one before it serves, its memory cannot be inspected, and its command line names no path.
+- Without root it is root of a user namespace with one id: its sandboxes have no other user, and no control groups.
 - It reads one line of settings and writes one line: ready, or why this machine cannot isolate.
 """
 
@@ -33,7 +34,7 @@ def main() -> None:
     except OSError as error:
         os.write(1, json.dumps({"error": str(error)}).encode() + b"\n")
         sys.exit(1)
-    os.write(1, json.dumps({"ready": True, "missing": server.missing}).encode() + b"\n")
+    os.write(1, json.dumps({"missing": server.missing}).encode() + b"\n")
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 1)
     os.close(null)
@@ -58,11 +59,14 @@ def _prepare(settings: Settings) -> ForkServer:
     own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     layers_folder = os.open(settings.layers_in, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if settings.layers_in else -1
     groups = Cgroups.of_this_process()
+    single_id = os.geteuid() != 0
+    if single_id:
+        syscalls.enter_own_user_namespace()
     host = rootfs.build_launcher_root(os.path.dirname(settings.socket_path))
     syscalls.name_process(f"headrace-launcher {settings.label}")
     syscalls.become_subreaper()
     syscalls.forbid_inspection()
-    boots = Boots(settings, host, groups, layers_folder=layers_folder, own_pids=own_pids)
+    boots = Boots(settings, host, groups, layers_folder=layers_folder, own_pids=own_pids, single_id=single_id)
     # Forked children then share the pages of all objects made so far.
     gc.collect()
     gc.freeze()

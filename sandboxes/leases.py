@@ -44,6 +44,19 @@ class Deadlines:
             heapq.heappop(self._heap)
 
 
+class OneId:
+    """The only id there is without root: everybody has it."""
+
+    def take(self) -> int:
+        return 0
+
+    def share(self, base: int) -> int:
+        return base
+
+    def release(self, base: int) -> None:
+        """Nothing to give back."""
+
+
 class IdRanges:
     """Hands out ranges of `size` host ids from `first` on; a range may have several holders."""
 

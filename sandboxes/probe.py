@@ -1,4 +1,4 @@
-# ruff: noqa: PTH102, PTH119, PTH120, PTH123
+# ruff: noqa: PTH102, PTH106, PTH123
 # (pathlib stays out of the launcher: what is not imported is not copied at a fork)
 """What this machine's kernel allows, found by doing it in forked children of a process with the standard library only.
 
@@ -35,6 +35,8 @@ def _in_child(check: Callable[[], None]) -> str:
     if pid == 0:
         reason = ""
         try:
+            if os.geteuid() != 0 and check is not _id_range:
+                syscalls.enter_own_user_namespace()
             check()
         except OSError as error:
             reason = str(error)
@@ -74,15 +76,20 @@ def _id_range() -> None:
         os.waitpid(child, 0)
 
 
-def _private_root() -> None:
-    """The launcher's own root: tmpfs, read-only recursive bind (mount_setattr), devices, pivot_root."""
+def _private_root(then: Callable[[], None] = lambda: None) -> None:
+    """The launcher's own root: tmpfs, read-only recursive bind (mount_setattr), devices, pivot_root; `then` in it."""
     folder = tempfile.mkdtemp(prefix="headrace-probe-")
-    held = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_CLOEXEC)
-    try:
+
+    def build() -> None:
         rootfs.build_launcher_root(folder)
+        then()
+
+    try:
+        reason = _in_child(build)
     finally:
-        # The folder's name is only in the namespace that was left; its parent was opened there.
-        os.rmdir(os.path.basename(folder), dir_fd=held)
+        os.rmdir(folder)
+    if reason:
+        raise OSError(0, reason)
 
 
 def _openat2() -> None:
@@ -115,7 +122,10 @@ def _pidfd() -> None:
 
 def _mapped_overlay() -> None:
     """A root of its own, with a folder of it as a lower layer that is shown with other ids."""
-    _private_root()
+    _private_root(_mount_mapped_overlay)
+
+
+def _mount_mapped_overlay() -> None:
     os.mkdir("/layers/probe", 0o755)
     syscalls.mount("tmpfs", "/layers/probe", "tmpfs")
     for name in ("upper", "work", "root"):

@@ -141,10 +141,13 @@ class Mount(NamedTuple):
 
 
 class Root(NamedTuple):
-    """What one sandbox's root is built from. `id_maps` are user namespaces for the layers, in their order."""
+    """What one sandbox's root is built from. `id_maps` are user namespaces for the layers, in their order, or -1 where
+    ids are shown as they are."""
 
     sandbox_id: str
     base_id: int
+    single_id: bool
+    """There is no other id than that of root inside."""
     image: Image
     id_maps: tuple[int, ...]
     mounts: tuple[Mount, ...]
@@ -186,9 +189,17 @@ def build_launcher_root(base: str, size_bytes: int = 64 << 20) -> HostImage:
     if os.path.isfile("/etc/ld.so.cache"):
         with open("/etc/ld.so.cache", "rb") as cache:
             files["ld.so.cache"] = cache.read()
-    syscalls.mount("proc", f"{base}/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+    _mount_launcher_proc(f"{base}/proc")
     syscalls.pivot_into(base)
     return HostImage(links, tuple(folders), files)
+
+
+def _mount_launcher_proc(target: str) -> None:
+    try:
+        syscalls.mount("proc", target, "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+    except PermissionError:
+        # Without root the pid namespace is somebody else's, but what the host shows of it can be shown here.
+        syscalls.mount("/proc", target, flags=syscalls.MS_BIND | syscalls.MS_REC)
 
 
 def _bind_read_only(source: str, target: str, flags: int) -> None:
@@ -260,7 +271,8 @@ def add_layer(number: int, mount: int, id_map: int) -> Layer:
     layer = Layer(path, 0)
     trial = syscalls.copy_mount(path)
     try:
-        syscalls.map_mount_ids(trial, id_map)
+        if id_map >= 0:
+            syscalls.map_mount_ids(trial, id_map)
     except OSError as error:
         drop_image_layer(layer)
         text = f"{error.strerror}: its file system cannot be shown with other ids; use ext4, xfs, btrfs or tmpfs"
@@ -297,10 +309,11 @@ def build_sandbox_root(root: Root, host: HostImage) -> None:
     syscalls.create_files_as(0, 0)
     if not root.image.layers:
         os.mkdir(f"{path}/home/agent", 0o755)
-        os.chown(f"{path}/home/agent", root.base_id + AGENT_ID, root.base_id + AGENT_ID)
+        if not root.single_id:
+            os.chown(f"{path}/home/agent", root.base_id + AGENT_ID, root.base_id + AGENT_ID)
     if root.image.shows_host:
         _mount_system(path, host)
-    _mount_kernel(path, root.base_id)
+    _mount_kernel(path, root)
     for frozen in root.mounts:
         _mount_frozen(path, root, frozen)
     syscalls.pivot_into(path)
@@ -314,8 +327,13 @@ def _mount_image(layer: str, root: Root) -> None:
         os.mkdir(f"{layer}/{name}", 0o755)
     os.chown(f"{layer}/upper", root.base_id, root.base_id)
     lower = _mount_layers(root.image, root.id_maps)
-    options = f"lowerdir={lower},upperdir={layer}/upper,workdir={layer}/work,redirect_dir=on"
+    options = f"lowerdir={lower},upperdir={layer}/upper,workdir={layer}/work,{_overlay_options(root)}"
     syscalls.mount("overlay", f"{layer}/root", "overlay", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
+
+
+def _overlay_options(root: Root) -> str:
+    """Attributes of the overlay are the owner's of the file system, which without root is this user namespace."""
+    return "userxattr" if root.single_id else "redirect_dir=on"
 
 
 def _mount_layers(image: Image, id_maps: tuple[int, ...]) -> str:
@@ -323,7 +341,8 @@ def _mount_layers(image: Image, id_maps: tuple[int, ...]) -> str:
     for number, (layer, id_map) in enumerate(zip(image.layers, id_maps, strict=True)):
         mount = syscalls.copy_mount(layer.path)
         try:
-            syscalls.map_mount_ids(mount, id_map)
+            if id_map >= 0:
+                syscalls.map_mount_ids(mount, id_map)
             syscalls.attach_mount(mount, f"{_LOWER}/{number}")
         finally:
             os.close(mount)
@@ -340,10 +359,10 @@ def _mount_system(path: str, host: HostImage) -> None:
     syscalls.mount("/alternatives", f"{path}/etc/alternatives", flags=syscalls.MS_BIND)
 
 
-def _mount_kernel(path: str, base_id: int) -> None:
+def _mount_kernel(path: str, root: Root) -> None:
     syscalls.mount("/dev", f"{path}/dev", flags=syscalls.MS_BIND | syscalls.MS_REC)
     safe = syscalls.MS_NOSUID | syscalls.MS_NOEXEC
-    terminals = f"newinstance,ptmxmode=0666,mode=620,gid={base_id + 5}"
+    terminals = "newinstance,ptmxmode=0666,mode=620" + ("" if root.single_id else f",gid={root.base_id + 5}")
     syscalls.mount("devpts", f"{path}/dev/pts", "devpts", safe, terminals)
     syscalls.mount("proc", f"{path}/proc", "proc", safe | syscalls.MS_NODEV)
 
@@ -409,7 +428,7 @@ def _frozen_root(root: Root, source: str) -> str:
         return f"{LAYERS}/{source}"
     if not os.path.ismount(_FROZEN):
         lower = _mount_layers(root.source_image, root.source_id_maps)
-        options = f"lowerdir={LAYERS}/{source}/upper:{lower},redirect_dir=on"
+        options = f"lowerdir={LAYERS}/{source}/upper:{lower},{_overlay_options(root)}"
         syscalls.mount("overlay", _FROZEN, "overlay", syscalls.MS_RDONLY, options)
     return _FROZEN
 

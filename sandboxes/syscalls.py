@@ -139,6 +139,15 @@ def unshare(flags: int) -> None:
     _checked(_libc.unshare(flags), f"unshare {flags:#x}")
 
 
+def enter_own_user_namespace() -> None:
+    """Without root: be root of a user namespace that has one id, that of this process (user_namespaces(7))."""
+    user_id, group_id = os.geteuid(), os.getegid()
+    unshare(CLONE_NEWUSER)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user_id} 1"), ("gid_map", f"0 {group_id} 1")):
+        with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
+            file.write(text)
+
+
 def join_namespace(descriptor: int, flags: int) -> None:
     _checked(_libc.setns(descriptor, flags), f"setns {flags:#x}")
 
@@ -162,6 +171,11 @@ def die_with_parent(signal_number: int) -> None:
 def forbid_inspection() -> None:
     """No other process may trace this one or read its memory, descriptors or environment; forks inherit it."""
     _prctl(_PR_SET_DUMPABLE, 0, "PR_SET_DUMPABLE")
+
+
+def allow_inspection() -> None:
+    """By the own user, and by this process of its own files in /proc."""
+    _prctl(_PR_SET_DUMPABLE, 1, "PR_SET_DUMPABLE")
 
 
 def become_subreaper() -> None:
