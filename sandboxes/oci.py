@@ -216,7 +216,7 @@ class OciProvider:
             state_folder=str(home.parent.parent / "state"),
             keeper_pid=self._keeper.pid,
             bash=root.bash,
-            group=f"/headrace-oci-{sandbox.ref.id}",
+            group=f"/oci-headrace-{sandbox.ref.id}",
             base_id=_FIRST_ID + sandbox.slot * rootfs.IDS_PER_SANDBOX,
             lowers=root.lowers,
             environment=root.environment,

@@ -34,7 +34,8 @@ _REFUSED_CALLS: Final = (
     *("add_key", "bpf", "delete_module", "finit_module", "fsconfig", "fsmount", "fsopen", "fspick", "init_module"),
     *("io_uring_enter", "io_uring_register", "io_uring_setup", "kexec_file_load", "kexec_load", "keyctl", "mount"),
     *("mount_setattr", "move_mount", "open_by_handle_at", "open_tree", "perf_event_open", "pivot_root"),
-    *("process_vm_readv", "process_vm_writev", "request_key", "setns", "swapoff", "swapon", "umount2", "unshare", "userfaultfd"),
+    *("process_vm_readv", "process_vm_writev", "request_key", "setns", "swapoff", "swapon", "umount2", "unshare"),
+    "userfaultfd",
 )
 _CLONE_NEWUSER: Final = 0x10000000
 _ARCHITECTURES: Final = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}
@@ -44,7 +45,7 @@ _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 _INIT: Final = "while read -r; do :; done"
 _ENTER: Final = (
     'if [[ -n $2 ]]; then cd -- "$2" || { echo "cannot run the command: no folder $2" >&2; exit 126; }; '
-    "else cd /workspace 2>/dev/null || cd /; fi; "
+    "else cd /workspace 2>/dev/null || cd /; fi; unset OLDPWD; "
 )
 
 

@@ -1,8 +1,8 @@
 """Files of a container, moved by a process inside it as the user it is for.
 
 Invariants: a link or path of the agent's reaches only what that user reaches inside; nothing is opened by the host;
-only regular files are read and written, FIFOs and devices are refused, and what becomes one in the last moment ends with the
-timeout. The image needs `cat`, `head` and `mkdir` for it.
+only regular files are read and written; FIFOs and devices are refused, what becomes one in the last moment ends with
+the timeout. The image needs `cat`, `head` and `mkdir` for it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 # (pathlib stays out: what is not imported is not copied at a fork)
 """Holds what the containers of one provider need: their file layers, their parent, the pipe that keeps them alive.
 
-Standard input: one JSON request a line: {op: boot, tag, id, home, ...} and {op: end, id}, which drops a frozen layer too.
+Standard input: one JSON request a line: {op: boot, tag, id, home, ...}, or {op: end, id}: drops a frozen layer too.
 Standard output: {ready}, then for each boot {tag, pid} or {tag, error, message}.
 
 Invariants:
@@ -25,7 +25,8 @@ import sys
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
-from headrace.sandboxes import mapped_mounts, oci_cgroups, rootfs, syscalls
+from headrace.sandboxes import oci_cgroups, rootfs, syscalls
+from headrace.sandboxes.id_maps import IdMaps
 from headrace.sandboxes.oci_bundle import IDS_PER_SANDBOX
 
 LAYER: Final = "layer"
@@ -258,8 +259,9 @@ def _build_root(request: Request) -> None:
     if request["skeleton"]:
         _write_skeleton(f"{LAYER}/upper", base_id, request["skeleton"])
     if lowers:
-        options = f"lowerdir={':'.join(lowers)},upperdir={LAYER}/upper,workdir={LAYER}/work"
+        options = f"lowerdir={':'.join(lowers)},upperdir={LAYER}/upper,workdir={LAYER}/work,redirect_dir=on"
         syscalls.mount("overlay", "rootfs", "overlay", syscalls.MS_NODEV | syscalls.MS_NOSUID, options)
+        _complete("rootfs", base_id)
     else:
         syscalls.mount(f"{LAYER}/upper", "rootfs", flags=syscalls.MS_BIND)
     for number, frozen in enumerate(request["frozen"]):
@@ -267,16 +269,27 @@ def _build_root(request: Request) -> None:
 
 
 def _mount_lowers(prefix: str, folders: list[str], stored_id: int, base_id: int) -> list[str]:
-    if not folders:
-        return []
-    id_map = mapped_mounts.open_map(stored_id, base_id, IDS_PER_SANDBOX)
+    """Attach folders under names of this folder, their files shown with the sandbox's ids. Returns the names."""
     names = []
+    id_maps = IdMaps(IDS_PER_SANDBOX)
     for number, folder in enumerate(folders):
         names.append(f"{prefix}{number}")
         os.mkdir(names[-1])
-        mapped_mounts.mount_mapped(folder, names[-1], id_map)
-    os.close(id_map)
+        mount = syscalls.copy_mount(folder)
+        syscalls.map_mount_ids(mount, id_maps.get(stored_id, base_id))
+        syscalls.attach_mount(mount, names[-1])
+        os.close(mount)
     return names
+
+
+def _complete(root: str, base_id: int) -> None:
+    """Folders that commands rely on, where the image has nothing of that name."""
+    for name, mode in (("tmp", 0o1777), ("workspace", 0o777)):
+        path = f"{root}/{name}"
+        if not os.path.lexists(path):
+            os.mkdir(path)
+            os.chown(path, base_id, base_id)
+            os.chmod(path, mode)
 
 
 def _write_skeleton(root: str, base_id: int, skeleton: Request) -> None:
@@ -304,7 +317,8 @@ def _mount_frozen(name: str, frozen: Request, base_id: int) -> None:
     if lowers:
         tree = f"{name}-tree"
         os.mkdir(tree)
-        syscalls.mount("overlay", tree, "overlay", syscalls.MS_RDONLY, f"lowerdir={':'.join(tops + lowers)}")
+        options = f"lowerdir={':'.join(tops + lowers)},redirect_dir=on"
+        syscalls.mount("overlay", tree, "overlay", syscalls.MS_RDONLY, options)
     root = os.open(tree, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     resolve = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_MAGICLINKS
     try:
