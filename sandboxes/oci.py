@@ -28,7 +28,6 @@ from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, Sa
 from headrace.sandboxes.errors import (
     BootTimeout,
     CapacityExceeded,
-    FrozenPathRefused,
     SandboxError,
     SandboxGone,
     SpecRefused,
@@ -52,7 +51,11 @@ if TYPE_CHECKING:
 _FIRST_ID: Final = 0x60000000
 _ID_RANGES: Final = 30_000
 _SANDBOXES: Final = "sandboxes"
-_COMMON: Final = frozenset({Feature.FREEZE, Feature.PAUSE})
+_FEATURES: Final = {
+    RuntimeKind.RUNC: frozenset({Feature.FREEZE, Feature.PAUSE, Feature.SPAWN, Feature.USAGE}),
+    # A paused gVisor still runs new commands, and its processes are none of this kernel's.
+    RuntimeKind.RUNSC: frozenset({Feature.FREEZE}),
+}
 
 
 class OciSandboxConfig(BaseModel):
@@ -117,9 +120,7 @@ class OciProvider:
 
     @property
     def features(self) -> frozenset[Feature]:
-        if self._config.runtime is RuntimeKind.RUNC:
-            return _COMMON | {Feature.USAGE}
-        return _COMMON
+        return _FEATURES[self._config.runtime]
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -360,7 +361,7 @@ def _check_spec(spec: SandboxSpec) -> None:
         try:
             rootfs.check_target(mount.target)
         except rootfs.MountRefused as error:
-            raise FrozenPathRefused(str(error)) from error
+            raise SpecRefused(str(error)) from error
 
 
 def _exists(sandbox: _Sandbox) -> bool:

@@ -19,7 +19,8 @@ path=$1
 [[ -e $path ]] || fail 'No such file or directory'
 [[ -f $path ]] || fail 'not a regular file'
 [[ -r $path ]] || fail 'Permission denied'
-exec head -c "$2" < "$path"
+if command -v head > /dev/null; then exec head -c "$2" < "$path"; fi
+exec cat < "$path"
 """
 """Arguments: path, number of bytes."""
 
@@ -38,20 +39,31 @@ cat > "$path" || exit 3
 """Argument: path. Standard input: the content."""
 
 KILL_TREE: Final = r"""
-children() {
-  local stat pid rest
-  for stat in /proc/[0-9]*/stat; do
-    { read -r pid rest < "$stat"; } 2>/dev/null || continue
-    rest=${rest##*) }
-    set -- "$1" $rest
-    [[ $3 == "$1" ]] && { kill -STOP "$pid" 2>/dev/null; children "$pid"; kill -KILL "$pid" 2>/dev/null; }
-  done
+entry() { # pid: sets parent and start
+  local stat fields
+  { read -r stat < "/proc/$1/stat"; } 2>/dev/null || return 1
+  fields=(${stat##*) })
+  parent=${fields[1]} start=${fields[19]}
 }
-kill -STOP "$1" 2>/dev/null
-children "$1"
-kill -KILL "$1" 2>/dev/null
+tree() {
+  local path
+  kill -STOP "$1" 2>/dev/null
+  for path in /proc/[0-9]*; do
+    entry "${path#/proc/}" && [[ $parent == "$1" ]] && tree "${path#/proc/}"
+  done
+  kill -KILL "$1" 2>/dev/null
+}
+entry "$1" && born=$start
+tree "$1"
+[[ $2 == strays && -n $born ]] || exit 0
+for round in 1 2 3; do
+  for path in /proc/[0-9]*; do
+    pid=${path#/proc/}
+    [[ $pid != 1 && $pid != $$ ]] && entry "$pid" && (( parent <= 1 && start >= born )) && tree "$pid"
+  done
+done
 """
-"""Argument: pid. For gVisor, whose processes no host tool sees."""
+"""Arguments: pid; `strays` to take younger orphans too. For gVisor, whose processes no host tool sees."""
 
 ACCOUNTS: Final = r"""
 for file in /etc/passwd /etc/group; do

@@ -21,7 +21,6 @@ import os
 import select
 import signal
 import stat
-import sys
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
@@ -173,7 +172,8 @@ class _Keeper:
         for pid, request in (*self._booting.items(), *self._containers.items()):
             if request["id"] == sandbox_id:
                 self._end(pid, request)
-        if (request := self._frozen.pop(sandbox_id, None)) is not None:
+        if sandbox_id in self._frozen:
+            request = self._frozen.pop(sandbox_id)
             with suppress(FileNotFoundError):
                 os.unlink(f"{request['home']}/{FROZEN_MARK}")
             self._clean(request)
@@ -337,4 +337,4 @@ def _mount_frozen(name: str, frozen: Request, base_id: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

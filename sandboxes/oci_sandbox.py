@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headrace.sandboxes import oci_cgroups, oci_files, syscalls
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, SandboxUsage
+from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, SandboxUsage, Stream
 from headrace.sandboxes.capture import OutputCapture, memory_file
 from headrace.sandboxes.client import open_null
 from headrace.sandboxes.commands import EXIT_CANNOT_RUN, FileProblem, find_account
@@ -30,21 +30,23 @@ from headrace.sandboxes.errors import (
     SandboxFileError,
     SandboxGone,
     SecretRefused,
+    SpecRefused,
     Unsupported,
 )
 from headrace.sandboxes.image_folders import remove
 from headrace.sandboxes.oci_bundle import command_process
 from headrace.sandboxes.oci_keeper import FROZEN_MARK, LAYER, PID_FILE
-from headrace.sandboxes.oci_process import CommandEnd, RunningCommand
+from headrace.sandboxes.oci_process import CommandEnd, OciProcess, RunningCommand
 from headrace.sandboxes.oci_runtime import OciRuntime, RuntimeKind
 from headrace.sandboxes.partial import PartialSandbox
 from headrace.sandboxes.processes import parse_stat
 from headrace.sandboxes.sandbox_folder import SandboxFolder
+from headrace.sandboxes.wire import close_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from headrace.sandboxes.base import SandboxId, SandboxRef
+    from headrace.sandboxes.base import SandboxId, SandboxRef, TerminalSize
     from headrace.sandboxes.commands import Account
 
 STATE_FILE: Final = "sandbox.json"
@@ -54,6 +56,16 @@ _FILE_TIMEOUT_S: Final = 60.0
 _ANSWER_GRACE_S: Final = 20.0
 _MAX_ACCOUNT_BYTES: Final = 1 << 20
 _INSIDE: Final = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
+
+
+_KILL_INSIDE: Final = """
+file=$1 && shift && pid=$(cat "$file") || exit
+set -- "$@" "$pid"
+others=$(ls "${file%/*}" | grep -c '^exec-.*[.]json$')
+[ "$others" -gt 1 ] || set -- "$@" strays
+exec "$@"
+"""
+"""Strays can be told from others' processes while no other command runs: see `processes`."""
 
 
 class SandboxState(NamedTuple):
@@ -172,8 +184,7 @@ class OciSandbox(PartialSandbox):
                 end = await self._wait(running, timeout_s)
             stdout = await out.finish(_OUTPUT_GRACE_S)
             stderr = await err.finish(_OUTPUT_GRACE_S if not out.held else 0)
-        if not end.timed_out and (end.exit_code in (None, EXIT_CANNOT_RUN, 128 + signal.SIGKILL)):
-            # The sandbox may have died under the command.
+        if not end.timed_out and _may_be_dead(state, end.exit_code):
             self._running()
         if end.exit_code is None and not end.timed_out:
             raise SandboxError(f"the command's parent process died: {command[:200]!r}")
@@ -219,7 +230,7 @@ class OciSandbox(PartialSandbox):
 
     def _kill_inside(self, runtime: OciRuntime, state: SandboxState, pid_file: Path) -> list[str]:
         script = runtime.command("exec", self.id, state.bash, "-c", oci_files.KILL_TREE, "bash")
-        return ["/bin/sh", "-c", 'pid=$(cat "$1") && shift && exec "$@" "$pid"', "sh", str(pid_file), *script]
+        return ["/bin/sh", "-c", _KILL_INSIDE, "sh", str(pid_file), *script]
 
     async def _account(self, state: SandboxState, user: str) -> Account:
         """Raises FileProblem for a user that is not there."""
@@ -239,9 +250,57 @@ class OciSandbox(PartialSandbox):
         passwd, group, *_ = [*stdout.decode(errors="replace").split("\0"), "", ""]
         return find_account(user, passwd, group)
 
+    async def spawn(
+        self,
+        command: str | Sequence[str],
+        *,
+        user: str = "root",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bool = False,
+        terminal: TerminalSize | None = None,
+        timeout_s: float | None = None,
+    ) -> OciProcess:
+        """See `Sandbox.spawn`. Raises Unsupported for a terminal, and with gVisor. What cannot run ends with 126."""
+        state = self._running()
+        if terminal is not None or state.runtime != RuntimeKind.RUNC:
+            raise Unsupported("spawn: the oci provider has no terminals, and none of it with gVisor")
+        try:
+            account = await self._account(state, user)
+        except FileProblem as error:
+            raise SpecRefused(f"cannot run the command: {error}") from error
+        environment = {**state.environment, **(env or {})}
+        process = command_process(
+            account, state.bash, command, folder=cwd, environment=environment, open_files=state.open_files
+        )
+        source, sink = os.pipe2(os.O_CLOEXEC) if stdin else (open_null(), None)
+        out_read, out_write = os.pipe2(os.O_CLOEXEC)
+        err_read, err_write = os.pipe2(os.O_CLOEXEC)
+        ours = [descriptor for descriptor in (sink, out_read, err_read) if descriptor is not None]
+        try:
+            running = await self._begin(state, process, (source, out_write, err_write), timeout_s)
+        except BaseException:
+            close_all(ours)
+            raise
+        streams = {Stream.STDOUT: out_read, Stream.STDERR: err_read}
+        return OciProcess(running, stdin=sink, streams=streams, timeout_s=timeout_s, check=self._running)
+
+    async def _begin(
+        self, state: SandboxState, process: dict[str, Any], descriptors: tuple[int, ...], timeout_s: float | None
+    ) -> RunningCommand:
+        """Start a command and wait until it runs; a cancel meanwhile kills it."""
+        with self._order(state, process, timeout_s) as order:
+            running = await RunningCommand.start(order, descriptors)
+            try:
+                await running.begun.wait()
+            except BaseException:
+                await asyncio.shield(running.stop())
+                raise
+        return running
+
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
         command = ["bash", "-c", oci_files.READ, "bash", path, str(max_bytes + 1)]
-        data = await self._file_operation(command, open_null(), user, max_bytes + 1)
+        data = await self._file_operation(command, open_null(), user, max(max_bytes + 1, 4096))
         if len(data) > max_bytes:
             raise SandboxFileError(f"{path}: more than {max_bytes} bytes")
         return data
@@ -281,6 +340,8 @@ class OciSandbox(PartialSandbox):
 
     async def _set_paused(self, word: str, *, paused: bool) -> None:
         state, mark = self._running(), self._home / PAUSED_MARK
+        if state.runtime != RuntimeKind.RUNC:
+            raise Unsupported(f"{word}: a paused gVisor still runs new commands")
         if mark.exists() == paused:
             return
         if not await OciRuntime(RuntimeKind(state.runtime), Path(state.state_folder)).call(word, self.id):
@@ -357,6 +418,13 @@ class OciSandbox(PartialSandbox):
         )
         await process.wait()
         await asyncio.to_thread(remove, self._home)
+
+
+def _may_be_dead(state: SandboxState, exit_code: int | None) -> bool:
+    """Whether a command may have ended so because its sandbox did; gVisor gives no certain code then."""
+    return exit_code in (None, EXIT_CANNOT_RUN, 128 + signal.SIGKILL) or (
+        exit_code != 0 and state.runtime == RuntimeKind.RUNSC
+    )
 
 
 def _read_inside(pid: int, name: str) -> str:
