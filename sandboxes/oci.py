@@ -16,6 +16,7 @@ import os
 import secrets
 import tempfile
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.sandboxes import rootfs
+from headrace.sandboxes import oci_cgroups, rootfs
 from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import (
     BootTimeout,
@@ -40,7 +41,7 @@ from headrace.sandboxes.oci_bundle import BindMount, BundlePlan, Limits, bundle_
 from headrace.sandboxes.oci_keeper import PID_FILE
 from headrace.sandboxes.oci_keeper_client import KeeperClient
 from headrace.sandboxes.oci_runtime import OciRuntime, RuntimeKind
-from headrace.sandboxes.oci_sandbox import PAUSED_MARK, STATE_FILE, OciSandbox, SandboxState
+from headrace.sandboxes.oci_sandbox import PAUSED_MARK, STATE_FILE, OciSandbox, SandboxState, open_private
 from headrace.sandboxes.sandbox_folder import SandboxFolder
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class OciProvider:
         self._home: Path | None = None
         self._keeper: KeeperClient | None = None
         self._starting = asyncio.Lock()
-        self._keys: dict[str, asyncio.Lock] = {}
+        self._keys: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._sandboxes: dict[SandboxId, _Sandbox] = {}
         self._releasing: set[asyncio.Task[None]] = set()
 
@@ -150,15 +151,8 @@ class OciProvider:
         if not self._parent.is_dir():
             return
         for home in self._parent.iterdir():
-            if is_alive(Owner(home.name)):
-                continue
-            for sandbox in (home / _SANDBOXES).glob("*"):
-                with suppress(OSError, ValueError):
-                    state = SandboxState(**json.loads((sandbox / STATE_FILE).read_bytes()))
-                    runtime = OciRuntime(RuntimeKind(state.runtime), Path(state.state_folder))
-                    await runtime.call("resume", sandbox.name)
-                    await runtime.call("delete", "--force", sandbox.name)
-            await asyncio.to_thread(remove, home)
+            if not is_alive(Owner(home.name)):
+                await _remove_home(home)
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
         """Boot a sandbox, or return the one with the same idempotency key.
@@ -169,7 +163,8 @@ class OciProvider:
         _check_spec(spec)
         if not spec.idempotency_key:
             return await self._create(spec)
-        async with self._keys.setdefault(spec.idempotency_key, asyncio.Lock()):
+        lock = self._keys.setdefault(spec.idempotency_key, asyncio.Lock())
+        async with lock:
             for known in self._sandboxes.values():
                 if known.spec.idempotency_key == spec.idempotency_key and _exists(known):
                     return known.ref
@@ -347,7 +342,19 @@ class OciProvider:
             await asyncio.wait(self._releasing)
         home, self._home = self._home, None
         if home is not None:
-            await asyncio.to_thread(remove, home)
+            await _remove_home(home)
+
+
+async def _remove_home(home: Path) -> None:
+    """The folder of a provider, with whatever its keeper did not come to remove: containers, control groups."""
+    for sandbox in (home / _SANDBOXES).glob("*"):
+        with suppress(OSError, ValueError, TypeError):
+            state = SandboxState(**json.loads((sandbox / STATE_FILE).read_bytes()))
+            runtime = OciRuntime(RuntimeKind(state.runtime), Path(state.state_folder))
+            await runtime.call("resume", sandbox.name)
+            await runtime.call("delete", "--force", sandbox.name)
+            oci_cgroups.remove(state.group)
+    await asyncio.to_thread(remove, home)
 
 
 def _check_spec(spec: SandboxSpec) -> None:
@@ -396,10 +403,6 @@ def _write_home(home: Path, sandbox: _Sandbox, state: SandboxState, config: dict
         (STATE_FILE, json.dumps(state._asdict())),
         ("config.json", json.dumps(config)),
     ):
-        with open(home / name, "x", encoding="utf-8", opener=_open_private) as file:
+        with open(home / name, "x", encoding="utf-8", opener=open_private) as file:
             file.write(text)
     SandboxFolder(home).set_deadline(time.monotonic() + sandbox.spec.ttl_s)
-
-
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

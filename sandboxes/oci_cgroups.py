@@ -1,4 +1,4 @@
-# ruff: noqa: PTH102, PTH106, PTH110, PTH123
+# ruff: noqa: PTH102, PTH106, PTH110, PTH123, PTH208
 # (pathlib stays out: it is loaded once for every command)
 """The control groups of one container: where they lie, what they count, and killing everything in a sub-group.
 
@@ -41,6 +41,15 @@ def thaw(group: str) -> None:
         path, text = (f"{folder('freezer', group)}/freezer.state", "THAWED")
     with suppress(OSError), open(path, "r+", encoding="ascii") as file:
         file.write(text)
+
+
+def remove(group: str) -> None:
+    """Remove the empty groups of a container that is gone; the runtime did unless it was killed meanwhile."""
+    parents = [_MOUNT] if is_version_2() else [f"{_MOUNT}/{name}" for name in os.listdir(_MOUNT)]
+    for parent in parents:
+        for folder_path, _, _ in os.walk(f"{parent}{group}", topdown=False):
+            with suppress(OSError):
+                os.rmdir(folder_path)
 
 
 class SubGroup:

@@ -212,7 +212,9 @@ class OciSandbox(PartialSandbox):
         else:
             words += ["--internal-pid-file", str(pid_file)]
         try:
-            process_file.write_text(json.dumps(process))
+            # Its environment may hold secrets.
+            with open(process_file, "x", encoding="utf-8", opener=open_private) as file:
+                file.write(json.dumps(process))
         except FileNotFoundError as error:
             raise self._gone() from error
         try:
@@ -418,6 +420,11 @@ class OciSandbox(PartialSandbox):
         )
         await process.wait()
         await asyncio.to_thread(remove, self._home)
+
+
+def open_private(path: str, flags: int) -> int:
+    """An opener for files that only this user reads."""
+    return os.open(path, flags, 0o600)
 
 
 def _may_be_dead(state: SandboxState, exit_code: int | None) -> bool:
