@@ -83,7 +83,8 @@ class OciSandboxConfig(BaseModel):
     image_bytes: int = Field(default=50 << 30, ge=1 << 20)
     """What unpacked images may take there; those used last stay."""
     runtime_folder: Path | None = None
-    """Where folders of sandboxes are made; by default below the system's folder for temporary files."""
+    """Where folders of sandboxes are made; by default below the system's folder for temporary files. Others must be able
+    to pass through every folder above it: the root of a container is another user's."""
 
 
 @dataclass(slots=True)
@@ -387,6 +388,9 @@ def _make_home(parent: Path) -> Path:
     status = parent.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise SandboxError(f"{parent} must belong to this user with mode 711: remove it or set runtime_folder")
+    for folder in (parent, *parent.resolve().parents):
+        if not folder.stat().st_mode & 0o001:
+            raise SpecRefused(f"{folder} lets nobody else pass (chmod o+x), so no container can use {parent}")
     home = parent / new_owner()
     for folder in (home, home / _SANDBOXES):
         folder.mkdir(mode=0o711)

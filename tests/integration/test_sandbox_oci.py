@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -279,12 +280,17 @@ asyncio.run(main())
 
 
 @pytest.fixture
-def orphan(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[str], int]]:
+def open_folder() -> Iterator[Path]:
+    """A folder of our own that others may pass through; pytest's are private."""
+    with tempfile.TemporaryDirectory(prefix="headrace-test-") as folder:
+        Path(folder).chmod(0o711)
+        yield Path(folder)
+
+
+@pytest.fixture
+def orphan(open_folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[str], int]]:
     """A provider in a process of its own, with a running and a paused sandbox: (process, ids, keeper)."""
-    (tmp_path / "run").mkdir(mode=0o711)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(folder.stat().st_mode | 0o011)
-    command = (sys.executable, "-c", ORPHAN, str(tmp_path / "run"))
+    command = (sys.executable, "-c", ORPHAN, str(open_folder))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         ids = [process.stdout.readline().strip() for _ in range(2)]
@@ -305,17 +311,17 @@ async def test_a_provider_killed_takes_its_sandboxes_with_it(
 
 
 async def test_what_provider_and_keeper_left_is_swept(
-    orphan: tuple[subprocess.Popen[str], list[str], int], tmp_path: Path
+    orphan: tuple[subprocess.Popen[str], list[str], int], open_folder: Path
 ) -> None:
     process, ids, keeper = orphan
     os.kill(keeper, signal.SIGKILL)
     process.kill()
     process.wait()
     assert any(traces(sandbox_id) for sandbox_id in ids)
-    async with OciProvider(OciSandboxConfig(runtime_folder=tmp_path / "run")):
+    async with OciProvider(OciSandboxConfig(runtime_folder=open_folder)):
         assert [traces(sandbox_id) for sandbox_id in ids] == [[], []]
-        assert len(list((tmp_path / "run").iterdir())) == 1
-    assert list((tmp_path / "run").iterdir()) == []
+        assert len(list(open_folder.iterdir())) == 1
+    assert list(open_folder.iterdir()) == []
 
 
 def wait_for_end(descriptor: int) -> None:
@@ -339,6 +345,12 @@ async def test_a_keeper_that_died_is_replaced(provider: OciProvider) -> None:
 
 
 # Bad input
+
+
+async def test_a_folder_that_lets_nobody_pass(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with pytest.raises(SpecRefused, match=r"chmod o\+x"):
+        await OciProvider(OciSandboxConfig(runtime_folder=tmp_path / "run")).start()
 
 
 async def test_a_runtime_that_is_not_installed(config: OciSandboxConfig, monkeypatch: pytest.MonkeyPatch) -> None:
