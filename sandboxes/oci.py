@@ -83,8 +83,8 @@ class OciSandboxConfig(BaseModel):
     image_bytes: int = Field(default=50 << 30, ge=1 << 20)
     """What unpacked images may take there; those used last stay."""
     runtime_folder: Path | None = None
-    """Where folders of sandboxes are made; by default below the system's folder for temporary files. Others must be able
-    to pass through every folder above it: the root of a container is another user's."""
+    """Where folders of sandboxes are made; by default below the system's folder for temporary files. Others must be
+    able to pass through every folder above it: the root of a container is another user's."""
 
 
 @dataclass(slots=True)
