@@ -20,6 +20,7 @@ import os
 import signal
 import stat
 import sys
+import weakref
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ class ImageStore:
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._store = StoreFolder(folder)
         self._max_bytes = max_bytes
-        self._unpacking: dict[str, asyncio.Lock] = {}
+        self._unpacking: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._prepared = False
 
     async def resolve(self, reference: str) -> ResolvedImage:
@@ -98,7 +99,8 @@ class ImageStore:
         located = await asyncio.to_thread(_locate, reference)
         if located.kind == "folder":
             return await asyncio.to_thread(_in_place, reference, located)
-        async with self._unpacking.setdefault(located.key, asyncio.Lock()):
+        lock = self._unpacking.setdefault(located.key, asyncio.Lock())
+        async with lock:
             record = await asyncio.to_thread(self._store.read_record, located.key)
             if record is None:
                 record = await self._unpack(reference, located)

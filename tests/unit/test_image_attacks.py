@@ -217,14 +217,18 @@ def test_names_beyond_what_the_kernel_takes_are_refused(tmp_path: Path, kit: Any
 
 
 def test_a_tree_deeper_than_any_path_can_be_removed(tmp_path: Path, kit: Any) -> None:
+    # Few links: the kernel counts those of a look-up that it begins again twice, and allows 40.
     piece = "/".join(["d"] * 100)
     entries = []
-    for number in range(30):
+    for number in range(13):
         entries.append(kit.folder(f"l{number}/{piece}" if number else piece))
         entries.append(kit.link(f"l{number + 1}", f"l{number}/{piece}" if number else piece))
-    tree = unpack_bytes(kit.tar(entries), tmp_path)
-    remove(tree)
-    assert not tree.exists()
+    try:
+        unpack_bytes(kit.tar(entries), tmp_path)
+    finally:
+        # In any case: pytest could not remove it.
+        remove(tmp_path / "tree")
+    assert not (tmp_path / "tree").exists()
 
 
 def test_what_a_layer_keeps(tmp_path: Path, kit: Any) -> None:

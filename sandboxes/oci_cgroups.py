@@ -1,0 +1,149 @@
+# ruff: noqa: PTH102, PTH106, PTH110, PTH123, PTH208
+# (pathlib stays out: it is loaded once for every command)
+"""The control groups of one container: where they lie, what they count, and killing everything in a sub-group.
+
+Invariants: version 1, 2 and the hybrid of both are told apart by what is mounted; a kill ends only when the group is
+empty, and no fork escapes it (frozen first on version 1, `cgroup.kill` on version 2).
+
+Linux: Documentation/admin-guide/cgroup-v1/, cgroup-v2.rst.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+_MOUNT: Final = "/sys/fs/cgroup"
+_KILL_TRIES: Final = 200
+_KILL_PAUSE_S: Final = 0.01
+
+
+def is_version_2() -> bool:
+    return os.path.exists(f"{_MOUNT}/cgroup.controllers")
+
+
+def folder(controller: str, group: str) -> str:
+    return f"{_MOUNT}{group}" if is_version_2() else f"{_MOUNT}/{controller}{group}"
+
+
+def sub_group_argument(name: str) -> str:
+    """What `runc exec --cgroup` takes for a sub-group that `SubGroup` can kill."""
+    return name if is_version_2() else f"freezer:{name}"
+
+
+def thaw(group: str) -> None:
+    """Let a paused container go on, so that a kill reaches it."""
+    path, text = (f"{folder('', group)}/cgroup.freeze", "0")
+    if not is_version_2():
+        path, text = (f"{folder('freezer', group)}/freezer.state", "THAWED")
+    with suppress(OSError), open(path, "r+", encoding="ascii") as file:
+        file.write(text)
+
+
+def remove(group: str) -> None:
+    """Remove the empty groups of a container that is gone; the runtime did unless it was killed meanwhile."""
+    parents = [_MOUNT] if is_version_2() else [f"{_MOUNT}/{name}" for name in os.listdir(_MOUNT)]
+    for parent in parents:
+        for folder_path, _, _ in os.walk(f"{parent}{group}", topdown=False):
+            with suppress(OSError):
+                os.rmdir(folder_path)
+
+
+class SubGroup:
+    """Processes of one command: a folder below the container's own. No folders: nothing is made, nothing is killed."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def make(self) -> None:
+        if self._path:
+            with suppress(FileExistsError):
+                os.mkdir(self._path)
+
+    def remove(self) -> None:
+        """A daemon that was left on purpose keeps its group; the runtime removes that with the container."""
+        if self._path:
+            with suppress(OSError):
+                os.rmdir(self._path)
+
+    def kill(self) -> None:
+        """Returns when no process is left, or after about 2 s."""
+        if not self._path:
+            return
+        for _ in range(_KILL_TRIES):
+            self._write("cgroup.kill", "1")
+            self._write("freezer.state", "FROZEN")
+            pids = self._processes()
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._write("freezer.state", "THAWED")
+            if not pids:
+                return
+            # The kernel tells nobody when a version 1 group becomes empty.
+            time.sleep(_KILL_PAUSE_S)
+
+    def _processes(self) -> list[int]:
+        try:
+            with open(f"{self._path}/cgroup.procs", encoding="ascii") as file:
+                return [int(line) for line in file]
+        except OSError:
+            return []
+
+    def _write(self, name: str, text: str) -> None:
+        with suppress(OSError), open(f"{self._path}/{name}", "r+", encoding="ascii") as file:
+            file.write(text)
+
+
+class GroupUsage(NamedTuple):
+    cpu_s: float
+    memory_bytes: int
+    memory_limit_bytes: int | None
+    processes: int
+    cpus: float | None
+    oom_kills: int
+
+
+def usage(group: str) -> GroupUsage:
+    """Raises FileNotFoundError when the group is gone."""
+    return _usage_2(folder("", group)) if is_version_2() else _usage_1(group)
+
+
+def _usage_1(group: str) -> GroupUsage:
+    memory, cpu = folder("memory", group), folder("cpu", group)
+    limit = int(_read(f"{memory}/memory.limit_in_bytes"))
+    quota, period = int(_read(f"{cpu}/cpu.cfs_quota_us")), int(_read(f"{cpu}/cpu.cfs_period_us"))
+    return GroupUsage(
+        cpu_s=int(_read(f"{folder('cpuacct', group)}/cpuacct.usage")) / 1e9,
+        memory_bytes=int(_read(f"{memory}/memory.usage_in_bytes")),
+        memory_limit_bytes=None if limit >= 1 << 60 else limit,
+        processes=int(_read(f"{folder('pids', group)}/pids.current")),
+        cpus=None if quota < 0 else quota / period,
+        oom_kills=_field(f"{memory}/memory.oom_control", "oom_kill"),
+    )
+
+
+def _usage_2(path: str) -> GroupUsage:
+    limit = _read(f"{path}/memory.max").strip()
+    quota, period = _read(f"{path}/cpu.max").split()
+    return GroupUsage(
+        cpu_s=_field(f"{path}/cpu.stat", "usage_usec") / 1e6,
+        memory_bytes=int(_read(f"{path}/memory.current")),
+        memory_limit_bytes=None if limit == "max" else int(limit),
+        processes=int(_read(f"{path}/pids.current")),
+        cpus=None if quota == "max" else int(quota) / int(period),
+        oom_kills=_field(f"{path}/memory.events", "oom_kill"),
+    )
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read()
+
+
+def _field(path: str, name: str) -> int:
+    rows = (line.split() for line in _read(path).splitlines())
+    return next((int(row[1]) for row in rows if row[0] == name), 0)
