@@ -166,10 +166,13 @@ class Boots:
     def _fork_into_own_pids(self) -> int:
         """Fork into a new pid namespace."""
         syscalls.unshare(syscalls.CLONE_NEWPID)
+        pid = -1
         try:
-            return os.fork()
+            pid = os.fork()
         finally:
-            self._return_to_own_pids()
+            if pid != 0:
+                self._return_to_own_pids()
+        return pid
 
     @staticmethod
     def _fork_apart() -> int:
