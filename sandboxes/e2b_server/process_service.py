@@ -80,6 +80,9 @@ class ProcessService:
             terminal=_size(message["pty"]) if command.terminal else None,
             timeout_s=call.timeout_s,
         )
+        if process.pid == 0:
+            words = b"".join([piece.data async for piece in process.output()]).decode(errors="replace").strip()
+            raise RpcError(Code.RESOURCE_EXHAUSTED, words or "the sandbox could not start a process")
         running = RunningCommand(command, process, call.live.row.id)
         call.live.processes.add(running)
         call.live.note(f"process {running.pid} started: {command.program} {' '.join(command.arguments)[:200]}")

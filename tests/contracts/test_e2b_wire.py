@@ -358,6 +358,17 @@ async def test_the_fifo_of_an_agent_holds_nobody(box: Any) -> None:
     assert b"root:" in (await box.files("GET", "/tmp/passwd"))[1]
 
 
+async def test_a_boot_that_fails_is_typed_and_leaves_nothing(wire: Callable[..., Any]) -> None:
+    async with LocalProvider(LocalSandboxConfig(boot_timeout_s=1e-6)) as local, E2bServer(local) as server:
+        for headers in ({}, {"Idempotency-Key": "again"}):
+            status, answer, given = await wire(server.url).call(
+                "POST", "/v2/sandboxes", {"templateID": "base"}, **headers
+            )
+            assert (status, answer["error_code"], given["Should-Retry"]) == (504, "sandbox_create_failed", "true")
+        assert await local.list() == []
+        assert (await wire(server.url).call("GET", "/v2/sandboxes"))[1] == []
+
+
 def test_key_files_are_checked_at_the_start(tmp_path: Path) -> None:
     for text in ("", "alice", "alice:", ":key", "a:b:c", "a:b:1\na:c", "a:b\nc:b", "na me:key"):
         (tmp_path / "keys").write_text(text)
