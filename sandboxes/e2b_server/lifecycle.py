@@ -27,7 +27,7 @@ from headrace.sandboxes.e2b_server.errors import ApiError, not_found, not_runnin
 from headrace.sandboxes.e2b_server.expiry import ExpiryClock
 from headrace.sandboxes.e2b_server.live import LiveSandbox
 from headrace.sandboxes.e2b_server.table import Row, State
-from headrace.sandboxes.errors import SandboxError
+from headrace.sandboxes.errors import SandboxError, TransientSandboxError
 
 if TYPE_CHECKING:
     import builtins
@@ -87,9 +87,13 @@ class Sandboxes:
         return [live.row for live in self._live.values() if live.row.owner == owner.name and not live.ending]
 
     async def forget_lost(self) -> None:
-        """Drop those that the provider has no more: they died by themselves. Raises SandboxError."""
+        """Drop those that the provider has no more: they died by themselves. One that cannot tell changes nothing."""
         before = {live.row.ref: live for live in self._live.values()}
-        alive = {info.id for info in await self.backend.list()}
+        try:
+            alive = {info.id for info in await self.backend.list()}
+        except TransientSandboxError as error:
+            logger.warning("the provider cannot tell which sandboxes live: %s", error)
+            return
         for ref, live in before.items():
             if ref is not None and ref.id not in alive and live.row.ref == ref and not live.changing.locked():
                 self.forget(live)

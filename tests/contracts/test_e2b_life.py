@@ -107,7 +107,13 @@ async def test_a_sandbox_that_died_by_itself_is_gone(
         continue
     async with box.http.get(f"{box.url}/health", headers={"E2b-Sandbox-Id": box.id}) as reply:
         assert (reply.status, "was not found" in await reply.text()) == (502, True)
-    assert (await other.call("GET", "/v2/sandboxes"))[1] == []
+
+    async def none_listed() -> bool:
+        status, rows, _ = await other.call("GET", "/v2/sandboxes")
+        assert status == 200
+        return not rows
+
+    await until(none_listed)
     assert (await other.call("GET", f"/sandboxes/{other.id}"))[0] == 404
 
 
