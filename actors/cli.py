@@ -27,8 +27,10 @@ EXIT_CODES = (
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=EXIT_CODES)
 ledger_app = typer.Typer(no_args_is_help=True, help="Look at the ledger of a run.")
 engine_app = typer.Typer(no_args_is_help=True, help="Inference engines.")
+sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes for other programs.")
 app.add_typer(ledger_app, name="ledger")
 app.add_typer(engine_app, name="engine")
+app.add_typer(sandbox_app, name="sandbox")
 
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-' is standard output).")
@@ -156,6 +158,43 @@ def serve(context: typer.Context) -> None:
     code = serve_engine(context.args)
     # A transfer thread may hang in a collective that nothing can cancel: leave without waiting for it.
     os._exit(code)
+
+
+@sandbox_app.command("serve")
+def serve_sandboxes(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 takes a free port.")] = 0,
+    host: Annotated[str, typer.Option(help="Address to bind; anything but loopback needs --keys.")] = "127.0.0.1",
+    image_map: Annotated[Path | None, typer.Option(help="TOML or JSON file: template name = image reference.")] = None,
+    metadata_image_key: Annotated[str, typer.Option(help="Metadata key that names the image of a create.")] = "",
+    keys: Annotated[Path | None, typer.Option(help="File of API keys, lines `name:key[:max_sandboxes]`.")] = None,
+    state: Annotated[Path | None, typer.Option(help="Folder of the sandbox table; in memory when left out.")] = None,
+    keep_sandboxes: Annotated[
+        bool, typer.Option("--keep-sandboxes", help="Leave them at the end, for the next server of the same --state.")
+    ] = False,
+    provider: Annotated[str, typer.Option(help="Where sandboxes run: local.")] = "local",
+    json: Json = None,
+) -> None:
+    """Serve E2B's API: point the e2b SDK at the printed URL (E2B_API_URL and E2B_SANDBOX_URL)."""
+    from headrace.sandboxes.e2b_server.serving import ServeOptions, serve
+
+    def announce(url: str) -> None:
+        started = {"url": url, "pid": os.getpid()}
+        if json is None or str(json) == "-":
+            typer.echo(url if json is None else orjson.dumps(started).decode())
+        else:
+            _write_json(started, json)
+
+    options = ServeOptions(
+        host=host,
+        port=port,
+        provider=provider,
+        image_map=image_map,
+        metadata_image_key=metadata_image_key,
+        keys=keys,
+        state=state,
+        keep_sandboxes=keep_sandboxes,
+    )
+    serve(options, announce)
 
 
 def main() -> None:

@@ -1,0 +1,117 @@
+"""What the e2b SDK raises, as our errors: classified here once.
+
+Invariants: an error about the connection or a gateway (502, 503, 504, a timeout) says nothing of what the service did,
+so it is ProviderUnreachable; the SDK does not pass on how long to wait, so a RateLimited says one second.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+from headrace.sandboxes.errors import (
+    CapacityExceeded,
+    ExecTimeout,
+    ImageUnknown,
+    PermanentSandboxError,
+    ProviderUnreachable,
+    RateLimited,
+    SandboxError,
+    SandboxFileError,
+    SandboxGone,
+    SecretRefused,
+    SpecRefused,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_STATUS: Final = re.compile(r"\s*(\d{3})\b")
+_TRANSPORTS: Final = ("httpcore", "connectrpc", "pyqwest")
+"""What the SDKs let through of their HTTP clients, by version, is an end of the connection."""
+_GATEWAY: Final = frozenset({500, 502, 503, 504})
+
+
+class Step(StrEnum):
+    """What was being done: the same exception means something else in each."""
+
+    CREATE = "create"
+    """A sandbox was asked for, or the account."""
+    SANDBOX = "sandbox"
+    """A sandbox's life was changed, or a command started."""
+    FILE = "file"
+    """A file was read or written."""
+
+
+@contextmanager
+def typed(step: Step) -> Iterator[None]:
+    """Raises SandboxError in place of the SDK's and its HTTP client's exceptions."""
+    try:
+        yield
+    except SandboxError:
+        raise
+    except Exception as error:
+        known = classify(error, step)
+        if known is None:
+            raise
+        raise known from error
+
+
+def classify(error: Exception, step: Step) -> SandboxError | None:
+    """Our error for it; None when it is a defect."""
+    import e2b
+    import httpx
+
+    message = f"e2b: {str(error) or type(error).__name__}"[:500]
+    match error:
+        case e2b.RateLimitException():
+            return RateLimited(message)
+        case e2b.AuthenticationException():
+            return SecretRefused(message)
+        case e2b.NotEnoughSpaceException():
+            return SandboxFileError(message)
+        case e2b.NotFoundException():
+            return {Step.CREATE: ImageUnknown, Step.FILE: SandboxFileError}.get(step, SandboxGone)(message)
+        case e2b.InvalidArgumentException():
+            return (SandboxFileError if step is Step.FILE else SpecRefused)(message)
+        case e2b.TimeoutException():
+            return ProviderUnreachable(message) if step is Step.CREATE else _timeout(error, message)
+        case e2b.SandboxException():
+            return _by_status(error, step, message)
+        case httpx.TransportError() | ConnectionError() | TimeoutError():
+            return ProviderUnreachable(message)
+    if type(error).__module__.partition(".")[0] in _TRANSPORTS:
+        return ProviderUnreachable(message)
+    # 503 in newer SDKs, of no class that older ones have.
+    if type(error).__name__ == "ServiceBusyException":
+        return CapacityExceeded(message)
+    return None
+
+
+def _timeout(error: Exception, message: str) -> SandboxError:
+    """The SDKs use one class for a command's time, a request's time and a sandbox that is not there."""
+    if type(error).__name__ == "SandboxNotRunningException" or "was not found" in message:
+        return SandboxGone(message)
+    if "unavailable" in message or type(error).__name__ == "SandboxUnreachableException":
+        return ProviderUnreachable(message)
+    return ExecTimeout(message)
+
+
+def _by_status(error: Exception, step: Step, message: str) -> SandboxError:
+    found = _STATUS.match(str(error))
+    status = getattr(error, "status_code", None) or (int(found[1]) if found else 0)
+    if status in _GATEWAY:
+        return ProviderUnreachable(message)
+    if step is Step.FILE:
+        return SandboxFileError(message)
+    if step is Step.CREATE and status in (400, 404) and ("image" in message or "emplate" in message):
+        return ImageUnknown(message)
+    if status == 404:
+        return SandboxGone(message)
+    if status in (401, 403):
+        return SecretRefused(message)
+    if 400 <= status < 500 or status == 501:
+        return SpecRefused(message)
+    return PermanentSandboxError(message)

@@ -1,0 +1,75 @@
+"""When sandboxes end: one clock for all of them.
+
+Invariants: what is due is handed out once, in the order of deadlines; a changed deadline replaces the old one; nothing
+is looked at before it is due. Deadlines are wall-clock seconds, because they are kept over restarts and shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Deadlines:
+    """The pure part: which names are due at a time."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+        self._at: dict[str, float] = {}
+
+    def set(self, name: str, at: float) -> None:
+        self._at[name] = at
+        heapq.heappush(self._heap, (at, name))
+
+    def drop(self, name: str) -> None:
+        self._at.pop(name, None)
+
+    def next(self) -> float | None:
+        """The earliest deadline."""
+        while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def due(self, now: float) -> list[str]:
+        """Names whose deadline has come; they have none any more."""
+        names = []
+        while (at := self.next()) is not None and at <= now:
+            name = heapq.heappop(self._heap)[1]
+            del self._at[name]
+            names.append(name)
+        return names
+
+
+class ExpiryClock:
+    """Calls `on_due(name)` when a deadline comes, while `run` runs."""
+
+    def __init__(self, on_due: Callable[[str], None]) -> None:
+        self._deadlines = Deadlines()
+        self._on_due = on_due
+        self._changed = asyncio.Event()
+
+    def set(self, name: str, at: float) -> None:
+        self._deadlines.set(name, at)
+        self._changed.set()
+
+    def drop(self, name: str) -> None:
+        self._deadlines.drop(name)
+
+    async def run(self) -> None:
+        while True:
+            now = time.time()
+            for name in self._deadlines.due(now):
+                self._on_due(name)
+            at = self._deadlines.next()
+            self._changed.clear()
+            try:
+                # An hour at most: a wall clock that was set forward is noticed then.
+                async with asyncio.timeout(3600.0 if at is None else min(3600.0, max(0.0, at - time.time()))):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue

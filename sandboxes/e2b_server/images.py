@@ -1,0 +1,49 @@
+"""Which image a create asks for: by its template's name or by a key of its metadata, through a map.
+
+Invariants: a client names only what the map names; an image reference never comes from a client.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from typing import TYPE_CHECKING, Final
+
+from headrace.sandboxes.errors import ImageUnknown, SpecRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+DEFAULT_TEMPLATE: Final = "base"
+
+
+class ImageMap:
+    """Names to image references. `base`, where the map leaves it out, is `host`."""
+
+    def __init__(self, images: Mapping[str, str] | None = None, metadata_key: str = "") -> None:
+        self._images = {DEFAULT_TEMPLATE: "host", **(images or {})}
+        self._keys = (metadata_key, f"{metadata_key}/image") if metadata_key else ()
+
+    def resolve(self, template: str, metadata: Mapping[str, str], snapshots: Mapping[str, str]) -> str:
+        """The image for a create; `snapshots` are the owner's own. Raises ImageUnknown."""
+        name = next((metadata[key] for key in self._keys if key in metadata), template)
+        image = self._images.get(name) or snapshots.get(name)
+        if image is None:
+            known = ", ".join(sorted(self._images)[:20])
+            raise ImageUnknown(f"image {name!r} is not in the image map (--image-map), which has: {known}")
+        return image
+
+
+def load_images(path: Path | None, metadata_key: str) -> ImageMap:
+    """Read a TOML or JSON file of `name = "image reference"`. Raises SpecRefused."""
+    if path is None:
+        return ImageMap(metadata_key=metadata_key)
+    try:
+        text = path.read_text(encoding="utf-8")
+        images = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise SpecRefused(f"--image-map {path}: {error}") from error
+    if not isinstance(images, dict) or not all(isinstance(image, str) and image for image in images.values()):
+        raise SpecRefused(f'--image-map {path}: write `name = "image reference"` lines, nothing nested')
+    return ImageMap(images, metadata_key)

@@ -1,0 +1,158 @@
+"""The durable table: which sandboxes there are, whose, until when, and how to reach them.
+
+Invariants:
+- A row is written before its sandbox boots and removed once it is dead, so a server that comes back knows all that may
+  still live.
+- The file holds secrets: mode 0600 in a folder of mode 0700, one server at a time (a lock). A crash of the server loses
+  nothing; a crash of the machine takes the sandboxes with it, so rows are not fsynced one by one.
+- Without a folder the table is in memory and ends with the server.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from headrace.sandboxes.base import SandboxId, SandboxRef
+from headrace.sandboxes.errors import SandboxError, SpecRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+_SCHEMA_VERSION: Final = 1
+_SCHEMA: Final = (
+    "CREATE TABLE IF NOT EXISTS sandboxes (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
+    "CREATE TABLE IF NOT EXISTS snapshots (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
+)
+
+
+class State(StrEnum):
+    """Where a sandbox is in its life. A dead one has no row."""
+
+    BOOTING = "booting"
+    """Asked for; it may exist already. Not shown to clients."""
+    RUNNING = "running"
+    PAUSED = "paused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One sandbox. Times are seconds since the epoch."""
+
+    id: str
+    owner: str
+    boot_key: str
+    """The idempotency key that the provider knows."""
+    template: str
+    image: str
+    access_token: str = field(repr=False)
+    timeout_s: float
+    started_at: float
+    end_at: float
+    state: State = State.BOOTING
+    ref: SandboxRef | None = None
+    pause_at_end: bool = False
+    metadata: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict, repr=False)
+    client_key: str = ""
+    """The client's Idempotency-Key, and what it asked for with it."""
+    request_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """An image made of a sandbox; `id` is the template that boots it."""
+
+    id: str
+    owner: str
+    image: str
+    name: str
+    sandbox_id: str
+    created_at: float
+
+
+class SandboxTable:
+    """Rows on disk, or in memory. A call takes well under a millisecond. Close it with `close`."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Raises SandboxError when another server uses the folder, SpecRefused when it cannot be used."""
+        self._lock = -1
+        try:
+            self._database = self._open(folder)
+        except (OSError, sqlite3.Error) as error:
+            self._unlock()
+            raise SpecRefused(f"--state {folder}: {error}") from error
+
+    def _open(self, folder: Path | None) -> sqlite3.Connection:
+        path = ":memory:"
+        if folder is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._take_lock(folder)
+            path = str(folder / "sandboxes.db")
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        database = sqlite3.connect(path, isolation_level=None)
+        version = database.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, _SCHEMA_VERSION):
+            database.close()
+            raise OSError(f"schema {version}, this program knows {_SCHEMA_VERSION}")
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        for statement in _SCHEMA:
+            database.execute(statement)
+        database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+        return database
+
+    def _take_lock(self, folder: Path) -> None:
+        self._lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._unlock()
+            raise SandboxError(f"--state {folder}: another server uses it") from error
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def put(self, row: Row) -> None:
+        """Write or replace a row."""
+        self._database.execute("INSERT OR REPLACE INTO sandboxes VALUES (?, ?)", (row.id, orjson.dumps(asdict(row))))
+
+    def drop(self, sandbox_id: str) -> None:
+        self._database.execute("DELETE FROM sandboxes WHERE id = ?", (sandbox_id,))
+
+    def rows(self) -> list[Row]:
+        return [_row(orjson.loads(blob)) for (blob,) in self._database.execute("SELECT row FROM sandboxes ORDER BY id")]
+
+    def put_snapshot(self, snapshot: Snapshot) -> None:
+        values = (snapshot.id, orjson.dumps(asdict(snapshot)))
+        self._database.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?)", values)
+
+    def drop_snapshot(self, snapshot_id: str) -> None:
+        self._database.execute("DELETE FROM snapshots WHERE id = ?", (snapshot_id,))
+
+    def snapshots(self, owner: str) -> list[Snapshot]:
+        """The owner's, oldest first."""
+        blobs: Iterable[tuple[bytes]] = self._database.execute("SELECT row FROM snapshots ORDER BY id")
+        found = [Snapshot(**orjson.loads(blob)) for (blob,) in blobs]
+        return sorted((one for one in found if one.owner == owner), key=lambda one: (one.created_at, one.id))
+
+    def close(self) -> None:
+        self._database.close()
+        self._unlock()
+
+
+def _row(document: dict[str, Any]) -> Row:
+    ref = document.pop("ref")
+    document["state"] = State(document["state"])
+    if ref is not None:
+        ref = SandboxRef(**{**ref, "id": SandboxId(ref["id"])})
+    return Row(**document, ref=ref)

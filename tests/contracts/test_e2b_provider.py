@@ -1,0 +1,225 @@
+"""The `e2b` provider over the public SDK, against our own server over local sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.sandboxes import doctor
+from headrace.sandboxes.base import Feature, FrozenMount, Network, SandboxId, SandboxSpec, Stream, TerminalSize
+from headrace.sandboxes.e2b import E2bConfig, E2bProvider
+from headrace.sandboxes.e2b_server.images import ImageMap
+from headrace.sandboxes.e2b_server.keys import load_keys
+from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
+from headrace.sandboxes.errors import (
+    ExecTimeout,
+    ImageUnknown,
+    NamespacesUnavailable,
+    ProviderUnreachable,
+    RateLimited,
+    SandboxFileError,
+    SandboxGone,
+    SecretRefused,
+    SpecRefused,
+    Unsupported,
+)
+from headrace.sandboxes.local import LocalProvider
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from headrace.sandboxes.base import Sandbox
+
+pytestmark = pytest.mark.namespaces
+KEY = "e2b_" + "1" * 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    try:
+        doctor.require_namespaces()
+    except NamespacesUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[E2bServer]:
+    keys = tmp_path / "keys"
+    keys.write_text(f"team:{KEY}:3\n")
+    settings = ServerSettings(keys=load_keys(keys), images=ImageMap({"task-7": "host"}, "acme/image"))
+    async with LocalProvider() as local, E2bServer(local, settings) as server:
+        yield server
+
+
+@pytest.fixture
+def config(server: E2bServer, tmp_path: Path) -> E2bConfig:
+    (tmp_path / "key").write_text(f"{KEY}\n")
+    return E2bConfig(api_url=server.url, api_key_file=tmp_path / "key", metadata_image_key="acme/image")
+
+
+@pytest.fixture
+async def provider(config: E2bConfig) -> AsyncIterator[E2bProvider]:
+    async with E2bProvider(config) as provider:
+        yield provider
+
+
+@pytest.fixture
+async def sandbox(provider: E2bProvider) -> Sandbox:
+    return await provider.attach(await provider.create(SandboxSpec()))
+
+
+async def test_commands_have_the_contract_of_exec(sandbox: Sandbox) -> None:
+    result = await sandbox.exec("pwd; id -un; echo $A; cat; echo err >&2", env={"A": "1"}, stdin=b"in", timeout_s=20)
+    assert (result.stdout, result.stderr, result.exit_code) == (b"/workspace\nroot\n1\nin", b"err\n", 0)
+    result = await sandbox.exec("id -un; pwd; kill -TERM $$", user="agent", cwd="/tmp", timeout_s=20)
+    assert (result.stdout, result.exit_code) == (b"agent\n/tmp\n", 143)
+    assert (await sandbox.exec("true", cwd="/no/such", timeout_s=20)).exit_code == 126
+    assert (await sandbox.exec("true", user="nobody-such", timeout_s=20)).exit_code == 126
+    result = await sandbox.exec("head -c 200000 /dev/zero | tr '\\0' x", timeout_s=20, max_output_bytes=1000)
+    assert (result.stdout, result.truncated) == (b"x" * 1000, True)
+    with pytest.raises(Unsupported):
+        await sandbox.exec("true", timeout_s=5, exec_id="once")
+
+
+async def test_a_timeout_is_typed_and_leaves_no_process_of_the_tree(sandbox: Sandbox) -> None:
+    with pytest.raises(ExecTimeout):
+        await sandbox.exec("(setsid sleep 71 &); sleep 72", timeout_s=0.5)
+    look = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'sleep 7[12]'"
+    assert (await sandbox.exec(look, timeout_s=20)).stdout == b"0\n"
+
+
+async def test_a_cancelled_command_leaves_no_process(sandbox: Sandbox) -> None:
+    await sandbox.exec("mkfifo /tmp/started", timeout_s=20)
+    task = asyncio.create_task(sandbox.exec("echo > /tmp/started; sleep 73", timeout_s=60))
+    await sandbox.exec("read x < /tmp/started", timeout_s=20)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    look = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'sleep 7[3]'"
+    assert (await sandbox.exec(look, timeout_s=20)).stdout == b"0\n"
+
+
+async def test_spawned_commands_stream(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn(["bash", "-c", "read line; echo got $line; cat; exit 4"], stdin=True)
+    await process.write_stdin(b"one\n")
+    output = process.output()
+    first = await anext(output)
+    assert (first.stream, first.data) == (Stream.STDOUT, b"got one\n")
+    await process.write_stdin(b"two\n")
+    await process.close_stdin()
+    assert b"".join([piece.data async for piece in output]) == b"two\n"
+    assert await process.wait() == 4
+    with pytest.raises(SandboxFileError):
+        await process.write_stdin(b"late")
+    process = await sandbox.spawn("sleep 74")
+    assert process.pid > 0
+    await process.signal(9)
+    assert await process.wait() == 137
+    with pytest.raises(Unsupported):
+        await sandbox.spawn("true", terminal=TerminalSize())
+
+
+async def test_output_waits_for_its_reader(sandbox: Sandbox) -> None:
+    process = await sandbox.spawn("for i in {1..8}; do head -c 1000000 /dev/zero | tr '\\0' x; done; echo done")
+    total, last = 0, b""
+    async for piece in process.output():
+        total += len(piece.data)
+        last = piece.data
+    assert (total, last[-5:]) == (8_000_005, b"done\n")
+
+
+async def test_files_travel_whole_or_with_an_error(sandbox: Sandbox, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 5000
+    (tmp_path / "file").write_bytes(content)
+    await sandbox.write("/tmp/a/from-file", tmp_path / "file")
+    assert await sandbox.read("/tmp/a/from-file", max_bytes=len(content)) == content
+    await sandbox.write_many({"/tmp/b": b"", "/tmp/c": b"c"}, user="agent")
+    assert await sandbox.read("/tmp/b", max_bytes=10) == b""
+    for path, max_bytes in (("/tmp/missing", 10), ("/tmp", 10), ("/tmp/a/from-file", 100)):
+        with pytest.raises(SandboxFileError):
+            await sandbox.read(path, max_bytes=max_bytes)
+    with pytest.raises(SandboxFileError):
+        await sandbox.write("/usr/planted", b"x")
+
+
+async def test_any_process_attaches_from_a_ref(provider: E2bProvider, config: E2bConfig) -> None:
+    ref = pickle.loads(pickle.dumps(await provider.create(SandboxSpec(image="task-7"))))
+    async with E2bProvider(config) as other:
+        sandbox = await other.attach(ref)
+        assert (await sandbox.exec("echo here", timeout_s=20)).stdout == b"here\n"
+        await sandbox.renew(900)
+        await sandbox.kill()
+        await sandbox.kill()
+        for call in (sandbox.exec("true", timeout_s=5), sandbox.renew(5), sandbox.read("/etc/passwd", max_bytes=9999)):
+            with pytest.raises(SandboxGone):
+                await call
+
+
+async def test_a_command_under_a_kill_says_that_its_sandbox_is_gone(provider: E2bProvider) -> None:
+    sandbox = await provider.attach(await provider.create(SandboxSpec()))
+    process = await sandbox.spawn("sleep 75")
+    await sandbox.kill()
+    with pytest.raises(SandboxGone):
+        await process.wait()
+
+
+async def test_lists_tell_labels_and_keys(provider: E2bProvider) -> None:
+    spec = SandboxSpec(ttl_s=200, idempotency_key="Run 1/é", labels={"run": "1"})
+    ref = await provider.create(spec)
+    assert (await provider.create(spec)).id == ref.id
+    [info] = await provider.list()
+    assert (info.id, info.state, info.labels) == (ref.id, "running", {"run": "1"})
+    assert info.idempotency_key == spec.idempotency_key
+    assert 100 < info.expires_in_s <= 200
+
+
+async def test_pause_and_resume(provider: E2bProvider, sandbox: Sandbox) -> None:
+    assert provider.features == {Feature.SPAWN, Feature.PAUSE}
+    await sandbox.pause()
+    await sandbox.pause()
+    assert [info.state for info in await provider.list()] == ["paused"]
+    await sandbox.resume()
+    await sandbox.resume()
+    assert (await sandbox.exec("echo on", timeout_s=20)).stdout == b"on\n"
+
+
+async def test_refusals_are_typed(provider: E2bProvider, config: E2bConfig, tmp_path: Path) -> None:
+    with pytest.raises(ImageUnknown):
+        await provider.create(SandboxSpec(image="no-such-image"))
+    with pytest.raises(SpecRefused):
+        await provider.create(SandboxSpec(network=Network.HOST))
+    with pytest.raises(SpecRefused):
+        await provider.create(SandboxSpec(memory_bytes=1 << 30))
+    with pytest.raises(Unsupported):
+        await provider.create(SandboxSpec(mounts=(FrozenMount(source=SandboxId("x"), path="/a", target="/b"),)))
+    (tmp_path / "wrong").write_text("e2b_" + "2" * 40)
+    wrong = E2bProvider(config.model_copy(update={"api_key_file": tmp_path / "wrong"}))
+    with pytest.raises(SecretRefused):
+        await wrong.list()
+    with pytest.raises(SecretRefused):
+        await E2bProvider(config.model_copy(update={"api_key_file": tmp_path / "missing"})).list()
+    nobody = E2bProvider(config.model_copy(update={"api_url": "http://127.0.0.1:9"}))
+    with pytest.raises(ProviderUnreachable):
+        await nobody.create(SandboxSpec())
+
+
+async def test_a_full_account_is_rate_limited(provider: E2bProvider) -> None:
+    for _ in range(3):
+        await provider.create(SandboxSpec())
+    with pytest.raises(RateLimited) as caught:
+        await provider.create(SandboxSpec())
+    assert caught.value.retry_after_s > 0
+
+
+async def test_a_cancelled_create_leaves_nothing(provider: E2bProvider) -> None:
+    task = asyncio.create_task(provider.create(SandboxSpec()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await provider.aclose()
+    assert await provider.list() == []
