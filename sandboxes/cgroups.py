@@ -149,7 +149,7 @@ def _remove_groups_of(parent: int, name: str) -> None:
     """A launcher's group and all below it, with whatever still runs there. Raises OSError when something stays."""
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
     try:
-        for entry in os.scandir(folder):
+        for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):
                 _remove_group(folder, entry.name)
     finally:

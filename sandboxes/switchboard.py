@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import selectors
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headrace.sandboxes.wire import Channel, ChannelClosed, Message, close_all
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Sequence
+
+
+_LONGEST_WAIT_S: Final = 86400.0
+"""epoll_wait(2) takes milliseconds of 31 bits."""
 
 
 class Waiter(NamedTuple):
@@ -53,8 +57,8 @@ class Switchboard:
         self._selector.register(channel, selectors.EVENT_READ, channel)
 
     def turn(self, timeout_s: float | None) -> None:
-        """Wait for events, at most `timeout_s`, and handle them."""
-        for key, events in self._selector.select(timeout_s):
+        """Wait for events, at most `timeout_s` and `_LONGEST_WAIT_S`, and handle them."""
+        for key, events in self._selector.select(None if timeout_s is None else min(timeout_s, _LONGEST_WAIT_S)):
             if not isinstance(key.data, Channel):
                 key.data()
             elif key.data in self._owners:

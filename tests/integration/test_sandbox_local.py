@@ -608,6 +608,12 @@ async def test_what_nobody_renews_dies(provider: LocalProvider) -> None:
     assert 500 < info.expires_in_s <= 600
 
 
+async def test_a_lease_of_years_does_not_stop_the_launcher(provider: LocalProvider) -> None:
+    sandbox = await provider.attach(await provider.create(SandboxSpec(ttl_s=9e8)))
+    await sandbox.renew(9e8)
+    assert await output(sandbox, "echo alive") == "alive"
+
+
 async def test_create_is_idempotent_by_key(provider: LocalProvider) -> None:
     spec = SandboxSpec(idempotency_key="rollout-1/0", labels={"run": "x"})
     first, second = await asyncio.gather(provider.create(spec), provider.create(spec))
