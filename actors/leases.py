@@ -14,13 +14,12 @@ from headrace.actors.attachments import Attachments
 from headrace.actors.batching import Batcher
 from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
+from headrace.sandboxes.booting import HOLDER_LABEL
 
 if TYPE_CHECKING:
     from headrace.actors.sandbox_pool import SandboxPool
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
-
-HOLDER_LABEL = "holder"
 
 
 class Leases(Owning):

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from headrace.actors.leases import HOLDER_LABEL
 from headrace.actors.owning import Owning
-from headrace.sandboxes.errors import LauncherGone
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.pool import Pool
 
@@ -31,8 +29,8 @@ class SandboxPool(Owning):
 
     async def __aenter__(self) -> Self:
         self._provider = await _start(self._section, self._label)
-        self._pool = Pool(self._provider, self._section.pool)
-        self._stack.push_async_callback(self._pool.aclose)
+        pool = Pool({self._section.provider.value: self._provider}, self._section.pool, owner=self._label)
+        self._pool = await self._stack.enter_async_context(pool)
         return self
 
     async def lease(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
@@ -49,12 +47,7 @@ class SandboxPool(Owning):
 
     async def release_holder(self, holder: str) -> None:
         """Release everything that one incarnation of a worker, or an evaluator, leased."""
-        try:
-            infos = await self._provider.list()
-        except LauncherGone:
-            # Dead, and its sandboxes with it; whoever asks next starts another.
-            return
-        await self._pool.release([info.id for info in infos if info.labels.get(HOLDER_LABEL) == holder])
+        await self._pool.release_holder(holder)
 
     async def status(self) -> PoolStatus:
         return await self._pool.status()

@@ -7,6 +7,7 @@ SandboxError
 │   ├── BootFailed                   the host refused a step of the boot (out of processes, memory, descriptors)
 │   ├── CapacityExceeded             no room now; `retry_after_s` says when to ask again
 │   │   ├── RateLimited              the provider sheds load (429)
+│   │   ├── QueueTimeout             no place within the time the caller gave
 │   │   └── OutOfDisk                less free space on the host than the watermark
 │   ├── ProviderUnreachable          no answer, or 502/503/504: what it did is unknown until the same key is asked again
 │   └── LauncherGone                 the process that owns the sandboxes died, and they with it
@@ -65,6 +66,10 @@ class CapacityExceeded(TransientSandboxError):
 
 
 class RateLimited(CapacityExceeded):
+    pass
+
+
+class QueueTimeout(CapacityExceeded):
     pass
 
 
@@ -142,6 +147,7 @@ _BY_NAME: dict[str, type[SandboxError]] = {
         BootFailed,
         CapacityExceeded,
         RateLimited,
+        QueueTimeout,
         OutOfDisk,
         ProviderUnreachable,
         LauncherGone,

@@ -261,6 +261,10 @@ class LocalProvider:
             for row in answer["sandboxes"]
         ]
 
+    async def destroy(self, sandbox: SandboxId) -> None:
+        with suppress(SandboxGone):
+            await self._admin({"op": "kill", "sandbox": sandbox})
+
     async def cpu_s(self) -> float:
         """CPU seconds, user and system, of the launcher and of all its sandboxes that have ended."""
         return float((await self._admin({"op": "usage"}))["cpu_s"])
