@@ -60,7 +60,7 @@ class Pool:
         self._hosts = {
             name: Host(name, provider, self._config, self._custody.changed) for name, provider in hosts.items()
         }
-        self._owner = owner or self._ledger.owner
+        self.owner = owner or self._ledger.owner
         self._totals = Totals()
         self._stack = AsyncExitStack()
 
@@ -80,8 +80,8 @@ class Pool:
         """Everything that runs by itself; returns when every host was looked at once."""
         parts = (self._hosts, self._custody)
         self._teardown = Teardown(*parts, self._config, tasks)
-        self._reaper = Reaper(*parts, self._teardown, self._config, self._owner, tasks)
-        self._booter = Booter(*parts, self._config, self._owner, lambda host: self._warm.give_way(host))
+        self._reaper = Reaper(*parts, self._teardown, self._config, self.owner, tasks)
+        self._booter = Booter(*parts, self._config, self.owner, lambda host: self._warm.give_way(host))
         self._warm = WarmStock(*parts, self._booter, self._config, tasks, self.renew_holder)
         self._underway = Underway(tasks)
         self._renewals = asyncio.Semaphore(self._config.teardown_concurrency)

@@ -72,6 +72,8 @@ class SimulationConfig(BaseModel):
     """Chance that a kill ends in ProviderUnreachable and does nothing."""
     life_s: float | None = Field(default=None, gt=0)
     """Mean life of a sandbox that dies by itself; None for none that does."""
+    ends_leases: bool = True
+    """Whether a sandbox dies at the end of its lease; without that its pool alone keeps the account clean."""
     images: tuple[str, ...] | None = None
     """Images it knows; None for all."""
     features: frozenset[Feature] = frozenset({Feature.FREEZE, Feature.EXEC_ID})
@@ -95,6 +97,10 @@ class SimulatedCounts:
     def duplicates(self) -> int:
         """Sandboxes that came to life under the key of another one."""
         return sum(count - 1 for count in self.born_by_key.values())
+
+
+def _nothing(_: SimulatedState) -> None:
+    """What the end of a lease means where leases do not count."""
 
 
 class SimulatedProvider:
@@ -218,7 +224,7 @@ class SimulatedProvider:
         loop = asyncio.get_running_loop()
         if state.lease is not None:
             state.lease.cancel()
-        state.lease = loop.call_later(ttl_s, self._die, state)
+        state.lease = loop.call_later(ttl_s, self._die if self._config.ends_leases else _nothing, state)
 
     def _die(self, state: SimulatedState) -> None:
         if self._end(state):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.sandboxes.base import ExecResult, FrozenMount, SandboxId, SandboxRef, SandboxSpec
-from headrace.sandboxes.booting import HOLDER_LABEL, LeaseRequest
+from headrace.sandboxes.booting import HOLDER_LABEL, OWNER_LABEL, LeaseRequest
 from headrace.sandboxes.circuit_breaker import BreakerState
 from headrace.sandboxes.errors import (
     BootTimeout,
@@ -258,6 +258,21 @@ def test_leases_end_unless_their_holder_renews_them(run_virtual: Any) -> None:
             await asyncio.sleep(31)
             assert provider.living == []
             assert (await pool.status()).live == 0
+
+    run_virtual(main())
+
+
+def test_another_pools_sandboxes_on_the_account_are_left_alone(run_virtual: Any) -> None:
+    async def main() -> None:
+        provider = host()
+        theirs = await provider.create(SandboxSpec(ttl_s=1e6, labels={OWNER_LABEL: "another"}))
+        nobodys = await provider.create(SandboxSpec(ttl_s=1e6))
+        async with pool_of(provider, sweep_every_s=5) as pool:
+            orphan = await provider.create(SandboxSpec(ttl_s=1e6, labels={OWNER_LABEL: pool.owner}))
+            assert orphan.id in {info.id for info in provider.living}
+            await asyncio.sleep(30)
+            assert {info.id for info in provider.living} == {theirs.id, nobodys.id}
+            assert (await pool.status()).orphans_total == 1
 
     run_virtual(main())
 
