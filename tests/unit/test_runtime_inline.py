@@ -10,6 +10,7 @@ import pytest
 
 from headrace.actors.batching import Batcher
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError
+from headrace.actors.operations import OperationCalls, Operations, Results
 from headrace.actors.retry import until_back
 from headrace.actors.runtime import Host, InlineRuntime, require_async
 
@@ -191,3 +192,104 @@ async def test_an_actor_whose_entering_failed_is_entered_again_by_who_asks_for_i
     await host.stats(begin=True)
     assert await host.call("1", "work", (), {}) == "done"
     await host.close()
+
+
+class Kitchen:
+    """Operations that end when they are told."""
+
+    def __init__(self, orders: int = 1) -> None:
+        self.orders = orders
+        self.busy = asyncio.Event()
+        self.left = asyncio.Event()
+        self.begun: list[str] = []
+        self.given_back: list[str] = []
+        self.calls = 0
+        self.lost_calls = 0
+        self.lost = asyncio.Event()
+        self.gates: dict[str, asyncio.Event] = {}
+
+    async def cook(self, dish: str) -> str:
+        self.begun.append(dish)
+        gate = self.gates.setdefault(dish, asyncio.Event())
+        if len(self.begun) == self.orders:
+            self.busy.set()
+        try:
+            await gate.wait()
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+        if dish == "burnt":
+            raise ValueError(dish)
+        return f"hot {dish}"
+
+    async def give_back(self, dish: str) -> None:
+        self.given_back.append(dish)
+
+
+class Waiter(Operations[str, str]):
+    """An actor's side that counts its calls, and loses some."""
+
+    def __init__(self, kitchen: Kitchen) -> None:
+        super().__init__(kitchen.cook, unclaimed=kitchen.give_back)
+        self.kitchen = kitchen
+
+    async def fetch(self, keys: list[str]) -> Results[str]:
+        self.kitchen.calls += 1
+        if self.kitchen.lost_calls:
+            self.kitchen.lost_calls -= 1
+            self.kitchen.lost.set()
+            raise ActorLost("restarting")
+        return await super().fetch(keys)
+
+
+async def test_operations_do_not_wait_for_their_slowest() -> None:
+    kitchen = Kitchen(3)
+    async with Waiter(kitchen) as waiter, OperationCalls(waiter, unclaimed=kitchen.give_back) as order:
+        tasks = {dish: asyncio.create_task(order(dish, dish)) for dish in ("soup", "burnt", "stew")}
+        await kitchen.busy.wait()
+        kitchen.gates["soup"].set()
+        assert await tasks["soup"] == "hot soup"
+        kitchen.gates["burnt"].set()
+        with pytest.raises(ValueError, match="burnt"):
+            await tasks["burnt"]
+        assert not tasks["stew"].done()
+        kitchen.gates["stew"].set()
+        assert await tasks["stew"] == "hot stew"
+        assert kitchen.begun == ["soup", "burnt", "stew"]
+        assert kitchen.calls <= 4
+
+
+async def test_operations_that_are_cancelled_are_withdrawn() -> None:
+    kitchen = Kitchen(2)
+    async with Waiter(kitchen) as waiter, OperationCalls(waiter, unclaimed=kitchen.give_back) as order:
+        tasks = [asyncio.create_task(order(dish, dish)) for dish in ("soup", "stew")]
+        await kitchen.busy.wait()
+        tasks[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        kitchen.gates["stew"].set()
+        assert await tasks[1] == "hot stew"
+        await kitchen.left.wait()
+        assert (await waiter.fetch(["soup"])).unknown == ("soup",)
+
+
+async def test_operations_of_a_lost_actor_begin_again() -> None:
+    kitchen = Kitchen()
+    kitchen.lost_calls = 1
+    async with Waiter(kitchen) as waiter, OperationCalls(waiter, unclaimed=kitchen.give_back) as order:
+        task = asyncio.create_task(order("soup", "soup"))
+        await kitchen.lost.wait()
+        await waiter.withdraw(["soup"])
+        kitchen.gates["soup"].set()
+        assert await task == "hot soup"
+
+
+async def test_a_result_that_nobody_fetches_is_given_back() -> None:
+    kitchen = Kitchen()
+    kitchen.gates["soup"] = asyncio.Event()
+    kitchen.gates["soup"].set()
+    async with Waiter(kitchen) as waiter:
+        waiter._running["key"] = asyncio.create_task(waiter._run("soup"))
+        await asyncio.wait([waiter._running["key"]])
+        await waiter.withdraw(["key"])
+    assert kitchen.given_back == ["hot soup"]
