@@ -37,9 +37,9 @@ class AdmissionConfig(BaseModel):
     """Boots at once; more only wait for each other on the same cores."""
     evaluation_reserve: int = Field(default=4, ge=1)
     """Places of `max_live` that only evaluations may take."""
-    boots_per_s: float = Field(default=200.0, gt=0)
+    boots_per_s: float = Field(default=1000.0, gt=0)
     """Boots that begin in a second, retries included; for an account with a rate limit, stay below it."""
-    burst: int = Field(default=64, ge=1)
+    burst: int = Field(default=256, ge=1)
     """Boots that may begin at once after a quiet time."""
     max_waiting: int = Field(default=4096, ge=1)
     """Boots in the queue of one host; further ones are refused at once and told when to come again."""
