@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from headrace.sandboxes.base import SandboxId, SandboxRef
-from headrace.sandboxes.errors import SandboxError
+from headrace.sandboxes.errors import LedgerRefused
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,10 +40,6 @@ CREATE TABLE IF NOT EXISTS sandboxes (
 CREATE TABLE IF NOT EXISTS holders (holder TEXT PRIMARY KEY, deadline_s REAL NOT NULL) WITHOUT ROWID;
 """
 _COLUMNS: Final = "host key state request_key holder image deadline_s frozen evaluation provider id endpoint secret"
-
-
-class LedgerRefused(SandboxError):
-    """The ledger cannot be used: another process has it, or it is no ledger of this version."""
 
 
 class EntryState(StrEnum):

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.booting import HOLDER_LABEL, LeaseRequest
+from headrace.sandboxes.errors import LedgerRefused
 from headrace.sandboxes.ledger import (
     FILE_NAME,
     Drop,
     Entry,
     EntryState,
     HolderGone,
-    LedgerRefused,
     Renewed,
     SandboxLedger,
 )
