@@ -105,28 +105,6 @@ async def test_a_cancelled_request_leaves_its_batch_alone() -> None:
     assert seen == [[2]]
 
 
-async def test_what_was_made_for_a_cancelled_request_is_given_back() -> None:
-    called, may_answer = asyncio.Event(), asyncio.Event()
-    given_back: list[int] = []
-
-    async def lease(requests: list[int]) -> Sequence[int | Exception]:
-        called.set()
-        await may_answer.wait()
-        return [10 * request for request in requests]
-
-    async def give_back(result: int) -> None:
-        given_back.append(result)
-
-    async with Batcher(lease, unclaimed=give_back) as batcher:
-        gone = asyncio.ensure_future(batcher(1))
-        stays = asyncio.ensure_future(batcher(2))
-        await called.wait()
-        gone.cancel()
-        may_answer.set()
-        assert await stays == 20
-    assert given_back == [10]
-
-
 async def test_idempotent_calls_outlive_a_restart_and_other_errors_do_not() -> None:
     attempts = 0
 
@@ -282,6 +260,32 @@ async def test_operations_of_a_lost_actor_begin_again() -> None:
         await waiter.withdraw(["soup"])
         kitchen.gates["soup"].set()
         assert await task == "hot soup"
+
+
+async def test_a_result_on_its_way_to_a_cancelled_request_is_given_back() -> None:
+    kitchen = Kitchen(2)
+    fetching, answered, may_travel = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Slow(Waiter):
+        async def fetch(self, keys: list[str]) -> Results[str]:
+            fetching.set()
+            results = await super().fetch(keys)
+            answered.set()
+            await may_travel.wait()
+            return results
+
+    async with Slow(kitchen) as waiter, OperationCalls(waiter, unclaimed=kitchen.give_back) as order:
+        gone, stays = (asyncio.create_task(order(dish, dish)) for dish in ("soup", "stew"))
+        await fetching.wait()
+        for gate in kitchen.gates.values():
+            gate.set()
+        await answered.wait()
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        may_travel.set()
+        assert await stays == "hot stew"
+    assert kitchen.given_back == ["hot soup"]
 
 
 async def test_a_result_that_nobody_fetches_is_given_back() -> None:
