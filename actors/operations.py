@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Q = TypeVar("Q")
 R = TypeVar("R")
 
-TOGETHER_S: Final = 0.05
+TOGETHER_S: Final = 0.1
 """How long a call that has a result waits for more: a message costs more than this delay does."""
 FETCH_S: Final = 10.0
 """How long a call waits for a first result before it says that there is none."""
