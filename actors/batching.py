@@ -2,7 +2,8 @@
 
 Invariants:
 - Every request gets exactly one answer: its result, its own error, or the error of the call that carried it.
-- A cancelled request does not disturb the others of its batch; what the call had made for it goes to `unclaimed`.
+- A cancelled request does not disturb the others of its batch. Calls that make something, or of which one may be far
+  slower than another, are operations (`operations.py`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,9 @@ class Batcher(Generic[Q, R]):
         self,
         call: Callable[[list[Q]], Awaitable[Sequence[R | Exception]]],
         *,
-        unclaimed: Callable[[R], Awaitable[None]] | None = None,
         window_s: float = DEFAULT_WINDOW_S,
     ) -> None:
         self._call = call
-        self._unclaimed = unclaimed
         self._window_s = window_s
         self._pending: list[tuple[Q, asyncio.Future[R]]] = []
         self._tasks = asyncio.TaskGroup()
@@ -68,23 +67,15 @@ class Batcher(Generic[Q, R]):
                 answer.cancel()
             raise
         else:
-            await self._give_back(_settle(live, results))
-
-    async def _give_back(self, results: list[R]) -> None:
-        if self._unclaimed is not None:
-            for result in results:
-                await self._unclaimed(result)
+            _settle(live, results)
 
 
-def _settle(live: list[tuple[Q, asyncio.Future[R]]], results: Sequence[R | Exception]) -> list[R]:
-    """Answer every request; returns the results of those that were cancelled meanwhile."""
-    unclaimed: list[R] = []
+def _settle(live: list[tuple[Q, asyncio.Future[R]]], results: Sequence[R | Exception]) -> None:
+    """Answer every request that was not cancelled meanwhile."""
     for (_, answer), result in zip(live, results, strict=True):
         if answer.done():
-            if not isinstance(result, Exception):
-                unclaimed.append(result)
-        elif isinstance(result, Exception):
+            continue
+        if isinstance(result, Exception):
             answer.set_exception(result)
         else:
             answer.set_result(result)
-    return unclaimed

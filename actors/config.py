@@ -194,11 +194,13 @@ def failing_engines_are_noticed_in_time(config: RunConfig) -> str | None:
 
 def the_guard_covers_the_phases(config: RunConfig) -> str | None:
     rollout = config.rollout
-    phases_s = rollout.boot_timeout_s + rollout.agent_timeout_s + rollout.evaluate_timeout_s
+    booted_s = rollout.queue_timeout_s + rollout.boot_timeout_s + rollout.prepare_timeout_s
+    phases_s = booted_s + rollout.agent_timeout_s + rollout.evaluate_timeout_s
     if rollout.guard_s >= phases_s:
         return None
     return (
-        f"rollout.guard_s {rollout.guard_s:g} is below boot, agent and evaluate timeouts together ({phases_s:g}): "
+        f"rollout.guard_s {rollout.guard_s:g} is below the timeouts of queue, boot, prepare, agent and evaluate "
+        f"together ({phases_s:g}): "
         "slow agents would end as infra; raise it"
     )
 

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Self
 from opentelemetry import trace
 
 from headrace.actors.batching import Batcher
-from headrace.actors.errors import ActorError
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.leases import Leases
+from headrace.actors.operations import Operations
 from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
 from headrace.buffer.tasks import EvaluatorKind
 from headrace.buffer.types import Cause
+from headrace.sandboxes.booting import LeaseRequest
 from headrace.serve import span_names as names
 from headrace.serve.tracing import context_from
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from headrace.actors.observing import Observing
+    from headrace.actors.operations import Results
     from headrace.actors.sandbox_pool import SandboxPool
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
@@ -56,7 +58,7 @@ class _Rooms(Owning):
     @asynccontextmanager
     async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
         with tracer.start_as_current_span(names.SANDBOX_BOOT):
-            ref = await self._leases.lease(spec)
+            ref = (await self._leases.lease(LeaseRequest(spec=spec))).ref
         try:
             yield await self._leases.attach(ref)
         finally:
@@ -77,20 +79,29 @@ class Evaluator(Owning):
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("evaluator"))
         await self._stack.enter_async_context(self._rooms)
+        self._evaluations: Operations[EvaluationRequest, Verdict] = await self._stack.enter_async_context(
+            Operations(self._evaluate, unclaimed=_nothing_to_give_back)
+        )
         return self
 
-    async def evaluate(self, requests: list[EvaluationRequest]) -> list[Verdict | ActorError]:
-        """Verdicts in the order of the requests; no failure of one disturbs another. An actor that is gone for good is
-        a result too."""
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._evaluate(request)) for request in requests]
-        return [task.result() for task in running]
+    async def begin(self, requests: dict[str, EvaluationRequest]) -> Results[Verdict]:
+        """Begin these evaluations, by key; see `operations.Operator`."""
+        return await self._evaluations.begin(requests)
 
-    async def _evaluate(self, request: EvaluationRequest) -> Verdict | ActorError:
+    async def fetch(self, keys: list[str]) -> Results[Verdict]:
+        """Verdicts as they come; no failure of one disturbs another. An actor that is gone for good is a result too."""
+        return await self._evaluations.fetch(keys)
+
+    async def withdraw(self, keys: list[str]) -> None:
+        """Break these evaluations off. Idempotent."""
+        await self._evaluations.withdraw(keys)
+
+    async def _evaluate(self, request: EvaluationRequest) -> Verdict:
         if request.task.evaluator.kind is EvaluatorKind.NONE:
             return Verdict(reward=1.0, cause=Cause.SOLVED)
         with tracer.start_as_current_span(names.CHECK, context=context_from(request.traceparent)):
-            try:
-                return await evaluate(request, self._rooms)
-            except ActorError as error:
-                return error
+            return await evaluate(request, self._rooms)
+
+
+async def _nothing_to_give_back(_: Verdict) -> None:
+    """A verdict holds nothing."""

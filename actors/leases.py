@@ -1,26 +1,34 @@
-"""Sandboxes of one holder: leased, attached and released from its process, in batch calls to the pool.
+"""Sandboxes of one holder: leased, renewed, attached and released from its process, in batch calls to the pool.
 
 Invariants:
-- What is leased carries the holder's label, so that the leases of a dead holder can be released by it.
-- A sandbox whose lease was cancelled while it booted is released.
+- What is leased carries the holder's label and a short lease, which the holder's heartbeat renews: a holder that dies,
+  or whose loop hangs, loses its sandboxes within `LEASE_S`.
+- Every lease is a new sandbox, however often its call is repeated; one that is cancelled while it boots is given back.
 """
 
 from __future__ import annotations
 
+import asyncio
+import uuid
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from headrace.actors.attachments import Attachments
 from headrace.actors.batching import Batcher
+from headrace.actors.errors import ActorGone
+from headrace.actors.operations import OperationCalls
 from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
+from headrace.sandboxes.booting import HOLDER_LABEL
 
 if TYPE_CHECKING:
     from headrace.actors.sandbox_pool import SandboxPool
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
-    from headrace.sandboxes.errors import SandboxError
+    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
+    from headrace.sandboxes.booting import Lease, LeaseRequest
 
-HOLDER_LABEL = "holder"
+LEASE_S: Final = 60.0
+"""A pool that restarts is back in less."""
+HEARTBEAT_S: Final = 15.0
 
 
 class Leases(Owning):
@@ -30,30 +38,48 @@ class Leases(Owning):
         super().__init__()
         self._pool = pool
         self._holder = holder
+        self._leased: set[SandboxId] = set()
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
         self._attachments = await enter(Attachments())
         self._release: Batcher[SandboxId, None] = await enter(Batcher(self._release_many))
-        self._lease: Batcher[SandboxSpec, SandboxRef] = await enter(
-            Batcher(self._lease_many, unclaimed=self._release_unclaimed)
+        self._lease: OperationCalls[LeaseRequest, Lease] = await enter(
+            OperationCalls(self._pool, unclaimed=self._release_unclaimed)
         )
+        tasks = await enter(asyncio.TaskGroup())
+        self._stack.callback(tasks.create_task(self._beat()).cancel)
         return self
 
-    async def lease(self, spec: SandboxSpec) -> SandboxRef:
-        return await self._lease(replace(spec, labels={**spec.labels, HOLDER_LABEL: self._holder}))
+    async def lease(self, request: LeaseRequest) -> Lease:
+        """Raises SandboxError, ActorGone."""
+        key = f"{request.spec.idempotency_key}.{uuid.uuid4().hex}"
+        labels = {**request.spec.labels, HOLDER_LABEL: self._holder}
+        spec = replace(request.spec, labels=labels, idempotency_key=key, ttl_s=LEASE_S)
+        lease = await self._lease(key, replace(request, spec=spec))
+        self._leased.add(lease.ref.id)
+        return lease
 
     async def attach(self, ref: SandboxRef) -> Sandbox:
         return await self._attachments.attach(ref)
 
     async def release(self, sandbox: SandboxId) -> None:
+        self._leased.discard(sandbox)
         await self._release(sandbox)
 
-    async def _lease_many(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
-        return await until_back(lambda: self._pool.lease(specs))
+    async def _beat(self) -> None:
+        """What is lost meanwhile is met by whoever uses it."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            if not self._leased:
+                continue
+            try:
+                await until_back(lambda: self._pool.renew_holder(self._holder, LEASE_S))
+            except ActorGone:
+                continue
 
-    async def _release_unclaimed(self, ref: SandboxRef) -> None:
-        await self._release(ref.id)
+    async def _release_unclaimed(self, lease: Lease) -> None:
+        await self._release(lease.ref.id)
 
     async def _release_many(self, ids: list[SandboxId]) -> list[None]:
         await until_back(lambda: self._pool.release(ids))

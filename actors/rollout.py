@@ -23,6 +23,8 @@ from headrace.actors.agents.shell import AgentReport, StopReason
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
 from headrace.buffer.types import Cause, Outcome, RolloutResult
 from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.booting import LeaseRequest
+from headrace.sandboxes.errors import QueueTimeout
 from headrace.serve import span_names as names
 from headrace.serve.errors import ServeError
 from headrace.serve.tracing import traceparent_of
@@ -32,8 +34,12 @@ if TYPE_CHECKING:
 
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
+    from headrace.sandboxes.booting import Lease
     from headrace.serve.client import OpenedSession
     from headrace.serve.session import SessionReport
+
+ANSWER_S = 5.0
+"""How much later than its own clocks a pool may say so."""
 
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.rollout")
@@ -44,21 +50,24 @@ class RolloutConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    boot_timeout_s: float = Field(default=60.0, gt=0)
-    """Queue and boot of the agent's sandbox."""
+    queue_timeout_s: float = Field(default=60.0, gt=0)
+    """Waiting for a place in the pool."""
+    boot_timeout_s: float = Field(default=30.0, gt=0)
+    """Boot of the agent's sandbox, tries and waits between them together."""
+    prepare_timeout_s: float = Field(default=30.0, gt=0)
+    """Attaching to it and writing the task's files; later, closing the session."""
     agent_timeout_s: float = Field(default=60.0, gt=0)
-    """The agent's own clock, from its first request; when it is over the outcome is `budget` and the evaluator still
-    runs."""
+    """The agent's own clock, from its start; when it is over the outcome is `budget` and the evaluator still runs."""
     evaluate_timeout_s: float = Field(default=90.0, gt=0)
     """Clean sandboxes, patch and check together."""
-    guard_s: float = Field(default=240.0, gt=0)
+    guard_s: float = Field(default=300.0, gt=0)
     """Everything together: past this the rollout is infra, whatever it waits for."""
 
 
 class Stations(Protocol):
     """Where a rollout goes; the worker batches what can be batched."""
 
-    async def lease(self, spec: SandboxSpec) -> SandboxRef: ...
+    async def lease(self, request: LeaseRequest) -> Lease: ...
 
     async def attach(self, ref: SandboxRef) -> Sandbox: ...
 
@@ -83,6 +92,11 @@ class Phases:
 
     seconds: list[tuple[str, float]] = field(default_factory=list)
 
+    def split(self, first: str, first_s: float) -> None:
+        """The first part of what ended last has a name of its own."""
+        name, seconds = self.seconds.pop()
+        self.seconds += [(first, first_s), (name, max(0.0, seconds - first_s))]
+
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
         start = time.monotonic()
@@ -102,6 +116,8 @@ async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> A
                 yield
         except TimeoutError as error:
             raise InfraFailure(f"{phase}: nothing came within {timeout_s:g} s") from error
+        except InfraFailure:
+            raise
         except Exception as error:
             raise InfraFailure(f"{phase}: {type(error).__name__}: {error}") from error
 
@@ -123,7 +139,7 @@ async def run_rollout(order: RolloutOrder, stations: Stations, config: RolloutCo
 
 async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases) -> RolloutResult:
     async with _sandbox(order, stations, config, phases) as (ref, sandbox):
-        async with boundary(names.PREPARE, "prepare", phases, config.boot_timeout_s):
+        async with boundary(names.PREPARE, "prepare", phases, config.prepare_timeout_s):
             if order.task.files:
                 await sandbox.write_many({path: text.encode() for path, text in order.task.files.items()})
         report, record = await _converse(order, stations, config, phases, sandbox)
@@ -142,21 +158,32 @@ async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, p
     )
 
 
+async def _lease(order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases) -> SandboxRef:
+    """The pool keeps the clocks of queue and boot; our own notices a pool that says nothing."""
+    spec = SandboxSpec(
+        image=order.task.image,
+        idempotency_key=f"{order.rollout_id}.{order.attempt}",
+        labels={"purpose": order.purpose, "rollout": order.rollout_id},
+    )
+    clocks = {"queue_timeout_s": config.queue_timeout_s, "boot_timeout_s": config.boot_timeout_s}
+    timeout_s = config.queue_timeout_s + config.boot_timeout_s + ANSWER_S
+    async with boundary(names.SANDBOX_BOOT, "boot", phases, timeout_s):
+        try:
+            lease = await stations.lease(LeaseRequest(spec=spec, **clocks))
+        except QueueTimeout as error:
+            raise InfraFailure(f"queue: {error}") from error
+    phases.split("queue", lease.queue_s)
+    return lease.ref
+
+
 @asynccontextmanager
 async def _sandbox(
     order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases
 ) -> AsyncIterator[tuple[SandboxRef, Sandbox]]:
     """The agent's sandbox, released at the end whatever happens."""
-    spec = SandboxSpec(
-        image=order.task.image,
-        ttl_s=config.guard_s,
-        idempotency_key=f"{order.rollout_id}.{order.attempt}",
-        labels={"purpose": order.purpose, "rollout": order.rollout_id},
-    )
-    async with boundary(names.SANDBOX_BOOT, "boot", phases, config.boot_timeout_s):
-        ref = await stations.lease(spec)
+    ref = await _lease(order, stations, config, phases)
     try:
-        async with boundary(names.PREPARE, "prepare", phases, config.boot_timeout_s):
+        async with boundary(names.PREPARE, "prepare", phases, config.prepare_timeout_s):
             sandbox = await stations.attach(ref)
         yield ref, sandbox
     finally:
@@ -175,7 +202,7 @@ async def _converse(
             with suppress(ServeError):
                 await asyncio.shield(stations.finish_session(session))
             raise
-    async with boundary(names.FINISH, "agent", phases, config.boot_timeout_s):
+    async with boundary(names.FINISH, "agent", phases, config.prepare_timeout_s):
         return report, await stations.finish_session(session)
 
 

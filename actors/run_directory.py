@@ -48,6 +48,11 @@ class RunDirectory:
         return self.path / "reward.png"
 
     @property
+    def sandboxes(self) -> Path:
+        """The pool's sandbox ledger; it holds secrets of sandboxes."""
+        return self.path / "sandboxes"
+
+    @property
     def sessions(self) -> Path:
         """One JSON object per driver that ran: start and end, Unix time."""
         return self.path / "sessions.jsonl"

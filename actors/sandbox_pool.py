@@ -1,22 +1,27 @@
 """The sandbox pool actor: `headrace.sandboxes.pool.Pool` over the provider of the recipe.
 
-Invariant: what a dead worker leased is released by its holder's label; what nobody releases ends with its lease.
+Invariants:
+- What a holder does not renew ends with its lease; a holder known to be dead is released at once.
+- The pool's ledger lies in the run directory: the pool that is started again there adopts or kills what it finds.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Self
 
-from headrace.actors.leases import HOLDER_LABEL
+from headrace.actors.operations import Operations
 from headrace.actors.owning import Owning
-from headrace.sandboxes.errors import LauncherGone
+from headrace.sandboxes.ledger import SandboxLedger
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.pool import Pool
 
 if TYPE_CHECKING:
     from headrace.actors.config import SandboxSection
+    from headrace.actors.operations import Results
     from headrace.actors.run_directory import RunDirectory
     from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
+    from headrace.sandboxes.booting import Lease, LeaseRequest
     from headrace.sandboxes.errors import SandboxError
     from headrace.sandboxes.pool import PoolStatus
 
@@ -27,16 +32,35 @@ class SandboxPool(Owning):
     def __init__(self, section: SandboxSection, *, directory: RunDirectory) -> None:
         super().__init__()
         self._section = section
-        self._label = run_label(directory.path)
+        self._directory = directory
 
     async def __aenter__(self) -> Self:
-        self._provider = await _start(self._section, self._label)
-        self._pool = Pool(self._provider, self._section.pool)
-        self._stack.push_async_callback(self._pool.aclose)
+        label = run_label(self._directory.path)
+        ledger = await asyncio.to_thread(SandboxLedger.open, self._directory.sandboxes)
+        self._stack.callback(ledger.close)
+        provider = await _start(self._section, label)
+        hosts = {self._section.provider.value: provider}
+        enter = self._stack.enter_async_context
+        self._pool = await enter(Pool(hosts, self._section.pool, ledger=ledger, owner=label))
+        self._leases: Operations[LeaseRequest, Lease] = await enter(
+            Operations(self._pool.lease_one, unclaimed=self._release_unclaimed)
+        )
         return self
 
+    async def begin(self, requests: dict[str, LeaseRequest]) -> Results[Lease]:
+        """Begin these leases, by key; see `operations.Operator`."""
+        return await self._leases.begin(requests)
+
+    async def fetch(self, keys: list[str]) -> Results[Lease]:
+        """Leases that are ready, or their SandboxError, as they come."""
+        return await self._leases.fetch(keys)
+
+    async def withdraw(self, keys: list[str]) -> None:
+        """Break these leases off. Idempotent."""
+        await self._leases.withdraw(keys)
+
     async def lease(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
-        """One sandbox for each spec; errors are results, in the order of the specs."""
+        """One sandbox for each spec, when the last of them is there; errors are results, in the order of the specs."""
         return await self._pool.lease(specs)
 
     async def freeze(self, ids: list[SandboxId]) -> list[SandboxError | None]:
@@ -47,17 +71,19 @@ class SandboxPool(Owning):
         """Unknown ids are ignored; idempotent."""
         await self._pool.release(ids)
 
+    async def renew_holder(self, holder: str, ttl_s: float) -> list[SandboxId]:
+        """The heartbeat of a holder: nothing of it ends before `ttl_s` from now. Returns what turns out to be gone."""
+        return await self._pool.renew_holder(holder, ttl_s)
+
     async def release_holder(self, holder: str) -> None:
-        """Release everything that one incarnation of a worker, or an evaluator, leased."""
-        try:
-            infos = await self._provider.list()
-        except LauncherGone:
-            # Dead, and its sandboxes with it; whoever asks next starts another.
-            return
-        await self._pool.release([info.id for info in infos if info.labels.get(HOLDER_LABEL) == holder])
+        """Release everything that one incarnation of a worker, or an evaluator, leased or was about to."""
+        await self._pool.release_holder(holder)
 
     async def status(self) -> PoolStatus:
         return await self._pool.status()
+
+    async def _release_unclaimed(self, lease: Lease) -> None:
+        await self._pool.release([lease.ref.id])
 
 
 async def _start(section: SandboxSection, label: str) -> SandboxProvider:

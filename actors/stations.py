@@ -11,21 +11,20 @@ import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
 from headrace.actors.agents.chat import ChatClient
-from headrace.actors.batching import Batcher
 from headrace.actors.leases import Leases
+from headrace.actors.operations import OperationCalls
 from headrace.actors.owning import Owning
-from headrace.actors.retry import until_back
 from headrace.serve.client import GatewayClient, OpenedSession
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
 from headrace.serve.session import Session, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from headrace.actors.agents.shell import AgentReport
-    from headrace.actors.errors import ActorError
     from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
     from headrace.actors.worker import WorkerParts
     from headrace.buffer.types import RolloutOrder
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
+    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
+    from headrace.sandboxes.booting import Lease, LeaseRequest
     from headrace.serve.session import SessionReport
 
 
@@ -43,11 +42,13 @@ class WorkerStations(Owning):
         address = self._parts.gateway
         self._gateway = await enter(GatewayClient(address.url, address.admin_token)) if address else None
         self._leases = await enter(Leases(self._parts.pool, self._holder))
-        self._evaluate: Batcher[EvaluationRequest, Verdict] = await enter(Batcher(self._evaluate_many))
+        self._evaluate: OperationCalls[EvaluationRequest, Verdict] = await enter(
+            OperationCalls(self._parts.evaluator, unclaimed=_nothing_to_give_back)
+        )
         return self
 
-    async def lease(self, spec: SandboxSpec) -> SandboxRef:
-        return await self._leases.lease(spec)
+    async def lease(self, request: LeaseRequest) -> Lease:
+        return await self._leases.lease(request)
 
     async def attach(self, ref: SandboxRef) -> Sandbox:
         return await self._leases.attach(ref)
@@ -91,7 +92,9 @@ class WorkerStations(Owning):
         return report
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict:
-        return await self._evaluate(request)
+        # With the sandbox: an attempt that a reset worker runs again is another evaluation.
+        return await self._evaluate(f"{request.key}.{request.sandbox.id}", request)
 
-    async def _evaluate_many(self, requests: list[EvaluationRequest]) -> list[Verdict | ActorError]:
-        return await until_back(lambda: self._parts.evaluator.evaluate(requests))
+
+async def _nothing_to_give_back(_: Verdict) -> None:
+    """A verdict holds nothing."""

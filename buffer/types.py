@@ -116,7 +116,7 @@ class RolloutOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutResult:
-    """What a worker offers. `phases_s` holds (phase, seconds) pairs: boot, prepare, agent, evaluate.
+    """What a worker offers. `phases_s` holds (phase, seconds) pairs: queue, boot, prepare, agent, evaluate.
     `trajectory` is None when nothing was sampled."""
 
     rollout_id: RolloutId

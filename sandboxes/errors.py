@@ -7,6 +7,7 @@ SandboxError
 │   ├── BootFailed                   the host refused a step of the boot (out of processes, memory, descriptors)
 │   ├── CapacityExceeded             no room now; `retry_after_s` says when to ask again
 │   │   ├── RateLimited              the provider sheds load (429)
+│   │   ├── QueueTimeout             no place within the time the caller gave
 │   │   └── OutOfDisk                less free space on the host than the watermark
 │   ├── ProviderUnreachable          no answer, or 502/503/504: what it did is unknown until the same key is asked again
 │   └── LauncherGone                 the process that owns the sandboxes died, and they with it
@@ -21,6 +22,7 @@ SandboxError
     ├── ExecResultLost               a command with this exec_id has run; whoever ran it died with its output
     ├── SandboxFileError             missing, not a regular file, too large, no permission
     │   └── FrozenPathRefused        the declared data path is missing or leads through a symbolic link
+    ├── LedgerRefused                another process has the pool's ledger, or it is none of this version
     └── NamespacesUnavailable        this machine cannot isolate; `reason` says why
 ```
 """
@@ -65,6 +67,10 @@ class CapacityExceeded(TransientSandboxError):
 
 
 class RateLimited(CapacityExceeded):
+    pass
+
+
+class QueueTimeout(CapacityExceeded):
     pass
 
 
@@ -124,6 +130,10 @@ class FrozenPathRefused(SandboxFileError):
     pass
 
 
+class LedgerRefused(PermanentSandboxError):
+    pass
+
+
 class NamespacesUnavailable(PermanentSandboxError):
     """`reason` names the missing guarantee and the error of the kernel."""
 
@@ -142,6 +152,7 @@ _BY_NAME: dict[str, type[SandboxError]] = {
         BootFailed,
         CapacityExceeded,
         RateLimited,
+        QueueTimeout,
         OutOfDisk,
         ProviderUnreachable,
         LauncherGone,

@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -31,10 +32,7 @@ from headrace.sandboxes.base import (
 )
 from headrace.sandboxes.client import LauncherConnections
 from headrace.sandboxes.disk_layers import TEMPLATES
-from headrace.sandboxes.errors import (
-    LauncherGone,
-    SpecRefused,
-)
+from headrace.sandboxes.errors import LauncherGone, SandboxGone, SpecRefused
 from headrace.sandboxes.images import ImageStore, default_image_folder
 from headrace.sandboxes.launcher_process import (
     LauncherProcess,
@@ -260,6 +258,10 @@ class LocalProvider:
             )
             for row in answer["sandboxes"]
         ]
+
+    async def destroy(self, sandbox: SandboxId) -> None:
+        with suppress(SandboxGone):
+            await self._admin({"op": "kill", "sandbox": sandbox})
 
     async def cpu_s(self) -> float:
         """CPU seconds, user and system, of the launcher and of all its sandboxes that have ended."""

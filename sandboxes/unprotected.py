@@ -163,6 +163,11 @@ class SubprocessProvider:
                 )
         return infos
 
+    async def destroy(self, sandbox: SandboxId) -> None:
+        if self._folder is not None and sandbox in self._specs:
+            with suppress(SandboxGone):
+                SandboxFolder(self._folder / sandbox).destroy()
+
     async def aclose(self) -> None:
         """Kill what runs and remove all folders. Idempotent."""
         for timer in self._timers.values():

@@ -33,12 +33,14 @@ SMALL = (
     "evaluation.tasks=4",
     "evaluation.samples=1",
     "evaluation.every_steps=0",
-    "rollout.boot_timeout_s=15",
+    "rollout.queue_timeout_s=15",
+    "rollout.boot_timeout_s=10",
+    "rollout.prepare_timeout_s=5",
     "rollout.agent_timeout_s=25",
     "rollout.evaluate_timeout_s=20",
-    "rollout.guard_s=60",
+    "rollout.guard_s=75",
     f"service.hang_s={HANG_S}",
-    "service.stall_s=75",
+    "service.stall_s=90",
 )
 
 

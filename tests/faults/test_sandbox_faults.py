@@ -153,8 +153,9 @@ async def test_a_launcher_whose_restart_failed_is_started_again(
 
 async def test_places_of_a_dead_launcher_come_back_while_somebody_waits(tmp_path: Path) -> None:
     config = PoolConfig(max_live=3, evaluation_reserve=1, reconcile_every_s=0.1)
-    async with LocalProvider(configured(tmp_path)) as provider, asyncio.timeout(30):
-        pool = Pool(provider, config)
+    provider = LocalProvider(configured(tmp_path))
+    await provider.start()
+    async with asyncio.timeout(30), Pool({"local": provider}, config) as pool:
         assert len(await pool.lease([SandboxSpec(), SandboxSpec()])) == 2
         assert provider.launcher_pid is not None
         os.kill(provider.launcher_pid, signal.SIGKILL)

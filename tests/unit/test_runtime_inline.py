@@ -10,6 +10,7 @@ import pytest
 
 from headrace.actors.batching import Batcher
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError
+from headrace.actors.operations import OperationCalls, Operations, Results
 from headrace.actors.retry import until_back
 from headrace.actors.runtime import Host, InlineRuntime, require_async
 
@@ -104,28 +105,6 @@ async def test_a_cancelled_request_leaves_its_batch_alone() -> None:
     assert seen == [[2]]
 
 
-async def test_what_was_made_for_a_cancelled_request_is_given_back() -> None:
-    called, may_answer = asyncio.Event(), asyncio.Event()
-    given_back: list[int] = []
-
-    async def lease(requests: list[int]) -> Sequence[int | Exception]:
-        called.set()
-        await may_answer.wait()
-        return [10 * request for request in requests]
-
-    async def give_back(result: int) -> None:
-        given_back.append(result)
-
-    async with Batcher(lease, unclaimed=give_back) as batcher:
-        gone = asyncio.ensure_future(batcher(1))
-        stays = asyncio.ensure_future(batcher(2))
-        await called.wait()
-        gone.cancel()
-        may_answer.set()
-        assert await stays == 20
-    assert given_back == [10]
-
-
 async def test_idempotent_calls_outlive_a_restart_and_other_errors_do_not() -> None:
     attempts = 0
 
@@ -191,3 +170,130 @@ async def test_an_actor_whose_entering_failed_is_entered_again_by_who_asks_for_i
     await host.stats(begin=True)
     assert await host.call("1", "work", (), {}) == "done"
     await host.close()
+
+
+class Kitchen:
+    """Operations that end when they are told."""
+
+    def __init__(self, orders: int = 1) -> None:
+        self.orders = orders
+        self.busy = asyncio.Event()
+        self.left = asyncio.Event()
+        self.begun: list[str] = []
+        self.given_back: list[str] = []
+        self.calls = 0
+        self.lost_calls = 0
+        self.lost = asyncio.Event()
+        self.gates: dict[str, asyncio.Event] = {}
+
+    async def cook(self, dish: str) -> str:
+        self.begun.append(dish)
+        gate = self.gates.setdefault(dish, asyncio.Event())
+        if len(self.begun) == self.orders:
+            self.busy.set()
+        try:
+            await gate.wait()
+        except asyncio.CancelledError:
+            self.left.set()
+            raise
+        if dish == "burnt":
+            raise ValueError(dish)
+        return f"hot {dish}"
+
+    async def give_back(self, dish: str) -> None:
+        self.given_back.append(dish)
+
+
+class Waiter(Operations[str, str]):
+    """An actor's side that counts its calls, and loses some."""
+
+    def __init__(self, kitchen: Kitchen) -> None:
+        super().__init__(kitchen.cook, unclaimed=kitchen.give_back)
+        self.kitchen = kitchen
+
+    async def fetch(self, keys: list[str]) -> Results[str]:
+        self.kitchen.calls += 1
+        if self.kitchen.lost_calls:
+            self.kitchen.lost_calls -= 1
+            self.kitchen.lost.set()
+            raise ActorLost("restarting")
+        return await super().fetch(keys)
+
+
+async def test_operations_do_not_wait_for_their_slowest() -> None:
+    kitchen = Kitchen(3)
+    async with Waiter(kitchen) as waiter, OperationCalls(waiter, unclaimed=kitchen.give_back) as order:
+        tasks = {dish: asyncio.create_task(order(dish, dish)) for dish in ("soup", "burnt", "stew")}
+        await kitchen.busy.wait()
+        kitchen.gates["soup"].set()
+        assert await tasks["soup"] == "hot soup"
+        kitchen.gates["burnt"].set()
+        with pytest.raises(ValueError, match="burnt"):
+            await tasks["burnt"]
+        assert not tasks["stew"].done()
+        kitchen.gates["stew"].set()
+        assert await tasks["stew"] == "hot stew"
+        assert kitchen.begun == ["soup", "burnt", "stew"]
+        assert kitchen.calls <= 4
+
+
+async def test_operations_that_are_cancelled_are_withdrawn() -> None:
+    kitchen = Kitchen(2)
+    async with Waiter(kitchen) as waiter, OperationCalls(waiter, unclaimed=kitchen.give_back) as order:
+        tasks = [asyncio.create_task(order(dish, dish)) for dish in ("soup", "stew")]
+        await kitchen.busy.wait()
+        tasks[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        kitchen.gates["stew"].set()
+        assert await tasks[1] == "hot stew"
+        await kitchen.left.wait()
+        assert (await waiter.fetch(["soup"])).unknown == ("soup",)
+
+
+async def test_operations_of_a_lost_actor_begin_again() -> None:
+    kitchen = Kitchen()
+    kitchen.lost_calls = 1
+    async with Waiter(kitchen) as waiter, OperationCalls(waiter, unclaimed=kitchen.give_back) as order:
+        task = asyncio.create_task(order("soup", "soup"))
+        await kitchen.lost.wait()
+        await waiter.withdraw(["soup"])
+        kitchen.gates["soup"].set()
+        assert await task == "hot soup"
+
+
+async def test_a_result_on_its_way_to_a_cancelled_request_is_given_back() -> None:
+    kitchen = Kitchen(2)
+    fetching, answered, may_travel = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Slow(Waiter):
+        async def fetch(self, keys: list[str]) -> Results[str]:
+            fetching.set()
+            results = await super().fetch(keys)
+            answered.set()
+            await may_travel.wait()
+            return results
+
+    async with Slow(kitchen) as waiter, OperationCalls(waiter, unclaimed=kitchen.give_back) as order:
+        gone, stays = (asyncio.create_task(order(dish, dish)) for dish in ("soup", "stew"))
+        await fetching.wait()
+        for gate in kitchen.gates.values():
+            gate.set()
+        await answered.wait()
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        may_travel.set()
+        assert await stays == "hot stew"
+    assert kitchen.given_back == ["hot soup"]
+
+
+async def test_a_result_that_nobody_fetches_is_given_back() -> None:
+    kitchen = Kitchen()
+    kitchen.gates["soup"] = asyncio.Event()
+    kitchen.gates["soup"].set()
+    async with Waiter(kitchen) as waiter:
+        waiter._running["key"] = asyncio.create_task(waiter._run("soup"))
+        await asyncio.wait([waiter._running["key"]])
+        await waiter.withdraw(["key"])
+    assert kitchen.given_back == ["hot soup"]

@@ -1,4 +1,4 @@
-"""Pure parts of the sandboxes: admission, leases, process trees, accounts, framing, path mapping, errors."""
+"""Pure parts of the sandboxes: leases, process trees, accounts, framing, path mapping, errors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ import struct
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from headrace.sandboxes import errors
-from headrace.sandboxes.admission import Admission, AdmissionConfig, Ticket
 from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.sandboxes.commands import FileProblem, find_account
 from headrace.sandboxes.leases import Deadlines, IdRanges
@@ -23,77 +19,6 @@ from headrace.sandboxes.processes import ProcessEntry, parse_stat, tree_of
 from headrace.sandboxes.rootfs import MountRefused, check_target
 from headrace.sandboxes.seccomp import filter_program
 from headrace.sandboxes.wire import Channel, ChannelClosed
-
-
-def admission(max_live: int = 4, boot_concurrency: int = 2, evaluation_reserve: int = 1) -> Admission:
-    return Admission(
-        AdmissionConfig(max_live=max_live, boot_concurrency=boot_concurrency, evaluation_reserve=evaluation_reserve)
-    )
-
-
-def test_admission_grants_in_order_up_to_the_boot_concurrency() -> None:
-    core = admission()
-    tickets = [core.ask(evaluation=False) for _ in range(3)]
-    assert core.grant() == tickets[:2]
-    assert (core.waiting, core.booting, core.live) == (1, 2, 0)
-    core.booted(tickets[0])
-    assert core.grant() == tickets[2:]
-
-
-def test_evaluations_overtake_and_have_places_of_their_own() -> None:
-    core = admission(max_live=2, boot_concurrency=2, evaluation_reserve=1)
-    first, second = core.ask(evaluation=False), core.ask(evaluation=False)
-    assert core.grant() == [first]
-    core.booted(first)
-    assert core.grant() == []
-    evaluation = core.ask(evaluation=True)
-    assert core.grant() == [evaluation]
-    core.leave(first)
-    assert core.grant() == []
-    core.leave(evaluation)
-    assert core.grant() == [second]
-
-
-def test_a_withdrawn_ticket_is_never_granted() -> None:
-    core = admission()
-    ticket = core.ask(evaluation=False)
-    core.leave(ticket)
-    assert core.grant() == []
-    assert core.waiting == 0
-
-
-@given(
-    steps=st.lists(st.tuples(st.sampled_from(["agent", "evaluate", "grant", "booted", "leave"]), st.integers(0, 30))),
-)
-def test_admission_never_exceeds_its_limits(steps: list[tuple[str, int]]) -> None:
-    core = admission(max_live=5, boot_concurrency=2, evaluation_reserve=2)
-    booting: list[Ticket] = []
-    others_live: set[Ticket] = set()
-    others: set[Ticket] = set()
-    known: list[Ticket] = []
-    for action, number in steps:
-        if action in ("agent", "evaluate"):
-            known.append(core.ask(evaluation=action == "evaluate"))
-            if action == "agent":
-                others.add(known[-1])
-        elif action == "grant":
-            booting += core.grant()
-            others_live |= others & set(booting)
-        elif action == "booted" and booting:
-            core.booted(booting.pop(number % len(booting)))
-        elif action == "leave" and known:
-            ticket = known[number % len(known)]
-            core.leave(ticket)
-            others_live.discard(ticket)
-            booting = [other for other in booting if other != ticket]
-        assert core.booting <= 2
-        assert core.booting + core.live <= 5
-        assert len(others_live) <= 3
-
-
-def test_a_reserve_that_leaves_no_place_is_refused() -> None:
-    with pytest.raises(ValidationError, match="evaluation_reserve=4"):
-        AdmissionConfig(max_live=4, evaluation_reserve=4)
 
 
 def test_deadlines_follow_renewals() -> None:

@@ -1,0 +1,223 @@
+"""What a pool answers for, on disk: one SQLite file that a restarted pool reads. Synchronous, for one thread at a time.
+
+Invariants:
+- One process has a ledger open (a lock that dies with the process); the file is the owner's alone (mode 600), for it
+  holds the secrets of sandboxes.
+- `apply` is one transaction: after it returned, a crash of the process loses nothing of it. (WAL with
+  synchronous=NORMAL: a crash of the machine may lose the last moments. Its local sandboxes are gone then too, and
+  remote ones are found by the owner's label, or die with their lease.)
+- Times are Unix seconds, for the ledger outlives the clocks of its processes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import sqlite3
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from headrace.sandboxes.base import SandboxId, SandboxRef
+from headrace.sandboxes.errors import LedgerRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+    from typing import Self
+
+FILE_NAME: Final = "sandboxes.db"
+_SCHEMA_VERSION: Final = 1
+_DDL: Final = """
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS sandboxes (
+  host TEXT NOT NULL, key TEXT NOT NULL, state TEXT NOT NULL, request_key TEXT NOT NULL, holder TEXT NOT NULL,
+  image TEXT NOT NULL, deadline_s REAL NOT NULL, frozen INTEGER NOT NULL, evaluation INTEGER NOT NULL,
+  provider TEXT, id TEXT, endpoint TEXT, secret TEXT,
+  PRIMARY KEY (host, key)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS holders (holder TEXT PRIMARY KEY, deadline_s REAL NOT NULL) WITHOUT ROWID;
+"""
+_COLUMNS: Final = "host key state request_key holder image deadline_s frozen evaluation provider id endpoint secret"
+
+
+class EntryState(StrEnum):
+    """How far a sandbox is."""
+
+    INTENDED = "intended"
+    """It may exist: a create with this key is under way, or nobody knows how it ended."""
+    HELD = "held"
+    """It exists and somebody has it, or may have it."""
+    ENDING = "ending"
+    """It is to be killed, and that is not confirmed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One sandbox, or the intent to boot one. (`host`, `key`) names it: `key` is what the provider was given."""
+
+    host: str
+    key: str
+    state: EntryState
+    request_key: str
+    """The idempotency key of whoever asked; empty for none."""
+    holder: str
+    image: str
+    deadline_s: float
+    frozen: bool = False
+    evaluation: bool = False
+    ref: SandboxRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The sandbox is gone, or was never made."""
+
+    host: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """Everything that `holder` has is leased until `deadline_s`."""
+
+    holder: str
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HolderGone:
+    """Nothing is leased by `holder` any more."""
+
+    holder: str
+
+
+Change: TypeAlias = Entry | Drop | Renewed | HolderGone
+
+
+class SandboxLedger:
+    """Opened by `open` or `in_memory`; `close` it."""
+
+    def __init__(self, database: sqlite3.Connection, lock: int | None) -> None:
+        self._database = database
+        self._lock = lock
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Open or create the ledger in `folder`. Raises LedgerRefused."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / FILE_NAME
+        # SQLite gives its side files the mode of the file itself.
+        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            path.chmod(0o600)
+            return cls(_prepared(sqlite3.connect(path, check_same_thread=False, isolation_level=None)), lock)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise LedgerRefused(f"{path} is in use by another process: one pool for one ledger") from error
+        except sqlite3.DatabaseError as error:
+            os.close(lock)
+            raise LedgerRefused(f"{path} is no sandbox ledger of this version ({error}): move it away") from error
+
+    @classmethod
+    def in_memory(cls) -> Self:
+        """A ledger without a file, for pools that own nothing beyond their process, and for virtual time."""
+        return cls(_prepared(sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)), None)
+
+    @property
+    def on_disk(self) -> bool:
+        return self._lock is not None
+
+    @property
+    def owner(self) -> str:
+        """The name under which this ledger's pool labels its sandboxes: made once, then always the same."""
+        row = self._database.execute("SELECT value FROM meta WHERE name = 'owner'").fetchone()
+        if row is None:
+            row = (secrets.token_hex(8),)
+            self._database.execute("INSERT INTO meta VALUES ('owner', ?)", row)
+        return str(row[0])
+
+    def apply(self, changes: Iterable[Change]) -> None:
+        """All of them or none. Raises sqlite3.Error."""
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            for change in changes:
+                self._apply(change)
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")
+
+    def _apply(self, change: Change) -> None:
+        execute = self._database.execute
+        match change:
+            case Entry():
+                row = _row(change)
+                execute(f"INSERT OR REPLACE INTO sandboxes VALUES ({', '.join('?' * len(row))})", row)
+            case Drop():
+                execute("DELETE FROM sandboxes WHERE host = ? AND key = ?", (change.host, change.key))
+            case Renewed():
+                execute("INSERT OR REPLACE INTO holders VALUES (?, ?)", (change.holder, change.deadline_s))
+            case HolderGone():
+                execute("DELETE FROM holders WHERE holder = ?", (change.holder,))
+
+    def load(self) -> list[Entry]:
+        """All entries; a deadline is the later one of the sandbox's own and its holder's."""
+        holders = dict(self._database.execute("SELECT holder, deadline_s FROM holders"))
+        rows = self._database.execute(f"SELECT {', '.join(_COLUMNS.split())} FROM sandboxes")
+        entries = [_entry(row) for row in rows]
+        return [
+            replace(entry, deadline_s=max(entry.deadline_s, holders.get(entry.holder, entry.deadline_s)))
+            for entry in entries
+        ]
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._database.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
+    """Raises sqlite3.DatabaseError for a file that is something else."""
+    for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "busy_timeout = 5000"):
+        database.execute(f"PRAGMA {pragma}")
+    version = database.execute("PRAGMA user_version").fetchone()[0]
+    if version not in (0, _SCHEMA_VERSION):
+        database.close()
+        raise sqlite3.DatabaseError(f"schema version {version}, not {_SCHEMA_VERSION}")
+    database.executescript(_DDL)
+    database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+    return database
+
+
+def _row(entry: Entry) -> tuple[object, ...]:
+    ref = entry.ref
+    return (
+        *(entry.host, entry.key, entry.state.value, entry.request_key, entry.holder, entry.image, entry.deadline_s),
+        *(entry.frozen, entry.evaluation),
+        *((ref.provider, ref.id, ref.endpoint, ref.secret) if ref is not None else (None,) * 4),
+    )
+
+
+def _entry(row: tuple[str, ...]) -> Entry:
+    host, key, state, request_key, holder, image, deadline_s, frozen, evaluation, *ref = row
+    provider, sandbox_id, endpoint, secret = ref
+    return Entry(
+        host=host,
+        key=key,
+        state=EntryState(state),
+        request_key=request_key,
+        holder=holder,
+        image=image,
+        deadline_s=float(deadline_s),
+        frozen=bool(frozen),
+        evaluation=bool(evaluation),
+        ref=None
+        if sandbox_id is None
+        else SandboxRef(provider=provider, id=SandboxId(sandbox_id), endpoint=endpoint, secret=secret),
+    )

@@ -1,0 +1,100 @@
+"""A pool that is killed with -9 over a launcher that stays: the next one has its leases, and kills what is nobody's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.sandboxes import doctor
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.booting import HOLDER_LABEL, OWNER_LABEL, LeaseRequest
+from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError
+from headrace.sandboxes.ledger import SandboxLedger
+from headrace.sandboxes.leftovers import run_label, sandboxes_left
+from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.pool import Pool
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.namespaces
+
+POOL = """
+import asyncio, json, sys
+from pathlib import Path
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.booting import HOLDER_LABEL, LeaseRequest
+from headrace.sandboxes.ledger import SandboxLedger
+from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.pool import Pool
+async def main():
+    provider = LocalProvider(LocalSandboxConfig.model_validate_json(sys.argv[1]))
+    await provider.start()
+    async with Pool({"local": provider}, ledger=SandboxLedger.open(Path(sys.argv[2])), owner="run") as pool:
+        labels = {HOLDER_LABEL: "worker"}
+        ids = []
+        for number in range(3):
+            spec = SandboxSpec(labels=labels, idempotency_key=str(number), ttl_s=120)
+            ref = (await pool.lease_one(LeaseRequest(spec=spec))).ref
+            await (await provider.attach(ref)).exec(f"echo {number} > /tmp/file", timeout_s=30)
+            ids.append(ref.id)
+        await pool.freeze(ids[2:])
+        print(json.dumps(ids), flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    try:
+        doctor.require_namespaces()
+    except NamespacesUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+async def config(tmp_path: Path) -> AsyncIterator[LocalSandboxConfig]:
+    """Of a launcher that is ended in any case."""
+    config = LocalSandboxConfig(stays_in=tmp_path / "stays", label=run_label(tmp_path), idle_exit_s=0.5)
+    yield config
+    with suppress(SandboxError):
+        async with LocalProvider(config):
+            pass
+    assert sandboxes_left(tmp_path) == 0
+
+
+async def test_a_killed_pool_is_succeeded(config: LocalSandboxConfig, tmp_path: Path) -> None:
+    arguments = (sys.executable, "-c", POOL, config.model_dump_json(), str(tmp_path / "ledger"))
+    process = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        ids = json.loads(await process.stdout.readline())
+    process.kill()
+    await process.wait()
+    provider = LocalProvider(config)
+    await provider.start()
+    orphan = await provider.create(SandboxSpec(labels={OWNER_LABEL: "run"}, ttl_s=120))
+    stranger = await provider.create(SandboxSpec(labels={OWNER_LABEL: "another run"}, ttl_s=120))
+    ledger = SandboxLedger.open(tmp_path / "ledger")
+    async with asyncio.timeout(60), Pool({"local": provider}, ledger=ledger, owner="run") as pool:
+        assert {info.id for info in await provider.list()} == {*ids, stranger.id}
+        assert orphan.id not in ids
+        status = await pool.status()
+        assert (status.live, status.frozen, status.adopted_total, status.orphans_total) == (2, 1, 3, 1)
+        for number in range(2):
+            spec = SandboxSpec(labels={HOLDER_LABEL: "worker"}, idempotency_key=str(number), ttl_s=120)
+            ref = (await pool.lease_one(LeaseRequest(spec=spec))).ref
+            assert ref.id == ids[number]
+            result = await (await provider.attach(ref)).exec("cat /tmp/file", timeout_s=30)
+            assert result.stdout == f"{number}\n".encode()
+        assert await pool.renew_holder("worker", 60) == []
+        await pool.release_holder("worker")
+        assert {info.id for info in await provider.list()} == {stranger.id}

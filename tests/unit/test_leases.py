@@ -1,0 +1,104 @@
+"""A holder's leases over the pool actor, inline, with the subprocess provider."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.actors import leases as leases_module
+from headrace.actors.config import SandboxKind, SandboxSection
+from headrace.actors.leases import Leases
+from headrace.actors.run_directory import RunDirectory
+from headrace.actors.sandbox_pool import SandboxPool
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.booting import LeaseRequest
+from headrace.sandboxes.errors import ImageUnknown, QueueTimeout
+from headrace.sandboxes.pool import PoolConfig
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+PLAIN = LeaseRequest(spec=SandboxSpec())
+
+
+@asynccontextmanager
+async def opened(tmp_path: Path) -> AsyncIterator[tuple[SandboxPool, Leases]]:
+    """One place for rollouts."""
+    config = PoolConfig(max_live=2, evaluation_reserve=1, reconcile_every_s=0.05)
+    section = SandboxSection(provider=SandboxKind.SUBPROCESS, pool=config)
+    async with (
+        asyncio.timeout(60),
+        SandboxPool(section, directory=RunDirectory(path=tmp_path)) as pool,
+        Leases(pool, "worker") as leases,
+    ):
+        yield pool, leases
+
+
+async def test_a_lease_does_not_wait_for_others_of_its_batch(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (pool, leases):
+        first, second = asyncio.create_task(leases.lease(PLAIN)), asyncio.create_task(leases.lease(PLAIN))
+        lease = await first
+        assert not second.done()
+        await leases.release(lease.ref.id)
+        assert (await second).ref.id != lease.ref.id
+        assert (await pool.status()).live == 1
+
+
+async def test_errors_of_one_are_no_errors_of_others(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (_, leases):
+        unknown = LeaseRequest(spec=SandboxSpec(image="missing"))
+        results = await asyncio.gather(leases.lease(unknown), leases.lease(PLAIN), return_exceptions=True)
+        assert isinstance(results[0], ImageUnknown)
+        assert not isinstance(results[1], BaseException)
+        with pytest.raises(QueueTimeout):
+            await leases.lease(LeaseRequest(spec=SandboxSpec(), queue_timeout_s=0.1))
+
+
+async def test_a_lease_that_is_cancelled_in_the_queue_is_forgotten(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (pool, leases):
+        lease = await leases.lease(PLAIN)
+        waiting = asyncio.create_task(leases.lease(PLAIN))
+        while (await pool.status()).waiting == 0:  # noqa: ASYNC110 - the pool tells nobody
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        while (await pool.status()).waiting > 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await leases.release(lease.ref.id)
+        assert (await pool.status()).live == 0
+
+
+async def test_a_holder_keeps_what_it_has_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases_module, "LEASE_S", 2.0)
+    monkeypatch.setattr(leases_module, "HEARTBEAT_S", 0.1)
+    beats = asyncio.Event()
+    async with opened(tmp_path) as (pool, leases):
+        lease = await leases.lease(PLAIN)
+        renew, count = pool.renew_holder, 0
+
+        async def counting(holder: str, ttl_s: float) -> list[object]:
+            nonlocal count
+            count += 1
+            if count == 30:
+                beats.set()
+            return list(await renew(holder, ttl_s))
+
+        monkeypatch.setattr(pool, "renew_holder", counting)
+        await beats.wait()
+        result = await (await leases.attach(lease.ref)).exec("echo here", timeout_s=30)
+        assert result.stdout == b"here\n"
+        assert (await pool.status()).reaped_total == 0
+
+
+async def test_what_a_dead_holder_had_is_reaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases_module, "LEASE_S", 0.3)
+    async with opened(tmp_path) as (pool, leases):
+        await leases.lease(PLAIN)
+        while (status := await pool.status()).live > 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert status.reaped_total + status.lost_total == 1

@@ -1,0 +1,149 @@
+"""Each phase of a rollout has a clock of its own: in virtual time, over a pool of simulated sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.actors.agents.shell import AgentReport, StopReason
+from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
+from headrace.actors.rollout import RolloutConfig, run_rollout
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.pool import Pool, PoolConfig
+from headrace.sandboxes.simulated import SimulatedProvider, SimulationConfig
+from headrace.serve.client import OpenedSession
+from headrace.serve.session import Session, SessionId, SessionReport, SessionSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
+    from headrace.sandboxes.booting import Lease, LeaseRequest
+
+CONFIG = RolloutConfig(
+    queue_timeout_s=10,
+    boot_timeout_s=20,
+    prepare_timeout_s=5,
+    agent_timeout_s=40,
+    evaluate_timeout_s=30,
+    guard_s=200,
+)
+EVER_S = 1e6
+
+
+class Places:
+    """Stations over a pool, each of which takes its time."""
+
+    def __init__(self, pool: Pool, provider: SimulatedProvider, **takes_s: float) -> None:
+        self.pool, self.provider, self.takes_s = pool, provider, takes_s
+
+    async def _take(self, what: str) -> None:
+        await asyncio.sleep(self.takes_s.get(what, 1.0))
+
+    async def lease(self, request: LeaseRequest) -> Lease:
+        return await self.pool.lease_one(request)
+
+    async def attach(self, ref: SandboxRef) -> Sandbox:
+        await self._take("prepare")
+        return await self.provider.attach(ref)
+
+    async def release(self, sandbox: SandboxId) -> None:
+        await self.pool.release([sandbox])
+
+    async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession:
+        await self._take("open")
+        return OpenedSession(session_id=SessionId(order.rollout_id), base_url="")
+
+    async def finish_session(self, session: OpenedSession) -> SessionReport:
+        return Session(SessionSpec(session_id=session.session_id), opened_at=0.0).report()
+
+    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
+        await self._take("agent")
+        return AgentReport(stop=StopReason.FINISHED, turns=1)
+
+    async def evaluate(self, request: EvaluationRequest) -> Verdict:
+        await self._take("evaluate")
+        return Verdict(reward=1.0, cause=Cause.SOLVED)
+
+
+def order() -> RolloutOrder:
+    task = Task(id=TaskId("t"), family="f", instruction="i", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
+    return RolloutOrder(rollout_id=RolloutId("r"), group_id=GroupId("g"), attempt=1, task=task)
+
+
+@pytest.fixture(scope="module")
+def run_virtual(load_support: Callable[[str], Any]) -> Any:
+    random.seed(1)
+    return load_support("virtual_time").run_virtual
+
+
+def simulated(
+    run_virtual: Any, check: Callable[[Any, Places], None], *, boot_s: float = 2.0, taken: int = 0, **takes_s: float
+) -> None:
+    """Run one rollout, after `taken` places were taken for good."""
+
+    async def main() -> None:
+        provider = SimulatedProvider(SimulationConfig(boot_s=boot_s, boot_sigma=0))
+        config = PoolConfig(max_live=2, evaluation_reserve=1)
+        async with Pool({"host": provider}, config, clock=asyncio.get_running_loop().time) as pool:
+            await pool.lease([SandboxSpec(ttl_s=EVER_S)] * taken)
+            places = Places(pool, provider, **takes_s)
+            check(await run_rollout(order(), places, CONFIG), places)
+            assert len(provider.living) == taken
+
+    run_virtual(main())
+
+
+def test_every_phase_is_clocked(run_virtual: Any) -> None:
+    def check(result: Any, _: Places) -> None:
+        assert (result.outcome.reward, result.outcome.cause) == (1.0, Cause.SOLVED)
+        assert [name for name, _ in result.phases_s] == [
+            *("queue", "boot", "prepare", "prepare", "agent", "agent", "evaluate")
+        ]
+
+    simulated(run_virtual, check)
+
+
+@pytest.mark.parametrize(
+    ("phase", "settings"),
+    [
+        ("queue", {"taken": 1}),
+        ("boot", {"boot_s": EVER_S}),
+        ("prepare", {"prepare": EVER_S}),
+        ("evaluate", {"evaluate": EVER_S}),
+    ],
+)
+def test_what_takes_too_long_is_infra_by_the_name_of_its_phase(
+    run_virtual: Any, phase: str, settings: dict[str, Any]
+) -> None:
+    def check(result: Any, _: Places) -> None:
+        assert (result.outcome.reward, result.outcome.cause) == (None, Cause.INFRA)
+        assert result.outcome.detail.startswith(f"{phase}: ")
+
+    simulated(run_virtual, check, **settings)
+
+
+def test_the_agents_clock_begins_with_the_agent(run_virtual: Any) -> None:
+    def check(result: Any, _: Places) -> None:
+        assert (result.outcome.reward, result.outcome.cause) == (1.0, Cause.SOLVED)
+
+    simulated(run_virtual, check, boot_s=18, prepare=4, open=30, agent=39)
+
+
+def test_an_agent_out_of_time_is_scored(run_virtual: Any) -> None:
+    def check(result: Any, _: Places) -> None:
+        assert (result.outcome.reward, result.outcome.cause) == (1.0, Cause.BUDGET)
+
+    simulated(run_virtual, check, agent=EVER_S)
+
+
+def test_the_guard_covers_what_no_clock_does(run_virtual: Any) -> None:
+    def check(result: Any, _: Places) -> None:
+        assert (result.outcome.reward, result.outcome.cause) == (None, Cause.INFRA)
+
+    simulated(run_virtual, check, open=EVER_S)

@@ -1,0 +1,282 @@
+"""The pure cores before a boot: places, token bucket, circuit breaker, the bounded queue, and the retry table."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from tenacity import Future, RetryCallState
+
+from headrace.sandboxes import admission as admission_module
+from headrace.sandboxes import errors
+from headrace.sandboxes.admission import Admission, AdmissionConfig
+from headrace.sandboxes.circuit_breaker import BreakerState, CircuitBreaker
+from headrace.sandboxes.errors import (
+    BootFailed,
+    BootTimeout,
+    CapacityExceeded,
+    ImageUnknown,
+    LauncherGone,
+    ProviderUnreachable,
+    RateLimited,
+    SandboxError,
+)
+from headrace.sandboxes.places import Places, Priority, Ticket
+from headrace.sandboxes.retry import FullJitter, RetryConfig, is_ambiguous, is_transient, retrying
+from headrace.sandboxes.token_bucket import TokenBucket
+
+PRIORITIES = list(Priority)
+
+
+class Desk:
+    """An admission whose tickets are numbered."""
+
+    def __init__(self, **settings: float) -> None:
+        defaults = {"max_live": 4, "boot_concurrency": 2, "evaluation_reserve": 1, "boots_per_s": 1000, "burst": 1000}
+        self.core = Admission(AdmissionConfig.model_validate({**defaults, **settings}))
+        self.number = 0
+
+    def ask(self, priority: Priority = Priority.ROLLOUT, now: float = 0.0) -> Ticket:
+        self.number += 1
+        ticket = Ticket(priority, self.number)
+        self.core.ask(ticket, now)
+        return ticket
+
+
+def test_admission_grants_in_order_up_to_the_boot_concurrency() -> None:
+    desk = Desk()
+    tickets = [desk.ask() for _ in range(3)]
+    assert desk.core.grant(0) == tickets[:2]
+    assert (desk.core.waiting, desk.core.booting, desk.core.live) == (1, 2, 0)
+    desk.core.booted(tickets[0])
+    assert desk.core.grant(0) == tickets[2:]
+
+
+def test_evaluations_overtake_and_have_places_of_their_own() -> None:
+    desk = Desk(max_live=2)
+    first, second = desk.ask(), desk.ask()
+    assert desk.core.grant(0) == [first]
+    desk.core.booted(first)
+    assert desk.core.grant(0) == []
+    evaluation = desk.ask(Priority.EVALUATION)
+    assert desk.core.grant(0) == [evaluation]
+    desk.core.leave(first)
+    assert desk.core.grant(0) == []
+    desk.core.leave(evaluation)
+    assert desk.core.grant(0) == [second]
+
+
+def test_warm_sandboxes_go_last() -> None:
+    desk = Desk(boot_concurrency=1)
+    warm, rollout = desk.ask(Priority.WARM), desk.ask()
+    assert desk.core.grant(0) == [rollout]
+    desk.core.booted(rollout)
+    assert desk.core.grant(0) == [warm]
+
+
+def test_who_tries_again_goes_before_those_who_came_later() -> None:
+    desk = Desk(boot_concurrency=1)
+    first, second = desk.ask(), desk.ask()
+    assert desk.core.grant(0) == [first]
+    desk.core.failed(first, BootFailed("x"), 0)
+    desk.core.ask(first, 0, again=True)
+    assert desk.core.grant(0) == [first]
+    desk.core.booted(first)
+    assert desk.core.grant(0) == [second]
+
+
+def test_a_withdrawn_ticket_is_never_granted() -> None:
+    desk = Desk()
+    desk.core.leave(desk.ask())
+    assert desk.core.grant(0) == []
+    assert desk.core.waiting == 0
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_again() -> None:
+    desk = Desk(max_waiting=3, boots_per_s=0.5, burst=1)
+    tickets = [desk.ask() for _ in range(3)]
+    with pytest.raises(CapacityExceeded, match="max_waiting=3") as refusal:
+        desk.ask()
+    assert refusal.value.retry_after_s == 3 / 0.5
+    desk.core.leave(tickets[0])
+    desk.ask()
+    desk.core.ask(tickets[0], 0, again=True)
+    assert desk.core.waiting == 4
+
+
+def test_each_try_takes_a_token() -> None:
+    desk = Desk(boots_per_s=2, burst=1)
+    first, second = desk.ask(), desk.ask()
+    assert desk.core.grant(0) == [first]
+    assert desk.core.next_grant_s(0) == pytest.approx(0.5)
+    desk.core.failed(first, BootFailed("x"), 0.1)
+    desk.core.ask(first, 0.1, again=True)
+    assert desk.core.grant(0.4) == []
+    assert desk.core.grant(0.5) == [first]
+    assert desk.core.grant(1.0) == [second]
+
+
+def test_shed_load_and_refusals_do_not_open_the_breaker() -> None:
+    desk = Desk(breaker_failures=2)
+    for error in (RateLimited("429"), CapacityExceeded("full"), ImageUnknown("x"), RateLimited("429")) * 2:
+        ticket = desk.ask()
+        assert desk.core.grant(0) == [ticket]
+        desk.core.failed(ticket, error, 0)
+    assert desk.core.breaker(0) is BreakerState.CLOSED
+
+
+def test_a_host_that_fails_gets_one_probe_and_comes_back_by_it() -> None:
+    desk = Desk(breaker_failures=2, breaker_open_s=5)
+    for _ in range(2):
+        ticket = desk.ask()
+        assert desk.core.grant(0) == [ticket]
+        desk.core.failed(ticket, ProviderUnreachable("502"), 0)
+    first, second = desk.ask(), desk.ask()
+    assert desk.core.grant(4.9) == []
+    assert desk.core.next_grant_s(1) == pytest.approx(4)
+    assert desk.core.grant(5) == [first]
+    desk.core.failed(first, LauncherGone("x"), 6)
+    assert desk.core.breaker(10.9) is BreakerState.OPEN
+    assert desk.core.grant(11) == [second]
+    third = desk.ask()
+    assert desk.core.grant(11) == []
+    desk.core.booted(second)
+    assert desk.core.grant(11) == [third]
+
+
+def test_a_probe_that_was_given_up_makes_room_for_the_next() -> None:
+    breaker = CircuitBreaker(1, 1.0)
+    breaker.failed("a", 0)
+    breaker.begin("b", 1)
+    assert not breaker.allows(1)
+    breaker.ended("b")
+    assert breaker.allows(1)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["begin", "succeed", "fail", "end", "wait"]), st.integers(0, 20))))
+def test_a_half_open_breaker_has_one_probe_and_an_open_one_none(steps: list[tuple[str, int]]) -> None:
+    breaker, now, running, calls = CircuitBreaker(3, 10.0), 0.0, list[int](), 0
+    since_not_closed: set[int] = set()
+    for action, number in steps:
+        if action == "wait":
+            now += number
+        elif action == "begin" and breaker.allows(now):
+            assert breaker.state(now) is not BreakerState.OPEN
+            breaker.begin(calls, now)
+            running.append(calls)
+            if breaker.state(now) is BreakerState.HALF_OPEN:
+                since_not_closed.add(calls)
+            calls += 1
+        elif running and action in ("succeed", "fail", "end"):
+            call = running.pop(number % len(running))
+            if action == "succeed":
+                breaker.succeeded(call)
+            elif action == "fail":
+                breaker.failed(call, now)
+            breaker.ended(call)
+        since_not_closed &= set(running)
+        if breaker.state(now) is BreakerState.CLOSED:
+            since_not_closed.clear()
+        assert len(since_not_closed) <= 1
+
+
+@given(
+    rate=st.floats(0.5, 100),
+    burst=st.integers(1, 20),
+    steps=st.lists(st.floats(0, 3), max_size=80),
+    span_s=st.floats(0.1, 5),
+)
+def test_no_span_takes_more_than_burst_and_rate(rate: float, burst: int, steps: list[float], span_s: float) -> None:
+    bucket, now, taken = TokenBucket(rate, burst), 0.0, list[float]()
+    for step in steps:
+        now += step
+        while bucket.take(now):
+            taken.append(now)
+    for start in taken:
+        assert sum(start <= at <= start + span_s for at in taken) <= burst + rate * (span_s + 1e-5)
+
+
+@given(rate=st.floats(0.01, 1e4), start=st.floats(0, 1e7), drained=st.integers(1, 5))
+def test_a_token_is_there_when_the_bucket_says_so(rate: float, start: float, drained: int) -> None:
+    bucket, now = TokenBucket(rate, drained), start
+    for _ in range(drained):
+        assert bucket.take(now)
+    for _ in range(3):
+        now += bucket.next_s(now)
+        assert bucket.take(now)
+
+
+@given(steps=st.lists(st.tuples(st.sampled_from(["ask", "start", "booted", "leave"]), st.integers(0, 30))))
+def test_places_never_exceed_their_limits(steps: list[tuple[str, int]]) -> None:
+    places = Places(max_live=5, boot_concurrency=2, evaluation_reserve=2)
+    booting: list[Ticket] = []
+    taken: set[Ticket] = set()
+    known: list[Ticket] = []
+    for action, number in steps:
+        if action == "ask":
+            known.append(Ticket(PRIORITIES[number % 3], len(known)))
+            places.ask(known[-1])
+        elif action == "start" and (ticket := places.next()) is not None:
+            places.start(ticket)
+            booting.append(ticket)
+            taken.add(ticket)
+        elif action == "booted" and booting:
+            places.booted(booting.pop(number % len(booting)))
+        elif action == "leave" and known:
+            ticket = known[number % len(known)]
+            places.leave(ticket)
+            taken.discard(ticket)
+            booting = [other for other in booting if other != ticket]
+        assert places.booting <= 2
+        assert places.booting + places.live == len(taken) <= 5
+        assert sum(ticket.priority is not Priority.EVALUATION for ticket in taken) <= 3
+
+
+def test_a_reserve_that_leaves_no_place_is_refused() -> None:
+    with pytest.raises(ValidationError, match="evaluation_reserve=4"):
+        AdmissionConfig(max_live=4, evaluation_reserve=4)
+
+
+def test_the_table_knows_every_error() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SandboxError)]
+    for kind in kinds:
+        if kind is SandboxError:
+            continue
+        assert is_transient(kind("x")) == kind.transient
+    assert is_ambiguous(ProviderUnreachable("502"))
+    assert is_ambiguous(BootTimeout("late"))
+    assert is_ambiguous(asyncio.CancelledError())
+    assert not is_ambiguous(RateLimited("429"))
+    assert not is_ambiguous(ImageUnknown("x"))
+
+
+def state_after(error: SandboxError, attempt: int) -> RetryCallState:
+    state = RetryCallState(retrying(RetryConfig()), None, (), {})
+    state.attempt_number = attempt
+    state.outcome = Future.construct(attempt, error, has_exception=True)
+    return state
+
+
+@given(attempt=st.integers(1, 30), retry_after_s=st.floats(0, 100))
+def test_waits_are_jittered_bounded_and_never_before_retry_after(attempt: int, retry_after_s: float) -> None:
+    wait = FullJitter(0.2, 10.0)
+    assert 0 <= wait(state_after(BootFailed("x"), attempt)) <= min(10.0, 0.2 * 2**attempt)
+    waited_s = wait(state_after(RateLimited("429", retry_after_s), attempt))
+    assert retry_after_s <= waited_s <= retry_after_s + 10.0
+
+
+def test_there_is_one_retry_table() -> None:
+    folder = Path(admission_module.__file__).parent
+    users = {
+        path.name
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and any("tenacity" in name for name in [getattr(node, "module", "") or "", *(a.name for a in node.names)])
+    }
+    assert users == {"retry.py"}
