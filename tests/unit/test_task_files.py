@@ -58,7 +58,10 @@ def test_defaults_and_references(tmp_path: Path) -> None:
         ({"instruction": ""}, "instruction: is empty"),
         ({"family": None}, "family: Input should be a valid string"),
         ({"evaluator": {"check": "1"}}, "evaluator.kind: is missing"),
-        ({"evaluator": STATE | {"kind": "vibes"}}, "evaluator.kind: Input should be 'state', 'patch' or 'none'"),
+        (
+            {"evaluator": STATE | {"kind": "vibes"}},
+            "kind: Input should be 'state', 'patch', 'compare', 'repository' or 'none'",
+        ),
         ({"evaluator": STATE | {"check": ""}}, "evaluator.check: is empty"),
         ({"evaluator": STATE | {"check": "def"}}, "evaluator.check: is no Python source"),
         ({"evaluator": STATE | {"check": {"file": "none.py"}}}, "evaluator.check: cannot read"),

@@ -1,0 +1,142 @@
+"""Runs the tests as an unprivileged user and keeps what pytest reports, out of that user's reach.
+
+Runs as root: `python -I -S - < PROGRAM`, with its settings as one line of JSON in a file named by the first argument.
+Invariants:
+- Standard output is this program's alone: the tests write to pipes that it reads and caps.
+- The report comes through a pipe that only the process of pytest and the shell that starts it hold.
+- When the command has ended everything its user still runs is killed before anything is printed: no daemon adds to it.
+- The tests and the tests' settings belong to root, in folders in which nobody else can move them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from typing import Any
+
+NO_USER = 20
+SETTINGS = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml")
+
+
+class Drain(threading.Thread):
+    """Reads a pipe to its end and keeps the first bytes."""
+
+    def __init__(self, descriptor: int, max_bytes: int) -> None:
+        super().__init__(daemon=True)
+        self.descriptor, self.max_bytes = descriptor, max_bytes
+        self.kept = b""
+        self.start()
+
+    def run(self) -> None:
+        pieces, size = [], 0
+        while True:
+            piece = os.read(self.descriptor, 1 << 16)
+            if not piece:
+                return
+            if size < self.max_bytes:
+                pieces.append(piece[: self.max_bytes - size])
+                size += len(piece)
+                self.kept = b"".join(pieces) if len(pieces) < 2 else self._joined(pieces)
+
+    @staticmethod
+    def _joined(pieces: list[bytes]) -> bytes:
+        pieces[:] = [b"".join(pieces)]
+        return pieces[0]
+
+
+def give(workdir: str, owner: pwd.struct_passwd, protected: list[str]) -> None:
+    """The tree to its user; the tests, and every folder on the way to them, to root."""
+    tests = list(protected)
+    for folder, folders, files in os.walk(workdir):
+        for name in (*folders, *files):
+            os.lchown(os.path.join(folder, name), owner.pw_uid, owner.pw_gid)
+        tests += [os.path.join(folder, name) for name in files if name in SETTINGS or name.startswith("test_")]
+    shut(workdir)
+    for path in tests:
+        parts = path[len(workdir) :].strip("/").split("/")
+        for position in range(1, len(parts) + 1):
+            shut("/".join((workdir, *parts[:position])))
+
+
+def shut(path: str) -> None:
+    """Root's. In a folder others may make entries of their own, but not remove those of root's (sticky)."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return
+    if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
+        os.lchown(path, 0, 0)
+        os.chmod(path, 0o1777 if stat.S_ISDIR(mode) else 0o755 if mode & stat.S_IXUSR else 0o644)
+
+
+def become(owner: pwd.struct_passwd) -> None:
+    os.setgroups([])
+    os.setgid(owner.pw_gid)
+    os.setuid(owner.pw_uid)
+
+
+def end_all(owner: pwd.struct_passwd) -> None:
+    """Kill every process of a user that is not root."""
+    if owner.pw_uid == 0 or os.getuid() != 0:
+        return
+    child = os.fork()
+    if child == 0:
+        become(owner)
+        try:
+            os.kill(-1, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def run(given: dict[str, Any], owner: pwd.struct_passwd) -> dict[str, Any]:
+    pipes = [os.pipe() for _ in range(3)]
+    report = pipes[2][1]
+    environment = {"PATH": os.defpath, "HOME": owner.pw_dir, "USER": owner.pw_name, "LANG": "C.UTF-8"}
+    environment.update(given["environment"])
+    environment["HEADRACE_REPORT"] = f"{report} {given['canaries']}"
+    drop = (lambda: become(owner)) if os.getuid() == 0 and owner.pw_uid != 0 else None
+    process = subprocess.Popen(
+        given["command"],
+        cwd=given["workdir"],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=pipes[0][1],
+        stderr=pipes[1][1],
+        pass_fds=[report],
+        preexec_fn=drop,
+        start_new_session=True,
+    )
+    for _, write_end in pipes:
+        os.close(write_end)
+    drains = [Drain(pipe[0], size) for pipe, size in zip(pipes, given["caps"])]
+    code = process.wait()
+    end_all(owner)
+    for drain in drains:
+        drain.join(2.0)
+    stdout, stderr, records = (drain.kept.decode("utf-8", "replace") for drain in drains)
+    return {"exit_code": code, "stdout": stdout, "stderr": stderr, "report": records}
+
+
+def main(path: str) -> None:
+    with open(path, encoding="utf-8") as file:
+        given = json.load(file)
+    os.unlink(path)
+    try:
+        owner = pwd.getpwnam(given["user"])
+    except KeyError:
+        sys.exit(NO_USER)
+    end_all(owner)
+    if owner.pw_uid != 0 and os.getuid() == 0:
+        give(given["workdir"], owner, given["protected"])
+    json.dump(run(given, owner), sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
