@@ -7,13 +7,12 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 PASSING: Final = frozenset({"passed", "xfailed"})
 MAX_NAMED: Final = 5
@@ -24,11 +23,13 @@ class ReportUntrusted(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Canaries:
-    """Names of the test that must pass and of the one that must fail, 16 characters each, new for every run."""
+class Session:
+    """One session of pytest as the monitor saw it: the names of its canaries, and records of (event, id, result)."""
 
     must_pass: str
     must_fail: str
+    ended: bool
+    records: Sequence[tuple[str, str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,51 +65,35 @@ def _passed(results: Collection[str]) -> bool:
     return bool(results) and PASSING.issuperset(results)
 
 
-def read_report(text: str, canaries: Canaries) -> Report:
+def read_report(sessions: Sequence[Session]) -> Report:
     """Raises ReportUntrusted."""
+    if not sessions:
+        raise ReportUntrusted("no session of pytest began")
     results: dict[str, set[str]] = defaultdict(set)
     uncollected: dict[str, str] = {}
-    begun = ended = 0
-    for record in _records(text):
-        event, test_id, result = record.get("event"), str(record.get("id", "")), str(record.get("result", ""))
-        begun += event == "start"
-        ended += event == "end"
-        if event == "test":
-            results[test_id].add(result)
-        elif event == "collect":
-            uncollected[test_id] = result
-    if begun == 0:
-        raise ReportUntrusted("no session of pytest began")
-    if begun != ended:
-        raise ReportUntrusted(f"{begun - ended} of {begun} test sessions did not come to their end")
-    _check_canaries(results, canaries)
-    return Report(
-        results={test_id: frozenset(found) for test_id, found in results.items() if not _is_canary(test_id, canaries)},
-        uncollected=uncollected,
-    )
+    for session in sessions:
+        if not session.ended:
+            raise ReportUntrusted("a session of pytest did not come to its end")
+        _check_canaries(session)
+        for event, test_id, result in session.records:
+            if event == "test" and not _is_canary(test_id, session):
+                results[test_id].add(result)
+            elif event == "collect":
+                uncollected[test_id] = result
+    return Report(results={test_id: frozenset(found) for test_id, found in results.items()}, uncollected=uncollected)
 
 
-def _records(text: str) -> Iterable[dict[str, Any]]:
-    for line in text.split("\n"):
-        try:
-            record = json.loads(line) if line else None
-        except (ValueError, RecursionError) as error:
-            raise ReportUntrusted("the report holds a line that is none of ours") from error
-        if isinstance(record, dict):
-            yield record
+def _is_canary(test_id: str, session: Session) -> bool:
+    return test_id.rsplit("::", 1)[-1] in (f"test_{session.must_pass}", f"test_{session.must_fail}")
 
 
-def _is_canary(test_id: str, canaries: Canaries) -> bool:
-    return test_id.rsplit("::", 1)[-1] in (f"test_{canaries.must_pass}", f"test_{canaries.must_fail}")
-
-
-def _check_canaries(results: Mapping[str, set[str]], canaries: Canaries) -> None:
-    for name, wanted in ((canaries.must_pass, "passed"), (canaries.must_fail, "failed")):
-        found = [result for test_id, result in results.items() if test_id.endswith(f"test_{name}")]
+def _check_canaries(session: Session) -> None:
+    for name, wanted in ((session.must_pass, "passed"), (session.must_fail, "failed")):
+        found = {result for _, test_id, result in session.records if test_id.endswith(f"::test_{name}")}
         if not found:
             raise ReportUntrusted(f"the canary that must have {wanted} did not run")
-        if any(result != {wanted} for result in found):
-            raise ReportUntrusted(f"a canary that must have {wanted} has {', '.join(sorted(set().union(*found)))}")
+        if found != {wanted}:
+            raise ReportUntrusted(f"a canary that must have {wanted} has {', '.join(sorted(found))}")
 
 
 def named(ids: Iterable[str]) -> str:

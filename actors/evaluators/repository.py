@@ -171,10 +171,18 @@ async def _judge(task: Task, repository: RepositorySpec, run: TestRun, rooms: Cl
     grader = repository.grader
     if isinstance(grader, Swepro):
         return await _judge_logs(task, repository, grader, run, rooms)
-    report = read_report(run.report, run.canaries)
+    report = _report_of(run)
     if isinstance(grader, TestIds):
         return _missing(report.not_passed(required_ids(grader)), len(required_ids(grader)))
     return await _judge_all(task, report, rooms)
+
+
+def _report_of(run: TestRun) -> Report:
+    """Raises ReportUntrusted, with the end of what the run printed."""
+    try:
+        return read_report(run.sessions)
+    except ReportUntrusted as error:
+        raise ReportUntrusted(f"{error}: {(run.stdout + run.stderr)[-300:].strip()}") from error
 
 
 def _missing(missing: tuple[str, ...], count: int) -> Verdict:
@@ -185,7 +193,7 @@ async def _judge_logs(
     task: Task, repository: RepositorySpec, grader: Swepro, run: TestRun, rooms: CleanRooms
 ) -> Verdict:
     """The parser decides; where the script ran pytest, its report must be sound and must not contradict."""
-    report = read_report(run.report, run.canaries) if run.report else None
+    report = _report_of(run) if run.sessions else None
     async with rooms.clean(SandboxSpec(image=task.image, labels=LABELS)) as room:
         passed = await parse_logs(room, repository, grader, run)
     required = required_ids(grader)
@@ -210,4 +218,4 @@ async def _judge_all(task: Task, report: Report, rooms: CleanRooms) -> Verdict:
 async def _skipped_untouched(task: Task, rooms: CleanRooms) -> frozenset[str]:
     """What the tests skip without any patch. Raises ReportUntrusted, RunBroken, SandboxError."""
     _, run, _ = await _run(task, _repository_of(task), LeftDiff(), rooms)
-    return frozenset() if run is None else read_report(run.report, run.canaries).skipped
+    return frozenset() if run is None else _report_of(run).skipped

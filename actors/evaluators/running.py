@@ -13,7 +13,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from headrace.actors.evaluators.report import Canaries
+from headrace.actors.evaluators.report import Session
 from headrace.actors.in_sandbox import source
 from headrace.buffer.repositories import Command, RepositorySpec, Script, Swepro, TestIds, required_ids
 from headrace.sandboxes.errors import SandboxError
@@ -40,15 +40,14 @@ class RunBroken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestRun:
-    """What a command left: its logs, cut at MAX_LOG_BYTES each, and the lines of the report."""
+    """What a command left: its logs, cut at MAX_LOG_BYTES each, and what pytest reported."""
 
     __test__ = False
 
     exit_code: int
     stdout: str
     stderr: str
-    report: str
-    canaries: Canaries
+    sessions: tuple[Session, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +56,6 @@ class _Place:
 
     folder: str = field(default_factory=lambda: f"/opt/{secrets.token_hex(8)}")
     plugin: str = field(default_factory=lambda: f"p{secrets.token_hex(8)}")
-    canaries: Canaries = field(
-        default_factory=lambda: Canaries(must_pass=secrets.token_hex(8), must_fail=secrets.token_hex(8))
-    )
 
 
 async def run_tests(room: Sandbox, repository: RepositorySpec, protected: Iterable[str], timeout_s: float) -> TestRun:
@@ -74,8 +70,8 @@ async def run_tests(room: Sandbox, repository: RepositorySpec, protected: Iterab
         "user": repository.user,
         "protected": [f"{repository.workdir}/{path}" for path in sorted(protected)],
         "environment": _environment(repository, place),
-        "canaries": f"{place.canaries.must_pass} {place.canaries.must_fail}",
-        "caps": [MAX_LOG_BYTES, MAX_LOG_BYTES, MAX_REPORT_BYTES],
+        "max_log_bytes": MAX_LOG_BYTES,
+        "max_report_bytes": MAX_REPORT_BYTES,
     }
     files |= {f"{place.plugin}.py": source("canary_plugin"), "settings": json.dumps(settings)}
     await room.write_many({f"{place.folder}/{name}": text.encode() for name, text in files.items()})
@@ -88,7 +84,8 @@ async def run_tests(room: Sandbox, repository: RepositorySpec, protected: Iterab
     )
     if result.exit_code != 0:
         raise RunBroken(f"the tests could not be run ({result.exit_code}): {result.stderr[-200:]!r}")
-    return TestRun(canaries=place.canaries, **json.loads(result.stdout))
+    left = json.loads(result.stdout)
+    return TestRun(**{**left, "sessions": tuple(Session(**session) for session in left["sessions"])})
 
 
 def _environment(repository: RepositorySpec, place: _Place) -> dict[str, str]:

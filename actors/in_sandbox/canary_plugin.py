@@ -1,7 +1,7 @@
 """A plugin of pytest that reports the result of each test id, and runs canaries among the tests.
 
-Loaded under a random name, from a folder that only root writes to. It reports through a pipe of which the environment
-tells the number; without one it does nothing. Invariants:
+Loaded under a random name, from a folder that only root writes to. It reports through a socket of which the environment
+tells the number, and gets its secrets through it; without one it does nothing. Invariants:
 - Results come from the exception that ended a phase, not from what a hook made of it.
 - A pair of canaries, one that must pass and one that must fail, runs beside the tests of every module, and as a test
   case of unittest. Whatever turns failures into passes, or runs nothing, turns the canaries too.
@@ -13,13 +13,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import unittest
 from typing import Any
 
 import pytest
 
 MAX_PARENTS = 64
-_given = os.environ.pop("HEADRACE_REPORT", "").split()
+_given = os.environ.pop("HEADRACE_REPORT", "")
 os.environ.pop("PYTEST_PLUGINS", None)
 _NAME = f"reporter-{random.getrandbits(64):x}"
 
@@ -27,19 +28,19 @@ _NAME = f"reporter-{random.getrandbits(64):x}"
 class Reporter:
     """Hooks of one session. `results` holds the worst phase of the test that runs."""
 
-    def __init__(self, channel: int, must_pass: str, must_fail: str) -> None:
+    def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
-        self.must_pass, self.must_fail = must_pass, must_fail
+        self.key = ""
+        self.say(event="start")
+        with channel.makefile("rb") as lines:
+            self.key, self.must_pass, self.must_fail = json.loads(lines.readline())
         self.phases: dict[str, list[str]] = {}
         self.failed_canaries = 0
 
     def say(self, **record: Any) -> None:
-        data = json.dumps(record).encode() + b"\n"
-        while data:
-            data = data[os.write(self.channel, data) :]
+        self.channel.sendall(json.dumps(dict(record, key=self.key)).encode() + b"\n")
 
     def pytest_configure(self, config: Any) -> None:
-        self.say(event="start")
         config.option.maxfail = 0
         config.option.continue_on_collection_errors = True
 
@@ -48,7 +49,7 @@ class Reporter:
         canaries = [*self.cases(session), *self.functions(session, session)]
         places: dict[int, int] = {}
         for place, item in enumerate(items):
-            places.setdefault(id(item.parent), place)
+            places.setdefault(id(item.getparent(pytest.Module)), place)
         for place in sorted(places.values(), reverse=True)[-MAX_PARENTS:]:
             pair = list(self.functions(session, items[place].getparent(pytest.Module) or session))
             random.shuffle(pair)
@@ -84,6 +85,7 @@ class Reporter:
         case = type("TestCase" + self.must_pass[:4], (unittest.TestCase,), names)
         try:
             node = UnitTestCase.from_parent(session, name=case.__name__, obj=case)
+            node.obj = case
             return list(node.collect())
         except (TypeError, AttributeError):
             return []
@@ -120,7 +122,7 @@ class Reporter:
 
 def pytest_addhooks(pluginmanager: Any) -> None:
     """The first hook that knows the plugin manager."""
-    if len(_given) == 3 and not pluginmanager.has_plugin(_NAME):
-        channel = int(_given[0])
-        os.set_inheritable(channel, False)
-        pluginmanager.register(Reporter(channel, _given[1], _given[2]), _NAME)
+    if _given and not pluginmanager.has_plugin(_NAME):
+        channel = socket.socket(fileno=int(_given))
+        channel.set_inheritable(False)
+        pluginmanager.register(Reporter(channel), _NAME)

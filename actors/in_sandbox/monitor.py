@@ -3,7 +3,9 @@
 Runs as root: `python -I -S - < PROGRAM`, with its settings as one line of JSON in a file named by the first argument.
 Invariants:
 - Standard output is this program's alone: the tests write to pipes that it reads and caps.
-- The report comes through a pipe that only the process of pytest and the shell that starts it hold.
+- The report comes through a socket that only the process of pytest and the shell that starts it hold. Each session of
+  pytest gets a key and the names of its canaries when it begins, before any code of the repository runs; a record
+  without a key of ours is none.
 - When the command has ended everything its user still runs is killed before anything is printed: no daemon adds to it.
 - The tests and the tests' settings belong to root, in folders in which nobody else can move them.
 """
@@ -13,7 +15,9 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import secrets
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -48,6 +52,38 @@ class Drain(threading.Thread):
     def _joined(pieces: list[bytes]) -> bytes:
         pieces[:] = [b"".join(pieces)]
         return pieces[0]
+
+
+class Sessions(threading.Thread):
+    """Answers each session that begins with its secrets, and keeps its records up to a size."""
+
+    def __init__(self, channel: socket.socket, max_bytes: int) -> None:
+        super().__init__(daemon=True)
+        self.channel, self.left = channel, max_bytes
+        self.sessions: dict[str, dict[str, Any]] = {}
+        self.start()
+
+    def run(self) -> None:
+        with self.channel.makefile("rb") as lines:
+            for line in lines:
+                self.left -= len(line)
+                if self.left < 0:
+                    continue
+                try:
+                    self.take(json.loads(line))
+                except (ValueError, AttributeError, TypeError, RecursionError, OSError):
+                    continue
+
+    def take(self, record: dict[str, Any]) -> None:
+        if record.get("event") == "start":
+            key, *names = (secrets.token_hex(8) for _ in range(3))
+            self.sessions[key] = {"must_pass": names[0], "must_fail": names[1], "ended": False, "records": []}
+            self.channel.sendall(json.dumps([key, *names]).encode() + b"\n")
+            return
+        session = self.sessions.get(str(record.pop("key", "")))
+        if session is not None and not session["ended"]:
+            session["ended"] = record.get("event") == "end"
+            session["records"].append([str(record.get(name, "")) for name in ("event", "id", "result")])
 
 
 def give(workdir: str, owner: pwd.struct_passwd, protected: list[str]) -> None:
@@ -96,11 +132,11 @@ def end_all(owner: pwd.struct_passwd) -> None:
 
 
 def run(given: dict[str, Any], owner: pwd.struct_passwd) -> dict[str, Any]:
-    pipes = [os.pipe() for _ in range(3)]
-    report = pipes[2][1]
+    pipes = [os.pipe() for _ in range(2)]
+    ours, theirs = socket.socketpair()
     environment = {"PATH": os.defpath, "HOME": owner.pw_dir, "USER": owner.pw_name, "LANG": "C.UTF-8"}
     environment.update(given["environment"])
-    environment["HEADRACE_REPORT"] = f"{report} {given['canaries']}"
+    environment["HEADRACE_REPORT"] = str(theirs.fileno())
     drop = (lambda: become(owner)) if os.getuid() == 0 and owner.pw_uid != 0 else None
     process = subprocess.Popen(
         given["command"],
@@ -109,19 +145,21 @@ def run(given: dict[str, Any], owner: pwd.struct_passwd) -> dict[str, Any]:
         stdin=subprocess.DEVNULL,
         stdout=pipes[0][1],
         stderr=pipes[1][1],
-        pass_fds=[report],
+        pass_fds=[theirs.fileno()],
         preexec_fn=drop,
         start_new_session=True,
     )
+    theirs.close()
     for _, write_end in pipes:
         os.close(write_end)
-    drains = [Drain(pipe[0], size) for pipe, size in zip(pipes, given["caps"])]
+    drains = [Drain(pipe[0], given["max_log_bytes"]) for pipe in pipes]
+    sessions = Sessions(ours, given["max_report_bytes"])
     code = process.wait()
     end_all(owner)
-    for drain in drains:
-        drain.join(2.0)
-    stdout, stderr, records = (drain.kept.decode("utf-8", "replace") for drain in drains)
-    return {"exit_code": code, "stdout": stdout, "stderr": stderr, "report": records}
+    for thread in (*drains, sessions):
+        thread.join(2.0)
+    stdout, stderr = (drain.kept.decode("utf-8", "replace") for drain in drains)
+    return {"exit_code": code, "stdout": stdout, "stderr": stderr, "sessions": list(sessions.sessions.values())}
 
 
 def main(path: str) -> None:
