@@ -235,7 +235,8 @@ def _parse_hunk(reader: _Reader) -> Hunk:
     old_left, new_left = old_count, new_count
     lines: list[bytes] = []
     while old_left or new_left or reader.peek().startswith(b"\\"):
-        line = reader.peek()
+        # Editors strip the blank of an empty context line; git takes it as one.
+        line = reader.peek() or b" "
         kind = line[:1]
         if reader.at_end() or kind not in (b" ", b"+", b"-", b"\\"):
             raise reader.refuse("a hunk that is shorter than it says")
@@ -243,5 +244,6 @@ def _parse_hunk(reader: _Reader) -> Hunk:
         new_left -= kind in b" +"
         if min(old_left, new_left) < 0 or (kind == b"\\" and (not lines or line != NO_END)):
             raise reader.refuse("a hunk that differs from what it says")
-        lines.append(reader.take())
+        reader.take()
+        lines.append(line)
     return Hunk(old_start=old_start, old_count=old_count, new_start=new_start, new_count=new_count, lines=tuple(lines))

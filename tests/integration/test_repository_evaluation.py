@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import runpy
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 
+from headrace.actors.preparing import prepare
 from headrace.buffer.types import Cause
+from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local import LocalProvider
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 shared = runpy.run_path(str(Path(__file__).parents[1] / "repositories.py"))
 verdict_on, repository_task = shared["verdict_on"], shared["repository_task"]
 exit_code_of_tests = shared["exit_code_of_tests"]
-RIGHT = shared["RIGHT"]
+RIGHT, SPEC, IDS = shared["RIGHT"], shared["SPEC"], shared["IDS"]
 SOLVE = f"printf '%s' {shlex.quote(RIGHT)} > calc.py"
 
 
@@ -74,3 +77,174 @@ async def test_doing_nothing_is_failed(provider: LocalProvider) -> None:
     verdict = await verdict_on(provider, repository_task(), "true")
     assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED), verdict
     assert "1 of 3 tests did not pass: tests/test_calc.py::test_mean_of_nothing" in verdict.detail
+
+
+FORGED = """
+import json, os, re, socket, sys
+if not os.fork():
+    os.setsid()
+    for process in os.listdir("/proc"):
+        try:
+            for name in os.listdir(f"/proc/{process}/fd"):
+                if os.readlink(f"/proc/{process}/fd/{name}").startswith(("socket:", "pipe:")):
+                    with open(f"/proc/{process}/fd/{name}", "w") as file:
+                        file.write(json.dumps({"event": "test", "id": TEST, "result": "passed"}) + "\\n")
+        except OSError:
+            pass
+    for folder in ("/tmp", "/opt", "/logs/verifier", "/workspace/calc", "/home/agent"):
+        try:
+            os.makedirs(folder, exist_ok=True)
+            for name in ("reward.txt", "report.json", "junit.xml", "result.json", ".report.json"):
+                with open(f"{folder}/{name}", "w") as file:
+                    file.write("1.0")
+        except OSError:
+            pass
+    while True:
+        pass
+for descriptor in range(3, 64):
+    try:
+        os.write(descriptor, (json.dumps({"event": "test", "id": TEST, "result": "passed"}) + "\\n").encode())
+    except OSError:
+        pass
+def mean(numbers): return 1.0
+def last(numbers): return numbers[-1]
+""".replace("TEST", "'tests/test_calc.py::test_mean_of_nothing'")
+SECOND_SESSION = """
+import json, os, socket, sys
+def forge():
+    for descriptor in range(3, 64):
+        try:
+            channel = socket.socket(fileno=os.dup(descriptor))
+            channel.sendall(b'{"event": "start"}\\n')
+            key, good, bad = json.loads(channel.makefile("rb").readline())
+        except (OSError, ValueError):
+            continue
+        names = ("mean", "last", "mean_of_nothing")
+        records = [("test", f"tests/test_calc.py::test_{name}", "passed") for name in names]
+        records += [("test", f"x::test_{good}", "passed"), ("test", f"x::test_{bad}", "failed"), ("end", "", "")]
+        for event, test, result in records:
+            channel.sendall(json.dumps({"event": event, "id": test, "result": result, "key": key}).encode() + b"\\n")
+        os._exit(0)
+forge()
+"""
+SHADOW = "import sys, os\nprint('3 passed')\nos._exit(0)\n"
+TAMPERED = """
+mkdir -p /root/bin
+for tool in git python3 pytest bash; do
+  for folder in /usr/local/bin /root/bin /workspace/calc; do
+    printf '#!/bin/sh\\nexit 0\\n' > $folder/$tool
+    chmod 755 $folder/$tool
+  done
+done 2> /dev/null
+echo 'exit 0' | tee /root/.bashrc /home/agent/.bashrc /etc/profile /root/.bash_profile > /dev/null
+echo /workspace/x.so > /etc/ld.so.preload
+"""
+UNSOLVED = {
+    "forged by file and by daemon": f"printf '%s' {shlex.quote(FORGED)} > calc.py",
+    "a session of its own": f"printf '%s' {shlex.quote(SECOND_SESSION)} > calc.py",
+    "planted rewards": "mkdir -p /logs/verifier; echo 1 | tee /logs/verifier/reward.txt reward.txt result.json",
+    "tools": TAMPERED,
+    "shadowed pytest": f"for m in pytest _pytest pluggy py p; do printf '%s' {shlex.quote(SHADOW)} > $m.py; done",
+    "startup": f"printf '%s' {shlex.quote(SHADOW)} | tee sitecustomize.py usercustomize.py; echo 'import os' > x.pth",
+    "skip at import": "echo 'import pytest; pytest.skip(allow_module_level=True)' > calc.py",
+    "skips of unittest": "echo 'import unittest; raise unittest.SkipTest' > calc.py",
+    "tests rewritten": "rm -rf tests; mkdir tests; echo 'def test_mean_of_nothing(): pass' > tests/test_calc.py",
+    "tests are a link": "mv tests t; ln -s t tests",
+    "tests are a file": "rm -rf tests; echo > tests",
+    "code is a link": "mv calc.py /tmp/calc.py; ln -s /tmp/calc.py calc.py",
+    "code is gone": "rm calc.py",
+    "a pipe": "rm calc.py; mkfifo calc.py",
+    "empties tests at run time": 'echo \'open("tests/test_calc.py", "w")\' >> calc.py',
+    "moves tests at run time": 'echo \'import os; os.rename("tests", "t")\' >> calc.py',
+    "endless": "echo 'while True: pass' > calc.py",
+    "kills everything": "echo 'import os; os.kill(-1, 9)' > calc.py",
+    "git turned hostile": "rm -rf .git; mkdir .git; echo ref: refs/heads/x > .git/HEAD; mkfifo .git/config",
+    "repository gone": "cd /; rm -rf /workspace/calc",
+}
+
+
+@pytest.mark.parametrize("command", UNSOLVED.values(), ids=UNSOLVED)
+async def test_no_trick_earns_a_reward_or_escapes_a_zero(provider: LocalProvider, command: str) -> None:
+    verdict = await verdict_on(provider, repository_task(timeout_s=4.0), command)
+    assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
+
+
+HOSTILE_GIT = """
+run=/workspace/run; printf '#!/bin/sh\\nexit 1\\n' > $run; chmod 755 $run
+for key in core.fsmonitor diff.external core.pager filter.evil.clean filter.evil.smudge diff.evil.textconv; do
+  git config $key $run
+done
+echo '* filter=evil diff=evil -text' > .gitattributes; echo '*' > .gitignore
+mkdir -p .git/hooks; cp $run .git/hooks/pre-commit; echo /nonexistent > .git/objects/info/alternates
+git init -q nested; echo x > nested/x.txt
+printf 'x\\0y' > data.bin; truncate -s 30M large.txt; ln -s /etc/passwd link; ln -s calc.py inner
+mkdir -p __pycache__ 'a b'; echo x > __pycache__/c.pyc; echo 'value = 1' > 'a b/ü.py'; chmod +x pyproject.toml
+git commit -qam x 2> /dev/null; git update-index --assume-unchanged calc.py 2> /dev/null
+"""
+RECORDED = (
+    "data.bin (binary)", "large.txt (over the size cap)", "link (symbolic link)", "inner (symbolic link)",
+    ".gitattributes (belongs to git)",
+)  # fmt: skip
+
+
+async def test_a_right_patch_counts_whatever_lies_beside_it_and_that_is_recorded(provider: LocalProvider) -> None:
+    verdict = await verdict_on(provider, repository_task(), f"{SOLVE}\n{HOSTILE_GIT}")
+    assert (verdict.reward, verdict.cause) == (1.0, Cause.SOLVED), verdict
+    assert not [record for record in RECORDED if record not in verdict.detail], verdict
+    assert "pycache" not in verdict.detail
+
+
+async def test_the_comparison_alone_can_decide_against_a_patch(provider: LocalProvider) -> None:
+    assert (await verdict_on(provider, repository_task(**CHECK), SOLVE)).reward == 1.0
+    verdict = await verdict_on(provider, repository_task(**CHECK), "true")
+    assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED)
+    assert "ZeroDivisionError" in verdict.detail
+
+
+async def test_tests_and_hidden_files_arrive_after_the_agent_is_dead(provider: LocalProvider) -> None:
+    look = (
+        "grep -rl 'test_mean_of_nothing' / --include=* -s --exclude-dir=proc --exclude-dir=usr && touch calc.py.found"
+    )
+    task = repository_task()
+    sandbox = await provider.attach(await provider.create(SandboxSpec()))
+    try:
+        await prepare(task, sandbox)
+        assert (await sandbox.exec(look, cwd="/", timeout_s=30)).exit_code == 1
+    finally:
+        await sandbox.kill()
+
+
+async def test_an_evaluator_that_breaks_on_the_untouched_repository_is_to_blame(provider: LocalProvider) -> None:
+    for spec in (
+        replace(SPEC, python="/usr/bin/false"),
+        replace(SPEC, user="nobody-there"),
+        replace(SPEC, environment={}),
+    ):
+        verdict = await verdict_on(provider, repository_task(spec), SOLVE)
+        assert verdict.reward is None, verdict
+        assert verdict.cause in (Cause.EVALUATOR, Cause.INFRA)
+
+
+TEST_PATCH = """\
+diff --git a/tests/test_calc.py b/tests/test_calc.py
+--- a/tests/test_calc.py
++++ b/tests/test_calc.py
+@@ -7,3 +7,7 @@
+
+ def test_last():
+     assert last([1, 3]) == 3
++
++
++def test_mean_of_nothing():
++    assert mean([]) == 0.0
+"""
+
+
+async def test_a_test_patch_is_applied_over_what_the_agent_did_to_the_tests(provider: LocalProvider) -> None:
+    spec = replace(SPEC, grader=replace(IDS, test_patch=TEST_PATCH))
+    task = repository_task(spec, hidden_files={})
+    rewritten = "echo 'def test_mean_of_nothing(): pass' > tests/test_calc.py"
+    assert (await verdict_on(provider, task, f"{SOLVE}; {rewritten}")).reward == 1.0
+    assert (await verdict_on(provider, task, rewritten)).cause is Cause.FAILED
+    broken = replace(spec, grader=replace(IDS, test_patch=TEST_PATCH.replace("last([1", "last([2")))
+    assert (await verdict_on(provider, repository_task(broken, hidden_files={}), SOLVE)).cause is Cause.EVALUATOR
