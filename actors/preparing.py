@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PREPARE_TIMEOUT_S: Final = 600.0
 """A hang guard; the phase's own deadline is shorter."""
-GIT: Final = "git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false"
+GIT: Final = "git --no-replace-objects -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false"
 
 
 async def prepare(task: Task, sandbox: Sandbox) -> None:
