@@ -21,6 +21,9 @@ PREPARE_TIMEOUT_S: Final = 600.0
 """A hang guard; the phase's own deadline is shorter."""
 GIT: Final = "git --no-replace-objects -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false"
 
+ANY_OWNER: Final = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+"""Environment of commands of a task: git refuses a tree that belongs to another user than the one who runs it."""
+
 
 async def prepare(task: Task, sandbox: Sandbox) -> None:
     """The agent's sandbox as it finds it. Raises SandboxError."""
@@ -41,7 +44,8 @@ async def lay_out(task: Task, sandbox: Sandbox) -> None:
 
 
 async def _run(sandbox: Sandbox, repository: RepositorySpec, script: str) -> None:
-    result = await sandbox.exec(f"set -e\n{script}", cwd=repository.workdir, timeout_s=PREPARE_TIMEOUT_S)
+    command = f"set -e\n{script}"
+    result = await sandbox.exec(command, env=ANY_OWNER, cwd=repository.workdir, timeout_s=PREPARE_TIMEOUT_S)
     if result.exit_code != 0:
         said = (result.stdout + result.stderr)[-300:].decode(errors="replace")
         raise SandboxError(f"preparing {repository.workdir} ended with {result.exit_code}: {said}")

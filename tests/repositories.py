@@ -81,8 +81,9 @@ def pytest_archive() -> bytes:
             for path in (path for path in folder.rglob("*.py") if path.name in NEEDED or path.parent.name not in LARGE):
                 archive.add(path, f"{name}/{path.relative_to(folder)}")
         archive.add(folder.parent / "py.py", "py.py")
-        [metadata] = Path(folder.parent).glob("pytest-*.dist-info")
-        archive.add(metadata / "METADATA", f"{metadata.name}/METADATA")
+        for name in ("pytest", "pluggy"):
+            [metadata] = folder.parent.glob(f"{name}-*.dist-info")
+            archive.add(metadata / "METADATA", f"{metadata.name}/METADATA")
     return buffer.getvalue()
 
 

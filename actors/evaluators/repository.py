@@ -20,7 +20,7 @@ from headrace.actors.evaluators.running import RunBroken, TestRun, parse_logs, r
 from headrace.actors.evaluators.unified_diff import DiffRefused, parse_diff
 from headrace.actors.evaluators.verdict import LABELS, Verdict, broken, failed, invalid, solved, told
 from headrace.actors.in_sandbox import source
-from headrace.actors.preparing import GIT, lay_out
+from headrace.actors.preparing import ANY_OWNER, GIT, lay_out
 from headrace.buffer.repositories import RepositorySpec, Swepro, TestIds, required_ids
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
@@ -126,7 +126,8 @@ async def _set_up(room: Sandbox, repository: RepositorySpec, timeout_s: float) -
         return frozenset()
     folder = f"/opt/{secrets.token_hex(8)}"
     await room.write(f"{folder}/set-up", grader.before_repo_set_cmd.encode())
-    result = await room.exec(f"set -- {folder}\n{_CHANGED}", cwd=repository.workdir, timeout_s=timeout_s)
+    command = f"set -- {folder}\n{_CHANGED}"
+    result = await room.exec(command, env=ANY_OWNER, cwd=repository.workdir, timeout_s=timeout_s)
     if result.exit_code != 0 or result.truncated:
         raise RunBroken(f"before_repo_set_cmd ended with {result.exit_code}: {result.stderr[-200:]!r}")
     return frozenset(result.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1])

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluators.report import Session
 from headrace.actors.in_sandbox import source
+from headrace.actors.preparing import ANY_OWNER
 from headrace.buffer.repositories import Command, RepositorySpec, Script, Swepro, TestIds, required_ids
 from headrace.sandboxes.errors import SandboxError
 
@@ -90,7 +92,7 @@ async def run_tests(room: Sandbox, repository: RepositorySpec, protected: Iterab
 
 def _environment(repository: RepositorySpec, place: _Place) -> dict[str, str]:
     """Of the tests: the task's, and what makes any pytest that the command starts load the plugin."""
-    environment = {"PYTHONDONTWRITEBYTECODE": "1", **repository.environment}
+    environment = {"PYTHONDONTWRITEBYTECODE": "1", **ANY_OWNER, **repository.environment}
     if not isinstance(repository.grader, TestIds):
         paths = (place.folder, environment.get("PYTHONPATH", ""))
         environment |= {"PYTHONPATH": ":".join(filter(None, paths)), "PYTEST_PLUGINS": place.plugin}
@@ -107,7 +109,8 @@ def _command(repository: RepositorySpec, place: _Place) -> tuple[list[str], dict
             text = _MAIN.format(plugin=place.plugin, arguments=arguments)
             return [repository.python, f"{place.folder}/main.py"], {"main.py": text}
         case Script():
-            name = f"test_{secrets.token_hex(8)}.py"
+            # The same for every run, so that ids can be compared, and nothing that a patch could know.
+            name = f"test_{hashlib.sha256(grader.script.encode()).hexdigest()[:16]}.py"
             return [repository.python, f"{place.folder}/{name}"], {name: grader.script}
         case Command():
             return ["/bin/bash", "-c", grader.command], {}
