@@ -156,7 +156,6 @@ UNSOLVED = {
     "a pipe": "rm calc.py; mkfifo calc.py",
     "empties tests at run time": 'echo \'open("tests/test_calc.py", "w")\' >> calc.py',
     "moves tests at run time": 'echo \'import os; os.rename("tests", "t")\' >> calc.py',
-    "endless": "echo 'while True: pass' > calc.py",
     "kills everything": "echo 'import os; os.kill(-1, 9)' > calc.py",
     "git turned hostile": "rm -rf .git; mkdir .git; echo ref: refs/heads/x > .git/HEAD; mkfifo .git/config",
     "repository gone": "cd /; rm -rf /workspace/calc",
@@ -165,8 +164,14 @@ UNSOLVED = {
 
 @pytest.mark.parametrize("command", UNSOLVED.values(), ids=UNSOLVED)
 async def test_no_trick_earns_a_reward_or_escapes_a_zero(provider: LocalProvider, command: str) -> None:
-    verdict = await verdict_on(provider, repository_task(timeout_s=4.0), command)
+    verdict = await verdict_on(provider, repository_task(), command)
     assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
+
+
+@pytest.mark.slow
+async def test_tests_that_do_not_end_because_of_the_patch_are_its_doing(provider: LocalProvider) -> None:
+    verdict = await verdict_on(provider, repository_task(timeout_s=10.0), "echo 'while True: pass' > calc.py")
+    assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID), verdict
 
 
 HOSTILE_GIT = """
