@@ -13,7 +13,8 @@ import sys
 AGENT_REFUSED, TESTS_REFUSED = 10, 11
 GIT = ["git", "-c", "safe.directory=*", "-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false"]
 WAYS = (["--whitespace=nowarn"], ["--whitespace=nowarn", "--recount", "-C1"], ["--whitespace=nowarn", "--3way"])
-"""`--3way` is the last because it leaves conflict markers where it fails."""
+"""`--3way` is the last because it leaves conflict markers where it fails. patch(1) with its fuzz is none of them: it
+may change another place than the agent did."""
 
 
 def git(*arguments: str) -> subprocess.CompletedProcess[bytes]:

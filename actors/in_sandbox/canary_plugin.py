@@ -46,6 +46,9 @@ class Reporter:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, session: Any, items: list[Any]) -> None:
+        if not hasattr(session, "obj"):
+            # pytest before 7 asks the parent of every function for it (its support of nose).
+            session.obj = None
         canaries = [*self.cases(session), *self.functions(session, session)]
         places: dict[int, int] = {}
         for place, item in enumerate(items):

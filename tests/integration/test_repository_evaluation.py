@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import shlex
 from dataclasses import replace
@@ -253,3 +254,32 @@ async def test_a_test_patch_is_applied_over_what_the_agent_did_to_the_tests(prov
     assert (await verdict_on(provider, task, rewritten)).cause is Cause.FAILED
     broken = replace(spec, grader=replace(IDS, test_patch=TEST_PATCH.replace("last([1", "last([2")))
     assert (await verdict_on(provider, repository_task(broken, hidden_files={}), SOLVE)).cause is Cause.EVALUATOR
+
+
+async def test_bytes_line_ends_and_permissions_of_a_patch_arrive(provider: LocalProvider) -> None:
+    left = r"printf 'caf\351\r\nlast' > latin.txt; printf '' > empty.txt; mkdir -p 'a b'; printf 'x\n' > 'a b/ü.txt'"
+    check = """
+import os
+names = ["latin.txt", "empty.txt", "a b/\\u00fc.txt"]
+result = [[open(name, "rb").read().hex() for name in names], bool(os.stat("calc.py").st_mode & 0o100)]
+"""
+    expected = json.dumps([["caf\xe9\r\nlast".encode("latin-1").hex(), "", b"x\n".hex()], True])
+    task = repository_task(check=check, expected=expected)
+    verdict = await verdict_on(provider, task, f"{SOLVE}; {left}; chmod +x calc.py")
+    assert (verdict.reward, verdict.detail) == (1.0, ""), verdict
+
+
+async def test_a_repository_below_the_top_of_its_git_tree_is_patched_too(provider: LocalProvider) -> None:
+    spec = replace(SPEC, prepare=(f"cd ..; {shared['COMMIT']}",))
+    assert (await verdict_on(provider, repository_task(spec), SOLVE)).reward == 1.0
+
+
+async def test_a_folder_without_git_is_patched_too(provider: LocalProvider) -> None:
+    assert (await verdict_on(provider, repository_task(replace(SPEC, prepare=())), SOLVE)).reward == 1.0
+    assert (await verdict_on(provider, repository_task(replace(SPEC, prepare=())), "true")).reward == 0.0
+
+
+async def test_an_agent_that_commits_and_rewrites_history_is_scored_by_its_tree(provider: LocalProvider) -> None:
+    commit = "git -c user.name=a -c user.email=a@example.invalid commit -qam done"
+    command = f"{SOLVE}; {commit}; git checkout -q --orphan x; rm -rf .git/refs"
+    assert (await verdict_on(provider, repository_task(), command, user="agent")).reward == 1.0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 
 import pytest
 
 from headrace.actors.evaluators.report import ReportUntrusted, Session, named, read_report
+from headrace.actors.in_sandbox import source
 
 GOOD, BAD = "a" * 16, "b" * 16
 CANARIES = (("test", f"t.py::test_{GOOD}", "passed"), ("test", f"t.py::test_{BAD}", "failed"))
@@ -64,6 +66,11 @@ def test_a_test_that_ran_twice_must_pass_twice() -> None:
 def test_what_is_not_believed(sessions: list[Session], said: str) -> None:
     with pytest.raises(ReportUntrusted, match=said):
         read_report(sessions)
+
+
+@pytest.mark.parametrize("name", ["apply", "canary_plugin", "collect", "compute", "monitor"])
+def test_programs_for_sandboxes_are_read_by_old_interpreters(name: str) -> None:
+    ast.parse(source(name), feature_version=(3, 7))
 
 
 def test_the_first_few_are_named() -> None:
