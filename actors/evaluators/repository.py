@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluators.collecting import LeftDiff, collect_diff
 from headrace.actors.evaluators.comparison import compare
-from headrace.actors.evaluators.diff_filter import FilteredDiff, FilterRules, filter_diff, summary
+from headrace.actors.evaluators.diff_filter import Dropped, FilterRules, filter_diff, summary
 from headrace.actors.evaluators.report import Report, ReportUntrusted, named, read_report
 from headrace.actors.evaluators.running import RunBroken, TestRun, parse_logs, run_tests
 from headrace.actors.evaluators.unified_diff import DiffRefused, parse_diff
@@ -63,42 +63,44 @@ def _repository_of(task: Task) -> RepositorySpec:
 
 async def grade(task: Task, left: LeftDiff, rooms: CleanRooms) -> Verdict:
     """The verdict on a diff; an empty one is the untouched repository. Raises SandboxError."""
-    repository = _repository_of(task)
+    dropped = list(left.notes)
     try:
-        verdict, run, filtered = await _run(task, repository, left, rooms)
-        if verdict is None and run is not None:
-            verdict = await _judge(task, repository, run, rooms)
+        verdict = await _decide(task, left, rooms, dropped)
     except DiffRefused as error:
-        return invalid(str(error))
+        verdict = invalid(str(error))
     except (RunBroken, ReportUntrusted) as error:
-        return broken(str(error))
+        verdict = broken(str(error))
     except ExecTimeout as error:
-        return broken(f"the tests outlived {error}")
+        verdict = broken(f"the tests outlived {error}")
     except SandboxFileError as error:
-        return broken(f"the files could not be written: {error}")
-    assert verdict is not None
-    record = summary((*left.notes, *filtered.dropped))
-    return replace(verdict, detail=told(verdict.detail, record))
+        verdict = broken(f"the files could not be written: {error}")
+    return replace(verdict, detail=told(verdict.detail, summary(dropped)))
 
 
-async def _run(
-    task: Task, repository: RepositorySpec, left: LeftDiff, rooms: CleanRooms
-) -> tuple[Verdict | None, TestRun | None, FilteredDiff]:
+async def _decide(task: Task, left: LeftDiff, rooms: CleanRooms, dropped: list[Dropped]) -> Verdict:
+    """Raises DiffRefused, RunBroken, ReportUntrusted, SandboxError. Whatever is filtered is added to `dropped`."""
+    outcome = await _run(task, left, rooms, dropped)
+    return await _judge(task, outcome, rooms) if isinstance(outcome, TestRun) else outcome
+
+
+async def _run(task: Task, left: LeftDiff, rooms: CleanRooms, dropped: list[Dropped]) -> Verdict | TestRun:
     """Apply and run: a verdict where it is already clear, else what the tests left."""
+    repository, timeout_s = _repository_of(task), task.evaluator.timeout_s
     async with rooms.clean(SandboxSpec(image=task.image, labels=LABELS)) as room:
         await lay_out(task, room)
-        tests = _test_files(task, repository) | await _set_up(room, repository, task.evaluator.timeout_s)
+        tests = _test_files(task, repository) | await _set_up(room, repository, timeout_s)
         filtered = filter_diff(left.diff, FilterRules(test_files=tests), left.base)
-        verdict = await _apply(room, repository, filtered.diff, task.evaluator.timeout_s)
-        if verdict is not None:
-            return verdict, None, filtered
+        dropped += filtered.dropped
+        refused = await _apply(room, repository, filtered.diff, timeout_s)
+        if refused is not None:
+            return refused
         if task.evaluator.hidden_files:
             await room.write_many({path: text.encode() for path, text in task.evaluator.hidden_files.items()})
         if task.evaluator.check:
             compared = await _compare(room, task, repository)
             if compared.cause is not Cause.SOLVED:
-                return compared, None, filtered
-        return None, await run_tests(room, repository, tests, task.evaluator.timeout_s), filtered
+                return compared
+        return await run_tests(room, repository, tests, timeout_s)
 
 
 def _test_files(task: Task, repository: RepositorySpec) -> frozenset[str]:
@@ -167,11 +169,11 @@ async def _compare(room: Sandbox, task: Task, repository: RepositorySpec) -> Ver
     )
 
 
-async def _judge(task: Task, repository: RepositorySpec, run: TestRun, rooms: CleanRooms) -> Verdict:
+async def _judge(task: Task, run: TestRun, rooms: CleanRooms) -> Verdict:
     """Raises ReportUntrusted, RunBroken, SandboxError."""
-    grader = repository.grader
+    grader = _repository_of(task).grader
     if isinstance(grader, Swepro):
-        return await _judge_logs(task, repository, grader, run, rooms)
+        return await _judge_logs(task, grader, run, rooms)
     report = _report_of(run)
     if isinstance(grader, TestIds):
         return _missing(report.not_passed(required_ids(grader)), len(required_ids(grader)))
@@ -190,13 +192,11 @@ def _missing(missing: tuple[str, ...], count: int) -> Verdict:
     return failed(f"{len(missing)} of {count} tests did not pass: {named(missing)}") if missing else solved()
 
 
-async def _judge_logs(
-    task: Task, repository: RepositorySpec, grader: Swepro, run: TestRun, rooms: CleanRooms
-) -> Verdict:
+async def _judge_logs(task: Task, grader: Swepro, run: TestRun, rooms: CleanRooms) -> Verdict:
     """The parser decides; where the script ran pytest, its report must be sound and must not contradict."""
     report = _report_of(run) if run.sessions else None
     async with rooms.clean(SandboxSpec(image=task.image, labels=LABELS)) as room:
-        passed = await parse_logs(room, repository, grader, run)
+        passed = await parse_logs(room, _repository_of(task), grader, run)
     required = required_ids(grader)
     known = [name for name in required if report is not None and name in report.results]
     denied = set(report.not_passed(known)) if report is not None else set()
@@ -218,5 +218,5 @@ async def _judge_all(task: Task, report: Report, rooms: CleanRooms) -> Verdict:
 
 async def _skipped_untouched(task: Task, rooms: CleanRooms) -> frozenset[str]:
     """What the tests skip without any patch. Raises ReportUntrusted, RunBroken, SandboxError."""
-    _, run, _ = await _run(task, _repository_of(task), LeftDiff(), rooms)
-    return frozenset() if run is None else _report_of(run).skipped
+    outcome = await _run(task, LeftDiff(), rooms, [])
+    return _report_of(outcome).skipped if isinstance(outcome, TestRun) else frozenset()

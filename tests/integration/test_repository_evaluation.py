@@ -72,6 +72,8 @@ async def test_a_cheat_in_the_diff_fools_exit_codes_but_earns_nothing(provider: 
     assert await exit_code_of_tests(provider, task, cheat) == 0
     verdict = await verdict_on(provider, task, cheat)
     assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
+    dropped = [name for name in ("conftest.py", "pytest.ini") if name in cheat]
+    assert not [name for name in dropped if f"{name} (test setting)" not in verdict.detail], verdict
 
 
 async def test_doing_nothing_is_failed(provider: LocalProvider) -> None:
@@ -163,7 +165,14 @@ UNSOLVED = {
 }
 
 
-@pytest.mark.parametrize("command", UNSOLVED.values(), ids=UNSOLVED)
+KIN = ("skip at import", "skips of unittest", "tests are a link", "tests are a file", "code is gone", "a pipe")
+"""Much like others of the list: run with the slow ones."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(text, id=name, marks=pytest.mark.slow if name in KIN else []) for name, text in UNSOLVED.items()],
+)
 async def test_no_trick_earns_a_reward_or_escapes_a_zero(provider: LocalProvider, command: str) -> None:
     verdict = await verdict_on(provider, repository_task(), command)
     assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
