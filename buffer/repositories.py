@@ -86,7 +86,8 @@ class RepositorySpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of the tests."""
     user: str = "agent"
-    """Who runs the tests, and whom the tree then belongs to, besides the tests themselves."""
+    """Who runs the tests, and whom the tree then belongs to, besides the tests themselves. As root nothing keeps the
+    code under test from changing them while they run."""
     test_files: tuple[str, ...] = ()
     """Paths in the repository, files or folders, that stay the base's whatever the patch says; further ones follow
     from the grader and from names (`tests/`, `test_*.py`)."""

@@ -25,6 +25,8 @@ import threading
 from typing import Any
 
 NO_USER = 20
+SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+MAX_LINE_BYTES, MAX_SESSIONS = 1 << 16, 1000
 SETTINGS = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml")
 
 
@@ -33,25 +35,17 @@ class Drain(threading.Thread):
 
     def __init__(self, descriptor: int, max_bytes: int) -> None:
         super().__init__(daemon=True)
-        self.descriptor, self.max_bytes = descriptor, max_bytes
-        self.kept = b""
+        self.descriptor, self.left = descriptor, max_bytes
+        self.pieces: list[bytes] = []
         self.start()
 
     def run(self) -> None:
-        pieces, size = [], 0
-        while True:
+        piece = b"."
+        while piece:
             piece = os.read(self.descriptor, 1 << 16)
-            if not piece:
-                return
-            if size < self.max_bytes:
-                pieces.append(piece[: self.max_bytes - size])
-                size += len(piece)
-                self.kept = b"".join(pieces) if len(pieces) < 2 else self._joined(pieces)
-
-    @staticmethod
-    def _joined(pieces: list[bytes]) -> bytes:
-        pieces[:] = [b"".join(pieces)]
-        return pieces[0]
+            if self.left:
+                self.pieces.append(piece[: self.left])
+                self.left -= len(self.pieces[-1])
 
 
 class Sessions(threading.Thread):
@@ -65,7 +59,7 @@ class Sessions(threading.Thread):
 
     def run(self) -> None:
         with self.channel.makefile("rb") as lines:
-            for line in lines:
+            for line in iter(lambda: lines.readline(MAX_LINE_BYTES), b""):
                 self.left -= len(line)
                 if self.left < 0:
                     continue
@@ -76,6 +70,8 @@ class Sessions(threading.Thread):
 
     def take(self, record: dict[str, Any]) -> None:
         if record.get("event") == "start":
+            if len(self.sessions) >= MAX_SESSIONS:
+                return
             key, *names = (secrets.token_hex(8) for _ in range(3))
             self.sessions[key] = {"must_pass": names[0], "must_fail": names[1], "ended": False, "records": []}
             self.channel.sendall(json.dumps([key, *names]).encode() + b"\n")
@@ -134,7 +130,7 @@ def end_all(owner: pwd.struct_passwd) -> None:
 def run(given: dict[str, Any], owner: pwd.struct_passwd) -> dict[str, Any]:
     pipes = [os.pipe() for _ in range(2)]
     ours, theirs = socket.socketpair()
-    environment = {"PATH": os.defpath, "HOME": owner.pw_dir, "USER": owner.pw_name, "LANG": "C.UTF-8"}
+    environment = {"PATH": SEARCH_PATH, "HOME": owner.pw_dir, "USER": owner.pw_name, "LANG": "C.UTF-8"}
     environment.update(given["environment"])
     environment["HEADRACE_REPORT"] = str(theirs.fileno())
     drop = (lambda: become(owner)) if os.getuid() == 0 and owner.pw_uid != 0 else None
@@ -158,7 +154,7 @@ def run(given: dict[str, Any], owner: pwd.struct_passwd) -> dict[str, Any]:
     end_all(owner)
     for thread in (*drains, sessions):
         thread.join(2.0)
-    stdout, stderr = (drain.kept.decode("utf-8", "replace") for drain in drains)
+    stdout, stderr = (b"".join(drain.pieces).decode("utf-8", "replace") for drain in drains)
     return {"exit_code": code, "stdout": stdout, "stderr": stderr, "sessions": list(sessions.sessions.values())}
 
 

@@ -292,3 +292,15 @@ async def test_an_agent_that_commits_and_rewrites_history_is_scored_by_its_tree(
     commit = "git -c user.name=a -c user.email=a@example.invalid commit -qam done"
     command = f"{SOLVE}; {commit}; git checkout -q --orphan x; rm -rf .git/refs"
     assert (await verdict_on(provider, repository_task(), command, user="agent")).reward == 1.0
+
+
+async def test_a_link_of_the_base_that_leads_out_of_the_tree_is_no_way_out(provider: LocalProvider) -> None:
+    spec = replace(SPEC, prepare=(f"ln -s /opt out; {shared['COMMIT']}",))
+    check = "import os; result = [os.readlink('out'), os.path.exists('out/planted')]"
+    task = repository_task(spec, check=check, expected='["/opt", false]')
+    through = await verdict_on(provider, task, f"{SOLVE}; echo x > out/planted")
+    assert (through.reward, through.detail) == (1.0, ""), through
+    moved = await verdict_on(provider, task, f"{SOLVE}; rm out; mkdir out; echo x > out/planted")
+    assert moved.cause is Cause.INVALID, moved
+    turned = await verdict_on(provider, task, f"{SOLVE}; ln -sfn /etc out")
+    assert (turned.reward, "out (symbolic link)" in turned.detail) == (1.0, True), turned

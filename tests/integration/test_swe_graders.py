@@ -115,7 +115,12 @@ async def test_a_command_that_runs_no_pytest_is_no_evaluator(provider: LocalProv
 
 
 @pytest.mark.parametrize(
-    "parser", ["import sys; sys.exit(1)", "pass", "open(__import__('sys').argv[3], 'w').write('[]')"]
+    "parser",
+    [
+        "import sys; sys.exit(1)",
+        pytest.param("pass", marks=pytest.mark.slow),
+        pytest.param("open(__import__('sys').argv[3], 'w').write('[]')", marks=pytest.mark.slow),
+    ],
 )
 async def test_a_parser_that_breaks_is_the_evaluators_failure(provider: LocalProvider, parser: str) -> None:
     spec = replace(SPEC, grader=replace(SWEPRO, parser_script=parser), prepare=(GOLD_TESTS,))
