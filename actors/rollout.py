@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.agents.shell import AgentReport, StopReason
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
+from headrace.actors.preparing import prepare
 from headrace.buffer.types import Cause, Outcome, RolloutResult
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.booting import LeaseRequest
@@ -140,8 +141,7 @@ async def run_rollout(order: RolloutOrder, stations: Stations, config: RolloutCo
 async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, phases: Phases) -> RolloutResult:
     async with _sandbox(order, stations, config, phases) as (ref, sandbox):
         async with boundary(names.PREPARE, "prepare", phases, config.prepare_timeout_s):
-            if order.task.files:
-                await sandbox.write_many({path: text.encode() for path, text in order.task.files.items()})
+            await prepare(order.task, sandbox)
         report, record = await _converse(order, stations, config, phases, sandbox)
         if record.failures:
             raise InfraFailure(f"agent: served a failure: {record.failures[0]}")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NewType
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from headrace.buffer.repositories import RepositorySpec, is_plain_path, why_unusable
 from headrace.buffer.task_errors import TaskFileError
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ class EvaluatorKind(StrEnum):
     PATCH = "patch"
     """The changed text files under the data paths are applied to fresh copies in a second clean sandbox, with
     `hidden_files`, and `check` runs there. The agent never saw the hidden files."""
+    COMPARE = "compare"
+    """As `patch`, but `check` only computes: it runs as another user and binds `result` to plain data, which is
+    compared with `expected` outside the sandbox. Nothing that the agent's code does to its process helps it."""
+    REPOSITORY = "repository"
+    """The change of a git repository is filtered, applied to a clean copy and graded by its tests (`repository`); a
+    `check` with `expected`, where given, is compared too."""
     NONE = "none"
     """Reward 1 for every finished rollout, no sandbox: for measuring the orchestration only."""
 
@@ -43,7 +50,8 @@ class EvaluatorKind(StrEnum):
 class EvaluatorSpec:
     """`check` is Python source; exit code 0 means reward 1, exit code 1 means reward 0, anything else means the
     evaluator broke. `data_paths` are absolute paths in the agent's sandbox; nothing else of it is looked at.
-    `hidden_files` maps absolute paths to text."""
+    `hidden_files` maps absolute paths to text; `test_files` are absolute paths that stay the task's (compare).
+    `expected` is JSON."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -52,6 +60,9 @@ class EvaluatorSpec:
     data_paths: tuple[str, ...] = ("/workspace",)
     hidden_files: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 20.0
+    expected: str = ""
+    test_files: tuple[str, ...] = ()
+    repository: RepositorySpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,20 +205,33 @@ def _check_values(task: Task, *, where: str) -> None:
     for key, text in (("id", task.id), ("instruction", task.instruction), ("image", task.image)):
         if not text:
             raise TaskFileError(f"{where}: {key}: is empty; say something")
+    lists = {"data_paths": evaluator.data_paths, "test_files": evaluator.test_files}
     named = (("files", task.files), ("evaluator.hidden_files", evaluator.hidden_files))
-    for key, paths in (*named, ("evaluator.data_paths", evaluator.data_paths)):
+    for key, paths in (*named, *((f"evaluator.{key}", paths) for key, paths in lists.items())):
         for path in paths:
-            if not _is_plain_path(path):
+            if not is_plain_path(path):
                 raise TaskFileError(f"{where}: {key}: {path!r} must be an absolute path without '.' or '..'")
     if not 0 < evaluator.timeout_s < float("inf"):
         raise TaskFileError(f"{where}: evaluator.timeout_s: {evaluator.timeout_s} must be a number above 0")
-    if evaluator.kind is not EvaluatorKind.NONE:
-        _check_source(evaluator.check, where=f"{where}: evaluator.check")
+    _check_kind(evaluator, where=f"{where}: evaluator")
 
 
-def _is_plain_path(path: str) -> bool:
-    parts = path.split("/")
-    return len(parts) > 1 and parts[0] == "" and all(parts[1:]) and not {".", ".."} & set(parts) and "\0" not in path
+def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
+    """What this kind needs is there, and nothing that only another kind reads."""
+    is_repository = evaluator.kind is EvaluatorKind.REPOSITORY
+    if is_repository != (evaluator.repository is not None):
+        raise TaskFileError(f"{where}.repository: belongs to the kind repository, which needs it")
+    if evaluator.repository is not None and (reason := why_unusable(evaluator.repository)) is not None:
+        raise TaskFileError(f"{where}.repository.{reason}")
+    if evaluator.kind is not EvaluatorKind.NONE and not (is_repository and not evaluator.check):
+        _check_source(evaluator.check, where=f"{where}.check")
+    if evaluator.kind is EvaluatorKind.COMPARE or (is_repository and evaluator.check):
+        try:
+            json.loads(evaluator.expected)
+        except ValueError as error:
+            raise TaskFileError(f"{where}.expected: is no JSON: {error}; write the value of `result`") from error
+    elif evaluator.expected:
+        raise TaskFileError(f"{where}.expected: is compared with a check of the kinds compare and repository only")
 
 
 def _check_source(source: str, *, where: str) -> None:

@@ -15,6 +15,7 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.actors.evaluators.diff_filter import Dropped, reason_for_path
 from headrace.sandboxes.errors import SandboxError
 
 if TYPE_CHECKING:
@@ -81,6 +82,15 @@ class Patch:
         files = {path: text for path, text in files.items() if not any(_collide(path, other) for other in hidden)}
         files.update(hidden)
         return {path: text.encode() for path, text in files.items()}
+
+    def filtered(self, task: Task) -> tuple[Patch, tuple[Dropped, ...]]:
+        """Without what `diff_filter` forbids and the task's test files, and what was left out."""
+        tests = frozenset(path[1:] for path in task.evaluator.test_files)
+        reasons = {path: reason_for_path(path[1:], tests, new=path not in task.files) for path in self.changes}
+        return (
+            Patch(changes={path: text for path, text in self.changes.items() if reasons[path] is None}),
+            tuple(Dropped(path=path, reason=reason) for path, reason in reasons.items() if reason is not None),
+        )
 
 
 async def collect_patch(task: Task, room: Sandbox) -> Patch:

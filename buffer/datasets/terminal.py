@@ -4,7 +4,8 @@ Invariants:
 - A task is a pure function of its combination (kind, what the instruction gives, what only looking tells): the same
   combination has the same id, files and check everywhere and for ever.
 - The split of a combination is decided by its hash alone, so training and held-out tasks never share a combination.
-- The instruction never holds the finding; the files do. A check accepts exactly one content of the whole `/workspace`.
+- The instruction never holds the finding; the files do. A check accepts exactly one content of the whole `/workspace`;
+  of a repair it accepts what computes the right totals for counts that the agent has not seen.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WORKSPACE = "/workspace"
-HIDDEN_TEST = "/tmp/hidden_test_calc.py"
+HIDDEN_COUNTS = (0, 1, 7, 12, 1000, -3)
+"""What a repaired `total` is asked; the agent sees the test for 1 only."""
 HELD_OUT_SHARE = 4
 """One combination in this many is held out."""
 
@@ -190,13 +192,14 @@ class Problem:
         )
 
     def _evaluator(self) -> EvaluatorSpec:
-        state_check = STATE_CHECK.format(expected=json.dumps(self.expected(), sort_keys=True))
         if self.kind is not Kind.REPAIR:
-            return EvaluatorSpec(kind=EvaluatorKind.STATE, check=state_check)
+            check = STATE_CHECK.format(expected=json.dumps(self.expected(), sort_keys=True))
+            return EvaluatorSpec(kind=EvaluatorKind.STATE, check=check)
         return EvaluatorSpec(
-            kind=EvaluatorKind.PATCH,
-            check=state_check + HIDDEN_CHECK,
-            hidden_files={HIDDEN_TEST: calc_test(7, self.finding) + "\n"},
+            kind=EvaluatorKind.COMPARE,
+            check=REPAIR_CHECK,
+            expected=json.dumps([count * int(self.finding) for count in HIDDEN_COUNTS]),
+            test_files=(f"{WORKSPACE}/test.py",),
         )
 
 
@@ -214,15 +217,13 @@ if found != {{name: text.encode() for name, text in expected.items()}}:
 """
 """Every file of /workspace and nothing else, byte for byte; links, folders and large files are refused."""
 
-HIDDEN_CHECK = f"""\
-sys.path.insert(0, "/workspace")
-sys.dont_write_bytecode = True
-try:
-    exec(compile(open("{HIDDEN_TEST}").read(), "hidden_test_calc.py", "exec"))
-except AssertionError:
-    sys.exit(1)
+REPAIR_CHECK = f"""\
+import sys
+sys.path.insert(0, "{WORKSPACE}")
+from calc import total
+result = [total(count) for count in {list(HIDDEN_COUNTS)}]
 """
-"""Runs after the state check, so what it executes is known: a `calc.py` that ends the process early scores nothing."""
+"""Only computes: the right totals are compared where no code of the agent's runs."""
 
 
 def calc_source(constant: str, value: str) -> str:

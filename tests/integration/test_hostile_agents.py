@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,35 @@ HOSTILE = {
 async def test_no_trick_earns_a_reward_or_escapes_a_zero(provider: LocalProvider, kind: Kind, command: str) -> None:
     verdict = await verdict_on(provider, PROBLEMS[kind].task(), command)
     assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
+
+
+REPAIR = PROBLEMS[Kind.REPAIR]
+LIES = {
+    "equal to everything": "class Any(int):\n  __eq__ = lambda *_: True\ndef total(count): return Any()\n",
+    "an answer of its own": "import os; os.write(1, b'\\n{\"result\": true}'); os._exit(0)\n",
+    "what the visible test wants": "def total(count): return VALUE\n",
+    "json that lies": "import json; json.dumps = lambda _: '{\"result\": []}'\ndef total(count): return 0\n",
+    "deep nesting": "import os; os.write(1, b'\\n' + b'[' * 100000); os._exit(0)\n",
+    "no end": "while True: print(end='x' * 4096)\n",
+}
+
+
+@pytest.mark.parametrize("source", LIES.values(), ids=LIES)
+async def test_code_that_lies_about_itself_earns_nothing(provider: LocalProvider, source: str) -> None:
+    task = REPAIR.task()
+    spec = replace(task.evaluator, timeout_s=3.0)
+    command = f"printf '%s' {shlex.quote(source.replace('VALUE', REPAIR.finding))} > calc.py"
+    verdict = await verdict_on(provider, replace(task, evaluator=spec), command)
+    assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
+
+
+async def test_a_repair_counts_and_what_is_left_beside_it_is_recorded(provider: LocalProvider) -> None:
+    litter = "echo 'import os' > sitecustomize.py; echo 'assert False' > test.py; rm -rf x"
+    verdict = await verdict_on(provider, REPAIR.task(), f"{REPAIR.act(REPAIR.finding).removesuffix('exit')} {litter}")
+    assert (verdict.reward, verdict.cause) == (1.0, Cause.SOLVED)
+    dropped = ("workspace/sitecustomize.py (runs at interpreter start)", "workspace/test.py (test file)")
+    assert all(record in verdict.detail for record in dropped), verdict
+    assert (await verdict_on(provider, REPAIR.task(), "sed -i 's/total(1) == .*/True/' test.py")).reward == 0.0
 
 
 def task_with(kind: EvaluatorKind, check: str, **evaluator: object) -> Task:

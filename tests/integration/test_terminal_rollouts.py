@@ -66,4 +66,4 @@ async def test_looking_in_the_wrong_place_does_not(problem: Problem) -> None:
 async def test_code_of_the_agent_cannot_end_the_check() -> None:
     problem = next(problem for problem in PROBLEMS if problem.kind is Kind.REPAIR)
     _, verdict = await work(problem, "echo 'import os; os._exit(0)' > calc.py; exit")
-    assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED)
+    assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 STATE = {"kind": "state", "check": "raise SystemExit(1)"}
+REPOSITORY = {"workdir": "/repo", "grader": {"kind": "test_ids", "fail_to_pass": ["tests/test_a.py::test_b"]}}
 LINE = {"id": "one", "family": "words", "instruction": "do it", "evaluator": STATE}
 
 
@@ -23,6 +24,10 @@ def write_lines(folder: Path, *lines: object) -> Path:
     path = folder / "tasks.jsonl"
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
     return path
+
+
+def repository(**change: object) -> dict[str, Any]:
+    return {"evaluator": {"kind": "repository", "repository": REPOSITORY | change}}
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -50,6 +55,22 @@ def test_defaults_and_references(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "grader",
+    [
+        REPOSITORY["grader"],
+        {"kind": "f2p_script", "script": "import pytest"},
+        {"kind": "eval_cmd", "command": "pytest"},
+        {"kind": "swepro", "run_script": "x", "parser_script": "y", "fail_to_pass": ["z"]},
+    ],
+)
+def test_repositories_are_read_and_written(tmp_path: Path, grader: object) -> None:
+    tasks = load_tasks(write_lines(tmp_path, LINE | repository(grader=grader)))
+    write_tasks(tmp_path / "again.jsonl", tasks)
+    assert load_tasks(tmp_path / "again.jsonl") == tasks
+    assert pickle.loads(pickle.dumps(tasks)) == tasks
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"reward": 1}, "reward: unknown field"),
@@ -58,7 +79,10 @@ def test_defaults_and_references(tmp_path: Path) -> None:
         ({"instruction": ""}, "instruction: is empty"),
         ({"family": None}, "family: Input should be a valid string"),
         ({"evaluator": {"check": "1"}}, "evaluator.kind: is missing"),
-        ({"evaluator": STATE | {"kind": "vibes"}}, "evaluator.kind: Input should be 'state', 'patch' or 'none'"),
+        (
+            {"evaluator": STATE | {"kind": "vibes"}},
+            "kind: Input should be 'state', 'patch', 'compare', 'repository' or 'none'",
+        ),
         ({"evaluator": STATE | {"check": ""}}, "evaluator.check: is empty"),
         ({"evaluator": STATE | {"check": "def"}}, "evaluator.check: is no Python source"),
         ({"evaluator": STATE | {"check": {"file": "none.py"}}}, "evaluator.check: cannot read"),
@@ -69,6 +93,21 @@ def test_defaults_and_references(tmp_path: Path) -> None:
         ({"files": {"/workspace/a": {"file": "none.txt"}}}, "files./workspace/a: cannot read"),
         ({"files": {"/workspace/a": 1}}, "files./workspace/a: Input should be a valid string"),
         ({"files": {"a": ""}}, "files: 'a' must be an absolute path"),
+        ({"evaluator": STATE | {"expected": "1"}}, "evaluator.expected: is compared with a check"),
+        ({"evaluator": STATE | {"repository": REPOSITORY}}, "evaluator.repository: belongs to the kind repository"),
+        ({"evaluator": {"kind": "repository"}}, "evaluator.repository: belongs to the kind repository"),
+        ({"evaluator": {"kind": "compare", "check": "result = 1"}}, "evaluator.expected: is no JSON"),
+        ({"evaluator": {"kind": "compare", "check": "result = 1", "expected": "{"}}, "evaluator.expected: is no JSON"),
+        ({"evaluator": {"kind": "compare", "expected": "1"}}, "evaluator.check: is empty"),
+        (repository(workdir="calc"), "evaluator.repository.workdir: 'calc' must be an absolute path"),
+        (repository(python="python3"), "evaluator.repository.python: 'python3' must be an absolute path"),
+        (repository(test_files=["../x"]), "evaluator.repository.test_files: '../x' must be a path in"),
+        (repository(grader={"kind": "magic"}), "does not match any of the expected tags"),
+        (repository(grader={"kind": "eval_cmd", "command": " "}), "evaluator.repository.grader.command: is empty"),
+        (repository(grader={"kind": "eval_cmd", "command": "x", "shell": "y"}), "unknown field"),
+        (repository(grader={"kind": "test_ids", "fail_to_pass": []}), "grader.fail_to_pass: is empty"),
+        (repository(grader={"kind": "test_ids", "fail_to_pass": ["x"]}), "'x' is no test id of pytest"),
+        (repository(grader={"kind": "swepro", "fail_to_pass": ["x"]}), "run_script: is missing"),
     ],
 )
 def test_a_wrong_line_is_refused_with_its_number_and_key(tmp_path: Path, change: dict[str, Any], said: str) -> None:

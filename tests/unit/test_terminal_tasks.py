@@ -5,13 +5,15 @@ Commands run in a real bash and checks in a real /usr/bin/python3, with /workspa
 
 from __future__ import annotations
 
+import json
 import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace.actors.evaluators.comparison import last_answer, same_json
+from headrace.actors.in_sandbox import source
 from headrace.buffer.datasets.terminal import (
-    HIDDEN_TEST,
     NAMES,
     WORDS,
     WORKSPACE,
@@ -28,6 +30,7 @@ from headrace.buffer.tasks import EvaluatorKind
 if TYPE_CHECKING:
     from pathlib import Path
 
+LITTER = ("echo x > extra", "mkdir folder", "ln -s /etc link")
 ONE_OF_EACH = problems(3, len(Kind), Split.TRAIN)
 
 
@@ -44,15 +47,16 @@ def run(command: str, folder: Path) -> str:
 
 
 def check(problem: Problem, folder: Path) -> int:
-    """Exit code of the task's check over what lies in `folder`."""
+    """Reward 1 is 0, as for exit codes: the task's check over what lies in `folder`."""
     evaluator = problem.task().evaluator
-    source = evaluator.check.replace(WORKSPACE, str(folder))
-    for path, text in evaluator.hidden_files.items():
-        hidden = folder.parent / path.rsplit("/", 1)[1]
-        hidden.write_text(text)
-        source = source.replace(path, str(hidden))
-    python = ["/usr/bin/python3", "-I", "-S", "-"]
-    return subprocess.run(python, input=source.encode(), capture_output=True, timeout=20, check=False).returncode
+    source_text = evaluator.check.replace(WORKSPACE, str(folder))
+    if evaluator.kind is EvaluatorKind.STATE:
+        python = ["/usr/bin/python3", "-I", "-S", "-"]
+        return subprocess.run(python, input=source_text.encode(), capture_output=True, timeout=20).returncode
+    python = ["/usr/bin/python3", "-I", "-S", "-B", "-c", source("compute")]
+    output = subprocess.run(python, input=source_text.encode(), capture_output=True, timeout=20).stdout
+    answer = last_answer(output) or {}
+    return 0 if same_json(answer.get("result"), json.loads(evaluator.expected)) else 1
 
 
 def test_tasks_are_reproducible_and_distinct() -> None:
@@ -125,25 +129,37 @@ class TestCheck:
             run(problem.act(guess), folder)
             assert check(problem, folder) == 1, guess
 
-    @pytest.mark.parametrize(
-        "damage", ["echo x > extra", "mkdir folder", "ln -s /etc link", "for f in *; do echo x >> $f; done", "rm -f *"]
-    )
+    @pytest.mark.parametrize("damage", [*LITTER, "for f in *; do echo x >> $f; done", "rm -f *"])
     def test_damage_beside_the_solution_fails(self, problem: Problem, damage: str, tmp_path: Path) -> None:
+        """A repair is judged by what it computes, so litter beside it does not matter."""
         place(problem, tmp_path / "w")
         run(problem.act(problem.finding), tmp_path / "w")
         run(damage, tmp_path / "w")
-        assert check(problem, tmp_path / "w") == 1
+        assert check(problem, tmp_path / "w") == (0 if problem.kind is Kind.REPAIR and damage in LITTER else 1)
 
 
-def test_a_repair_that_leaves_the_evaluator_early_scores_nothing(tmp_path: Path) -> None:
+LIES = {
+    "leaves early": "import os\nos._exit(0)\n",
+    "is equal": "class Any(int):\n    __eq__ = lambda *_: True\n\n\ndef total(count):\n    return Any(0)\n",
+    "prints an answer of its own": "print('\\n{\"result\": true}')\nimport os\nos._exit(0)\n",
+    "returns what is no data": "def total(count):\n    return object()\n",
+    "knows the visible test": "def total(count):\n    return VALUE\n",
+    "patches json": "import json\njson.dumps = lambda _: '{\"result\": 1}'\n\n\ndef total(count):\n    return 0\n",
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_repair_that_lies_scores_nothing(tmp_path: Path, lie: str) -> None:
     problem = next(problem for problem in ONE_OF_EACH if problem.kind is Kind.REPAIR)
     place(problem, tmp_path / "w")
-    (tmp_path / "w" / "calc.py").write_text("import os\nos._exit(0)\n")
+    (tmp_path / "w" / "calc.py").write_text(lie.replace("VALUE", problem.finding))
     assert check(problem, tmp_path / "w") == 1
 
 
-def test_the_repair_is_a_patch_whose_test_the_agent_never_saw() -> None:
-    task = next(problem for problem in ONE_OF_EACH if problem.kind is Kind.REPAIR).task()
-    assert task.evaluator.kind is EvaluatorKind.PATCH
-    assert set(task.evaluator.hidden_files) == {HIDDEN_TEST}
-    assert not set(task.evaluator.hidden_files.values()) & set(task.files.values())
+def test_the_repair_is_compared_with_what_the_agent_never_saw() -> None:
+    problem = next(problem for problem in ONE_OF_EACH if problem.kind is Kind.REPAIR)
+    task = problem.task()
+    assert task.evaluator.kind is EvaluatorKind.COMPARE
+    assert json.loads(task.evaluator.expected)[2] == 7 * int(problem.finding)
+    assert problem.finding not in task.evaluator.check
+    assert task.evaluator.test_files == (f"{WORKSPACE}/test.py",)

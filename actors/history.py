@@ -1,0 +1,106 @@
+"""Takes out of a repository whatever could show its future: the commit that solves a task must not be found.
+
+Invariants:
+- Afterwards the object store holds exactly what HEAD reaches, and HEAD is the only reference. `leaks` proves it.
+- The repository is built anew from those objects, so nothing has to be thought of to be removed: reflogs, ORIG_HEAD,
+  FETCH_HEAD, stash, notes, replacements, other branches, tags, remotes, worktrees, alternates, hooks and unreachable
+  objects are not copied. The work tree stays as it is; a repository within it is treated the same.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Final
+
+from headrace.sandboxes.errors import SandboxError
+
+if TYPE_CHECKING:
+    from headrace.sandboxes.base import Sandbox
+
+_TIMEOUT_S: Final = 600.0
+_CLEAN_GIT: Final = """
+export GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null GIT_NO_REPLACE_OBJECTS=1 LC_ALL=C
+git() { command git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.fsmonitor=false -c gc.auto=0 "$@"; }
+"""
+# Deepest first: a submodule's repository may lie in the one around it. A repository without a commit has no history.
+_REBUILD: Final = (
+    _CLEAN_GIT
+    + """
+set -euo pipefail
+rebuild() {
+  cd "$1"
+  local new branch format
+  if ! git rev-parse -q --verify HEAD^{commit} > /dev/null; then
+    return 0
+  fi
+  new=$(mktemp -d "$1/.git-new.XXXXXX")
+  format=$(git rev-parse --show-object-format)
+  branch=$(git symbolic-ref -q HEAD || echo refs/heads/main)
+  GIT_DIR="$new" command git init -q --bare --template= --object-format="$format"
+  git rev-parse HEAD | git pack-objects -q --revs --stdout | GIT_DIR="$new" command git index-pack --stdin > /dev/null
+  local old shallow
+  old=$(git rev-parse --git-common-dir)
+  if [ -f "$old/shallow" ]; then cp "$old/shallow" "$new/shallow"; fi
+  mkdir -p "$new/info"
+  if [ -f "$old/info/exclude" ]; then cp "$old/info/exclude" "$new/info/exclude"; fi
+  GIT_DIR="$new" command git update-ref --no-deref "$branch" "$(git rev-parse HEAD)"
+  GIT_DIR="$new" command git symbolic-ref HEAD "$branch"
+  GIT_DIR="$new" command git config core.bare false
+  GIT_DIR="$new" command git config core.logAllRefUpdates true
+  rm -rf "$new/logs" .git
+  mv "$new" .git
+  git read-tree HEAD
+  git update-index -q --refresh || true
+  chown -R --reference=. .git
+}
+cd "$(git rev-parse --show-toplevel 2> /dev/null || pwd)"
+find "$PWD" -depth -name .git -print0 | while IFS= read -r -d '' found; do
+  ( rebuild "$(dirname "$found")" ) < /dev/null
+done
+"""
+)
+# What the store has and HEAD does not reach, and every reference and alternate: none of them may be printed.
+_LEAKS: Final = (
+    _CLEAN_GIT
+    + """
+set -euo pipefail
+cd "$(git rev-parse --show-toplevel 2> /dev/null || pwd)"
+lists=$(mktemp -d)
+trap 'rm -rf "$lists"' EXIT
+find "$PWD" -name .git -print0 | while IFS= read -r -d '' found; do
+  cd "$(dirname "$found")"
+  git rev-parse -q --verify HEAD^{commit} > /dev/null || continue
+  git cat-file --batch-all-objects --unordered --batch-check='%(objectname)' | sort -u > "$lists/stored"
+  git rev-list --objects --no-object-names HEAD | sort -u > "$lists/reached"
+  comm -23 "$lists/stored" "$lists/reached" | sed 's/^/object /'
+  branch=$(git symbolic-ref -q HEAD || true)
+  git for-each-ref --format='%(refname)' | { grep -vxF "$branch" || true; } | sed 's/^/ref /'
+  folder=$(git rev-parse --git-common-dir)
+  find "$folder" \\( -name ORIG_HEAD -o -name FETCH_HEAD -o -name '*_HEAD' -o -name logs -o -name worktrees \\
+    -o -name alternates -o -name packed-refs -o -name modules -o -name rr-cache \\) -printf 'file %P\\n'
+done
+"""
+)
+
+
+async def hide_history(sandbox: Sandbox, workdir: str) -> None:
+    """Rebuild the repository at `workdir` (and those within it) from what HEAD reaches; a folder without one stays.
+
+    Raises SandboxError, also when something is left that should not be."""
+    result = await sandbox.exec(_REBUILD, cwd=workdir, timeout_s=_TIMEOUT_S)
+    if result.exit_code != 0:
+        said = (result.stdout + result.stderr)[-300:].decode(errors="replace")
+        raise SandboxError(f"removing the history of {shlex.quote(workdir)} ended with {result.exit_code}: {said}")
+    left = await leaks(sandbox, workdir)
+    if left:
+        raise SandboxError(f"the history of {shlex.quote(workdir)} still holds {', '.join(left[:5])}")
+
+
+async def leaks(sandbox: Sandbox, workdir: str) -> tuple[str, ...]:
+    """What of the repository at `workdir` HEAD does not account for: `object NAME`, `ref NAME` and `file PATH` lines.
+
+    Raises SandboxError."""
+    result = await sandbox.exec(_LEAKS, cwd=workdir, timeout_s=_TIMEOUT_S)
+    if result.exit_code != 0:
+        raise SandboxError(f"looking for leaks in {shlex.quote(workdir)} failed: {result.stderr[-300:]!r}")
+    return tuple(result.stdout.decode(errors="replace").split("\n")[:-1])

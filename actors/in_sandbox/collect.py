@@ -1,0 +1,158 @@
+"""Prints what differs between a pristine tree and one that an agent left, as a git diff made by git alone.
+
+Runs as root in a clean sandbox: `python -I -S - ARGUMENTS`, this file on standard input. Invariants:
+- Nothing of the agent's is trusted: its `.git` is never opened, its attributes, ignore rules and filters are not read,
+  no link of its tree is followed, and git sees only blobs and trees written by this program in a repository of its own.
+- What is no regular file, or over a cap, is noted and not in the diff.
+
+Standard output: a line of JSON ({"notes": [[path, reason]], "settings": {path: hex}}), then the diff.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from typing import TYPE_CHECKING
+
+TOO_MUCH, TOO_LONG = 3, 5
+CACHES = {b"__pycache__", b".pytest_cache", b".mypy_cache", b".ruff_cache", b".hypothesis", b".git"}
+SETTINGS = (b"pyproject.toml", b"setup.cfg")
+GIT = ["git", "-c", "core.quotePath=true", "-c", "core.fileMode=true", "-c", "diff.suppressBlankEmpty=false"]
+CLEAN = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/nonexistent",
+    "GIT_CONFIG_NOSYSTEM": "1",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_ATTR_NOSYSTEM": "1",
+    "LC_ALL": "C",
+}
+
+if TYPE_CHECKING:
+    Entry = tuple[int, int]
+
+
+def walk(top: bytes, max_entries: int) -> dict[bytes, Entry]:
+    """Relative path -> (mode, size) of all that is no folder. Caches and whatever is called .git are left out."""
+    found = {}
+    folders = [b""]
+    while folders:
+        folder = folders.pop()
+        for entry in os.scandir(os.path.join(top, folder) if folder else top):
+            if entry.name in CACHES or entry.name.endswith(b".pyc"):
+                continue
+            status = entry.stat(follow_symlinks=False)
+            path = os.path.join(folder, entry.name)
+            if stat.S_ISDIR(status.st_mode):
+                folders.append(path)
+            else:
+                found[path] = (status.st_mode, status.st_size)
+            if len(found) + len(folders) > max_entries:
+                sys.exit(TOO_MUCH)
+    return found
+
+
+def same(first: bytes, second: bytes) -> bool:
+    with open(first, "rb") as one, open(second, "rb") as other:
+        while True:
+            piece = one.read(1 << 16)
+            if piece != other.read(1 << 16):
+                return False
+            if not piece:
+                return True
+
+
+def changed(base: bytes, left: bytes, before: dict[bytes, Entry], after: dict[bytes, Entry]) -> list[bytes]:
+    """Paths whose kind, permission to run or content differs; changes of what was there come first."""
+    paths = []
+    for path in sorted(before.keys() | after.keys(), key=lambda path: (path not in before, path)):
+        one, other = before.get(path), after.get(path)
+        if one is None or other is None or stat.S_IFMT(one[0]) != stat.S_IFMT(other[0]):
+            paths.append(path)
+        elif stat.S_ISLNK(one[0]):
+            if os.readlink(os.path.join(base, path)) != os.readlink(os.path.join(left, path)):
+                paths.append(path)
+        elif stat.S_ISREG(one[0]) and (
+            (one[0] ^ other[0]) & stat.S_IXUSR
+            or one[1] != other[1]
+            or not same(os.path.join(base, path), os.path.join(left, path))
+        ):
+            paths.append(path)
+    return paths
+
+
+def ignored(base: bytes, paths: list[bytes]) -> list[bytes]:
+    """Those that the pristine repository ignores."""
+    if not paths or not os.path.exists(os.path.join(base, b".git")):
+        return []
+    command = [*GIT, "-c", "safe.directory=*", "check-ignore", "-z", "--stdin", "--no-index"]
+    answer = subprocess.run(command, cwd=base, input=b"\0".join(paths) + b"\0", stdout=subprocess.PIPE, env=CLEAN)
+    return answer.stdout.split(b"\0")
+
+
+def why_not(path: bytes, entries: list[Entry], max_bytes: int) -> str:
+    """Why a path is not in the diff; empty when it is."""
+    if any(stat.S_ISLNK(mode) for mode, _ in entries):
+        return "symbolic link"
+    if not all(stat.S_ISREG(mode) for mode, _ in entries):
+        return "no regular file"
+    if b"\n" in path:
+        return "unsafe path"
+    return "over the size cap" if any(size > max_bytes for _, size in entries) else ""
+
+
+def git(folder: str, *arguments: str, data: bytes = b"", index: str = "") -> bytes:
+    environment = dict(CLEAN, GIT_DIR=folder, **({"GIT_INDEX_FILE": index} if index else {}))
+    command = [*GIT, *arguments]
+    return subprocess.run(command, input=data, stdout=subprocess.PIPE, check=True, cwd="/", env=environment).stdout
+
+
+def tree(folder: str, top: bytes, entries: dict[bytes, Entry], paths: list[bytes], name: str) -> str:
+    """The name of a git tree that holds those of `paths` that are there."""
+    present = [path for path in paths if path in entries]
+    listing = b"".join(os.path.join(top, path) + b"\n" for path in present)
+    blobs = git(folder, "hash-object", "-w", "--no-filters", "--stdin-paths", data=listing).split()
+    rows = [
+        b"%s %s\t%s\0" % (b"100755" if entries[path][0] & stat.S_IXUSR else b"100644", blob, path)
+        for path, blob in zip(present, blobs)
+    ]
+    index = os.path.join(folder, name)
+    git(folder, "update-index", "-z", "--index-info", data=b"".join(rows), index=index)
+    return git(folder, "write-tree", index=index).decode().strip()
+
+
+def main(base: bytes, left: bytes, max_entries: int, max_files: int, max_bytes: int) -> None:
+    before, after = walk(base, max_entries), walk(left, max_entries)
+    paths = changed(base, left, before, after)
+    hidden = set(ignored(base, [path for path in paths if path not in before]))
+    notes: list[list[str]] = []
+    kept: list[bytes] = []
+    for path in (path for path in paths if path not in hidden):
+        reason = why_not(path, [side[path] for side in (before, after) if path in side], max_bytes)
+        if reason or len(kept) >= max_files:
+            notes.append([path.decode("utf-8", "backslashreplace"), reason or "over the size cap"])
+        else:
+            kept.append(path)
+    with tempfile.TemporaryDirectory() as folder:
+        git(folder, "init", "-q", "--bare", "--template=", folder)
+        trees = [tree(folder, base, before, kept, "before"), tree(folder, left, after, kept, "after")]
+        options = ["-r", "-p", "--full-index", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color"]
+        diff = git(folder, "diff-tree", *options, "--src-prefix=a/", "--dst-prefix=b/", *trees)
+    settings = {}
+    for path in kept:
+        if path.rsplit(b"/", 1)[-1] in SETTINGS and path in before:
+            with open(os.path.join(base, path), "rb") as file:
+                settings[path.decode("utf-8", "surrogateescape")] = file.read().hex()
+    header = {"notes": notes[:1000], "settings": settings}
+    sys.stdout.buffer.write(json.dumps(header).encode() + b"\n" + diff)
+
+
+if __name__ == "__main__":
+    try:
+        given = json.loads(sys.argv[1])
+        main(os.fsencode(given["base"]), os.fsencode(given["left"]), *given["caps"])
+    except OSError as error:
+        sys.exit(TOO_LONG if error.errno == 36 else repr(error))

@@ -1,0 +1,176 @@
+"""Runs the tests as an unprivileged user and keeps what pytest reports, out of that user's reach.
+
+Runs as root: `python -I -S - < PROGRAM`, with its settings as one line of JSON in a file named by the first argument.
+Invariants:
+- Standard output is this program's alone: the tests write to pipes that it reads and caps.
+- The report comes through a socket that only the process of pytest and the shell that starts it hold. Each session of
+  pytest gets a key and the names of its canaries when it begins, before any code of the repository runs; a record
+  without a key of ours is none.
+- When the command has ended everything its user still runs is killed before anything is printed: no daemon adds to it.
+- The tests and the tests' settings belong to root, in folders in which nobody else can move them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import secrets
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from typing import Any
+
+NO_USER = 20
+SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+MAX_LINE_BYTES, MAX_SESSIONS = 1 << 16, 1000
+SETTINGS = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml")
+
+
+class Drain(threading.Thread):
+    """Reads a pipe to its end and keeps the first bytes."""
+
+    def __init__(self, descriptor: int, max_bytes: int) -> None:
+        super().__init__(daemon=True)
+        self.descriptor, self.left = descriptor, max_bytes
+        self.pieces: list[bytes] = []
+        self.start()
+
+    def run(self) -> None:
+        piece = b"."
+        while piece:
+            piece = os.read(self.descriptor, 1 << 16)
+            if self.left:
+                self.pieces.append(piece[: self.left])
+                self.left -= len(self.pieces[-1])
+
+
+class Sessions(threading.Thread):
+    """Answers each session that begins with its secrets, and keeps its records up to a size."""
+
+    def __init__(self, channel: socket.socket, max_bytes: int) -> None:
+        super().__init__(daemon=True)
+        self.channel, self.left = channel, max_bytes
+        self.sessions: dict[str, dict[str, Any]] = {}
+        self.start()
+
+    def run(self) -> None:
+        with self.channel.makefile("rb") as lines:
+            for line in iter(lambda: lines.readline(MAX_LINE_BYTES), b""):
+                self.left -= len(line)
+                if self.left < 0:
+                    continue
+                try:
+                    self.take(json.loads(line))
+                except (ValueError, AttributeError, TypeError, RecursionError, OSError):
+                    continue
+
+    def take(self, record: dict[str, Any]) -> None:
+        if record.get("event") == "start":
+            if len(self.sessions) >= MAX_SESSIONS:
+                return
+            key, *names = (secrets.token_hex(8) for _ in range(3))
+            self.sessions[key] = {"must_pass": names[0], "must_fail": names[1], "ended": False, "records": []}
+            self.channel.sendall(json.dumps([key, *names]).encode() + b"\n")
+            return
+        session = self.sessions.get(str(record.pop("key", "")))
+        if session is not None and not session["ended"]:
+            session["ended"] = record.get("event") == "end"
+            session["records"].append([str(record.get(name, "")) for name in ("event", "id", "result")])
+
+
+def give(workdir: str, owner: pwd.struct_passwd, protected: list[str]) -> None:
+    """The tree to its user; the tests, and every folder on the way to them, to root."""
+    tests = list(protected)
+    for folder, folders, files in os.walk(workdir):
+        for name in (*folders, *files):
+            os.lchown(os.path.join(folder, name), owner.pw_uid, owner.pw_gid)
+        tests += [os.path.join(folder, name) for name in files if name in SETTINGS or name.startswith("test_")]
+    shut(workdir)
+    for path in tests:
+        parts = path[len(workdir) :].strip("/").split("/")
+        for position in range(1, len(parts) + 1):
+            shut("/".join((workdir, *parts[:position])))
+
+
+def shut(path: str) -> None:
+    """Root's. In a folder others may make entries of their own, but not remove those of root's (sticky)."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return
+    if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
+        os.lchown(path, 0, 0)
+        os.chmod(path, 0o1777 if stat.S_ISDIR(mode) else 0o755 if mode & stat.S_IXUSR else 0o644)
+
+
+def become(owner: pwd.struct_passwd) -> None:
+    os.setgroups([])
+    os.setgid(owner.pw_gid)
+    os.setuid(owner.pw_uid)
+
+
+def end_all(owner: pwd.struct_passwd) -> None:
+    """Kill every process of a user that is not root."""
+    if owner.pw_uid == 0 or os.getuid() != 0:
+        return
+    child = os.fork()
+    if child == 0:
+        become(owner)
+        try:
+            os.kill(-1, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def run(given: dict[str, Any], owner: pwd.struct_passwd) -> dict[str, Any]:
+    pipes = [os.pipe() for _ in range(2)]
+    ours, theirs = socket.socketpair()
+    environment = {"PATH": SEARCH_PATH, "HOME": owner.pw_dir, "USER": owner.pw_name, "LANG": "C.UTF-8"}
+    environment.update(given["environment"])
+    environment["HEADRACE_REPORT"] = str(theirs.fileno())
+    drop = (lambda: become(owner)) if os.getuid() == 0 and owner.pw_uid != 0 else None
+    process = subprocess.Popen(
+        given["command"],
+        cwd=given["workdir"],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=pipes[0][1],
+        stderr=pipes[1][1],
+        pass_fds=[theirs.fileno()],
+        preexec_fn=drop,
+        start_new_session=True,
+    )
+    theirs.close()
+    for _, write_end in pipes:
+        os.close(write_end)
+    drains = [Drain(pipe[0], given["max_log_bytes"]) for pipe in pipes]
+    sessions = Sessions(ours, given["max_report_bytes"])
+    code = process.wait()
+    end_all(owner)
+    for thread in (*drains, sessions):
+        thread.join(2.0)
+    stdout, stderr = (b"".join(drain.pieces).decode("utf-8", "replace") for drain in drains)
+    return {"exit_code": code, "stdout": stdout, "stderr": stderr, "sessions": list(sessions.sessions.values())}
+
+
+def main(path: str) -> None:
+    with open(path, encoding="utf-8") as file:
+        given = json.load(file)
+    os.unlink(path)
+    try:
+        owner = pwd.getpwnam(given["user"])
+    except KeyError:
+        sys.exit(NO_USER)
+    end_all(owner)
+    if owner.pw_uid != 0 and os.getuid() == 0:
+        give(given["workdir"], owner, given["protected"])
+    json.dump(run(given, owner), sys.stdout)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

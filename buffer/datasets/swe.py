@@ -1,0 +1,222 @@
+"""Converts rows of software-engineering data sets to tasks of kind repository.
+
+Rows of three forms: flat SWE-bench and SWE-Gym rows (FAIL_TO_PASS, PASS_TO_PASS, test_patch), and rows with `metadata`
+that hold `swepro`, `eval_cmd` or `remote_env_info` (with `f2p_script`, or the fields of a flat row). Invariants:
+- A row becomes a task that can be graded, or a refusal with its line and the reason, before anything boots. Of several
+  graders the first of swepro, eval_cmd, f2p_script, test ids counts.
+- Nothing that grades is in the instruction or in the files that the agent sees; the gold patch is not kept at all.
+- Scripts named by path are read from the folder of the data file or below it, and from nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from headrace.buffer.repositories import Command, RepositorySpec, Script, Swepro, TestIds, why_unusable
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+_BASE_COMMIT = re.compile(r"git (?:reset --hard|checkout) ([0-9a-f]{40})\b")
+
+
+class RowRefused(ValueError):
+    """A row cannot become a task; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweEnvironment:
+    """What rows do not say. `image` may hold `{instance_id}`; it counts for rows that name none themselves."""
+
+    image: str = ""
+    workdir: str = "/testbed"
+    python: str = "/usr/bin/python3"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    user: str = "agent"
+    timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    line: int
+    reason: str
+
+
+class _Model(BaseModel):
+    # Carriers add columns of their own; those that are read have to be of the right type.
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+
+class _Swepro(_Model):
+    run_script_path: str
+    parser_script_path: str
+    before_repo_set_cmd: str | None = None
+    selected_test_files: list[str] = []
+    fail_to_pass: list[str] = []
+    pass_to_pass: list[str] = []
+
+
+class _Instance(_Model):
+    """A flat row, or `remote_env_info`."""
+
+    instance_id: str | None = None
+    repo: str | None = None
+    image: str | None = None
+    image_url: str | None = None
+    workdir: str | None = None
+    base_commit: str | None = None
+    problem_statement: str | None = None
+    test_patch: str | None = None
+    FAIL_TO_PASS: list[str] | str | None = None
+    PASS_TO_PASS: list[str] | str | None = None
+    f2p_script: str | None = None
+    pre_commands: list[str] | str | None = None
+
+
+class _Metadata(_Instance):
+    swepro: _Swepro | None = None
+    eval_cmd: str | None = None
+    remote_env_info: _Instance | None = None
+
+
+class _Row(_Model):
+    prompt: str | list[dict[str, Any]] = ""
+    label: str | None = None
+    metadata: _Metadata | None = None
+
+
+def read_rows(path: Path, environment: SweEnvironment) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
+    """Tasks and refusals of a JSONL file, in its order. Raises OSError."""
+    tasks: list[Task] = []
+    refusals: list[Refusal] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            tasks.append(task_of(json.loads(line), environment, path.parent))
+        except ValueError as error:
+            refusals.append(Refusal(line=number, reason=str(error)))
+    return tuple(tasks), tuple(refusals)
+
+
+def task_of(row: object, environment: SweEnvironment, folder: Path) -> Task:
+    """The task of one row; scripts are read from `folder`. Raises RowRefused."""
+    try:
+        wrapped = _Row.model_validate(row)
+        given = wrapped.metadata or _Metadata.model_validate(row)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise RowRefused(f"{'.'.join(map(str, first['loc'])) or 'the row'}: {first['msg']}") from error
+    info = given.remote_env_info or given
+    instance_id = given.instance_id or info.instance_id or wrapped.label or ""
+    image = given.image or info.image or info.image_url or environment.image
+    problem = given.problem_statement or info.problem_statement or _prompt_text(wrapped.prompt)
+    for name, value in (("instance_id", instance_id), ("image", image), ("problem_statement", problem)):
+        if not value:
+            raise RowRefused(f"{name}: is missing")
+    repository = _repository(given, info, environment, folder)
+    reason = why_unusable(repository)
+    if reason is not None:
+        raise RowRefused(reason)
+    return Task(
+        id=TaskId(instance_id),
+        family=f"swe/{given.repo or info.repo or repository.grader.kind}",
+        instruction=problem,
+        image=image.replace("{instance_id}", instance_id),
+        evaluator=EvaluatorSpec(
+            kind=EvaluatorKind.REPOSITORY, repository=repository, timeout_s=environment.timeout_s, data_paths=()
+        ),
+    )
+
+
+def _repository(given: _Metadata, info: _Instance, environment: SweEnvironment, folder: Path) -> RepositorySpec:
+    grader = _grader(given, info, folder)
+    base = given.base_commit or info.base_commit or ""
+    if isinstance(grader, Swepro) and not base:
+        found = _BASE_COMMIT.search(grader.before_repo_set_cmd)
+        base = found[1] if found else ""
+    if isinstance(grader, TestIds) and not base:
+        raise RowRefused("base_commit: is missing")
+    return RepositorySpec(
+        workdir=given.workdir or info.workdir or environment.workdir,
+        grader=grader,
+        base_commit=base,
+        prepare=_commands(given.pre_commands or info.pre_commands),
+        python=environment.python,
+        environment=environment.environment,
+        user=environment.user,
+    )
+
+
+def _grader(given: _Metadata, info: _Instance, folder: Path) -> TestIds | Script | Command | Swepro:
+    if given.swepro is not None:
+        return _swepro(given.swepro, folder)
+    if given.eval_cmd:
+        return Command(command=given.eval_cmd)
+    script = info.f2p_script or given.f2p_script
+    if script:
+        return Script(script=script)
+    if info.FAIL_TO_PASS is None:
+        raise RowRefused("none of swepro, eval_cmd, f2p_script and FAIL_TO_PASS is there: nothing grades this row")
+    if not (info.test_patch or "").strip():
+        raise RowRefused("test_patch: is missing")
+    return TestIds(
+        fail_to_pass=_ids(info.FAIL_TO_PASS, "FAIL_TO_PASS"),
+        pass_to_pass=_ids(info.PASS_TO_PASS or [], "PASS_TO_PASS"),
+        test_patch=info.test_patch or "",
+    )
+
+
+def _swepro(given: _Swepro, folder: Path) -> Swepro:
+    return Swepro(
+        run_script=_script(given.run_script_path, folder),
+        parser_script=_script(given.parser_script_path, folder),
+        before_repo_set_cmd=given.before_repo_set_cmd or "",
+        selected_test_files=tuple(given.selected_test_files),
+        fail_to_pass=tuple(given.fail_to_pass),
+        pass_to_pass=tuple(given.pass_to_pass),
+    )
+
+
+def _script(name: str, folder: Path) -> str:
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise RowRefused(f"{name!r} is outside the data file's folder")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RowRefused(f"cannot read {name!r}: {error}") from error
+
+
+def _ids(given: list[str] | str, name: str) -> tuple[str, ...]:
+    """A list, or the JSON text of one, as SWE-bench has it."""
+    ids = given
+    if isinstance(given, str):
+        try:
+            ids = json.loads(given)
+        except ValueError as error:
+            raise RowRefused(f"{name}: is neither a list nor the JSON text of one") from error
+    if not isinstance(ids, list) or not all(isinstance(test_id, str) for test_id in ids):
+        raise RowRefused(f"{name}: is no list of texts")
+    return tuple(ids)
+
+
+def _commands(given: list[str] | str | None) -> tuple[str, ...]:
+    """A list, or one text in which line ends are spelt `\\n`."""
+    text = given.replace("\\n", "\n") if isinstance(given, str) else "\n".join(given or [])
+    return (text,) if text.strip() else ()
+
+
+def _prompt_text(prompt: str | list[dict[str, Any]]) -> str:
+    """The prompt itself, or the first thing the user says in it."""
+    if isinstance(prompt, str):
+        return prompt
+    said = (message.get("content") for message in prompt if message.get("role") == "user")
+    return next((content for content in said if isinstance(content, str)), "")

@@ -1,0 +1,128 @@
+"""Tasks about a git repository: where it is, how its tests run, and which results are reward 1.
+
+Invariant: a spec that `why_unusable` passes can be graded; what cannot is refused before anything boots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Discriminator
+
+_STRICT: ConfigDict = ConfigDict(extra="forbid", strict=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestIds:
+    """FAIL_TO_PASS and PASS_TO_PASS rows: pytest runs the files of these ids after `test_patch` is applied. Reward 1
+    when every id passed; one that is missing did not. An id is cut at its first blank, as SWE-bench writes them."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    __test__: ClassVar[bool] = False
+
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...] = ()
+    test_patch: str = ""
+    kind: Literal["test_ids"] = "test_ids"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """`remote_env_info.f2p_script`: Python source that ends in `sys.exit(pytest.main(...))`, run as a file outside the
+    repository. Reward 1 when a test passed, none failed, and none was skipped that runs on the untouched repository."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    script: str
+    kind: Literal["f2p_script"] = "f2p_script"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """`eval_cmd`: a shell command that runs pytest. Scored as a script is; its exit code decides nothing."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    command: str
+    kind: Literal["eval_cmd"] = "eval_cmd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swepro:
+    """`swepro`: `before_repo_set_cmd` (shell) puts the tests in place, `run_script` (bash) gets the selected test files
+    joined by commas, `parser_script` (Python) turns the logs of that run into `{"tests": [{"name", "status"}]}`.
+    Reward 1 when every name of both lists has the status PASSED."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    run_script: str
+    parser_script: str
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...] = ()
+    before_repo_set_cmd: str = ""
+    selected_test_files: tuple[str, ...] = ()
+    kind: Literal["swepro"] = "swepro"
+
+
+Grader = Annotated[TestIds | Script | Command | Swepro, Discriminator("kind")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepositorySpec:
+    """A repository at `workdir` (absolute, in the image or from the task's files), and what grades a patch to it."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    workdir: str
+    grader: Grader
+    base_commit: str = ""
+    """Checked out before anything else, where the image's HEAD is another one."""
+    prepare: tuple[str, ...] = ()
+    """Shell commands run as root in `workdir` before the agent starts, and again in every clean sandbox."""
+    python: str = "/usr/bin/python3"
+    """Absolute path of the interpreter that runs the tests, 3.7 or later."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of the tests."""
+    user: str = "agent"
+    """Who runs the tests, and whom the tree then belongs to, besides the tests themselves. As root nothing keeps the
+    code under test from changing them while they run."""
+    test_files: tuple[str, ...] = ()
+    """Paths in the repository, files or folders, that stay the base's whatever the patch says; further ones follow
+    from the grader and from names (`tests/`, `test_*.py`)."""
+
+
+def required_ids(grader: TestIds | Script | Command | Swepro) -> tuple[str, ...]:
+    """What must pass, without repetition; empty where the grader names none."""
+    if isinstance(grader, TestIds | Swepro):
+        return tuple(dict.fromkeys((*grader.fail_to_pass, *grader.pass_to_pass)))
+    return ()
+
+
+def why_unusable(spec: RepositorySpec) -> str | None:
+    """Key and reason of the first value that types alone let through; None when there is none."""
+    grader = spec.grader
+    if not is_plain_path(spec.workdir):
+        return f"workdir: {spec.workdir!r} must be an absolute path without '.' or '..'"
+    if not is_plain_path(spec.python):
+        return f"python: {spec.python!r} must be an absolute path"
+    for path in spec.test_files:
+        if not is_plain_path(f"/{path}"):
+            return f"test_files: {path!r} must be a path in the repository without '.' or '..'"
+    if isinstance(grader, TestIds | Swepro) and not required_ids(grader):
+        return "grader.fail_to_pass: is empty; without a test that must pass nothing could be solved"
+    if isinstance(grader, TestIds):
+        for test_id in required_ids(grader):
+            if not is_plain_path("/" + test_id.split("::")[0]) or "::" not in test_id:
+                return f"grader.fail_to_pass: {test_id!r} is no test id of pytest (path::name)"
+    for name in ("script", "command", "run_script", "parser_script"):
+        if not getattr(grader, name, "x").strip():
+            return f"grader.{name}: is empty"
+    return None
+
+
+def is_plain_path(path: str) -> bool:
+    """Absolute, without empty parts, `.` and `..`."""
+    parts = path.split("/")
+    return len(parts) > 1 and parts[0] == "" and all(parts[1:]) and not {".", ".."} & set(parts) and "\0" not in path

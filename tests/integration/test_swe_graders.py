@@ -1,0 +1,134 @@
+"""The graders of SWE rows (f2p_script, eval_cmd, swepro) on a small repository, in real sandboxes."""
+
+from __future__ import annotations
+
+import runpy
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from headrace.buffer.repositories import Command, Script, Swepro
+from headrace.buffer.types import Cause
+from headrace.sandboxes.local import LocalProvider
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
+shared = runpy.run_path(str(Path(__file__).parents[1] / "repositories.py"))
+verdict_on, repository_task, SPEC = shared["verdict_on"], shared["repository_task"], shared["SPEC"]
+HIDDEN_TESTS, COMMIT = shared["HIDDEN_TESTS"], shared["COMMIT"]
+SOLVE = f"printf '%s' {shlex.quote(shared['RIGHT'])} > calc.py"
+
+MAIN = "\nif __name__ == '__main__':\n    import sys, pytest\n    sys.exit(pytest.main(['-q', '-x', __file__]))\n"
+F2P = HIDDEN_TESTS + MAIN
+# The tests are in a later commit of the image, as in SWE-bench Pro.
+GOLD_TESTS = (
+    f"{COMMIT}; printf '%s' {shlex.quote(HIDDEN_TESTS)} > tests/test_calc.py; "
+    "git -c user.name=a -c user.email=a@example.invalid commit -qam tests; git tag gold; git reset -q --hard HEAD~1"
+)
+RUN = "#!/bin/bash\nset -e\nfor file in ${1//,/ }; do python3 -m pytest -v -p no:cacheprovider $file; done\n"
+PARSER = """
+import json, re, sys
+tests = []
+for line in open(sys.argv[1]):
+    match = re.match(r"(\\S+::\\S+) (PASSED|FAILED|SKIPPED)", line)
+    if match:
+        tests.append({"name": match[1], "status": match[2]})
+json.dump({"tests": tests}, open(sys.argv[3], "w"))
+"""
+SWEPRO = Swepro(
+    run_script=RUN,
+    parser_script=PARSER,
+    before_repo_set_cmd="git reset -q --hard HEAD\ngit checkout gold -- tests/test_calc.py",
+    selected_test_files=("tests/test_calc.py",),
+    fail_to_pass=("tests/test_calc.py::test_mean_of_nothing",),
+    pass_to_pass=("tests/test_calc.py::test_mean", "tests/test_calc.py::test_last"),
+)
+TASKS = {
+    "f2p_script": repository_task(replace(SPEC, grader=Script(script=F2P)), hidden_files={}),
+    "eval_cmd": repository_task(replace(SPEC, grader=Command(command="python3 -m pytest -q tests/test_calc.py"))),
+    "two commands": repository_task(
+        replace(
+            SPEC, grader=Command(command="python3 -m pytest -xq tests -k mean && python3 -m pytest -q tests -k last")
+        )
+    ),
+    "swepro": repository_task(replace(SPEC, grader=SWEPRO, prepare=(GOLD_TESTS,)), hidden_files={}),
+}
+# What is printed, reported by another process, ended early, skipped or claimed.
+PRINTED = "\\n".join(f"{name} PASSED" for name in (*SWEPRO.fail_to_pass, *SWEPRO.pass_to_pass))
+CHEATS = {
+    "nothing": "true",
+    "leaves": "echo 'import os; os._exit(0)' > calc.py",
+    "prints and leaves": f"printf 'import os\\nos.write(1, b\"{PRINTED}\")\\nos._exit(0)\\n' > calc.py",
+    "skips": "echo 'import pytest; pytest.skip(allow_module_level=True)' > calc.py",
+    "skips when called": "printf 'import pytest\\nlast = max\\ndef mean(numbers): pytest.skip()\\n' > calc.py",
+    "patches": "printf 'from _pytest.python import Function\\nFunction.runtest = lambda self: None\\n' >> calc.py",
+    "collects only": "printf '[pytest]\\naddopts = --co\\n' > pytest.ini",
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def provider() -> AsyncIterator[LocalProvider]:
+    async with LocalProvider() as provider:
+        yield provider
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+async def test_a_right_patch_is_solved(provider: LocalProvider, task: object) -> None:
+    verdict = await verdict_on(provider, task, SOLVE)
+    assert (verdict.reward, verdict.cause) == (1.0, Cause.SOLVED), verdict
+
+
+GRADERS = ("f2p_script", "eval_cmd", "swepro")
+EACH_CHEAT_ONCE = {(GRADERS[place % 3], name) for place, name in enumerate(CHEATS)}
+
+
+@pytest.mark.parametrize(
+    ("name", "cheat"),
+    [
+        pytest.param(
+            name, command, id=f"{name}-{cheat}", marks=[] if (name, cheat) in EACH_CHEAT_ONCE else pytest.mark.slow
+        )
+        for name in GRADERS
+        for cheat, command in CHEATS.items()
+    ],
+)
+async def test_a_cheat_earns_nothing(provider: LocalProvider, name: str, cheat: str) -> None:
+    verdict = await verdict_on(provider, TASKS[name], cheat)
+    assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
+
+
+async def test_a_skip_that_the_untouched_repository_has_too_is_none_of_the_patchs(provider: LocalProvider) -> None:
+    skipping = HIDDEN_TESTS + "\n\ndef test_elsewhere():\n    import pytest\n    pytest.skip('not on this machine')\n"
+    task = repository_task(replace(SPEC, grader=Script(script=F2P.replace(HIDDEN_TESTS, skipping))), hidden_files={})
+    assert (await verdict_on(provider, task, SOLVE)).reward == 1.0
+
+
+async def test_a_command_that_runs_no_pytest_is_no_evaluator(provider: LocalProvider) -> None:
+    task = repository_task(replace(SPEC, grader=Command(command="true")))
+    assert (await verdict_on(provider, task, SOLVE)).cause is Cause.EVALUATOR
+
+
+@pytest.mark.parametrize(
+    "parser",
+    [
+        "import sys; sys.exit(1)",
+        pytest.param("pass", marks=pytest.mark.slow),
+        pytest.param("open(__import__('sys').argv[3], 'w').write('[]')", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_parser_that_breaks_is_the_evaluators_failure(provider: LocalProvider, parser: str) -> None:
+    spec = replace(SPEC, grader=replace(SWEPRO, parser_script=parser), prepare=(GOLD_TESTS,))
+    assert (await verdict_on(provider, repository_task(spec, hidden_files={}), SOLVE)).cause is Cause.EVALUATOR
+
+
+async def test_a_patch_to_a_file_that_the_set_up_changes_is_dropped(provider: LocalProvider) -> None:
+    spec = replace(SPEC, grader=replace(SWEPRO, selected_test_files=("spec/any",)), prepare=(GOLD_TESTS,))
+    moved = replace(spec.grader, before_repo_set_cmd="echo 'def mean(_): return 9' > calc.py", run_script="exit 0")
+    verdict = await verdict_on(provider, repository_task(replace(spec, grader=moved), hidden_files={}), SOLVE)
+    assert (verdict.reward, "calc.py (test file)" in verdict.detail) == (0.0, True), verdict

@@ -1,0 +1,144 @@
+"""Small git repositories for evaluator tests: made inside sandboxes, with a real pytest as the image would have it."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from contextlib import asynccontextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.preparing import prepare
+from headrace.buffer.repositories import RepositorySpec, TestIds
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.sandboxes.base import SandboxSpec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headrace.sandboxes.base import Sandbox, SandboxId
+    from headrace.sandboxes.local import LocalProvider
+
+REPO = "/workspace/calc"
+PYTEST = "/opt/pytest"
+COMMIT = (
+    "git init -q -b main . && git add -A && git -c user.name=a -c user.email=a@example.invalid commit -q -m base "
+    "&& chown -R agent:agent ."
+)
+LARGE = ("lexers", "formatters", "styles", "filters")
+NEEDED = ("__init__.py", "_mapping.py", "python.py", "default.py", "terminal.py", "diff.py")
+WRONG = "def mean(numbers):\n    return sum(numbers) / len(numbers)\n\n\ndef last(numbers):\n    return numbers[-1]\n"
+RIGHT = WRONG.replace("return sum", "if not numbers:\n        return 0.0\n    return sum", 1)
+TESTS = """\
+from calc import last, mean
+
+
+def test_mean():
+    assert mean([1, 3]) == 2
+
+
+def test_last():
+    assert last([1, 3]) == 3
+"""
+HIDDEN_TESTS = TESTS + "\n\ndef test_mean_of_nothing():\n    assert mean([]) == 0.0\n"
+FILES = {
+    f"{REPO}/calc.py": WRONG,
+    f"{REPO}/tests/test_calc.py": TESTS,
+    f"{REPO}/tests/conftest.py": "",
+    f"{REPO}/pyproject.toml": '[project]\nname = "calc"\n\n[tool.pytest.ini_options]\naddopts = "--strict-markers"\n',
+}
+IDS = TestIds(
+    fail_to_pass=("tests/test_calc.py::test_mean_of_nothing",),
+    pass_to_pass=("tests/test_calc.py::test_mean", "tests/test_calc.py::test_last"),
+)
+SPEC = RepositorySpec(workdir=REPO, grader=IDS, prepare=(COMMIT,), environment={"PYTHONPATH": f"{PYTEST}:{REPO}"})
+
+
+def repository_task(spec: RepositorySpec = SPEC, **evaluator: object) -> Task:
+    """Mend `mean` so that it takes an empty list; the test of that is hidden."""
+    fields: dict[str, object] = {"hidden_files": {f"{REPO}/tests/test_calc.py": HIDDEN_TESTS}, "timeout_s": 20.0}
+    return Task(
+        id=TaskId("calc"),
+        family="calc",
+        instruction="mean([]) raises ZeroDivisionError, it should be 0.0",
+        files=FILES,
+        evaluator=EvaluatorSpec(kind=EvaluatorKind.REPOSITORY, repository=spec, **(fields | evaluator)),  # type: ignore[arg-type]
+    )
+
+
+@cache
+def pytest_archive() -> bytes:
+    """pytest and what it needs, as a tar of pure Python packages."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
+            spec = find_spec(name)
+            assert spec is not None and spec.submodule_search_locations, name
+            folder = Path(spec.submodule_search_locations[0])
+            for path in (path for path in folder.rglob("*.py") if path.name in NEEDED or path.parent.name not in LARGE):
+                archive.add(path, f"{name}/{path.relative_to(folder)}")
+        archive.add(folder.parent / "py.py", "py.py")
+        for name in ("pytest", "pluggy"):
+            [metadata] = folder.parent.glob(f"{name}-*.dist-info")
+            archive.add(metadata / "METADATA", f"{metadata.name}/METADATA")
+    return buffer.getvalue()
+
+
+async def install_pytest(sandbox: Sandbox) -> None:
+    """What the image of such a task brings."""
+    await sandbox.write(f"{PYTEST}/pytest.tar", pytest_archive())
+    result = await sandbox.exec("tar -xf pytest.tar", cwd=PYTEST, timeout_s=30)
+    assert result.exit_code == 0, result
+
+
+class Rooms:
+    """Clean sandboxes straight from the provider; those that run tests have pytest in them."""
+
+    def __init__(self, provider: LocalProvider, agent_sandbox: Sandbox) -> None:
+        self._provider = provider
+        self._agent_sandbox = agent_sandbox
+        self.lent = 0
+
+    async def freeze(self, sandbox: SandboxId) -> None:
+        assert sandbox == self._agent_sandbox.id
+        await self._agent_sandbox.freeze()
+
+    @asynccontextmanager
+    async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        sandbox = await self._provider.attach(await self._provider.create(spec))
+        self.lent += 1
+        try:
+            if not spec.mounts:
+                await install_pytest(sandbox)
+            yield sandbox
+        finally:
+            await sandbox.kill()
+
+
+async def exit_code_of_tests(provider: LocalProvider, task: Task, command: str) -> int:
+    """What grading by exit code in a clean sandbox sees: the agent's tree with the hidden tests laid over it."""
+    sandbox = await provider.attach(await provider.create(SandboxSpec(image=task.image)))
+    try:
+        await install_pytest(sandbox)
+        await prepare(task, sandbox)
+        await sandbox.exec(command, cwd=REPO, timeout_s=30)
+        await sandbox.write_many({path: text.encode() for path, text in task.evaluator.hidden_files.items()})
+        tests = f"/usr/bin/python3 -m pytest -q {REPO}/tests/test_calc.py"
+        return (await sandbox.exec(tests, cwd=REPO, env=SPEC.environment, timeout_s=30)).exit_code
+    finally:
+        await sandbox.kill()
+
+
+async def verdict_on(provider: LocalProvider, task: Task, command: str, *, user: str = "root") -> Verdict:
+    """The verdict after an agent has run `command` in the repository."""
+    ref = await provider.create(SandboxSpec(image=task.image))
+    sandbox = await provider.attach(ref)
+    try:
+        await prepare(task, sandbox)
+        await sandbox.exec(command, cwd=REPO, user=user, timeout_s=30)
+        return await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), Rooms(provider, sandbox))
+    finally:
+        await sandbox.kill()

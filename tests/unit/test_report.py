@@ -1,0 +1,78 @@
+"""When a report of tests is believed, and what it says."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+
+import pytest
+
+from headrace.actors.evaluators.report import ReportUntrusted, Session, named, read_report
+from headrace.actors.in_sandbox import source
+
+GOOD, BAD = "a" * 16, "b" * 16
+CANARIES = (("test", f"t.py::test_{GOOD}", "passed"), ("test", f"t.py::test_{BAD}", "failed"))
+RUN = (
+    ("test", "t.py::one", "passed"),
+    ("test", "t.py::two", "failed"),
+    ("test", "t.py::three[a b]", "xfailed"),
+    ("test", "t.py::three[a c]", "passed"),
+    ("test", "t.py::four", "skipped"),
+    ("collect", "u.py", "skipped"),
+    ("collect", "v.py", "failed"),
+)
+SESSION = Session(must_pass=GOOD, must_fail=BAD, ended=True, records=(*RUN, *CANARIES))
+
+
+def test_what_passed_failed_and_was_skipped() -> None:
+    report = read_report([SESSION])
+    assert report.not_passed(["t.py::one", "t.py::two", "t.py::three[a c]", "t.py::four", "t.py::five"]) == (
+        "t.py::two",
+        "t.py::four",
+        "t.py::five",
+    )
+    assert report.any_failed() == ("t.py::two", "v.py")
+    assert report.skipped == {"t.py::four", "u.py"}
+    assert not [test_id for test_id in report.results if GOOD in test_id or BAD in test_id]
+
+
+def test_an_id_cut_at_its_blank_stands_for_all_that_begin_so() -> None:
+    assert read_report([SESSION]).not_passed(["t.py::three[a"]) == ()
+    worse = replace(SESSION, records=(*SESSION.records, ("test", "t.py::three[a d]", "failed")))
+    assert read_report([worse]).not_passed(["t.py::three[a"]) == ("t.py::three[a",)
+
+
+def test_a_test_that_ran_twice_must_pass_twice() -> None:
+    again = replace(SESSION, records=(("test", "t.py::one", "failed"), *CANARIES))
+    assert read_report([SESSION, again]).not_passed(["t.py::one"]) == ("t.py::one",)
+    later = replace(SESSION, records=(("test", "t.py::two", "passed"), *CANARIES))
+    assert read_report([SESSION, later]).not_passed(["t.py::two"]) == ("t.py::two",)
+
+
+@pytest.mark.parametrize(
+    ("sessions", "said"),
+    [
+        ([], "no session of pytest began"),
+        ([replace(SESSION, ended=False)], "did not come to its end"),
+        ([SESSION, replace(SESSION, ended=False)], "did not come to its end"),
+        ([replace(SESSION, records=RUN)], "that must have passed did not run"),
+        ([replace(SESSION, records=(*RUN, CANARIES[0]))], "that must have failed did not run"),
+        ([replace(SESSION, records=(*CANARIES, ("test", f"t.py::test_{BAD}", "passed")))], "has failed, passed"),
+        ([replace(SESSION, records=(*CANARIES, ("test", f"u.py::test_{GOOD}", "skipped")))], "has passed, skipped"),
+        ([replace(SESSION, must_pass=BAD, must_fail=GOOD)], "that must have passed has failed"),
+        ([SESSION, replace(SESSION, must_pass="c" * 16)], "did not run"),
+    ],
+)
+def test_what_is_not_believed(sessions: list[Session], said: str) -> None:
+    with pytest.raises(ReportUntrusted, match=said):
+        read_report(sessions)
+
+
+@pytest.mark.parametrize("name", ["apply", "canary_plugin", "collect", "compute", "monitor"])
+def test_programs_for_sandboxes_are_read_by_old_interpreters(name: str) -> None:
+    ast.parse(source(name), feature_version=(3, 7))
+
+
+def test_the_first_few_are_named() -> None:
+    assert named(["a", "b"]) == "a, b"
+    assert named(map(str, range(8))) == "0, 1, 2, 3, 4 and 3 more"
