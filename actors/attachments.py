@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Self
 
 from headrace.actors.owning import Owning
 from headrace.sandboxes.errors import SpecRefused
-from headrace.sandboxes.local import LocalProvider
-from headrace.sandboxes.unprotected import SubprocessProvider
+from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.unprotected.provider import SubprocessProvider
 
 if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox, SandboxProvider, SandboxRef

@@ -250,7 +250,7 @@ def _free_name(runs_dir: Path, stem: str) -> str:
 
 def _say_unprotected(provider: str) -> None:
     if provider == "subprocess":
-        from headrace.sandboxes.unprotected import WARNING
+        from headrace.sandboxes.unprotected.provider import WARNING
 
         _console().print(WARNING, style="yellow", highlight=False)
 

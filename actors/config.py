@@ -24,8 +24,8 @@ from headrace.actors.rollout import RolloutConfig
 from headrace.buffer.replay import BufferConfig
 from headrace.policies.megatron import LearnerConfig
 from headrace.policies.push import PushConfig
-from headrace.sandboxes.local import LocalSandboxConfig
-from headrace.sandboxes.pool import PoolConfig
+from headrace.sandboxes.local.provider import LocalSandboxConfig
+from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.serve.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
 from headrace.buffer.tasks import EvaluatorKind
 from headrace.buffer.types import Cause
-from headrace.sandboxes.booting import LeaseRequest
+from headrace.sandboxes.pool.booting import LeaseRequest
 from headrace.serve import span_names as names
 from headrace.serve.tracing import context_from
 

@@ -19,12 +19,12 @@ from headrace.actors.errors import ActorGone
 from headrace.actors.operations import OperationCalls
 from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
-from headrace.sandboxes.booting import HOLDER_LABEL
+from headrace.sandboxes.pool.booting import HOLDER_LABEL
 
 if TYPE_CHECKING:
     from headrace.actors.sandbox_pool import SandboxPool
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.booting import Lease, LeaseRequest
+    from headrace.sandboxes.pool.booting import Lease, LeaseRequest
 
 LEASE_S: Final = 60.0
 """A pool that restarts is back in less."""

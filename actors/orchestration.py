@@ -28,7 +28,7 @@ from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.worker import RolloutWorker, WorkerParts
 from headrace.buffer.replay import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, write_tasks
-from headrace.sandboxes.pool import PoolConfig
+from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.serve.session import Budgets, Sampling
 from headrace.serve.telemetry import TelemetryConfig
 

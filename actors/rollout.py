@@ -24,8 +24,8 @@ from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
 from headrace.actors.preparing import prepare
 from headrace.buffer.types import Cause, Outcome, RolloutResult
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.booting import LeaseRequest
 from headrace.sandboxes.errors import QueueTimeout
+from headrace.sandboxes.pool.booting import LeaseRequest
 from headrace.serve import span_names as names
 from headrace.serve.errors import ServeError
 from headrace.serve.tracing import traceparent_of
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.booting import Lease
+    from headrace.sandboxes.pool.booting import Lease
     from headrace.serve.client import OpenedSession
     from headrace.serve.session import SessionReport
 

@@ -1,4 +1,4 @@
-"""The sandbox pool actor: `headrace.sandboxes.pool.Pool` over the provider of the recipe.
+"""The sandbox pool actor: `headrace.sandboxes.pool.pool.Pool` over the provider of the recipe.
 
 Invariants:
 - What a holder does not renew ends with its lease; a holder known to be dead is released at once.
@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Self
 
 from headrace.actors.operations import Operations
 from headrace.actors.owning import Owning
-from headrace.sandboxes.ledger import SandboxLedger
 from headrace.sandboxes.leftovers import run_label
-from headrace.sandboxes.pool import Pool
+from headrace.sandboxes.pool.ledger import SandboxLedger
+from headrace.sandboxes.pool.pool import Pool
 
 if TYPE_CHECKING:
     from headrace.actors.config import SandboxSection
     from headrace.actors.operations import Results
     from headrace.actors.run_directory import RunDirectory
     from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
-    from headrace.sandboxes.booting import Lease, LeaseRequest
     from headrace.sandboxes.errors import SandboxError
-    from headrace.sandboxes.pool import PoolStatus
+    from headrace.sandboxes.pool.booting import Lease, LeaseRequest
+    from headrace.sandboxes.pool.pool import PoolStatus
 
 
 class SandboxPool(Owning):
@@ -88,8 +88,8 @@ class SandboxPool(Owning):
 
 async def _start(section: SandboxSection, label: str) -> SandboxProvider:
     from headrace.actors.config import SandboxKind
-    from headrace.sandboxes.local import LocalProvider
-    from headrace.sandboxes.unprotected import SubprocessProvider
+    from headrace.sandboxes.local.provider import LocalProvider
+    from headrace.sandboxes.unprotected.provider import SubprocessProvider
 
     if section.provider is SandboxKind.SUBPROCESS:
         return SubprocessProvider(label=label)

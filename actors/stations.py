@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.actors.worker import WorkerParts
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.booting import Lease, LeaseRequest
+    from headrace.sandboxes.pool.booting import Lease, LeaseRequest
     from headrace.serve.session import SessionReport
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace.sandboxes.errors import NamespacesUnavailable
-from headrace.sandboxes.stdlib_process import stdlib_command
+from headrace.sandboxes.launcher.stdlib_process import stdlib_command
 
 _PROBE_TIMEOUT_S: Final = 30.0
 
@@ -88,7 +88,7 @@ def _kernel_reasons() -> dict[str, str]:
     names = [name for name in _MEANING if name not in ("bash", "python3")]
     try:
         completed = subprocess.run(
-            stdlib_command("probe"), capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True, cwd="/", env={}
+            stdlib_command("launcher.probe"), capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True, cwd="/", env={}
         )
         reasons = json.loads(completed.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:

@@ -10,7 +10,7 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-from headrace.sandboxes.processes import parse_stat
+from headrace.sandboxes.launcher.processes import parse_stat
 
 LAUNCHER_NAME: Final = "headrace-launcher"
 LABEL_VARIABLE: Final = "HEADRACE_SANDBOX_LABEL"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.doctor import probe
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

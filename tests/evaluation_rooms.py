@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
-    from headrace.sandboxes.local import LocalProvider
+    from headrace.sandboxes.local.provider import LocalProvider
 
 
 class Rooms:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from headrace.sandboxes.base import Sandbox, SandboxId
-    from headrace.sandboxes.local import LocalProvider
+    from headrace.sandboxes.local.provider import LocalProvider
 
 REPO = "/workspace/calc"
 PYTEST = "/opt/pytest"

@@ -10,8 +10,8 @@ import posixpath
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes.commands import EXIT_CANNOT_RUN
 from headrace.sandboxes.e2b_server.errors import Code, RpcError
+from headrace.sandboxes.launcher.commands import EXIT_CANNOT_RUN
 
 if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox

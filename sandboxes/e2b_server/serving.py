@@ -19,8 +19,8 @@ from headrace.sandboxes.e2b_server.images import load_images
 from headrace.sandboxes.e2b_server.keys import load_keys
 from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
 from headrace.sandboxes.errors import SpecRefused
-from headrace.sandboxes.launcher_process import runtime_folder
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.local.launcher_process import runtime_folder
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -23,7 +23,7 @@ from headrace.sandboxes import doctor
 from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
 from headrace.sandboxes.e2b_server.table import SandboxTable, State
 from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError
-from headrace.sandboxes.local import LocalProvider
+from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

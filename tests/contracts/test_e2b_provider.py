@@ -10,7 +10,7 @@ import pytest
 
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import Feature, FrozenMount, Network, SandboxId, SandboxSpec, Stream, TerminalSize
-from headrace.sandboxes.e2b import E2bConfig, E2bProvider
+from headrace.sandboxes.e2b.provider import E2bConfig, E2bProvider
 from headrace.sandboxes.e2b_server.images import ImageMap
 from headrace.sandboxes.e2b_server.keys import load_keys
 from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
@@ -26,7 +26,7 @@ from headrace.sandboxes.errors import (
     SpecRefused,
     Unsupported,
 )
-from headrace.sandboxes.local import LocalProvider
+from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

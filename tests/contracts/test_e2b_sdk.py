@@ -17,7 +17,7 @@ import pytest
 
 from headrace.sandboxes import doctor
 from headrace.sandboxes.errors import NamespacesUnavailable
-from headrace.sandboxes.local import LocalProvider
+from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

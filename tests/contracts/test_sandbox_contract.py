@@ -25,9 +25,9 @@ from headrace.sandboxes.errors import (
     SpecRefused,
     Unsupported,
 )
-from headrace.sandboxes.local import LocalProvider
-from headrace.sandboxes.oci import OciProvider, OciSandboxConfig
-from headrace.sandboxes.oci_runtime import RuntimeKind
+from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.oci.provider import OciProvider, OciSandboxConfig
+from headrace.sandboxes.oci.runtime import RuntimeKind
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -1,6 +1,6 @@
 """Every step of a boot fails once: the first process dies, the launcher dies, or the kernel refuses. Nothing is left.
 
-A step is a call of a wrapper in `headrace.sandboxes.syscalls`. The launcher runs as always, but from a script that
+A step is a call of a wrapper in `headrace.sandboxes.launcher.syscalls`. The launcher runs as always, from a script that
 counts these calls and strikes at the wanted one.
 """
 
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes import cgroups, doctor, launcher_process, stdlib_process
+from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import BootFailed, LauncherGone, NamespacesUnavailable, SandboxError
+from headrace.sandboxes.launcher import cgroups, stdlib_process
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.local import launcher_process
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.namespaces
 
 STRIKER = """
 import errno, mmap, os, signal
-from headrace.sandboxes import syscalls
+from headrace.sandboxes.launcher import syscalls
 
 plan, step = {plan!r}, {step!r}
 launcher = os.getpid()
@@ -86,7 +88,7 @@ class Striker:
         load = 'importlib.import_module("headrace.sandboxes." + sys.argv[2]).main()'
         bootstrap = stdlib_process._BOOTSTRAP.replace(load, f"{script}\n{load}")
         assert script in bootstrap
-        folder = str(Path(stdlib_process.__file__).parent)
+        folder = str(Path(stdlib_process.__file__).parents[1])
         command = (sys.executable, "-I", "-S", "-c", bootstrap, folder)
         self._monkeypatch.setattr(launcher_process, "stdlib_command", lambda module: (*command, module))
 
@@ -196,7 +198,7 @@ async def boot_again(provider: LocalProvider) -> None:
 
 def test_the_steps_are_those_of_the_module() -> None:
     """A new wrapper that a boot calls must be struck too."""
-    from headrace.sandboxes import syscalls
+    from headrace.sandboxes.launcher import syscalls
 
     known = set(STRIKER.split("for name in (")[1].split("):")[0].replace('"', "").replace(",", " ").split())
     boring = {"become_subreaper", "forbid_inspection", "name_process", "create_files_as"}

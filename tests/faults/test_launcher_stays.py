@@ -17,7 +17,7 @@ from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError, SandboxGone, SpecRefused
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ PROVIDER = """
 import asyncio, json, sys
 from dataclasses import asdict
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 async def main():
     provider = LocalProvider(LocalSandboxConfig.model_validate_json(sys.argv[1]))
     await provider.start()

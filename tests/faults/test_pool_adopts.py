@@ -13,12 +13,12 @@ import pytest
 
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.booting import HOLDER_LABEL, OWNER_LABEL, LeaseRequest
 from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError
-from headrace.sandboxes.ledger import SandboxLedger
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
-from headrace.sandboxes.pool import Pool
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.pool.booting import HOLDER_LABEL, OWNER_LABEL, LeaseRequest
+from headrace.sandboxes.pool.ledger import SandboxLedger
+from headrace.sandboxes.pool.pool import Pool
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,10 +30,10 @@ POOL = """
 import asyncio, json, sys
 from pathlib import Path
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.booting import HOLDER_LABEL, LeaseRequest
-from headrace.sandboxes.ledger import SandboxLedger
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
-from headrace.sandboxes.pool import Pool
+from headrace.sandboxes.pool.booting import HOLDER_LABEL, LeaseRequest
+from headrace.sandboxes.pool.ledger import SandboxLedger
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.pool.pool import Pool
 async def main():
     provider = LocalProvider(LocalSandboxConfig.model_validate_json(sys.argv[1]))
     await provider.start()

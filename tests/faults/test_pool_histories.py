@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
-from headrace.sandboxes.booting import HOLDER_LABEL, LeaseRequest
 from headrace.sandboxes.errors import SandboxError
-from headrace.sandboxes.ledger import EntryState, SandboxLedger
-from headrace.sandboxes.pool import Pool, PoolConfig
-from headrace.sandboxes.simulated import SimulatedProvider, SimulationConfig
+from headrace.sandboxes.pool.booting import HOLDER_LABEL, LeaseRequest
+from headrace.sandboxes.pool.ledger import EntryState, SandboxLedger
+from headrace.sandboxes.pool.pool import Pool, PoolConfig
+from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Mapping
 
     from headrace.sandboxes.base import Feature, Sandbox, SandboxInfo, SandboxProvider
-    from headrace.sandboxes.ledger import Change, Entry
-    from headrace.sandboxes.pool import PoolStatus
+    from headrace.sandboxes.pool.ledger import Change, Entry
+    from headrace.sandboxes.pool.pool import PoolStatus
 
 HISTORIES = 300
 LEASE_S = 60.0

@@ -18,8 +18,8 @@ from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable, SandboxError, SandboxGone
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
-from headrace.sandboxes.pool import Pool, PoolConfig
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.pool.pool import Pool, PoolConfig
 
 if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
@@ -192,7 +192,7 @@ async def create_again(provider: LocalProvider) -> None:
 OWNER = """
 import asyncio, json, sys
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 async def main():
     async with LocalProvider(LocalSandboxConfig(label=sys.argv[1])) as provider:
         for _ in range(3):

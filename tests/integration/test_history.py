@@ -13,7 +13,7 @@ from headrace.buffer.repositories import Command, RepositorySpec
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import SandboxError
-from headrace.sandboxes.local import LocalProvider
+from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

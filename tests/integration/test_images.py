@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.sandboxes import images, syscalls
-from headrace.sandboxes.debootstrap import mirror_for
 from headrace.sandboxes.errors import ImageRefused, ImageUnknown, OutOfDisk
-from headrace.sandboxes.image_folders import StoreFolder, new_owner
-from headrace.sandboxes.images import ImageStore
-from headrace.sandboxes.merged_tree import find
+from headrace.sandboxes.images import store as images
+from headrace.sandboxes.images.debootstrap import mirror_for
+from headrace.sandboxes.images.folders import StoreFolder, new_owner
+from headrace.sandboxes.images.merged_tree import find
+from headrace.sandboxes.images.store import ImageStore
+from headrace.sandboxes.launcher import syscalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -339,7 +340,7 @@ async def test_what_a_killed_process_left_is_removed(
     """A process that resolves is killed; its worker dies with it; the next store cleans up."""
     script = """
 import asyncio, pathlib, sys
-from headrace.sandboxes.images import ImageStore
+from headrace.sandboxes.images.store import ImageStore
 asyncio.run(ImageStore(pathlib.Path(sys.argv[1]), 1 << 30).resolve(sys.argv[2]))
 """
     process = subprocess.Popen((sys.executable, "-c", script, str(tmp_path / "store"), str(endless)))

@@ -15,7 +15,7 @@ import pytest_asyncio
 from headrace.actors.preparing import prepare
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.local import LocalProvider
+from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -11,8 +11,8 @@ from aiohttp import web
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import HostPort, SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable, SandboxGone, SpecRefused
-from headrace.sandboxes.exposed import MAX_CONNECTIONS, is_below
-from headrace.sandboxes.local import LocalProvider
+from headrace.sandboxes.local.exposed import MAX_CONNECTIONS, is_below
+from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -12,7 +12,7 @@ import pytest
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import FrozenMount, ImageRef, SandboxSpec
 from headrace.sandboxes.errors import ImageRefused, ImageUnknown, NamespacesUnavailable, SandboxGone
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes import cgroups, doctor
+from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, NamespacesUnavailable, SandboxGone, SpecRefused
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.launcher import cgroups
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -28,7 +28,7 @@ from headrace.sandboxes.errors import (
     SecretRefused,
     SpecRefused,
 )
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -682,7 +682,7 @@ async def test_another_process_attaches_by_the_pickled_ref(provider: LocalProvid
 def attach_elsewhere(ref: SandboxRef) -> subprocess.CompletedProcess[bytes]:
     script = """
 import asyncio, pickle, sys
-from headrace.sandboxes.local import LocalProvider
+from headrace.sandboxes.local.provider import LocalProvider
 async def main():
     provider = LocalProvider()
     sandbox = await provider.attach(pickle.load(sys.stdin.buffer))

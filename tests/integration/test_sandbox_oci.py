@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.sandboxes import doctor, oci_runtime, peers
+from headrace.sandboxes import doctor, peers
 from headrace.sandboxes.base import FrozenMount, SandboxSpec
 from headrace.sandboxes.errors import BootFailed, CapacityExceeded, ImageRefused, NamespacesUnavailable, SpecRefused
-from headrace.sandboxes.oci import OciProvider, OciSandboxConfig
+from headrace.sandboxes.oci import runtime as oci_runtime
+from headrace.sandboxes.oci.provider import OciProvider, OciSandboxConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -260,7 +261,7 @@ ORPHAN = """
 import asyncio, sys
 from pathlib import Path
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.oci import OciProvider, OciSandboxConfig
+from headrace.sandboxes.oci.provider import OciProvider, OciSandboxConfig
 
 async def main():
     provider = OciProvider(OciSandboxConfig(runtime_folder=Path(sys.argv[1])))

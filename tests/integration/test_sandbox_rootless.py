@@ -30,19 +30,21 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 SCRIPT = """
 import asyncio, json, os, sys, types
 from pathlib import Path
-import headrace.sandboxes.local, headrace.sandboxes.doctor, headrace.sandboxes.pool
-from headrace.sandboxes import doctor, launcher_process, stdlib_process
+import headrace.sandboxes.local.provider, headrace.sandboxes.doctor, headrace.sandboxes.pool.pool
+from headrace.sandboxes import doctor
+from headrace.sandboxes.launcher import stdlib_process
+from headrace.sandboxes.local import launcher_process
 from headrace.sandboxes.base import FrozenMount, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, SandboxGone, SpecRefused
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
-import asyncio.selector_events, aiohttp, concurrent.futures.thread, headrace.sandboxes.images
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+import asyncio.selector_events, aiohttp, concurrent.futures.thread, headrace.sandboxes.images.store
 
 folder, user, python = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 os.setgroups([])
 os.setresgid(user, user, user)
 os.setresuid(user, user, user)
 stdlib_process.sys = types.SimpleNamespace(executable=python)
-stdlib_process.__file__ = folder + "/package/stdlib_process.py"
+stdlib_process.__file__ = folder + "/package/launcher/stdlib_process.py"
 os.environ.clear()
 os.environ["HOME"] = folder
 found = {}

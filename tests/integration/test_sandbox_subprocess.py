@@ -22,7 +22,7 @@ from headrace.sandboxes.errors import (
     SpecRefused,
 )
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
-from headrace.sandboxes.unprotected import WARNING, SubprocessProvider
+from headrace.sandboxes.unprotected.provider import WARNING, SubprocessProvider
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -136,7 +136,7 @@ async def test_another_process_attaches(provider: SubprocessProvider) -> None:
     ref = await provider.create(SandboxSpec())
     script = """
 import asyncio, pickle, sys
-from headrace.sandboxes.unprotected import SubprocessProvider
+from headrace.sandboxes.unprotected.provider import SubprocessProvider
 async def main():
     provider = SubprocessProvider()
     sandbox = await provider.attach(pickle.load(sys.stdin.buffer))

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from headrace.buffer.repositories import Command, Script, Swepro
 from headrace.buffer.types import Cause
-from headrace.sandboxes.local import LocalProvider
+from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -14,7 +14,7 @@ from headrace.actors.evaluators.evaluation import EvaluationRequest, evaluate
 from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.local import LocalProvider
+from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

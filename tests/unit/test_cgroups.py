@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.sandboxes.cgroups import Mount, find_mounts
+from headrace.sandboxes.launcher.cgroups import Mount, find_mounts
 
 HYBRID = """\
 32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct

@@ -10,7 +10,7 @@ import e2b
 import httpx
 import pytest
 
-from headrace.sandboxes.e2b_errors import Step, classify
+from headrace.sandboxes.e2b.errors import Step, classify
 from headrace.sandboxes.e2b_server.accounts import Account
 from headrace.sandboxes.e2b_server.boot_queue import BootQueue
 from headrace.sandboxes.e2b_server.entries import parse_entries

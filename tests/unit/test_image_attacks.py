@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.sandboxes.errors import ImageRefused
-from headrace.sandboxes.image_folders import remove
-from headrace.sandboxes.image_layers import UnpackLimits, unpack
-from headrace.sandboxes.image_streams import FileRange, TarStream
+from headrace.sandboxes.images.folders import remove
+from headrace.sandboxes.images.layers import UnpackLimits, unpack
+from headrace.sandboxes.images.streams import FileRange, TarStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -14,9 +14,9 @@ from headrace.actors.leases import Leases
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.booting import LeaseRequest
 from headrace.sandboxes.errors import ImageUnknown, QueueTimeout
-from headrace.sandboxes.pool import PoolConfig
+from headrace.sandboxes.pool.booting import LeaseRequest
+from headrace.sandboxes.pool.pool import PoolConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -14,8 +14,8 @@ from headrace.actors.rollout import RolloutConfig, run_rollout
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.pool import Pool, PoolConfig
-from headrace.sandboxes.simulated import SimulatedProvider, SimulationConfig
+from headrace.sandboxes.pool.pool import Pool, PoolConfig
+from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 from headrace.serve.client import OpenedSession
 from headrace.serve.session import Session, SessionId, SessionReport, SessionSpec
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.booting import Lease, LeaseRequest
+    from headrace.sandboxes.pool.booting import Lease, LeaseRequest
 
 CONFIG = RolloutConfig(
     queue_timeout_s=10,

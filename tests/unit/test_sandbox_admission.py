@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tenacity import Future, RetryCallState
 
-from headrace.sandboxes import admission as admission_module
 from headrace.sandboxes import errors
-from headrace.sandboxes.admission import Admission, AdmissionConfig
-from headrace.sandboxes.circuit_breaker import BreakerState, CircuitBreaker
 from headrace.sandboxes.errors import (
     BootFailed,
     BootTimeout,
@@ -26,9 +23,12 @@ from headrace.sandboxes.errors import (
     RateLimited,
     SandboxError,
 )
-from headrace.sandboxes.places import Places, Priority, Ticket
+from headrace.sandboxes.pool import admission as admission_module
+from headrace.sandboxes.pool.admission import Admission, AdmissionConfig
+from headrace.sandboxes.pool.circuit_breaker import BreakerState, CircuitBreaker
+from headrace.sandboxes.pool.places import Places, Priority, Ticket
+from headrace.sandboxes.pool.token_bucket import TokenBucket
 from headrace.sandboxes.retry import FullJitter, RetryConfig, is_ambiguous, is_transient, retrying
-from headrace.sandboxes.token_bucket import TokenBucket
 
 PRIORITIES = list(Priority)
 
@@ -271,7 +271,7 @@ def test_waits_are_jittered_bounded_and_never_before_retry_after(attempt: int, r
 
 
 def test_there_is_one_retry_table() -> None:
-    folder = Path(admission_module.__file__).parent
+    folder = Path(admission_module.__file__).parents[1]
     users = {
         path.name
         for path in folder.rglob("*.py")

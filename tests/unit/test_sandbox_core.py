@@ -12,13 +12,13 @@ import pytest
 
 from headrace.sandboxes import errors
 from headrace.sandboxes.base import SandboxId, SandboxRef
-from headrace.sandboxes.commands import FileProblem, find_account
-from headrace.sandboxes.leases import Deadlines, IdRanges
-from headrace.sandboxes.mapped_paths import PathMap
-from headrace.sandboxes.processes import ProcessEntry, parse_stat, tree_of
-from headrace.sandboxes.rootfs import MountRefused, check_target
-from headrace.sandboxes.seccomp import filter_program
-from headrace.sandboxes.wire import Channel, ChannelClosed
+from headrace.sandboxes.launcher.commands import FileProblem, find_account
+from headrace.sandboxes.launcher.leases import Deadlines, IdRanges
+from headrace.sandboxes.launcher.processes import ProcessEntry, parse_stat, tree_of
+from headrace.sandboxes.launcher.rootfs import MountRefused, check_target
+from headrace.sandboxes.launcher.seccomp import filter_program
+from headrace.sandboxes.launcher.wire import Channel, ChannelClosed
+from headrace.sandboxes.unprotected.mapped_paths import PathMap
 
 
 def test_deadlines_follow_renewals() -> None:

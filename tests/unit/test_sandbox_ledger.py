@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
-from headrace.sandboxes.booting import HOLDER_LABEL, LeaseRequest
 from headrace.sandboxes.errors import LedgerRefused
-from headrace.sandboxes.ledger import (
+from headrace.sandboxes.pool.booting import HOLDER_LABEL, LeaseRequest
+from headrace.sandboxes.pool.ledger import (
     FILE_NAME,
     Drop,
     Entry,
@@ -24,9 +24,9 @@ from headrace.sandboxes.ledger import (
     Renewed,
     SandboxLedger,
 )
-from headrace.sandboxes.ledger_writer import LedgerWriter
-from headrace.sandboxes.pool import Pool
-from headrace.sandboxes.simulated import SimulatedProvider, SimulationConfig
+from headrace.sandboxes.pool.ledger_writer import LedgerWriter
+from headrace.sandboxes.pool.pool import Pool
+from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,7 +114,7 @@ async def test_writes_that_come_together_are_one_transaction(tmp_path: Path) -> 
 KILLED = """
 import os, sys
 from pathlib import Path
-from headrace.sandboxes.ledger import Drop, Entry, EntryState, SandboxLedger
+from headrace.sandboxes.pool.ledger import Drop, Entry, EntryState, SandboxLedger
 ledger = SandboxLedger.open(Path(sys.argv[1]))
 for number in range(20):
     ledger.apply([Entry(host="h", key=str(number), state=EntryState.INTENDED, request_key="", holder="", image="x",

@@ -9,8 +9,8 @@ import pytest
 
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import BootFailed, CapacityExceeded, ImageUnknown, SandboxError, SandboxGone
-from headrace.sandboxes.pool import Pool, PoolConfig
-from headrace.sandboxes.unprotected import SubprocessProvider
+from headrace.sandboxes.pool.pool import Pool, PoolConfig
+from headrace.sandboxes.unprotected.provider import SubprocessProvider
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.sandboxes.base import ExecResult, FrozenMount, SandboxId, SandboxRef, SandboxSpec
-from headrace.sandboxes.booting import HOLDER_LABEL, OWNER_LABEL, LeaseRequest
-from headrace.sandboxes.circuit_breaker import BreakerState
 from headrace.sandboxes.errors import (
     BootTimeout,
     CapacityExceeded,
@@ -22,8 +20,10 @@ from headrace.sandboxes.errors import (
     SandboxError,
     SandboxGone,
 )
-from headrace.sandboxes.pool import Pool, PoolConfig
-from headrace.sandboxes.simulated import SimulatedProvider, SimulationConfig
+from headrace.sandboxes.pool.booting import HOLDER_LABEL, OWNER_LABEL, LeaseRequest
+from headrace.sandboxes.pool.circuit_breaker import BreakerState
+from headrace.sandboxes.pool.pool import Pool, PoolConfig
+from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine

@@ -1,0 +1,250 @@
+"""`e2b`: sandboxes of e2b.dev, or of any server that speaks its API, through the public SDK (extra `e2b`).
+
+Invariants:
+- A ref holds what any process needs to talk to its sandbox: its id, the addresses, envd's version and its access token.
+  The API key stays out of it: who wants to kill or renew has its own.
+- A create that is cancelled leaves nothing; nothing is tried again in here (the pool does that).
+- Metadata carries our labels and the idempotency key, so that a list tells what is ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import math
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+from urllib.parse import parse_qs, urlencode
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.sandboxes.base import (
+    Feature,
+    Network,
+    SandboxId,
+    SandboxInfo,
+    SandboxRef,
+)
+from headrace.sandboxes.e2b.errors import Step, typed
+from headrace.sandboxes.e2b.sandbox import E2bSandbox
+from headrace.sandboxes.errors import (
+    PermanentSandboxError,
+    SandboxError,
+    SecretRefused,
+    SpecRefused,
+    Unsupported,
+)
+
+if TYPE_CHECKING:
+    import builtins
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from headrace.sandboxes.base import SandboxSpec
+
+PROVIDER: Final = "e2b"
+OURS: Final = "headrace"
+KEY: Final = "headrace_key"
+"""Metadata of every sandbox: that it is ours, and its idempotency key."""
+_KEY_FORM: Final = re.compile(r"[a-z0-9-]{1,255}")
+
+
+class E2bConfig(BaseModel):
+    """Which service, and how images are named there."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    api_url: str = ""
+    """Control plane; by default `E2B_API_URL`, or e2b.dev."""
+    sandbox_url: str = ""
+    """envd of all sandboxes, for servers that are not e2b.dev; by default `E2B_SANDBOX_URL`, or `api_url`."""
+    api_key_file: Path | None = None
+    """Holds the API key; by default it is read from `E2B_API_KEY`."""
+    template: str = "base"
+    """What is booted for the image `host`, and for all images when `metadata_image_key` is set."""
+    metadata_image_key: str = ""
+    """Metadata key that names the image; without it the image is the name of a template."""
+    metadata: dict[str, str] = Field(default_factory=dict)
+    """Passed through with every create."""
+    internet: bool = False
+    """Sandboxes reach the internet although their spec says network `none`: an agent there needs a way to the gateway,
+    for nothing can be exposed."""
+    request_timeout_s: float = Field(default=60.0, gt=0)
+    """Time of one request to the service."""
+
+
+class E2bProvider:
+    """An async context manager; `aclose` waits for kills that go on and ends no sandbox: their leases do."""
+
+    features = frozenset({Feature.SPAWN, Feature.PAUSE})
+
+    def __init__(self, config: E2bConfig | None = None) -> None:
+        """Raises SandboxError when the SDK is not installed."""
+        self._config = config or E2bConfig()
+        self._ending: set[asyncio.Task[None]] = set()
+        try:
+            import e2b
+        except ImportError as error:
+            raise PermanentSandboxError("the e2b SDK is missing: pip install 'headrace[e2b]'") from error
+        # The SDK's signature differs between its versions.
+        self._kind: Any = e2b.AsyncSandbox
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def create(self, spec: SandboxSpec) -> SandboxRef:
+        """Raises ImageUnknown, SpecRefused, RateLimited, ProviderUnreachable, SecretRefused."""
+        _check_spec(spec)
+        if spec.idempotency_key and not self._takes_keys():
+            async for found in self._pages({KEY: spec.idempotency_key}):
+                with typed(Step.CREATE):
+                    return self._ref(
+                        await self._kind.connect(found.sandbox_id, timeout=math.ceil(spec.ttl_s), **self._options())
+                    )
+        booting = asyncio.get_running_loop().create_task(self._boot(spec))
+        try:
+            return self._ref(await asyncio.shield(booting))
+        except asyncio.CancelledError:
+            self._discard(booting)
+            raise
+
+    async def _boot(self, spec: SandboxSpec) -> Any:
+        image_key, image = self._config.metadata_image_key, spec.image
+        template = self._config.template if image_key or image == "host" else image
+        metadata = {**self._config.metadata, **spec.labels, OURS: "1"}
+        if spec.idempotency_key:
+            metadata[KEY] = spec.idempotency_key
+        if image_key and image != "host":
+            metadata[image_key] = image
+        extra = {"idempotency_key": _wire_key(spec.idempotency_key)} if self._sends_key(spec) else {}
+        with typed(Step.CREATE):
+            return await self._kind.create(
+                template=template,
+                timeout=math.ceil(spec.ttl_s),
+                metadata=metadata,
+                allow_internet_access=self._config.internet,
+                **extra,
+                **self._options(),
+            )
+
+    def _discard(self, booting: asyncio.Task[Any]) -> None:
+        task = asyncio.get_running_loop().create_task(self._kill_booted(booting))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _kill_booted(self, booting: asyncio.Task[Any]) -> None:
+        # What cannot be killed now ends with its lease.
+        with suppress(SandboxError), typed(Step.SANDBOX):
+            await (await booting).kill()
+
+    def _takes_keys(self) -> bool:
+        return "idempotency_key" in inspect.signature(self._kind.create).parameters
+
+    def _sends_key(self, spec: SandboxSpec) -> bool:
+        return bool(spec.idempotency_key) and self._takes_keys()
+
+    def _options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"request_timeout": self._config.request_timeout_s}
+        if key := self._api_key():
+            options["api_key"] = key
+        api_url = self._config.api_url or os.environ.get("E2B_API_URL", "")
+        sandbox_url = self._config.sandbox_url or os.environ.get("E2B_SANDBOX_URL", "") or self._config.api_url
+        if api_url:
+            options["api_url"] = api_url
+        if sandbox_url:
+            options["sandbox_url"] = sandbox_url
+        if self._takes_keys():
+            # Came with the same version: the pool alone decides what is tried again.
+            options["retries"] = 0
+        return options
+
+    def _api_key(self) -> str:
+        if self._config.api_key_file is None:
+            return os.environ.get("E2B_API_KEY", "")
+        try:
+            return self._config.api_key_file.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise SecretRefused(f"api_key_file {self._config.api_key_file}: {error.strerror}") from error
+
+    def _ref(self, sandbox: Any) -> SandboxRef:
+        place = {"envd": str(sandbox._envd_version), "domain": sandbox.sandbox_domain or ""}  # noqa: SLF001
+        options = self._options()
+        place |= {name: options[name] for name in ("api_url", "sandbox_url") if name in options}
+        secret = sandbox._envd_access_token or ""  # noqa: SLF001 - the SDK has no public name for these two
+        return SandboxRef(provider=PROVIDER, id=SandboxId(sandbox.sandbox_id), endpoint=urlencode(place), secret=secret)
+
+    async def attach(self, ref: SandboxRef) -> E2bSandbox:
+        """No request is made."""
+        from e2b.connection_config import ConnectionConfig
+        from packaging.version import Version
+
+        place = {name: values[0] for name, values in parse_qs(ref.endpoint).items()}
+        options = self._options() | {name: place[name] for name in ("api_url", "sandbox_url") if name in place}
+        headers = {"E2b-Sandbox-Id": ref.id, "E2b-Sandbox-Port": str(ConnectionConfig.envd_port)}
+        if ref.secret:
+            headers["X-Access-Token"] = ref.secret
+        sandbox = self._kind(
+            sandbox_id=ref.id,
+            envd_version=Version(place["envd"]),
+            envd_access_token=ref.secret or None,
+            sandbox_domain=place.get("domain"),
+            traffic_access_token=None,
+            connection_config=ConnectionConfig(extra_sandbox_headers=headers, **options),
+        )
+        return E2bSandbox(sandbox)
+
+    async def list(self) -> builtins.list[SandboxInfo]:
+        """Ours of this account."""
+        now = time.time()
+        found = []
+        async for row in self._pages({OURS: "1", **self._config.metadata}):
+            metadata = dict(row.metadata or {})
+            key = metadata.pop(KEY, "")
+            for name in (OURS, self._config.metadata_image_key, *self._config.metadata):
+                metadata.pop(name, None)
+            rest_s = max(0.0, row.end_at.timestamp() - now)
+            state, labels = str(getattr(row.state, "value", row.state)), metadata
+            found.append(
+                SandboxInfo(
+                    id=SandboxId(row.sandbox_id), state=state, expires_in_s=rest_s, labels=labels, idempotency_key=key
+                )
+            )
+        return found
+
+    async def _pages(self, metadata: Mapping[str, str]) -> Any:
+        from e2b import SandboxQuery
+
+        pages = self._kind.list(query=SandboxQuery(metadata=dict(metadata)), **self._options())
+        while pages.has_next:
+            with typed(Step.CREATE):
+                rows = await pages.next_items()
+            for row in rows:
+                yield row
+
+    async def aclose(self) -> None:
+        if self._ending:
+            await asyncio.wait(set(self._ending))
+
+
+def _check_spec(spec: SandboxSpec) -> None:
+    if spec.network is not Network.NONE:
+        raise SpecRefused(f"network {spec.network.value!r}: set `internet` of the e2b provider instead")
+    if spec.mounts:
+        raise Unsupported("E2B sandboxes cannot mount frozen data")
+    for name in ("cpu", "memory_bytes", "disk_bytes", "pids"):
+        if getattr(spec, name) is not None:
+            raise SpecRefused(f"{name}: fixed by the template of an E2B sandbox; leave it unset")
+
+
+def _wire_key(key: str) -> str:
+    return key if _KEY_FORM.fullmatch(key) else hashlib.sha256(key.encode()).hexdigest()

@@ -1,0 +1,205 @@
+"""One sandbox of an E2B service, through the SDK's object for it.
+
+Invariants:
+- A command that is over its time is dead with its whole tree before ExecTimeout is raised.
+- A failed read is an error, never empty content.
+- What a command prints is cut at `max_output_bytes`; the SDK decodes it as UTF-8, with U+FFFD for what is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import secrets
+import shlex
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, SandboxId, Stream
+from headrace.sandboxes.e2b.errors import Step, typed
+from headrace.sandboxes.e2b.process import MARK, E2bProcess, wrap
+from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError, SandboxGone, SpecRefused, Unsupported
+from headrace.sandboxes.partial import PartialSandbox
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from headrace.sandboxes.base import Process, TerminalSize
+
+_CONNECT_TIMEOUT_S: Final = 300
+_ANSWER_GRACE_S: Final = 30.0
+_SIGKILL: Final = 9
+_EXIT_CANNOT_RUN: Final = 126
+
+
+class _CannotRunError(SandboxError):
+    """No such user."""
+
+
+@contextmanager
+def _cannot_run() -> Iterator[None]:
+    """envd answers an unknown user as it answers a wrong token, but for its words."""
+    import e2b
+
+    try:
+        yield
+    except e2b.AuthenticationException as error:
+        if "username" not in str(error):
+            raise
+        raise _CannotRunError(f"cannot run the command: {error}") from error
+
+
+class E2bSandbox(PartialSandbox):
+    """A sandbox of the service, by its ref. Every method raises SandboxGone once it is dead."""
+
+    def __init__(self, sandbox: Any) -> None:
+        self._sandbox = sandbox
+
+    @property
+    def id(self) -> SandboxId:
+        return SandboxId(self._sandbox.sandbox_id)
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        user: str = "root",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float,
+        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
+        exec_id: str | None = None,
+    ) -> ExecResult:
+        """See `Sandbox.exec`; a login shell runs first."""
+        if exec_id is not None:
+            raise Unsupported("exec_id: an E2B sandbox remembers no results")
+        started = time.monotonic()
+        kept = {Stream.STDOUT: bytearray(), Stream.STDERR: bytearray()}
+        truncated = False
+        try:
+            process = await self._start(command, user, env, cwd, stdin, timeout_s)
+        except _CannotRunError as error:
+            return ExecResult(
+                exit_code=_EXIT_CANNOT_RUN, stdout=b"", stderr=str(error).encode(), truncated=False, duration_s=0.0
+            )
+        try:
+            async with asyncio.timeout(timeout_s + _ANSWER_GRACE_S):
+                async for piece in process.output():
+                    room = max_output_bytes - len(kept[piece.stream])
+                    kept[piece.stream] += piece.data[:room]
+                    truncated = truncated or len(piece.data) > room
+                code = await process.wait()
+        except TimeoutError as error:
+            await asyncio.shield(process.signal(_SIGKILL))
+            raise ExecTimeout(f"no end of the command after timeout_s={timeout_s}: {command[:200]!r}") from error
+        except asyncio.CancelledError:
+            await asyncio.shield(process.signal(_SIGKILL))
+            raise
+        return ExecResult(
+            exit_code=code,
+            stdout=bytes(kept[Stream.STDOUT]),
+            stderr=bytes(kept[Stream.STDERR]),
+            truncated=truncated,
+            duration_s=time.monotonic() - started,
+        )
+
+    async def spawn(
+        self,
+        command: str | Sequence[str],
+        *,
+        user: str = "root",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bool = False,
+        terminal: TerminalSize | None = None,
+        timeout_s: float | None = None,
+    ) -> Process:
+        """See `Sandbox.spawn`. Raises SpecRefused for an unknown user."""
+        if terminal is not None:
+            raise Unsupported("E2B's terminals run a login shell only, not a command")
+        text = command if isinstance(command, str) else f"exec {shlex.join(command)}"
+        try:
+            return await self._start(text, user, env, cwd, stdin, timeout_s)
+        except _CannotRunError as error:
+            raise SpecRefused(str(error)) from error
+
+    async def _start(
+        self,
+        command: str,
+        user: str,
+        env: Mapping[str, str] | None,
+        cwd: str | None,
+        stdin: bytes | bool | None,
+        timeout_s: float | None,
+    ) -> E2bProcess:
+        mark = secrets.token_hex(16)
+        path = None
+        if isinstance(stdin, bytes):
+            path = f"/tmp/.headrace-{mark}"
+            await self.write(path, stdin, user=user)
+        process = E2bProcess(self._sandbox, mark, stdin=stdin is True)
+        with typed(Step.SANDBOX), _cannot_run():
+            handle = await self._sandbox.commands.run(
+                wrap(command, cwd, path),
+                background=True,
+                envs={**(env or {}), MARK: mark},
+                user=user,
+                stdin=stdin is True,
+                timeout=timeout_s or 0,
+                on_stdout=process.take_stdout,
+                on_stderr=process.take_stderr,
+                **self._without_retained_output(),
+            )
+        process.follow(handle)
+        return process
+
+    def _without_retained_output(self) -> dict[str, bool]:
+        parameters = inspect.signature(self._sandbox.commands.run).parameters
+        return {"retain_output": False} if "retain_output" in parameters else {}
+
+    async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
+        """See `Sandbox.read`; a failed read is never empty content."""
+        content = bytearray()
+        with typed(Step.FILE):
+            stream = await self._sandbox.files.read(path, format="stream", user=user)
+            async for part in stream:
+                content += part
+                if len(content) > max_bytes:
+                    await stream.aclose()
+                    raise SandboxFileError(f"{path}: more than {max_bytes} bytes")
+        return bytes(content)
+
+    async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
+        with typed(Step.FILE):
+            if isinstance(data, bytes):
+                await self._sandbox.files.write(path, data, user=user)
+                return
+            with await asyncio.to_thread(data.open, "rb") as file:
+                await self._sandbox.files.write(path, file, user=user, use_octet_stream=True)
+
+    async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
+        with typed(Step.FILE):
+            await self._sandbox.files.write_files(
+                [{"path": path, "data": data} for path, data in files.items()], user=user
+            )
+
+    async def pause(self) -> None:
+        with typed(Step.SANDBOX):
+            await self._sandbox.pause()
+
+    async def resume(self) -> None:
+        """Its lease then has at least five minutes."""
+        with typed(Step.SANDBOX):
+            await self._sandbox.connect(timeout=_CONNECT_TIMEOUT_S)
+
+    async def renew(self, ttl_s: float) -> None:
+        with typed(Step.SANDBOX):
+            await self._sandbox.set_timeout(math.ceil(ttl_s))
+
+    async def kill(self) -> None:
+        with suppress(SandboxGone), typed(Step.SANDBOX):
+            await self._sandbox.kill()

@@ -1,0 +1,1 @@
+"""Images of one host: references, archives and folders become layers."""

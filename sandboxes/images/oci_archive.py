@@ -1,0 +1,258 @@
+"""Finding one image in an OCI image layout, an OCI archive, or what `docker save` writes.
+
+Invariants:
+- Manifests and configs are small and their digests are checked before they are believed; layers are only located here,
+  their digests are checked while they are unpacked.
+- Names in these files are looked up in a table or built from checked hex digits, never used as a path.
+- Exactly one image is meant: of several platforms this machine's, of several tags the one that was asked for.
+
+Formats: OCI image-spec 1.1 (image-layout.md, image-index.md, manifest.md, config.md); the `manifest.json` of docker's
+image tarballs (docker image save).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+import re
+import tarfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
+
+from headrace.sandboxes.errors import ImageRefused, ImageUnknown
+from headrace.sandboxes.images.merged_tree import oci_architecture
+from headrace.sandboxes.images.streams import FileRange
+from headrace.sandboxes.images.tar_entries import members, split_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from headrace.sandboxes.images.streams import TarStream
+
+MAX_LAYERS: Final = 127
+_MAX_DOCUMENT_BYTES: Final = 4 << 20
+_MAX_MEMBERS: Final = 10_000
+_MAX_INDEX_DEPTH: Final = 4
+_MAX_LINKS: Final = 8
+_DIGEST: Final = re.compile(r"(sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128})")
+_MEMBER: Final = re.compile(
+    r"oci-layout|index\.json|manifest\.json|repositories|blobs(/.*)?|[0-9a-f]{64}\.(json|tar)|[0-9a-f]{64}(/.*)?"
+)
+_TAG: Final = "org.opencontainers.image.ref.name"
+_FULL_NAME: Final = "io.containerd.image.name"
+
+
+class LayerSource(NamedTuple):
+    """One layer: where its tar lies, compressed or not."""
+
+    part: FileRange
+    blob_digest: str | None
+    """`algorithm:hex` of the file as it lies there; docker's archives give none."""
+    content_digest: str
+    """Hex sha256 of the plain tar (the `diff_id`)."""
+
+
+class ImagePlan(NamedTuple):
+    digest: str
+    """`sha256:` of the image's config, as container tools call an image's id."""
+    layers: tuple[LayerSource, ...]
+    """Bottom first, as in the config."""
+    environment: dict[str, str]
+    folder: str
+    user: str
+
+
+class Blobs(NamedTuple):
+    """The files of a layout or archive by their names in it."""
+
+    find: Callable[[str], FileRange | None]
+
+    def document(self, name: str, digest: str | None = None) -> Any:
+        """A JSON file. Raises ImageRefused when it is missing, too large, not JSON or not what its digest says."""
+        part = self.find(name)
+        if part is None:
+            raise ImageRefused(f"damaged image: {name} is missing")
+        with Path(part.path).open("rb") as file:
+            file.seek(part.offset)
+            data = file.read(_MAX_DOCUMENT_BYTES + 1 if part.size is None else min(part.size, _MAX_DOCUMENT_BYTES + 1))
+        if len(data) > _MAX_DOCUMENT_BYTES:
+            raise ImageRefused(f"damaged image: {name} is larger than {_MAX_DOCUMENT_BYTES} bytes")
+        if digest is not None and hashlib.new(digest.split(":")[0], data).hexdigest() != digest.split(":")[1]:
+            raise ImageRefused(f"damaged image: {name} is not what its digest says")
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise ImageRefused(f"damaged image: {name} is not JSON") from error
+
+
+def layout_blobs(folder: Path) -> Blobs:
+    def find(name: str) -> FileRange | None:
+        path = folder / name
+        return FileRange(str(path)) if path.is_file() else None
+
+    return Blobs(find)
+
+
+def may_hold_images(stream: TarStream) -> bool:
+    """By its first entry: whether a tar is worth a look by `archive_blobs`."""
+    for _, member in members(stream):
+        name = "/".join(split_name(member.name))
+        if name:
+            return _MEMBER.fullmatch(name) is not None
+    return False
+
+
+def archive_blobs(path: str) -> Blobs | None:
+    """The members of an uncompressed tar that holds images; None when it holds something else, a root file system."""
+    found: dict[str, FileRange] = {}
+    links: dict[str, str] = {}
+    with Path(path).open("rb") as file:
+        for _, member in members(_SeekableTar(file)):
+            name = "/".join(split_name(member.name))
+            if not name:
+                continue
+            if not _MEMBER.fullmatch(name):
+                return None
+            if len(found) + len(links) > _MAX_MEMBERS:
+                raise ImageRefused(f"image archive of more than {_MAX_MEMBERS} files")
+            if member.type in (tarfile.REGTYPE, tarfile.AREGTYPE):
+                found[name] = FileRange(path, member.offset_data, member.size)
+            elif member.issym() or member.islnk():
+                base = posixpath.dirname(name) if member.issym() else ""
+                links[name] = posixpath.normpath(posixpath.join(base, member.linkname))
+
+    def find(name: str) -> FileRange | None:
+        for _ in range(_MAX_LINKS):
+            if name not in links:
+                return found.get(name)
+            name = links[name]
+        return None
+
+    return Blobs(find) if find("index.json") or find("manifest.json") else None
+
+
+class _SeekableTar:
+    """A plain tar whose contents are jumped over."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.last = b""
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, position: int) -> int:
+        if position < self._file.tell():
+            raise ImageRefused("damaged archive: a header of impossible size")
+        return self._file.seek(position)
+
+    def read(self, size: int) -> bytes:
+        if size > _MAX_DOCUMENT_BYTES:
+            raise ImageRefused(f"unsafe archive: a header of {size} bytes")
+        self.last = self._file.read(size)
+        return self.last
+
+
+def find_image(blobs: Blobs, tag: str | None) -> ImagePlan:
+    """Raises ImageUnknown (no such tag, or several and none asked for), ImageRefused."""
+    try:
+        if blobs.find("index.json") is not None:
+            return _from_index(blobs, tag)
+        return _from_docker(blobs, tag)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ImageRefused(f"damaged image: a manifest lacks or misuses {error}") from error
+
+
+def _from_index(blobs: Blobs, tag: str | None) -> ImagePlan:
+    entry = _choose(blobs.document("index.json")["manifests"], tag)
+    for _ in range(_MAX_INDEX_DEPTH):
+        manifest = blobs.document(_blob_name(entry["digest"]), entry["digest"])
+        if "manifests" not in manifest:
+            return _from_manifest(blobs, manifest)
+        entry = _choose_platform(manifest["manifests"])
+    raise ImageRefused("damaged image: indexes within indexes")
+
+
+def _choose(entries: Sequence[Mapping[str, Any]], tag: str | None) -> Mapping[str, Any]:
+    if tag is None:
+        if len({entry["digest"] for entry in entries}) == 1:
+            return entries[0]
+        names = sorted({name for entry in entries for name in _names(entry)})
+        if names or not entries:
+            raise ImageUnknown(f"the archive holds {len(entries)} images: write `path:tag` with one of {names[:20]}")
+        return _choose_platform(entries)
+    named = [entry for entry in entries if _is_named(_names(entry), tag)]
+    if not named:
+        raise ImageUnknown(f"no image {tag!r} in the archive")
+    return named[0] if len(named) == 1 else _choose_platform(named)
+
+
+def _names(entry: Mapping[str, Any]) -> list[str]:
+    notes = entry.get("annotations") or {}
+    return [str(notes[name]) for name in (_TAG, _FULL_NAME) if name in notes]
+
+
+def _is_named(names: Sequence[str], tag: str) -> bool:
+    return any(name == tag or name.endswith((f":{tag}", f"/{tag}")) for name in names)
+
+
+def _choose_platform(entries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    wanted = oci_architecture()
+    for entry in entries:
+        platform = entry.get("platform") or {"architecture": wanted, "os": "linux"}
+        if (platform.get("architecture"), platform.get("os")) == (wanted, "linux"):
+            return entry
+    raise ImageRefused(f"the image has no variant for linux/{wanted}")
+
+
+def _blob_name(digest: str) -> str:
+    if not _DIGEST.fullmatch(digest):
+        raise ImageRefused(f"damaged image: digest {digest[:80]!r}")
+    return f"blobs/{digest.replace(':', '/')}"
+
+
+def _from_manifest(blobs: Blobs, manifest: Mapping[str, Any]) -> ImagePlan:
+    digest = manifest["config"]["digest"]
+    config = blobs.document(_blob_name(digest), digest)
+    rows = [(_blob_name(layer["digest"]), layer["digest"]) for layer in manifest["layers"]]
+    return _plan(blobs, digest, config, rows)
+
+
+def _from_docker(blobs: Blobs, tag: str | None) -> ImagePlan:
+    images = blobs.document("manifest.json")
+    chosen = [image for image in images if tag is None or _is_named(image.get("RepoTags") or [], tag)]
+    if not chosen:
+        raise ImageUnknown(f"no image {tag!r} in the archive")
+    if len(chosen) > 1:
+        names = [name for image in chosen for name in image.get("RepoTags") or []]
+        raise ImageUnknown(f"the archive holds {len(chosen)} images: write `path:tag` with one of {names[:20]}")
+    name = str(chosen[0]["Config"])
+    digest = f"sha256:{posixpath.basename(name).removesuffix('.json')}"
+    _blob_name(digest)
+    return _plan(blobs, digest, blobs.document(name, digest), [(str(layer), None) for layer in chosen[0]["Layers"]])
+
+
+def _plan(blobs: Blobs, digest: str, config: Mapping[str, Any], rows: Sequence[tuple[str, str | None]]) -> ImagePlan:
+    if config.get("architecture", oci_architecture()) != oci_architecture() or config.get("os", "linux") != "linux":
+        raise ImageRefused(f"image for {config.get('os')}/{config.get('architecture')}, not linux/{oci_architecture()}")
+    contents = config["rootfs"]["diff_ids"]
+    if len(contents) != len(rows) or not 0 < len(rows) <= MAX_LAYERS:
+        raise ImageRefused(f"damaged image: {len(rows)} layers and {len(contents)} digests (1 to {MAX_LAYERS} allowed)")
+    layers = []
+    for (name, blob_digest), content in zip(rows, contents, strict=True):
+        part = blobs.find(name)
+        if part is None:
+            raise ImageRefused(f"damaged image: layer {name[:100]} is missing")
+        if not re.fullmatch(r"sha256:[0-9a-f]{64}", content):
+            raise ImageRefused(f"damaged image: digest {content[:80]!r}")
+        layers.append(LayerSource(part, blob_digest, content.removeprefix("sha256:")))
+    settings = config.get("config") or {}
+    pairs = (str(line).partition("=") for line in settings.get("Env") or [])
+    return ImagePlan(
+        digest=digest,
+        layers=tuple(layers),
+        environment={name: value for name, _, value in pairs if name},
+        folder=str(settings.get("WorkingDir") or "/"),
+        user=str(settings.get("User") or "root"),
+    )

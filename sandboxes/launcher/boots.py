@@ -1,0 +1,265 @@
+# ruff: noqa: PTH123
+# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
+"""What the boot of a sandbox takes on the launcher's side: limits, ids, control groups, a layer, the first process.
+
+Invariants:
+- A boot that fails here has taken nothing when it returns; what one took is given back once, when its sandbox is dead.
+- What a sandbox may hold without a process that owns it leaves room for commands in its memory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from headrace.sandboxes.launcher import rootfs, syscalls
+from headrace.sandboxes.launcher.cgroups import GroupLimits
+from headrace.sandboxes.launcher.commands import Limits
+from headrace.sandboxes.launcher.id_maps import IdMaps
+from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
+from headrace.sandboxes.launcher.leases import IdRanges, OneId
+from headrace.sandboxes.launcher.seccomp import filter_program
+from headrace.sandboxes.launcher.settings import Refused
+from headrace.sandboxes.launcher.shelf import Shelf
+from headrace.sandboxes.launcher.wire import Channel
+
+if TYPE_CHECKING:
+    from headrace.sandboxes.launcher.cgroups import Cgroups
+    from headrace.sandboxes.launcher.record import Record
+    from headrace.sandboxes.launcher.settings import Settings
+    from headrace.sandboxes.launcher.wire import Message
+
+_FIRST_ID: Final = 100_000
+_INIT: Final = 1
+_TRIES: Final = 100
+_SHARED_MEMORY_BYTES: Final = 64 << 20
+"""Of System V segments in one sandbox, at most."""
+
+
+class Boots:
+    """Made once, while the launcher still sees the host: `layers_folder` is a descriptor or -1, `own_pids` the
+    launcher's own pid namespace."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        host: rootfs.HostImage,
+        groups: Cgroups,
+        *,
+        layers_folder: int,
+        own_pids: int,
+        single_id: bool,
+    ) -> None:
+        self.groups = groups
+        self._settings = settings
+        self._host = host
+        self._layers_folder = layers_folder
+        self._own_pids = own_pids
+        self.single_id = single_id
+        self._id_maps = IdMaps(rootfs.IDS_PER_SANDBOX)
+        ranges = IdRanges(_FIRST_ID, rootfs.IDS_PER_SANDBOX, 4 * settings.max_sandboxes)
+        self._ranges: IdRanges | OneId = OneId() if single_id else ranges
+        self.shelf = Shelf(self.drop_layer, lambda: self._id_map(0, _FIRST_ID))
+        with open("/proc/sys/kernel/cap_last_cap", encoding="utf-8") as file:
+            self._last_capability = int(file.read())
+        self._filter = filter_program(os.uname().machine)
+
+    def begin(
+        self, sandbox: Record, message: Message, mounts: tuple[rootfs.Mount, ...], source: Record | None
+    ) -> Channel:
+        """Fork the first process; the boot is over when it says so on the channel. Raises Refused."""
+        if self.shelf.find(str(message["image"])) is None:
+            raise Refused("ImageUnknown", f"image {message['image']!r}: the launcher does not have it")
+        self._check_room()
+        group_limits = self._group_limits(message)
+        limits = self._limits(message, group_limits)
+        _check_targets(mounts)
+        sandbox.base_id = self._range_for(source)
+        sandbox.image = str(message["image"])
+        sandbox.limits = {"memory_bytes": group_limits.memory_bytes, "cpus": group_limits.cpus}
+        self.shelf.take(sandbox.image)
+        try:
+            self.groups.create(sandbox.id, group_limits)
+            return self._fork(sandbox, self._root(sandbox, mounts, source), limits)
+        except OSError as error:
+            self.groups.remove(sandbox.id)
+            self._ranges.release(sandbox.base_id)
+            self.shelf.give_back(sandbox.image)
+            raise Refused("BootFailed", str(error)) from error
+
+    def _range_for(self, source: Record | None) -> int:
+        """A range of its own, or that of the dead sandbox whose files it shows: owners and modes then mean the same."""
+        try:
+            return self._ranges.take() if source is None else self._ranges.share(source.base_id)
+        except IndexError:
+            raise Refused("CapacityExceeded", "no range of user ids is free: raise max_sandboxes") from None
+
+    def _check_room(self) -> None:
+        """Raises Refused when the disk, or the memory, that layers lie on is nearly full."""
+        if self._layers_folder >= 0:
+            status = os.fstatvfs(self._layers_folder)
+            free, where = status.f_bavail * status.f_frsize, self._settings.layers_in
+        else:
+            free, where = _available_memory_bytes(), "memory"
+        if free < self._settings.min_free_bytes:
+            text = f"{free >> 20} MiB free in {where}: boots wait for min_free_bytes={self._settings.min_free_bytes}"
+            raise Refused("OutOfDisk", text)
+
+    def _group_limits(self, message: Message) -> GroupLimits:
+        """Raises Refused for a limit that this machine cannot keep; its defaults the launcher keeps where it can."""
+        asked = {"memory": message["memory_bytes"], "cpu": message["cpus"]}
+        for controller, value in asked.items():
+            if value is not None and controller in self.groups.missing:
+                reason = self.groups.missing[controller]
+                raise Refused("SpecRefused", f"{controller} limit: {reason}; see headrace doctor")
+        memory_bytes = asked["memory"] or self._settings.memory_bytes
+        cpus = asked["cpu"] or self._settings.cpus
+        return GroupLimits(
+            None if memory_bytes is None else int(memory_bytes),
+            None if cpus is None else float(cpus),
+            int(message["pids"] or self._settings.processes) + RESERVED_PROCESSES + 1,
+        )
+
+    def _limits(self, message: Message, groups: GroupLimits) -> Limits:
+        """Files and segments lie in memory and no process owns them: what they may take together leaves enough of the
+        limit for commands, so that running out of memory kills those and never the first process."""
+        asked = message["disk_bytes"]
+        layer_bytes = int(asked or self._settings.layer_bytes)
+        shared_bytes = _SHARED_MEMORY_BYTES
+        if groups.memory_bytes is not None:
+            shared_bytes = min(shared_bytes, groups.memory_bytes // 8)
+        if groups.memory_bytes is not None and self._layers_folder < 0:
+            room = groups.memory_bytes * 7 // 8 - shared_bytes
+            if asked is not None and layer_bytes > room:
+                raise Refused("SpecRefused", f"disk_bytes={asked}: files lie in memory, of which {room} may hold them")
+            layer_bytes = min(layer_bytes, room)
+        processes = int(message["pids"] or self._settings.processes)
+        return Limits(processes, self._settings.open_files, layer_bytes, shared_bytes, self.single_id)
+
+    def _fork(self, sandbox: Record, root: rootfs.Root, limits: Limits) -> Channel:
+        rootfs.make_layer(sandbox.id)
+        try:
+            if self._layers_folder < 0:
+                rootfs.mount_memory_layer(sandbox.id, sandbox.base_id, limits.layer_bytes)
+            return self._fork_first_process(sandbox, root, limits)
+        except OSError:
+            rootfs.drop_layer(sandbox.id)
+            raise
+
+    def _fork_first_process(self, sandbox: Record, root: rootfs.Root, limits: Limits) -> Channel:
+        plan = Plan(root, self._host, limits, self._layers_folder, self._last_capability, self._filter)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sandbox.pid = self._fork_apart() if self.single_id else self._fork_into_own_pids()
+            if sandbox.pid == 0:
+                _become_init(plan, self.groups, theirs)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return Channel(ours)
+
+    def _fork_into_own_pids(self) -> int:
+        """Fork into a new pid namespace."""
+        syscalls.unshare(syscalls.CLONE_NEWPID)
+        pid = -1
+        try:
+            pid = os.fork()
+        finally:
+            if pid != 0:
+                self._return_to_own_pids()
+        return pid
+
+    @staticmethod
+    def _fork_apart() -> int:
+        """The same for those who may not return to the host's pid namespace: by a process in between, which ends, so
+        that the first process of the sandbox becomes a child of this one, a subreaper."""
+        pid_read, pid_write = os.pipe2(os.O_CLOEXEC)
+        between = os.fork()
+        if between == 0:
+            try:
+                syscalls.unshare(syscalls.CLONE_NEWPID)
+                pid = os.fork()
+                if pid == 0:
+                    return 0
+                os.write(pid_write, str(pid).encode())
+            finally:
+                if os.getpid() != _INIT:
+                    os._exit(0)
+        os.close(pid_write)
+        try:
+            text = os.read(pid_read, 32)
+        finally:
+            os.close(pid_read)
+            os.waitpid(between, 0)
+        if not text:
+            raise OSError(0, "no process could be forked into a new pid namespace")
+        return int(text)
+
+    def _return_to_own_pids(self) -> None:
+        """Only children enter a new pid namespace; ours is the one for the children to come. A launcher that cannot
+        have it back can boot nothing any more: it ends, and its sandboxes with it."""
+        for _ in range(_TRIES):
+            with suppress(OSError):
+                syscalls.join_namespace(self._own_pids, syscalls.CLONE_NEWPID)
+                return
+        os._exit(1)
+
+    def _root(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...], source: Record | None) -> rootfs.Root:
+        image = self.image_of(sandbox)
+        source_image = rootfs.HOST if source is None else self.image_of(source)
+        maps = [
+            tuple(self._id_map(layer.base_id, sandbox.base_id) for layer in shown.layers)
+            for shown in (image, source_image)
+        ]
+        single = self.single_id
+        return rootfs.Root(sandbox.id, sandbox.base_id, single, image, maps[0], mounts, source_image, maps[1])
+
+    def _id_map(self, stored: int, shown: int) -> int:
+        return -1 if self.single_id else self._id_maps.get(stored, shown)
+
+    def image_of(self, sandbox: Record) -> rootfs.Image:
+        image = self.shelf.find(sandbox.image)
+        assert image is not None
+        return image
+
+    def drop_layer(self, sandbox_id: str, base_id: int) -> None:
+        """Of a dead sandbox, or of a snapshot that nobody needs."""
+        rootfs.drop_layer(sandbox_id)
+        self._ranges.release(base_id)
+
+
+def _check_targets(mounts: tuple[rootfs.Mount, ...]) -> None:
+    for mount in mounts:
+        try:
+            rootfs.check_target(mount.target)
+        except rootfs.MountRefused as error:
+            raise Refused("SpecRefused", str(error)) from error
+
+
+def _available_memory_bytes() -> int:
+    with open("/proc/meminfo", encoding="utf-8") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+
+
+def _become_init(plan: Plan, groups: Cgroups, control: socket.socket) -> NoReturn:
+    """In the forked child: join the sandbox's groups, let go of everything of the launcher's, then be the sandbox's
+    first process."""
+    try:
+        groups.join(plan.root.sandbox_id)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        kept = os.dup(control.fileno())
+        first = 3
+        needed = {kept, plan.layers_folder, *plan.root.id_maps, *plan.root.source_id_maps}
+        for descriptor in sorted(needed - {-1}):
+            os.closerange(first, descriptor)
+            first = descriptor + 1
+        os.closerange(first, 1 << 20)
+        run_init(plan, socket.socket(fileno=kept))
+    finally:
+        os._exit(1)

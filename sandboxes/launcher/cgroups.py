@@ -1,0 +1,325 @@
+# ruff: noqa: PTH123, PTH208
+# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
+"""Control groups of a launcher's sandboxes, on version 1, version 2 and hosts that have both.
+
+Invariants:
+- For each controller the version is chosen by what is mounted: a hybrid host has memory, cpu and pids on version 1 and
+  a version 2 mount with next to nothing.
+- The launcher owns one group `headrace-<pid>-<start time>` below its own in each hierarchy, and below it one group for
+  each sandbox. What a launcher killed with -9 left is removed by the next one: the name says whose it was.
+- All paths are relative to descriptors opened before the launcher leaves the host's file tree.
+- A controller that cannot be had is named in `missing` with the reason; nothing pretends.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from headrace.sandboxes.launcher.processes import parse_stat
+
+CONTROLLERS: Final = ("memory", "cpu", "cpuacct", "pids", "freezer")
+_CPU_PERIOD_US: Final = 100_000
+_PREFIX: Final = "headrace-"
+_FREEZE_LOOKS: Final = 200
+# cpuacct is part of cpu in version 2, and every group there can be frozen.
+_NAMES_V2: Final = {"memory": "memory", "cpu": "cpu", "pids": "pids"}
+
+
+class GroupLimits(NamedTuple):
+    """None is no limit."""
+
+    memory_bytes: int | None
+    cpus: float | None
+    processes: int | None
+
+
+class Mount(NamedTuple):
+    """Where one hierarchy shows this process's own group."""
+
+    version: int
+    controllers: frozenset[str]
+    folder: str
+
+
+def find_mounts(mountinfo: str, own_groups: str) -> list[Mount]:
+    """Parse /proc/self/mountinfo (proc(5)) and /proc/self/cgroup (cgroups(7))."""
+    groups: dict[str, str] = {}
+    for line in own_groups.splitlines():
+        _, names, path = line.split(":", 2)
+        groups.update(dict.fromkeys(names.split(","), path))
+    mounts = []
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        root, point = left.split()[3:5]
+        kind, _, options = right.split()[:3]
+        if kind == "cgroup2":
+            mounts.append(Mount(2, frozenset(), _folder(point, root, groups.get("", "/"))))
+        elif kind == "cgroup":
+            controllers = frozenset(options.split(",")) & frozenset(CONTROLLERS)
+            if controllers:
+                mounts.append(Mount(1, controllers, _folder(point, root, groups.get(min(controllers), "/"))))
+    return mounts
+
+
+def _folder(point: str, root: str, group: str) -> str:
+    """The group as the mount shows it: a container's mount begins at the container's own group."""
+    below = group.removeprefix(root) if root != "/" and group.startswith(root) else group
+    return f"{point}/{below.strip('/')}".rstrip("/")
+
+
+class _Hierarchy:
+    """One mount and our group in it."""
+
+    def __init__(self, mount: Mount, controllers: frozenset[str], parent: str, name: str) -> None:
+        self.version = mount.version
+        self.controllers = controllers
+        self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._name = name
+        self._make()
+
+    def _make(self) -> None:
+        with suppress(FileExistsError):
+            os.mkdir(self._name, 0o755, dir_fd=self._parent)
+        if self.version == 2 and (wanted := self.controllers & _NAMES_V2.keys()):
+            self.write(f"{self._name}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(wanted)))
+
+    def add(self, group: str) -> None:
+        try:
+            os.mkdir(f"{self._name}/{group}", 0o755, dir_fd=self._parent)
+        except FileNotFoundError:
+            # Somebody removed our group: it held nothing, so it can be made again.
+            self._make()
+            os.mkdir(f"{self._name}/{group}", 0o755, dir_fd=self._parent)
+
+    def remove(self, group: str) -> None:
+        os.rmdir(f"{self._name}/{group}", dir_fd=self._parent)
+
+    def path(self, group: str, file: str) -> str:
+        return f"{self._name}/{group}/{file}"
+
+    def write(self, path: str, text: str) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._parent)
+        try:
+            os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+
+    def read(self, path: str) -> str:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._parent)
+        try:
+            return os.read(descriptor, 1 << 14).decode()
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            _remove_groups_of(self._parent, self._name)
+        os.close(self._parent)
+
+    def sweep(self) -> None:
+        """Remove the groups of launchers that are dead."""
+        for name in os.listdir(self._parent):
+            if name.startswith(_PREFIX) and not _owner_lives(name):
+                with suppress(OSError):
+                    _remove_groups_of(self._parent, name)
+
+
+def _own_name() -> str:
+    return f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}"
+
+
+def _start_time(pid: int) -> int:
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+        return parse_stat(stat.read()).started
+
+
+def _owner_lives(name: str) -> bool:
+    pid, _, started = name.removeprefix(_PREFIX).partition("-")
+    try:
+        return _start_time(int(pid)) == int(started)
+    except (OSError, ValueError):
+        return False
+
+
+def _remove_groups_of(parent: int, name: str) -> None:
+    """A launcher's group and all below it, with whatever still runs there. Raises OSError when something stays."""
+    folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
+    try:
+        for entry in list(os.scandir(folder)):
+            if entry.is_dir(follow_symlinks=False):
+                _remove_group(folder, entry.name)
+    finally:
+        os.close(folder)
+    os.rmdir(name, dir_fd=parent)
+
+
+def _remove_group(folder: int, name: str) -> None:
+    with suppress(OSError):
+        os.rmdir(name, dir_fd=folder)
+        return
+    with open(os.open(f"{name}/cgroup.procs", os.O_RDONLY, dir_fd=folder), encoding="utf-8") as procs:
+        for line in procs:
+            with suppress(ProcessLookupError):
+                os.kill(int(line), signal.SIGKILL)
+
+
+class Cgroups:
+    """All hierarchies of one launcher. `missing` maps a controller to why it cannot be had."""
+
+    def __init__(self, mounts: list[Mount]) -> None:
+        self.missing: dict[str, str] = {}
+        self._hierarchies: list[_Hierarchy] = []
+        self._by_controller: dict[str, _Hierarchy] = {}
+        name = _own_name()
+        wanted = set(CONTROLLERS)
+        for mount in sorted(mounts):
+            usable = mount.controllers if mount.version == 1 else frozenset(wanted)
+            if usable & wanted:
+                self._open(mount, frozenset(usable & wanted), name)
+                wanted -= self._by_controller.keys()
+        if self._by_controller.get("cpu", None) is not None and self._by_controller["cpu"].version == 2:
+            # Version 2 counts processor time in the same controller.
+            wanted.discard("cpuacct")
+            self.missing.pop("cpuacct", None)
+        for controller in wanted:
+            self.missing.setdefault(controller, "no control group hierarchy has this controller")
+        for hierarchy in self._hierarchies:
+            hierarchy.sweep()
+
+    @classmethod
+    def of_this_process(cls) -> Cgroups:
+        with open("/proc/self/mountinfo", encoding="utf-8") as mountinfo, open("/proc/self/cgroup") as groups:
+            return cls(find_mounts(mountinfo.read(), groups.read()))
+
+    def _open(self, mount: Mount, controllers: frozenset[str], name: str) -> None:
+        try:
+            parent, had = (mount.folder, controllers) if mount.version == 1 else _place_v2(mount.folder, controllers)
+            hierarchy = _Hierarchy(mount, had, parent, name)
+        except OSError as error:
+            self.missing.update(dict.fromkeys(controllers, f"{mount.folder}: {error.strerror}"))
+            return
+        self._hierarchies.append(hierarchy)
+        self._by_controller.update(dict.fromkeys(had, hierarchy))
+        for controller in had:
+            self.missing.pop(controller, None)
+
+    def create(self, group: str, limits: GroupLimits) -> None:
+        """Make a sandbox's group in each hierarchy. Raises OSError: `remove` then clears away what was made."""
+        for hierarchy in self._hierarchies:
+            hierarchy.add(group)
+        self._limit(group, limits)
+
+    def _limit(self, group: str, limits: GroupLimits) -> None:
+        if limits.memory_bytes is not None:
+            self._set(group, "memory", ("memory.limit_in_bytes", "memory.max"), str(limits.memory_bytes))
+            with suppress(OSError):
+                # Only where the kernel accounts swap.
+                swap = (str(limits.memory_bytes), "0")
+                self._set_each(group, "memory", ("memory.memsw.limit_in_bytes", "memory.swap.max"), swap)
+        if limits.cpus is not None:
+            quota_us = max(1000, int(limits.cpus * _CPU_PERIOD_US))
+            values = (str(quota_us), f"{quota_us} {_CPU_PERIOD_US}")
+            self._set_each(group, "cpu", ("cpu.cfs_quota_us", "cpu.max"), values)
+        if limits.processes is not None:
+            self._set(group, "pids", ("pids.max", "pids.max"), str(limits.processes))
+
+    def _set(self, group: str, controller: str, files: tuple[str, str], value: str) -> None:
+        self._set_each(group, controller, files, (value, value))
+
+    def _set_each(self, group: str, controller: str, files: tuple[str, str], values: tuple[str, str]) -> None:
+        """File and value for version 1, and those for version 2. Does nothing without the controller."""
+        hierarchy = self._by_controller.get(controller)
+        if hierarchy is not None:
+            which = hierarchy.version - 1
+            hierarchy.write(hierarchy.path(group, files[which]), values[which])
+
+    def join(self, group: str) -> None:
+        """Move the calling process into a sandbox's group."""
+        for hierarchy in self._hierarchies:
+            hierarchy.write(hierarchy.path(group, "cgroup.procs"), "0")
+
+    def set_frozen(self, group: str, *, frozen: bool) -> None:
+        """Stop or continue all processes of a group. Raises OSError, also without a freezer."""
+        hierarchy = self._by_controller.get("freezer")
+        if hierarchy is None:
+            raise OSError(errno.EOPNOTSUPP, f"no freezer: {self.missing['freezer']}")
+        if hierarchy.version == 2:
+            hierarchy.write(hierarchy.path(group, "cgroup.freeze"), "1" if frozen else "0")
+            return
+        wanted = "FROZEN" if frozen else "THAWED"
+        path = hierarchy.path(group, "freezer.state")
+        for _ in range(_FREEZE_LOOKS):
+            # Each write takes those in that were forked meanwhile (freezer-subsystem.rst).
+            hierarchy.write(path, wanted)
+            if hierarchy.read(path).strip() == wanted:
+                return
+
+    def usage(self, group: str) -> dict[str, float]:
+        """cpu_s, memory_bytes, processes, oom_kills; what has no controller is left out."""
+        found: dict[str, float] = {}
+        for controller, read in (("memory", _memory), ("pids", _processes), ("cpuacct", _cpu_v1), ("cpu", _cpu_v2)):
+            hierarchy = self._by_controller.get(controller)
+            if hierarchy is not None:
+                found.update(read(hierarchy, group))
+        return found
+
+    def remove(self, group: str) -> None:
+        """Of a sandbox whose processes are dead. What the kernel does not let go of yet goes with the launcher."""
+        for hierarchy in self._hierarchies:
+            with suppress(OSError):
+                hierarchy.remove(group)
+
+    def close(self) -> None:
+        for hierarchy in self._hierarchies:
+            hierarchy.close()
+
+
+def _place_v2(own: str, wanted: frozenset[str]) -> tuple[str, frozenset[str]]:
+    """A group below which controllers can be switched on: our own if no process of its forbids it ("no internal
+    processes", cgroup-v2.rst), else the one above. With the controllers that can be had there."""
+    best, most = own, frozenset({"freezer"}) & wanted
+    for folder in (own, os.path.dirname(own)):  # noqa: PTH120
+        if not os.path.exists(f"{folder}/cgroup.controllers"):  # noqa: PTH110
+            continue
+        with open(f"{folder}/cgroup.controllers", encoding="utf-8") as file:
+            offered = frozenset(file.read().split()) & wanted & _NAMES_V2.keys()
+        with suppress(OSError), open(f"{folder}/cgroup.subtree_control", "w", encoding="utf-8") as file:
+            file.write(" ".join(f"+{name}" for name in sorted(offered)))
+        with open(f"{folder}/cgroup.subtree_control", encoding="utf-8") as file:
+            had = frozenset(file.read().split()) & wanted
+        if len(had) + 1 > len(most):
+            best, most = folder, had | (frozenset({"freezer"}) & wanted)
+    return best, most
+
+
+def _memory(hierarchy: _Hierarchy, group: str) -> dict[str, float]:
+    if hierarchy.version == 1:
+        used, events = "memory.usage_in_bytes", "memory.oom_control"
+    else:
+        used, events = "memory.current", "memory.events"
+    rows = dict(line.split() for line in hierarchy.read(hierarchy.path(group, events)).splitlines())
+    return {
+        "memory_bytes": int(hierarchy.read(hierarchy.path(group, used))),
+        "oom_kills": int(rows.get("oom_kill", 0)),
+    }
+
+
+def _processes(hierarchy: _Hierarchy, group: str) -> dict[str, float]:
+    return {"processes": int(hierarchy.read(hierarchy.path(group, "pids.current")))}
+
+
+def _cpu_v1(hierarchy: _Hierarchy, group: str) -> dict[str, float]:
+    if hierarchy.version == 2:
+        return {}
+    return {"cpu_s": int(hierarchy.read(hierarchy.path(group, "cpuacct.usage"))) / 1e9}
+
+
+def _cpu_v2(hierarchy: _Hierarchy, group: str) -> dict[str, float]:
+    if hierarchy.version == 1:
+        return {}
+    rows = dict(line.split() for line in hierarchy.read(hierarchy.path(group, "cpu.stat")).splitlines())
+    return {"cpu_s": int(rows["usage_usec"]) / 1e6}

@@ -1,0 +1,254 @@
+# ruff: noqa: PTH103, PTH120
+# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
+"""What a freshly forked child inside a sandbox does: become a user, then run a command or move a file.
+
+Invariants:
+- Runs after the fork, never returns, and ends the process with `os._exit` or `execve`.
+- Files are opened with the powers of the sandbox's user, by a process inside: a link or path of the agent's reaches
+  only what the agent could reach itself. Only regular files are read or written; FIFOs and devices are refused without
+  waiting.
+- The environment is the fixed small one and what the caller gave; nothing is inherited, no shell start file is read.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import signal
+import socket
+import stat
+import struct
+import termios
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+
+from headrace.sandboxes.launcher import syscalls
+
+if TYPE_CHECKING:
+    from headrace.sandboxes.launcher.rootfs import Image
+
+SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+EXIT_CANNOT_RUN: Final = 126
+EXIT_FILE_ERROR: Final = 3
+"""Status of a file child that says why on its standard error."""
+
+_MAX_ACCOUNT_FILE_BYTES: Final = 1 << 20
+_COPY_BYTES: Final = 1 << 18
+
+
+class Account(NamedTuple):
+    user_id: int
+    group_id: int
+    groups: tuple[int, ...]
+    name: str
+    home: str
+
+
+class Limits(NamedTuple):
+    """Of one sandbox."""
+
+    processes: int
+    open_files: int
+    layer_bytes: int
+    shared_memory_bytes: int
+    single_id: bool
+    """Whoever a command runs as, it has the only id there is."""
+
+
+class FileProblem(Exception):
+    """One line that says why a file cannot be read or written."""
+
+
+def find_account(user: str, passwd: str, group: str) -> Account:
+    """Resolve a name or `uid[:gid]` with the texts of the sandbox's own passwd and group. Raises FileProblem."""
+    for line in passwd.splitlines():
+        fields = line.split(":")
+        if len(fields) >= 6 and fields[0] == user and fields[2].isdigit() and fields[3].isdigit():
+            group_id = int(fields[3])
+            return Account(int(fields[2]), group_id, (group_id, *_groups_of(user, group)), user, fields[5] or "/")
+    user_part, _, group_part = user.partition(":")
+    if user_part.isdigit() and (group_part or user_part).isdigit():
+        group_id = int(group_part or user_part)
+        return Account(int(user_part), group_id, (group_id,), user_part, "/")
+    raise FileProblem(f"user {user!r} is not in the sandbox's /etc/passwd")
+
+
+def _groups_of(user: str, group: str) -> list[int]:
+    rows = (line.split(":") for line in group.splitlines())
+    return [int(row[2]) for row in rows if len(row) >= 4 and row[2].isdigit() and user in row[3].split(",")]
+
+
+def _account_file(path: str) -> str:
+    try:
+        return _read_regular(path, _MAX_ACCOUNT_FILE_BYTES).decode(errors="replace")
+    except (FileProblem, OSError):
+        return ""
+
+
+def become(user: str, limits: Limits) -> Account:
+    """Take on the user's ids. Root keeps the few capabilities of the sandbox's init, others have none."""
+    account = find_account(user, _account_file("/etc/passwd"), _account_file("/etc/group"))
+    if limits.single_id:
+        return account
+    os.setgroups(account.groups)
+    os.setresgid(account.group_id, account.group_id, account.group_id)
+    os.setresuid(account.user_id, account.user_id, account.user_id)
+    return account
+
+
+def _limit(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (allowed, allowed))
+
+
+def _apply_limits(limits: Limits) -> None:
+    # After the change of user: a limit that is already reached must not make the kernel refuse the execve.
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_NOFILE, limits.open_files)
+    _limit(resource.RLIMIT_NPROC, limits.processes)
+
+
+def fail(message: str, status: int) -> NoReturn:
+    with suppress(OSError):
+        os.write(2, message.encode(errors="replace")[:4096] + b"\n")
+    os._exit(status)
+
+
+def run_command(message: dict[str, Any], limits: Limits, image: Image) -> NoReturn:
+    """Become the command: a text is for `bash -c`, a list is a program and its arguments.
+
+    A wrong user, folder or program ends with status 126 and a line on standard error.
+    """
+    try:
+        os.setsid()
+        syscalls.become_subreaper()
+        account = become(str(message["user"]), limits)
+        size = message.get("terminal")
+        if size is not None:
+            _open_terminal(int(size[0]), int(size[1]))
+        _apply_limits(limits)
+        environment = {
+            "PATH": SEARCH_PATH,
+            "HOME": account.home,
+            "USER": account.name,
+            "LOGNAME": account.name,
+            "LANG": "C.UTF-8",
+            **({} if size is None else {"TERM": "xterm-256color"}),
+            **image.environment,
+            **message["env"],
+        }
+        _enter_folder(message["cwd"], image.folder)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            # Python ignores these two, and ignored signals survive execve.
+            signal.signal(number, signal.SIG_DFL)
+        _execute(message["command"], environment)
+    except (OSError, ValueError, FileProblem) as error:
+        fail(f"cannot run the command: {error}", EXIT_CANNOT_RUN)
+
+
+def _execute(command: str | list[str], environment: dict[str, str]) -> NoReturn:
+    if isinstance(command, str):
+        os.execve("/bin/bash", ["bash", "-c", command], environment)
+    os.execvpe(command[0], command, environment)
+
+
+def _open_terminal(rows: int, columns: int) -> None:
+    """Make a terminal, send its master end through standard input, a socket, and be its foreground session."""
+    master, slave = os.openpty()
+    set_terminal_size(slave, rows, columns)
+    with socket.socket(fileno=os.dup(0)) as client:
+        socket.send_fds(client, [b"t"], [master])
+    os.close(master)
+    for number in (0, 1, 2):
+        os.dup2(slave, number)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    if slave > 2:
+        os.close(slave)
+
+
+def set_terminal_size(terminal: int, rows: int, columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
+def _enter_folder(folder: str | None, otherwise: str) -> None:
+    if folder is not None:
+        os.chdir(folder)
+        return
+    try:
+        os.chdir(otherwise)
+    except OSError:
+        os.chdir("/")
+
+
+def _regular(descriptor: int, path: str) -> os.stat_result:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise FileProblem(f"{path}: not a regular file")
+    return status
+
+
+def _read_regular(path: str, max_bytes: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        if (size := _regular(descriptor, path).st_size) > max_bytes:
+            raise FileProblem(f"{path}: {size} bytes, at most {max_bytes}")
+        parts = []
+        while max_bytes > 0 and (part := os.read(descriptor, min(_COPY_BYTES, max_bytes))):
+            parts.append(part)
+            max_bytes -= len(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
+
+
+def read_file(message: dict[str, Any], limits: Limits) -> NoReturn:
+    """Copy one regular file to standard output."""
+    try:
+        become(str(message["user"]), limits)
+        data = memoryview(_read_regular(message["path"], int(message["max_bytes"])))
+        while data:
+            data = data[os.write(1, data) :]
+    except (OSError, ValueError, FileProblem) as error:
+        fail(_describe(error), EXIT_FILE_ERROR)
+    os._exit(0)
+
+
+def write_files(message: dict[str, Any], limits: Limits) -> NoReturn:
+    """Write files, given as (path, size) pairs, from their contents one after the other on standard input."""
+    try:
+        become(str(message["user"]), limits)
+        os.umask(0o022)
+        for path, size in message["files"]:
+            _write_regular(path, int(size))
+    except (OSError, ValueError, FileProblem) as error:
+        fail(_describe(error), EXIT_FILE_ERROR)
+    os._exit(0)
+
+
+def _write_regular(path: str, size: int) -> None:
+    if not path.startswith("/"):
+        raise FileProblem(f"{path}: not an absolute path")
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        _regular(descriptor, path)
+        os.ftruncate(descriptor, 0)
+        while size > 0:
+            part = memoryview(os.read(0, min(_COPY_BYTES, size)))
+            if not part:
+                raise FileProblem(f"{path}: contents ended early")
+            size -= len(part)
+            while part:
+                part = part[os.write(descriptor, part) :]
+    finally:
+        os.close(descriptor)
+
+
+def _describe(error: OSError | ValueError | FileProblem) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

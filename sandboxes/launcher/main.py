@@ -1,0 +1,74 @@
+# ruff: noqa: PTH120
+# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
+"""The launcher process: an exec'd, single-threaded Python with the standard library only, made ready to serve.
+
+Invariants:
+- Its root is a private one before it serves, its memory cannot be inspected, and its command line names no path.
+- Without root it is root of a user namespace with one id: its sandboxes have no other user, and no control groups.
+- It reads one line of settings and writes one line: ready, or why this machine cannot isolate.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+from typing import Final
+
+from headrace.sandboxes.launcher import rootfs, syscalls
+from headrace.sandboxes.launcher.boots import Boots
+from headrace.sandboxes.launcher.cgroups import Cgroups
+from headrace.sandboxes.launcher.fork_server import ForkServer
+from headrace.sandboxes.launcher.settings import Settings
+
+_BACKLOG: Final = 1024
+
+
+def main() -> None:
+    """Entry of the exec'd process: settings on standard input, one line of JSON on standard output when it serves."""
+    settings = Settings(**json.loads(_read_line(0)))
+    try:
+        server = _prepare(settings)
+    except OSError as error:
+        os.write(1, json.dumps({"error": str(error)}).encode() + b"\n")
+        sys.exit(1)
+    os.write(1, json.dumps({"missing": server.missing}).encode() + b"\n")
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 1)
+    os.close(null)
+    server.serve()
+
+
+def _read_line(descriptor: int) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(descriptor, 4096)
+        if not part:
+            sys.exit(1)
+        line += part
+    return line
+
+
+def _prepare(settings: Settings) -> ForkServer:
+    os.umask(0o022)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    listener.bind(settings.socket_path)
+    listener.listen(_BACKLOG)
+    own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    layers_folder = os.open(settings.layers_in, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if settings.layers_in else -1
+    groups = Cgroups.of_this_process()
+    single_id = os.geteuid() != 0
+    if single_id:
+        syscalls.enter_own_user_namespace()
+    host = rootfs.build_launcher_root(os.path.dirname(settings.socket_path))
+    syscalls.name_process(f"headrace-launcher {settings.label}")
+    syscalls.become_subreaper()
+    syscalls.forbid_inspection()
+    boots = Boots(settings, host, groups, layers_folder=layers_folder, own_pids=own_pids, single_id=single_id)
+    # Forked children then share the pages of all objects made so far.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    return ForkServer(settings, boots, listener)

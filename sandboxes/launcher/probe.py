@@ -1,0 +1,183 @@
+# ruff: noqa: PTH102, PTH106, PTH123
+# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
+"""What this machine's kernel allows, found by doing it in forked children of a process with the standard library only.
+
+Invariants: nothing outlives a child, nothing of the host is changed; each check ends in its own process, so one that
+the kernel refuses spoils no other. Prints one line of JSON: name to an empty string (present) or the kernel's reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from typing import TYPE_CHECKING, Final
+
+from headrace.sandboxes.launcher import init, rootfs, seccomp, syscalls
+from headrace.sandboxes.launcher.cgroups import Cgroups, GroupLimits
+from headrace.sandboxes.launcher.id_maps import IdMaps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_FIRST_ID: Final = 100_000
+_AF_VSOCK: Final = 40
+
+
+def main() -> None:
+    os.write(1, json.dumps({name: _in_child(check) for name, check in CHECKS.items()}).encode() + b"\n")
+
+
+def _in_child(check: Callable[[], None]) -> str:
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        reason = ""
+        try:
+            if os.geteuid() != 0 and check is not _id_range:
+                syscalls.enter_own_user_namespace()
+            check()
+        except OSError as error:
+            reason = str(error)
+        finally:
+            os.write(write_end, reason.encode())
+            os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        reason = pipe.read().decode()
+    _, status = os.waitpid(pid, 0)
+    return reason if status == 0 else reason or f"the check died with status {status}"
+
+
+def _own_namespace(flag: int) -> Callable[[], None]:
+    return lambda: syscalls.unshare(flag)
+
+
+def _id_range() -> None:
+    """A parent outside writes the map of a child's user namespace, as the launcher does."""
+    ready_read, ready_write = os.pipe()
+    done_read, done_write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        syscalls.unshare(syscalls.CLONE_NEWUSER)
+        os.write(ready_write, b"u")
+        os.read(done_read, 1)
+        os._exit(0)
+    os.close(ready_write)
+    try:
+        if os.read(ready_read, 1) != b"u":
+            raise OSError(1, "the child has no user namespace")
+        for name in ("uid_map", "gid_map"):
+            with open(f"/proc/{child}/{name}", "w", encoding="utf-8") as file:
+                file.write(f"0 {_FIRST_ID} {rootfs.IDS_PER_SANDBOX}")
+    finally:
+        os.write(done_write, b"d")
+        os.waitpid(child, 0)
+
+
+def _private_root(then: Callable[[], None] = lambda: None) -> None:
+    """The launcher's own root: tmpfs, read-only recursive bind (mount_setattr), devices, pivot_root; `then` in it."""
+    folder = tempfile.mkdtemp(prefix="headrace-probe-")
+
+    def build() -> None:
+        rootfs.build_launcher_root(folder)
+        then()
+
+    try:
+        reason = _in_child(build)
+    finally:
+        os.rmdir(folder)
+    if reason:
+        raise OSError(0, reason)
+
+
+def _openat2() -> None:
+    root = os.open("/", os.O_PATH)
+    os.close(syscalls.open_resolved(root, "proc", os.O_PATH, syscalls.RESOLVE_IN_ROOT))
+
+
+def _drop() -> None:
+    with open("/proc/sys/kernel/cap_last_cap", encoding="utf-8") as file:
+        last = int(file.read())
+    syscalls.drop_capabilities(init.KEPT_CAPABILITIES, last)
+
+
+def _call_filter() -> None:
+    program = seccomp.filter_program(os.uname().machine)
+    if program is None:
+        raise OSError(0, f"no filter is written for {os.uname().machine}")
+    syscalls.forbid_new_privileges()
+    syscalls.filter_calls(program)
+    try:
+        socket.socket(_AF_VSOCK, socket.SOCK_STREAM).close()
+    except OSError:
+        return
+    raise OSError(0, "the filter let a vsock through")
+
+
+def _pidfd() -> None:
+    os.close(os.pidfd_open(os.getpid()))
+
+
+def _mapped_overlay() -> None:
+    """A root of its own, with a folder of it as a lower layer that is shown with other ids."""
+    _private_root(_mount_mapped_overlay)
+
+
+def _mount_mapped_overlay() -> None:
+    os.mkdir("/layers/probe", 0o755)
+    syscalls.mount("tmpfs", "/layers/probe", "tmpfs")
+    for name in ("upper", "work", "root"):
+        os.mkdir(f"/layers/probe/{name}")
+    lower = syscalls.copy_mount("/images")
+    syscalls.map_mount_ids(lower, IdMaps(rootfs.IDS_PER_SANDBOX).get(0, _FIRST_ID))
+    syscalls.attach_mount(lower, "/lower/0")
+    layer = "/layers/probe"
+    options = f"lowerdir=/lower/0,upperdir={layer}/upper,workdir={layer}/work,redirect_dir=on"
+    syscalls.mount("overlay", "/layers/probe/root", "overlay", 0, options)
+
+
+def _group(controller: str) -> Callable[[], None]:
+    """Make a group, set its limits, join it, and be stopped and continued where that is what is asked for."""
+
+    def check() -> None:
+        groups = Cgroups.of_this_process()
+        try:
+            if controller in groups.missing:
+                raise OSError(0, groups.missing[controller])
+            groups.create("probe", GroupLimits(64 << 20, 0.5, 64))
+            child = os.fork()
+            if child == 0:
+                groups.join("probe")
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            if status != 0:
+                raise OSError(0, "a process could not join a group")
+            if controller == "freezer":
+                groups.set_frozen("probe", frozen=True)
+                groups.set_frozen("probe", frozen=False)
+        finally:
+            groups.remove("probe")
+            groups.close()
+
+    return check
+
+
+CHECKS: Final[dict[str, Callable[[], None]]] = {
+    "user namespace": _own_namespace(syscalls.CLONE_NEWUSER),
+    "mount namespace": _own_namespace(syscalls.CLONE_NEWNS),
+    "pid namespace": _own_namespace(syscalls.CLONE_NEWPID),
+    "network namespace": _own_namespace(syscalls.CLONE_NEWNET),
+    "ipc namespace": _own_namespace(syscalls.CLONE_NEWIPC),
+    "uts namespace": _own_namespace(syscalls.CLONE_NEWUTS),
+    "id range": _id_range,
+    "private root": _private_root,
+    "link-safe paths": _openat2,
+    "dropped capabilities": _drop,
+    "no new privileges": syscalls.forbid_new_privileges,
+    "call filter": _call_filter,
+    "images and snapshots": _mapped_overlay,
+    "death with the owner": _pidfd,
+    **{f"cgroup {controller}": _group(controller) for controller in ("memory", "cpu", "pids", "freezer")},
+}

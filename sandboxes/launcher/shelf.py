@@ -1,0 +1,95 @@
+"""The images a launcher can boot: the host, folders that its owner handed over, and snapshots of its sandboxes.
+
+Invariants:
+- An image in use by a sandbox, frozen ones included, stays; so does a layer as long as an image or a sandbox has it.
+- A snapshot keeps the layer and the ids of the sandbox it was made of; nothing is copied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from headrace.sandboxes.launcher import rootfs
+from headrace.sandboxes.launcher.rootfs import HOST, Image, Layer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+HOST_NAME: Final = "host"
+
+
+class Shelf:
+    """Images by name. `drop_snapshot(sandbox id, base id)` is called when nobody needs a snapshot's layer any more.
+    `id_map()` is any user namespace to try a layer with."""
+
+    def __init__(self, drop_snapshot: Callable[[str, int], None], id_map: Callable[[], int]) -> None:
+        self._drop_snapshot = drop_snapshot
+        self._id_map = id_map
+        self._images: dict[str, Image] = {HOST_NAME: HOST}
+        self._users: dict[str, int] = {}
+        self._holders: dict[Layer, int] = {}
+        self._snapshots: dict[Layer, str] = {}
+        self._last = 0
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in self._images if name != HOST_NAME]
+
+    def find(self, name: str) -> Image | None:
+        return self._images.get(name)
+
+    def add(self, name: str, mounts: Sequence[int], environment: dict[str, str], folder: str) -> None:
+        """Folders of the host as mounts that are attached nowhere, topmost first. Raises OSError."""
+        if name in self._images:
+            return
+        layers: list[Layer] = []
+        try:
+            for mount in mounts:
+                self._last += 1
+                layers.append(rootfs.add_layer(self._last, mount, self._id_map()))
+        except OSError:
+            for layer in layers:
+                rootfs.drop_image_layer(layer)
+            raise
+        self._put(name, Image(tuple(layers), False, environment, folder))
+
+    def add_snapshot(self, sandbox_id: str, base_id: int, image: Image) -> str:
+        """The layer of a dead sandbox on top of the image it had. Returns the new image's name."""
+        name = f"snapshot:{sandbox_id}"
+        layer = Layer(rootfs.own_layer(sandbox_id, image), base_id)
+        self._snapshots[layer] = sandbox_id
+        self._put(name, image.above(layer))
+        return name
+
+    def _put(self, name: str, image: Image) -> None:
+        self._images[name] = image
+        for layer in image.layers:
+            self._holders[layer] = self._holders.get(layer, 0) + 1
+
+    def take(self, name: str) -> Image:
+        """A sandbox is made of it."""
+        self._users[name] = self._users.get(name, 0) + 1
+        return self._images[name]
+
+    def give_back(self, name: str) -> None:
+        self._users[name] -= 1
+
+    def drop(self, name: str) -> bool:
+        """Forget an image. False when sandboxes still use it, or it is the host; unknown ones are forgotten already."""
+        if name == HOST_NAME or self._users.get(name, 0) > 0:
+            return False
+        image = self._images.pop(name, None)
+        self._users.pop(name, None)
+        for layer in image.layers if image is not None else ():
+            self._holders[layer] -= 1
+            if self._holders[layer] == 0:
+                del self._holders[layer]
+                self._let_go(layer)
+        return True
+
+    def _let_go(self, layer: Layer) -> None:
+        sandbox_id = self._snapshots.pop(layer, None)
+        if sandbox_id is None:
+            rootfs.drop_image_layer(layer)
+        else:
+            self._drop_snapshot(sandbox_id, layer.base_id)

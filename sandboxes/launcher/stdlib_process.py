@@ -1,0 +1,27 @@
+"""Starting a module of this package in a Python process that has the standard library only.
+
+Invariants: no site-packages, no environment, no working folder on the module path; the package is found by this file's
+folder, so an editable install, a wheel and a plain checkout behave alike.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Final
+
+# `headrace` and `headrace.sandboxes` are made by hand: the import hooks of an editable install live in site-packages.
+_BOOTSTRAP: Final = """
+import importlib, sys, types
+package = types.ModuleType("headrace")
+package.__path__ = []
+folder = types.ModuleType("headrace.sandboxes")
+folder.__path__ = [sys.argv[1]]
+sys.modules.update({"headrace": package, "headrace.sandboxes": folder})
+importlib.import_module("headrace.sandboxes." + sys.argv[2]).main()
+"""
+
+
+def stdlib_command(module: str) -> tuple[str, ...]:
+    """The command line that runs `main()` of headrace.sandboxes.<module>."""
+    return (sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(Path(__file__).parents[1]), module)

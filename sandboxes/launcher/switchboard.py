@@ -1,0 +1,132 @@
+"""All connections of the launcher behind one selector: clients that ask, and the first processes of its sandboxes.
+
+Invariants: nothing here blocks; a connection that breaks or speaks nonsense is dropped without disturbing another; a
+message handler never sees a dropped channel twice.
+"""
+
+from __future__ import annotations
+
+import selectors
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from headrace.sandboxes.launcher.wire import Channel, ChannelClosed, Message, close_all
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable, Sequence
+
+
+_LONGEST_WAIT_S: Final = 86400.0
+"""epoll_wait(2) takes milliseconds of 31 bits."""
+
+
+class Waiter(NamedTuple):
+    """Who gets the answer to a request."""
+
+    client: Channel
+    request_id: int
+
+
+class Switchboard:
+    """`handle(channel, owner, message, descriptors)` gets every message; `owner` is what the channel was added with.
+    `gone(channel)` is called for every client that left."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        handle: Callable[[Channel, Any, Message, list[int]], None],
+        gone: Callable[[Channel], None],
+    ) -> None:
+        self._listener = listener
+        self._handle = handle
+        self._gone = gone
+        self._selector = selectors.EpollSelector()
+        self._owners: dict[Channel, Any] = {}
+        self.watch(listener.fileno(), self._accept)
+
+    def watch(self, descriptor: int, action: Callable[[], None]) -> None:
+        """Call `action` whenever `descriptor` is readable."""
+        self._selector.register(descriptor, selectors.EVENT_READ, action)
+
+    def unwatch(self, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+
+    def add(self, channel: Channel, owner: object) -> None:
+        self._owners[channel] = owner
+        self._selector.register(channel, selectors.EVENT_READ, channel)
+
+    def turn(self, timeout_s: float | None) -> None:
+        """Wait for events, at most `timeout_s` and `_LONGEST_WAIT_S`, and handle them."""
+        for key, events in self._selector.select(None if timeout_s is None else min(timeout_s, _LONGEST_WAIT_S)):
+            if not isinstance(key.data, Channel):
+                key.data()
+            elif key.data in self._owners:
+                self._serve(key.data, events)
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError):
+            stream, _ = self._listener.accept()
+            self.add(Channel(stream), None)
+
+    def _serve(self, channel: Channel, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                channel.flush()
+                self._expect_writes(channel)
+        except ChannelClosed:
+            self.drop(channel)
+            return
+        if events & selectors.EVENT_READ:
+            self._read(channel)
+
+    def _read(self, channel: Channel) -> None:
+        try:
+            messages = channel.receive()
+        except ChannelClosed:
+            self.drop(channel)
+            return
+        for message, descriptors in messages:
+            self._handle(channel, self._owners.get(channel), message, descriptors)
+
+    def read_to_end(self, channel: Channel) -> None:
+        """Handle what a dead process sent before its death, then drop its channel: nobody holds the other end."""
+        while channel in self._owners:
+            self._read(channel)
+
+    def send(self, channel: Channel, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Owns `descriptors`. A channel that is gone takes nothing; one that fails is dropped."""
+        try:
+            channel.send(message, descriptors)
+        except ChannelClosed:
+            self.drop(channel)
+            return
+        if channel.backlog:
+            self._expect_writes(channel)
+
+    def answer(self, waiter: Waiter, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Owns `descriptors`."""
+        if waiter.client in self._owners:
+            self.send(waiter.client, {"id": waiter.request_id, **message}, descriptors)
+        else:
+            close_all(descriptors)
+
+    @property
+    def clients(self) -> int:
+        return sum(owner is None for owner in self._owners.values())
+
+    def is_connected(self, client: Channel) -> bool:
+        return client in self._owners
+
+    def _expect_writes(self, channel: Channel) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.backlog else 0)
+        self._selector.modify(channel, events, channel)
+
+    def drop(self, channel: Channel) -> None:
+        if channel not in self._owners:
+            return
+        owner = self._owners.pop(channel)
+        self._selector.unregister(channel)
+        channel.close()
+        if owner is None:
+            self._gone(channel)

@@ -1,0 +1,196 @@
+"""Speaking to a launcher from an event loop: many requests at once over one connection per process and endpoint.
+
+Invariants:
+- Every request ends: with the launcher's answer, with its typed error, or with LauncherGone when the connection ends.
+- A request that is cancelled here is cancelled there: its command's tree is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.sandboxes.errors import LauncherGone, error_from_name
+from headrace.sandboxes.launcher.wire import Channel, ChannelClosed, Message, close_all
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A request under way. `started` is the number of a spawned process; `answer` comes last, or its error. Whoever
+    takes an answer with `descriptors` owns them."""
+
+    request_id: int
+    message: Message
+    started: asyncio.Future[int]
+    answer: asyncio.Future[Message]
+
+    def names(self) -> Message:
+        """What a further message about the same command must carry."""
+        return {"sandbox": self.message["sandbox"], "secret": self.message["secret"]}
+
+    def fail(self, error: Exception) -> None:
+        for future in (self.started, self.answer):
+            if not future.done():
+                future.set_exception(error)
+                # An error that nobody asks for any more is no news.
+                future.exception()
+
+
+class LauncherClient:
+    """One connection. Use `LauncherConnections` to share it."""
+
+    def __init__(self, endpoint: str, channel: Channel) -> None:
+        self.endpoint = endpoint
+        self._channel = channel
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, Exchange] = {}
+        self._last_id = 0
+        self._heard_s = self._loop.time()
+        self.closed = False
+        self._loop.add_reader(channel.fileno(), self._on_readable)
+
+    @classmethod
+    async def connect(cls, endpoint: str) -> LauncherClient:
+        """Raises LauncherGone when nobody listens at `endpoint`."""
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        stream.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(stream, endpoint)
+        except OSError as error:
+            stream.close()
+            raise LauncherGone(f"no launcher listens at {endpoint}: {error}") from error
+        return cls(endpoint, Channel(stream))
+
+    async def request(
+        self, message: Message, descriptors: Sequence[int] = (), *, patience_s: float | None = None
+    ) -> Message:
+        """Send and wait for the answer; owns `descriptors`. Raises the typed error of the answer, LauncherGone, and
+        TimeoutError when the launcher says nothing at all, to this request or another, for `patience_s`."""
+        exchange = self.begin(message, descriptors)
+        try:
+            return await self._answer(exchange.answer, patience_s)
+        except asyncio.CancelledError:
+            self.cancel(exchange)
+            raise
+        finally:
+            self._waiting.pop(exchange.request_id, None)
+
+    def begin(self, message: Message, descriptors: Sequence[int] = ()) -> Exchange:
+        """Send only; owns `descriptors`. Raises LauncherGone."""
+        if self.closed:
+            close_all(descriptors)
+            raise LauncherGone(f"the launcher at {self.endpoint} is gone")
+        self._last_id += 1
+        exchange = Exchange(self._last_id, message, self._loop.create_future(), self._loop.create_future())
+        self._waiting[exchange.request_id] = exchange
+        self._send({**message, "id": exchange.request_id}, descriptors)
+        return exchange
+
+    async def _answer(self, future: asyncio.Future[Message], patience_s: float | None) -> Message:
+        while True:
+            asked_s = self._loop.time()
+            try:
+                async with asyncio.timeout(patience_s):
+                    return await asyncio.shield(future)
+            except TimeoutError:
+                if self._heard_s < asked_s:
+                    raise
+
+    def cancel(self, exchange: Exchange) -> None:
+        """The caller gives up: the command's tree is killed."""
+        if self.closed or "sandbox" not in exchange.message:
+            return
+        self._send({"op": "cancel", "target": exchange.request_id, "id": 0, **exchange.names()})
+
+    def post(self, message: Message) -> None:
+        """Send without waiting for the answer."""
+        if not self.closed:
+            self._send({**message, "id": 0})
+
+    def _send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        try:
+            self._channel.send(message, descriptors)
+        except ChannelClosed:
+            self.close()
+            return
+        if self._channel.backlog:
+            self._loop.add_writer(self._channel.fileno(), self._on_writable)
+
+    def _on_writable(self) -> None:
+        try:
+            self._channel.flush()
+        except ChannelClosed:
+            self.close()
+            return
+        if not self._channel.backlog:
+            self._loop.remove_writer(self._channel.fileno())
+
+    def _on_readable(self) -> None:
+        try:
+            messages = self._channel.receive()
+        except ChannelClosed:
+            self.close()
+            return
+        self._heard_s = self._loop.time()
+        for message, descriptors in messages:
+            self._on_answer(int(message.pop("id", 0)), message, descriptors)
+
+    def _on_answer(self, request_id: int, message: Message, descriptors: list[int]) -> None:
+        exchange = self._waiting.get(request_id)
+        if exchange is None or exchange.answer.done():
+            close_all(descriptors)
+            return
+        if "started" in message:
+            exchange.started.set_result(int(message["started"]))
+            return
+        del self._waiting[request_id]
+        if "error" in message:
+            close_all(descriptors)
+            exchange.fail(error_from_name(str(message["error"]), str(message.get("message", ""))))
+        else:
+            exchange.answer.set_result({**message, "descriptors": descriptors} if descriptors else message)
+
+    def close(self) -> None:
+        """End the connection; every waiting request ends with LauncherGone. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._channel.fileno())
+        self._loop.remove_writer(self._channel.fileno())
+        self._channel.close()
+        waiting, self._waiting = self._waiting, {}
+        for exchange in waiting.values():
+            exchange.fail(LauncherGone(f"the launcher at {self.endpoint} died, and its sandboxes with it"))
+
+
+class LauncherConnections:
+    """One connection for each endpoint, made at the first use and again after a loss. Close it with `close`."""
+
+    def __init__(self) -> None:
+        self._clients: dict[str, LauncherClient] = {}
+        self._connecting = asyncio.Lock()
+
+    async def get(self, endpoint: str) -> LauncherClient:
+        client = self._clients.get(endpoint)
+        if client is not None and not client.closed:
+            return client
+        async with self._connecting:
+            client = self._clients.get(endpoint)
+            if client is None or client.closed:
+                client = self._clients[endpoint] = await LauncherClient.connect(endpoint)
+            return client
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+
+
+def open_null() -> int:
+    return os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)

@@ -1,0 +1,230 @@
+"""The launcher as its provider sees it: a process that is started, or found where another provider left it.
+
+Invariants:
+- A launcher has a private folder with its socket. One that stays (`stays_in`) has the same folder every time, with a
+  note of its secret for the next provider, and at most one launcher serves there: starting is under a lock.
+- A launcher that was told to end and does not is killed; its sandboxes die with it either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import socket
+import tempfile
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable, SandboxError, SpecRefused
+from headrace.sandboxes.launcher.stdlib_process import stdlib_command
+from headrace.sandboxes.local.client import LauncherClient
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+_MAX_FOLDER_BYTES: Final = 90
+"""sun_path holds 107 bytes (unix(7))."""
+_START_TIMEOUT_S: Final = 30.0
+_CLOSE_TIMEOUT_S: Final = 30.0
+_ADOPT_TIMEOUT_S: Final = 10.0
+_NOTE: Final = "launcher.json"
+
+
+class LauncherProcess:
+    """Made by `start` or `adopt`. `missing` names the control groups that this machine lacks, with the reason."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        secret: str,
+        pid: int,
+        missing: Mapping[str, str],
+        process: asyncio.subprocess.Process | None,
+    ) -> None:
+        self.endpoint = str(folder / "socket")
+        self.secret = secret
+        self.pid = pid
+        self.missing = missing
+        self._folder = folder
+        self._process = process
+        # A number alone could be another process by the time it is used.
+        self._handle = os.pidfd_open(pid)
+
+    @classmethod
+    async def start(cls, folder: Path, settings: Mapping[str, Any], *, tied: bool) -> Self:
+        """Run one that serves in `folder`; `tied`: it ends with this process. Raises NamespacesUnavailable,
+        LauncherGone."""
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                return await cls._spawn(folder, {**settings, "tied": tied})
+        except TimeoutError as error:
+            raise LauncherGone(f"the launcher did not start in {_START_TIMEOUT_S} s") from error
+        except OSError as error:
+            raise LauncherGone(f"the launcher could not be started: {error}") from error
+
+    @classmethod
+    async def _spawn(cls, folder: Path, settings: Mapping[str, Any]) -> Self:
+        environment = {"LD_LIBRARY_PATH": path} if (path := os.environ.get("LD_LIBRARY_PATH")) else {}
+        secret = secrets.token_hex(16)
+        # A session of its own: Ctrl-C at the terminal is for the owner, which then closes in order.
+        process = await asyncio.create_subprocess_exec(
+            *stdlib_command("launcher.main"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=None if settings["tied"] else asyncio.subprocess.DEVNULL,
+            env=environment,
+            cwd="/",
+            start_new_session=True,
+        )
+        try:
+            all_settings = {**settings, "admin_secret": secret, "socket_path": str(folder / "socket")}
+            answer = await _introduce(process, all_settings)
+            return cls(folder, secret=secret, pid=process.pid, missing=answer["missing"], process=process)
+        except BaseException:
+            if process.returncode is None:
+                process.kill()
+            await asyncio.shield(process.wait())
+            raise
+
+    @classmethod
+    async def adopt(cls, folder: Path) -> Self | None:
+        """The one that serves in `folder`; None when there is none, or it does not answer."""
+        try:
+            note = json.loads(await asyncio.to_thread((folder / _NOTE).read_bytes))
+            client = await LauncherClient.connect(str(folder / "socket"))
+        except (OSError, ValueError, LauncherGone):
+            return None
+        try:
+            async with asyncio.timeout(_ADOPT_TIMEOUT_S):
+                answer = await client.request({"op": "usage", "secret": note["secret"]})
+            return cls(folder, secret=note["secret"], pid=answer["pid"], missing=answer["missing"], process=None)
+        except (TimeoutError, SandboxError, ProcessLookupError):
+            return None
+        finally:
+            client.close()
+
+    def leave_note(self) -> None:
+        """Let the next provider of this folder adopt it."""
+        path = self._folder / _NOTE
+        with os.fdopen(os.open(path.with_suffix(".new"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump({"secret": self.secret, "pid": self.pid}, file)
+        path.with_suffix(".new").rename(path)
+
+    @property
+    def alive(self) -> bool:
+        poll = select.poll()
+        poll.register(self._handle, select.POLLIN)
+        return not poll.poll(0)
+
+    async def kill(self) -> None:
+        """Its sandboxes die with it."""
+        self._send(signal.SIGKILL)
+        await self._ended()
+
+    async def end(self) -> None:
+        """Let it kill its sandboxes, remove what they leave and go."""
+        self._send(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._ended()
+        except TimeoutError:
+            await self.kill()
+
+    def close(self) -> None:
+        """Let go of it; it runs on, or has ended."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def _send(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
+
+    async def _ended(self) -> None:
+        if self._process is not None:
+            await self._process.wait()
+            return
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        loop.add_reader(self._handle, ended.set)
+        try:
+            await ended.wait()
+        finally:
+            loop.remove_reader(self._handle)
+
+
+async def _introduce(process: asyncio.subprocess.Process, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Send the settings and wait until it serves."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps(settings).encode() + b"\n")
+    with suppress(ConnectionError):
+        await process.stdin.drain()
+    line = await process.stdout.readline()
+    if not line:
+        raise LauncherGone("the launcher ended while it started: see its standard error")
+    answer: dict[str, Any] = json.loads(line)
+    if "error" in answer:
+        raise NamespacesUnavailable(str(answer["error"]))
+    return answer
+
+
+def runtime_folder(chosen: Path | None) -> Path:
+    """Where the folders of this user's launchers lie."""
+    return chosen or Path(tempfile.gettempdir()) / f"headrace-sandboxes-{os.getuid()}"
+
+
+def make_folder(parent: Path) -> Path:
+    """A private folder `<owner pid>-<random>`; those whose owner is dead and where nobody listens are removed.
+
+    Raises SpecRefused, SandboxError.
+    """
+    _make_private(parent)
+    for folder in parent.iterdir():
+        owner = folder.name.partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and not _listens(folder / "socket"):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent))
+
+
+def _make_private(folder: Path) -> None:
+    if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES - len(f"/{os.getpid()}-12345678"):
+        raise SpecRefused(f"{folder} is too long for a unix socket: choose a shorter path (runtime_folder, stays_in)")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise SandboxError(f"{folder} must belong to this user with mode 700: remove it or choose another")
+
+
+@asynccontextmanager
+async def locked_folder(folder: Path) -> AsyncIterator[None]:
+    """Make the folder of a launcher that stays, and keep others from starting one there meanwhile."""
+    await asyncio.to_thread(_make_private, folder)
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        await asyncio.to_thread(fcntl.flock, descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove_socket(folder: Path) -> None:
+    """Of a dead launcher."""
+    (folder / "socket").unlink(missing_ok=True)
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,259 @@
+"""A sandbox of some launcher on this host, by its ref, from any process.
+
+Invariants:
+- Output is captured here, by pipes that lead straight from the command to this process.
+- The deadline of a command is kept inside the sandbox; a sandbox that does not answer even then is killed as a whole,
+  unless it was paused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, ImageRef, SandboxUsage
+from headrace.sandboxes.capture import OutputCapture, memory_file
+from headrace.sandboxes.errors import (
+    ExecTimeout,
+    LauncherGone,
+    SandboxFileError,
+    SandboxGone,
+    SpecRefused,
+    Unsupported,
+)
+from headrace.sandboxes.launcher.commands import EXIT_FILE_ERROR
+from headrace.sandboxes.launcher.wire import close_all
+from headrace.sandboxes.local.client import open_null
+from headrace.sandboxes.local.exposed import is_below, relay
+from headrace.sandboxes.local.process import OUTPUT_GRACE_S, LocalProcess
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+    from pathlib import Path
+
+    from headrace.sandboxes.base import HostPort, SandboxId, SandboxRef, TerminalSize
+    from headrace.sandboxes.launcher.wire import Message
+    from headrace.sandboxes.local.client import LauncherClient, LauncherConnections
+
+_FILE_TIMEOUT_S: Final = 60.0
+_ANSWER_GRACE_S: Final = 20.0
+
+
+class _Done(NamedTuple):
+    answer: Message
+    stdout: bytes
+    stderr: bytes
+    truncated: bool
+
+
+def _kept_result(answer: Message) -> _Done:
+    """What the first caller of an exec_id left: its standard output and error in one file."""
+    [descriptor] = answer["descriptors"]
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(0)
+        stdout = file.read(answer["stdout_bytes"])
+        return _Done(answer, stdout, file.read(), truncated=answer["truncated"])
+
+
+class LocalSandbox:
+    """A sandbox of some launcher on this host, by its ref. Every method raises SandboxGone once it is dead."""
+
+    def __init__(self, ref: SandboxRef, connections: LauncherConnections) -> None:
+        self._ref = ref
+        self._connections = connections
+
+    @property
+    def id(self) -> SandboxId:
+        return self._ref.id
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        user: str = "root",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float,
+        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
+        exec_id: str | None = None,
+    ) -> ExecResult:
+        """See `Sandbox.exec`. A command whose daemon holds its output returns 0.2 s after the command's own end."""
+        message = {"op": "exec", "command": command, "user": user, "env": dict(env or {}), "cwd": cwd}
+        if exec_id is not None:
+            message["exec_id"] = exec_id
+        done = await self._run(message, stdin, timeout_s, max_output_bytes)
+        if exec_id is not None:
+            done = await self._share(exec_id, done)
+        if done.answer["timed_out"]:
+            raise ExecTimeout(f"command ran longer than timeout_s={timeout_s} and was killed: {command[:200]!r}")
+        return ExecResult(
+            exit_code=done.answer["exit_code"],
+            stdout=done.stdout,
+            stderr=done.stderr,
+            truncated=done.truncated,
+            duration_s=done.answer["duration_s"],
+        )
+
+    async def _share(self, exec_id: str, done: _Done) -> _Done:
+        """Leave the result with the launcher for whoever names the id again; or it is such a result already."""
+        if "stdout_bytes" in done.answer:
+            return _kept_result(done.answer)
+        kept = {**done.answer, "stdout_bytes": len(done.stdout), "truncated": done.truncated}
+        with suppress(SandboxGone):
+            output = memory_file(done.stdout + done.stderr)
+            await self._request({"op": "keep", "exec_id": exec_id, "result": kept}, (output,))
+        return done
+
+    async def spawn(
+        self,
+        command: str | Sequence[str],
+        *,
+        user: str = "root",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bool = False,
+        terminal: TerminalSize | None = None,
+        timeout_s: float | None = None,
+    ) -> LocalProcess:
+        """See `Sandbox.spawn`."""
+        program = command if isinstance(command, str) else list(command)
+        message = {"op": "spawn", "command": program, "user": user, "env": dict(env or {}), "cwd": cwd}
+        client = await self._client()
+        named = self._named({**message, "timeout_s": timeout_s})
+        return await LocalProcess.start(client, named, stdin=stdin, terminal=terminal)
+
+    async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
+        message = {"op": "read", "path": path, "user": user, "max_bytes": max_bytes}
+        return await self._file_operation(message, None, max_bytes)
+
+    async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
+        if isinstance(data, bytes):
+            await self.write_many({path: data}, user=user)
+            return
+        with await asyncio.to_thread(data.open, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            await self._file_operation({"op": "write", "files": [(path, size)], "user": user}, file.fileno(), 4096)
+
+    async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
+        sizes = [(path, len(data)) for path, data in files.items()]
+        await self._file_operation({"op": "write", "files": sizes, "user": user}, b"".join(files.values()), 4096)
+
+    async def _file_operation(self, message: Message, stdin: bytes | int | None, max_bytes: int) -> bytes:
+        done = await self._run(message, stdin, _FILE_TIMEOUT_S, max(max_bytes, 4096))
+        exit_code = done.answer["exit_code"]
+        if done.answer["timed_out"]:
+            raise SandboxFileError(f"file operation took longer than {_FILE_TIMEOUT_S} s")
+        if exit_code == EXIT_FILE_ERROR:
+            raise SandboxFileError(done.stderr.decode(errors="replace").strip())
+        if exit_code != 0:
+            raise SandboxFileError(f"file operation ended with {exit_code}")
+        return done.stdout
+
+    async def _run(self, message: Message, stdin: bytes | int | None, timeout_s: float, max_output_bytes: int) -> _Done:
+        """`stdin` may be an open file, which stays the caller's."""
+        async with OutputCapture(max_output_bytes) as out, OutputCapture(max_output_bytes) as err:
+            match stdin:
+                case None:
+                    source = open_null()
+                case bytes():
+                    source = memory_file(stdin)
+                case descriptor:
+                    source = os.dup(descriptor)
+            descriptors = (source, out.write_end, err.write_end)
+            answer = await self._timed_request({**message, "timeout_s": timeout_s}, descriptors, timeout_s)
+            stdout = await out.finish(OUTPUT_GRACE_S)
+            stderr = await err.finish(OUTPUT_GRACE_S if not out.held else 0)
+        return _Done(answer, stdout, stderr, truncated=out.truncated or err.truncated)
+
+    async def _timed_request(self, message: Message, descriptors: tuple[int, ...], timeout_s: float) -> Message:
+        """The deadline is kept inside the sandbox; one that does not answer even then is killed as a whole, unless it
+        was paused meanwhile."""
+        answering = asyncio.ensure_future(self._request(message, descriptors))
+        try:
+            seen_s = 0.0
+            while not (await asyncio.wait((answering,), timeout=timeout_s + _ANSWER_GRACE_S))[0]:
+                state = await self._request({"op": "state"})
+                if state["state"] != "paused" and state["paused_s"] == seen_s:
+                    await self.kill()
+                    text = f"sandbox {self.id} did not answer after timeout_s={timeout_s} and was killed"
+                    raise ExecTimeout(text)
+                seen_s = state["paused_s"]
+            return await answering
+        finally:
+            if not answering.done():
+                answering.cancel()
+                await asyncio.wait((answering,))
+            elif not answering.cancelled():
+                # Retrieved here where nobody asks for it any more.
+                answering.exception()
+
+    async def freeze(self) -> None:
+        await self._request({"op": "freeze"})
+
+    @asynccontextmanager
+    async def expose(self, port: int, target: HostPort, prefix: str) -> AsyncIterator[None]:
+        """See `Sandbox.expose`."""
+        if not prefix.startswith("/") or not is_below(prefix, prefix):
+            raise SpecRefused(f"prefix {prefix!r}: a plain URL path that begins with /")
+        answer = await self._request({"op": "listen", "port": port})
+        with socket.socket(fileno=answer["descriptors"][0]) as listener:
+            async with relay(listener, target, prefix):
+                yield
+
+    async def snapshot(self) -> ImageRef:
+        """See `Sandbox.snapshot`. The image lives in memory, as long as its launcher or until `drop_image`."""
+        return ImageRef((await self._request({"op": "snapshot"}))["image"])
+
+    async def pause(self) -> None:
+        await self._request({"op": "pause"})
+
+    async def resume(self) -> None:
+        await self._request({"op": "resume"})
+
+    async def usage(self) -> SandboxUsage:
+        """Raises Unsupported where control groups do not count memory, processor time or processes."""
+        state = await self._request({"op": "state"})
+        try:
+            return SandboxUsage(
+                cpu_s=state["cpu_s"],
+                memory_bytes=state["memory_bytes"],
+                memory_limit_bytes=state["limits"]["memory_bytes"],
+                disk_bytes=state["disk_bytes"],
+                disk_limit_bytes=state["disk_limit_bytes"],
+                processes=state["processes"],
+                cpus=state["limits"]["cpus"],
+                oom_kills=state["oom_kills"],
+            )
+        except KeyError as error:
+            raise Unsupported(f"usage: this machine does not count {error}; see headrace doctor") from error
+
+    async def renew(self, ttl_s: float) -> None:
+        await self._request({"op": "renew", "ttl_s": ttl_s})
+
+    async def kill(self) -> None:
+        with suppress(SandboxGone):
+            await self._request({"op": "kill"})
+
+    async def _request(self, message: Message, descriptors: tuple[int, ...] = ()) -> Message:
+        try:
+            client = await self._client()
+        except SandboxGone:
+            close_all(descriptors)
+            raise
+        try:
+            return await client.request(self._named(message), descriptors)
+        except LauncherGone as error:
+            raise SandboxGone(str(error)) from error
+
+    def _named(self, message: Message) -> Message:
+        return {**message, "sandbox": self._ref.id, "secret": self._ref.secret}
+
+    async def _client(self) -> LauncherClient:
+        try:
+            return await self._connections.get(self._ref.endpoint)
+        except LauncherGone as error:
+            raise SandboxGone(str(error)) from error

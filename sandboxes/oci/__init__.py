@@ -1,0 +1,1 @@
+"""Sandboxes by runc and runsc, without a daemon."""

@@ -1,0 +1,250 @@
+"""A command in a container, seen from this process: its parent `oci_exec`, its streams, its end.
+
+Invariants: whoever waits is answered by what `oci_exec` reports, or by its end; nothing is buffered here beyond the
+pipes; a tree is killed by telling `oci_exec`, which is its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from headrace.sandboxes.base import Output, Stream
+from headrace.sandboxes.errors import ExecTimeout, SandboxFileError, SandboxGone, SpecRefused
+from headrace.sandboxes.launcher.stdlib_process import stdlib_command
+from headrace.sandboxes.launcher.wire import close_all
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from headrace.sandboxes.base import TerminalSize
+
+_READ_BYTES: Final = 1 << 16
+_OUTPUT_GRACE_S: Final = 0.2
+_KILLED: Final = 128 + signal.SIGKILL
+
+
+class CommandEnd(NamedTuple):
+    """How a command ended. `exit_code` is None when its parent died without a word."""
+
+    exit_code: int | None
+    timed_out: bool
+    duration_s: float
+
+
+class RunningCommand:
+    """Made by `start`. `begun` is set once `pid` is known or the command has ended, `ended` with `end`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, status: int) -> None:
+        self._process = process
+        self._status = status
+        self._text = b""
+        self.begun = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.pid = 0
+        """On this host; 0 when it ended before it could be seen."""
+        self.end = CommandEnd(None, False, 0.0)
+        os.set_blocking(status, False)
+        asyncio.get_running_loop().add_reader(status, self._on_status)
+
+    @classmethod
+    async def start(cls, order: dict[str, Any], descriptors: Sequence[int]) -> RunningCommand:
+        """Start `oci_exec` with three standard streams, which it owns from now on. Raises OSError."""
+        status_read, status_write = os.pipe2(os.O_CLOEXEC)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *stdlib_command("oci.exec"),
+                json.dumps({**order, "status": status_write}),
+                stdin=descriptors[0],
+                stdout=descriptors[1],
+                stderr=descriptors[2],
+                pass_fds=(status_write,),
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(status_read)
+            raise
+        finally:
+            os.close(status_write)
+            close_all(descriptors)
+        return cls(process, status_read)
+
+    def _on_status(self) -> None:
+        try:
+            data = os.read(self._status, 4096)
+        except BlockingIOError:
+            return
+        *lines, self._text = (self._text + data).split(b"\n")
+        for line in lines:
+            row = json.loads(line)
+            if "pid" in row:
+                self.pid = int(row["pid"])
+            else:
+                self.end = CommandEnd(row["exit_code"], bool(row["timed_out"]), float(row["duration_s"]))
+            self.begun.set()
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._status)
+            os.close(self._status)
+            self.begun.set()
+            self.ended.set()
+
+    async def wait(self) -> CommandEnd:
+        """Wait for the end; a cancel kills the command's tree before it returns."""
+        try:
+            await self.ended.wait()
+            await self._process.wait()
+        finally:
+            if self._process.returncode is None:
+                await asyncio.shield(self.stop())
+        return self.end
+
+    async def stop(self) -> None:
+        """Kill the tree. Idempotent."""
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+            await self._process.wait()
+
+
+class OciProcess:
+    """See `Process`. `check` raises SandboxGone when the sandbox is dead."""
+
+    def __init__(
+        self,
+        running: RunningCommand,
+        *,
+        stdin: int | None,
+        streams: dict[Stream, int],
+        timeout_s: float | None,
+        check: Callable[[], object],
+    ) -> None:
+        self._running = running
+        self._stdin = stdin
+        self._open = streams
+        self._timeout_s = timeout_s
+        self._check = check
+        self._killed = False
+        self._pid = _inner_pid(running.pid)
+        self._descriptors = {descriptor for descriptor in (stdin, *streams.values()) if descriptor is not None}
+        for descriptor in self._descriptors:
+            os.set_blocking(descriptor, False)
+        weakref.finalize(self, close_all, self._descriptors)
+
+    @property
+    def pid(self) -> int:
+        return self._pid
+
+    async def output(self) -> AsyncIterator[Output]:
+        """See `Process.output`."""
+        while readable := await self._readable():
+            for stream in readable:
+                data = os.read(self._open[stream], _READ_BYTES)
+                if data:
+                    yield Output(stream=stream, data=data)
+                else:
+                    self._close(self._open.pop(stream))
+        while self._open:
+            self._close(self._open.popitem()[1])
+
+    async def _readable(self) -> list[Stream]:
+        """Streams with something to read; none once all have ended, or the grace after the command's end is over."""
+        if not self._open:
+            return []
+        loop = asyncio.get_running_loop()
+        ready, ended = asyncio.Event(), asyncio.create_task(self._running.ended.wait())
+        reading = asyncio.create_task(ready.wait())
+        for descriptor in self._open.values():
+            loop.add_reader(descriptor, ready.set)
+        try:
+            await asyncio.wait((reading, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not ready.is_set():
+                await asyncio.wait((reading,), timeout=_OUTPUT_GRACE_S)
+        finally:
+            for descriptor in self._open.values():
+                loop.remove_reader(descriptor)
+            reading.cancel()
+            ended.cancel()
+        poll = select.poll()
+        for descriptor in self._open.values():
+            poll.register(descriptor, select.POLLIN)
+        found = {descriptor for descriptor, _ in poll.poll(0)}
+        return [stream for stream, descriptor in self._open.items() if descriptor in found]
+
+    def _close(self, descriptor: int) -> None:
+        self._descriptors.discard(descriptor)
+        os.close(descriptor)
+
+    async def write_stdin(self, data: bytes) -> None:
+        """See `Process.write_stdin`."""
+        view = memoryview(data)
+        while view:
+            if self._stdin is None or self._running.ended.is_set():
+                raise SandboxFileError("standard input is closed, or the command has ended")
+            try:
+                view = view[os.write(self._stdin, view) :]
+            except BlockingIOError:
+                await self._writable(self._stdin)
+            except BrokenPipeError as error:
+                raise SandboxFileError("standard input is closed: nobody reads it") from error
+
+    async def _writable(self, descriptor: int) -> None:
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        loop.add_writer(descriptor, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_writer(descriptor)
+
+    async def close_stdin(self) -> None:
+        """See `Process.close_stdin`."""
+        descriptor, self._stdin = self._stdin, None
+        if descriptor is not None:
+            self._close(descriptor)
+
+    async def signal(self, number: int) -> None:
+        """See `Process.signal`."""
+        if self._running.ended.is_set():
+            return
+        if number == signal.SIGKILL:
+            self._killed = True
+            await self._running.stop()
+            return
+        # Its parent has not taken its end yet, so the number is still its own.
+        with suppress(ProcessLookupError):
+            os.kill(self._running.pid, number)
+
+    async def resize(self, size: TerminalSize) -> None:
+        raise SpecRefused(f"no terminal to make {size.rows} rows high")
+
+    async def wait(self) -> int:
+        """See `Process.wait`."""
+        await self._running.ended.wait()
+        end = self._running.end
+        if self._killed:
+            return _KILLED
+        if end.timed_out:
+            raise ExecTimeout(f"command ran longer than timeout_s={self._timeout_s} and was killed")
+        if end.exit_code in (None, _KILLED):
+            self._check()
+        if end.exit_code is None:
+            raise SandboxGone("the command's parent process died, and the command with it")
+        return end.exit_code
+
+
+def _inner_pid(pid: int) -> int:
+    """The number of a process in the innermost pid namespace (`NSpid` of proc(5)); 0 when it is gone."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    return 0

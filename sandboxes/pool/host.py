@@ -1,0 +1,119 @@
+"""One host or account of a pool: its provider, and the gate before its boots.
+
+Invariants:
+- Whoever waits is told as soon as it may boot: when a place is given back, when a token comes, when a probe is due.
+- Whoever stops waiting, or is granted while it stops, leaves no place taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from headrace.sandboxes.pool.admission import Admission
+from headrace.sandboxes.pool.circuit_breaker import BreakerState
+from headrace.sandboxes.pool.placement import HostView
+
+if TYPE_CHECKING:
+    from headrace.sandboxes.base import SandboxProvider
+    from headrace.sandboxes.pool.admission import AdmissionConfig
+    from headrace.sandboxes.pool.places import Priority, Ticket
+
+
+class Host:
+    """`close` it when nothing waits any more. `waits` is set whenever somebody has to."""
+
+    def __init__(self, name: str, provider: SandboxProvider, config: AdmissionConfig, waits: asyncio.Event) -> None:
+        self.name = name
+        self.provider = provider
+        self.admission = Admission(config)
+        self.images: set[str] = set()
+        """Images that booted here."""
+        self._waits = waits
+        self._granted: dict[Ticket, asyncio.Future[bool]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    @property
+    def breaker(self) -> BreakerState:
+        return self.admission.breaker(self._now())
+
+    @property
+    def takes_boots(self) -> bool:
+        """Its breaker lets them through; the first one after a bad time is the probe."""
+        state = self.breaker
+        idle = self.admission.waiting + self.admission.booting == 0
+        return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and idle)
+
+    def view(self, image: str) -> HostView:
+        return HostView(
+            name=self.name,
+            is_open=self.takes_boots,
+            load=self.admission.load,
+            has_image=image in self.images,
+        )
+
+    def has_room(self, priority: Priority) -> bool:
+        return self.admission.has_room(priority)
+
+    async def admitted(self, ticket: Ticket, *, again: bool) -> bool:
+        """Wait for the right to boot. False: this host takes no boots for now. Raises CapacityExceeded at once."""
+        self.admission.ask(ticket, self._now(), again=again)
+        granted: asyncio.Future[bool]
+        granted = self._granted[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            self._pump()
+            if not granted.done():
+                self._waits.set()
+            return await granted
+        except BaseException:
+            self.leave(ticket)
+            raise
+        finally:
+            del self._granted[ticket]
+
+    def turn_away(self) -> None:
+        """Let those who wait here go elsewhere."""
+        for ticket, granted in self._granted.items():
+            if not granted.done():
+                self.admission.leave(ticket)
+                granted.set_result(False)
+
+    def booted(self, ticket: Ticket, image: str) -> None:
+        self.images.add(image)
+        self.admission.booted(ticket)
+        self._pump()
+
+    def failed(self, ticket: Ticket, error: BaseException) -> None:
+        self.admission.failed(ticket, error, self._now())
+        self._pump()
+
+    def adopt(self, ticket: Ticket, image: str) -> None:
+        self.images.add(image)
+        self.admission.adopt(ticket)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Give a place back. Idempotent."""
+        self.admission.leave(ticket)
+        self._pump()
+
+    def _pump(self) -> None:
+        for ticket in self.admission.grant(self._now()):
+            granted = self._granted.get(ticket)
+            if granted is None or granted.done():
+                # It stopped waiting in this very moment; its place is given back by whoever waited.
+                continue
+            granted.set_result(True)
+        self._set_timer(self.admission.next_grant_s(self._now()))
+
+    def _set_timer(self, wait_s: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if wait_s is None else asyncio.get_running_loop().call_later(wait_s, self._pump)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

@@ -1,0 +1,291 @@
+"""The sandbox pool: leases of sandboxes over one or several hosts, in plain asyncio.
+
+Invariants:
+- Every spec of a `lease` ends as a ref or as a typed error, in its order; one failure ends no sibling.
+- A lease that is cancelled leaves no sandbox behind. Releases, renewals and freezes never wait for a boot.
+- What is leased has a deadline; what nobody renews is killed, by the pool, or by its provider when the pool is gone.
+- A pool that starts again on its ledger has what it had, and kills what is nobody's (see `Custody`, `Reaper`).
+- Places of sandboxes that died by themselves come back: while somebody waits, the provider is asked who still lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Self
+
+from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SandboxGone
+from headrace.sandboxes.pool.booting import EVALUATE, PURPOSE_LABEL, Booter, Lease, LeaseRequest
+from headrace.sandboxes.pool.config import PoolConfig
+from headrace.sandboxes.pool.custody import Custody
+from headrace.sandboxes.pool.holdings import Held
+from headrace.sandboxes.pool.host import Host
+from headrace.sandboxes.pool.ledger import Drop, EntryState, SandboxLedger
+from headrace.sandboxes.pool.ledger_writer import LedgerWriter
+from headrace.sandboxes.pool.places import Priority, Ticket
+from headrace.sandboxes.pool.reaper import Reaper
+from headrace.sandboxes.pool.status import PoolStatus, Totals, status_of
+from headrace.sandboxes.pool.teardown import Teardown
+from headrace.sandboxes.pool.underway import Underway
+from headrace.sandboxes.pool.warm import WarmStock
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+    from types import TracebackType
+
+    from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
+    from headrace.sandboxes.pool.ledger import Entry
+
+
+class Pool:
+    """Leases sandboxes of `hosts` (providers by name), which it closes with itself; an async context manager.
+
+    The ledger is closed too; without one the pool forgets everything with its process. `owner` labels its sandboxes,
+    so that pools can share an account; by default it is the ledger's own name. `clock` gives Unix seconds."""
+
+    def __init__(
+        self,
+        hosts: Mapping[str, SandboxProvider],
+        config: PoolConfig | None = None,
+        *,
+        ledger: SandboxLedger | None = None,
+        owner: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config or PoolConfig()
+        self._ledger = ledger or SandboxLedger.in_memory()
+        self._writer = LedgerWriter(self._ledger)
+        self._custody = Custody(self._writer, settle_s=self._config.create_timeout_s, clock=clock)
+        self._hosts = {
+            name: Host(name, provider, self._config, self._custody.changed) for name, provider in hosts.items()
+        }
+        self.owner = owner or self._ledger.owner
+        self._totals = Totals()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            stack.callback(self._ledger.close)
+            for host in self._hosts.values():
+                stack.push_async_callback(host.provider.aclose)
+                stack.callback(host.close)
+            stack.push_async_callback(self._writer.close)
+            background = await stack.enter_async_context(_background())
+            await self._begin(background)
+            self._stack = stack.pop_all()
+        return self
+
+    async def _begin(self, tasks: asyncio.TaskGroup) -> None:
+        """Everything that runs by itself; returns when every host was looked at once."""
+        parts = (self._hosts, self._custody)
+        self._teardown = Teardown(*parts, self._config, tasks)
+        self._reaper = Reaper(*parts, self._teardown, self._config, self.owner, tasks)
+        self._booter = Booter(*parts, self._config, self.owner, lambda host: self._warm.give_way(host))
+        self._warm = WarmStock(*parts, self._booter, self._config, tasks, self.renew_holder)
+        self._underway = Underway(tasks)
+        self._renewals = asyncio.Semaphore(self._config.teardown_concurrency)
+        tasks.create_task(self._writer.run())
+        for entry in self._ledger.load():
+            self._recover(entry)
+        looks = [self._reaper.look(host) for host in self._hosts.values()]
+        tasks.create_task(self._reaper.run())
+        tasks.create_task(self._warm.run())
+        await asyncio.wait(looks)
+
+    def _recover(self, entry: Entry) -> None:
+        """One row of an earlier life: adopted, to be killed, or looked for."""
+        host = self._hosts.get(entry.host)
+        if host is None:
+            self._writer.post(Drop(entry.host, entry.key))
+        elif entry.ref is None:
+            self._custody.suspect(entry.host, entry.key)
+        else:
+            deadline_s = self._custody.loop_s(entry.deadline_s)
+            priority = Priority.EVALUATION if entry.evaluation else Priority.ROLLOUT
+            held = Held(
+                ref=entry.ref,
+                host=entry.host,
+                key=entry.key,
+                holder=entry.holder,
+                request_key=entry.request_key,
+                image=entry.image,
+                ticket=Ticket(priority, self._booter.number()),
+                deadline_s=deadline_s,
+                dies_at_s=deadline_s,
+                frozen=entry.frozen,
+                ending=entry.state is EntryState.ENDING,
+            )
+            self._custody.add(held)
+            if not held.frozen:
+                host.adopt(held.ticket, held.image)
+            self._totals.adopted += not held.ending
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.aclose()
+        else:
+            # Nothing of it may work any more; the providers end what is theirs, and leases the rest.
+            await self._stack.aclose()
+
+    async def aclose(self) -> None:
+        """End every sandbox of the pool, then the providers. Idempotent."""
+        stack, self._stack = self._stack, AsyncExitStack()
+        async with stack:
+            await self._underway.cancel_all()
+            await self.release([held.ref.id for held in self._custody.holdings])
+
+    async def lease(self, specs: Sequence[SandboxSpec]) -> list[SandboxRef | SandboxError]:
+        """Boot one sandbox for each spec. Errors are results, in the order of the specs."""
+
+        async def one(spec: SandboxSpec) -> SandboxRef | SandboxError:
+            try:
+                return (await self.lease_one(LeaseRequest(spec=spec))).ref
+            except SandboxError as error:
+                return error
+
+        tasks: list[asyncio.Task[SandboxRef | SandboxError]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks.extend(group.create_task(one(spec)) for spec in specs)
+        except asyncio.CancelledError:
+            done = (task.result() for task in tasks if not task.cancelled())
+            await self.release([result.id for result in done if not isinstance(result, SandboxError)])
+            raise
+        return [task.result() for task in tasks]
+
+    async def lease_one(self, request: LeaseRequest) -> Lease:
+        """A sandbox of this request's own, or, when its holder asked with the same idempotency key before, that one.
+
+        Raises SandboxError; what is cancelled leaves nothing."""
+        return await self._underway.join(
+            request.holder, request.spec.idempotency_key, lambda: self._lease(request), self._give_up
+        )
+
+    async def _lease(self, request: LeaseRequest) -> Lease:
+        spec = request.spec
+        if spec.idempotency_key and (known := self._custody.holdings.find(request.holder, spec.idempotency_key)):
+            return Lease(ref=known.ref)
+        if (warm := await self._warm.take(request)) is not None:
+            return Lease(ref=warm.ref)
+        try:
+            lease = await self._booter.boot(request, request.priority)
+        except SandboxError:
+            self._totals.failed += 1
+            raise
+        self._totals.booted += 1
+        return lease
+
+    def _give_up(self, lease: Lease) -> None:
+        """Nobody waits for it any more."""
+        if (held := self._custody.holdings.get(lease.ref.id)) is not None:
+            self._custody.end(held)
+
+    async def release(self, ids: Iterable[SandboxId]) -> None:
+        """Kill sandboxes and drop their layers: one try each, the reaper sees to the rest. Unknown ids are ignored;
+        idempotent."""
+        await self._end([held for held in map(self._custody.holdings.get, ids) if held is not None])
+
+    async def _end(self, ending: Sequence[Held]) -> None:
+        for held in ending:
+            self._custody.end(held)
+        self._totals.released += len(ending)
+        if ending:
+            await asyncio.wait([self._teardown.start(held) for held in ending])
+
+    async def release_holder(self, holder: str) -> None:
+        """Release everything a holder has, and break off its boots. Idempotent."""
+        await self._underway.cancel(holder)
+        await self._end(self._custody.holdings.of_holder(holder))
+
+    async def freeze(self, ids: Iterable[SandboxId]) -> list[SandboxError | None]:
+        """Kill the processes, keep the files; the place is free again. Errors are results, in the order of the ids.
+        What is already gone stays gone."""
+        async with asyncio.TaskGroup() as group:
+            freezing = [group.create_task(self._freeze_one(sandbox_id)) for sandbox_id in ids]
+        return [task.result() for task in freezing]
+
+    async def _freeze_one(self, sandbox_id: SandboxId) -> SandboxError | None:
+        held = self._custody.holdings.get(sandbox_id)
+        if held is None or held.frozen:
+            return None
+        host = self._hosts[held.host]
+        try:
+            async with asyncio.timeout(self._config.answer_timeout_s):
+                sandbox = await host.provider.attach(held.ref)
+                await sandbox.freeze()
+        except SandboxGone:
+            self._lost(held)
+            return None
+        except SandboxError as error:
+            return error
+        except TimeoutError:
+            return ProviderUnreachable(f"host {held.host} did not freeze sandbox {sandbox_id} in time")
+        if not held.ending:
+            self._custody.frozen(held)
+            host.leave(held.ticket)
+        return None
+
+    def _lost(self, held: Held) -> None:
+        was_ending = held.ending
+        if self._teardown.forget(held) and not was_ending:
+            self._totals.lost += 1
+
+    async def renew(self, ids: Iterable[SandboxId], ttl_s: float) -> list[SandboxId]:
+        """Let the leases end `ttl_s` seconds from now. Returns the ids that are gone."""
+        leased = {sandbox_id: self._custody.holdings.get(sandbox_id) for sandbox_id in ids}
+        lost = [sandbox_id for sandbox_id, held in leased.items() if held is None]
+        found = [held for held in leased.values() if held is not None]
+        for held in found:
+            self._custody.renew(held, asyncio.get_running_loop().time() + ttl_s)
+        return lost + await self._renew_at_providers(found, ttl_s)
+
+    async def renew_holder(self, holder: str, ttl_s: float) -> list[SandboxId]:
+        """The heartbeat of a holder: no lease of it ends before `ttl_s` from now. Returns the ids that turn out to be
+        gone."""
+        renewed = self._custody.renew_holder(holder, asyncio.get_running_loop().time() + ttl_s)
+        return await self._renew_at_providers(renewed, ttl_s)
+
+    async def _renew_at_providers(self, renewed: Sequence[Held], ttl_s: float) -> list[SandboxId]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._renew_one(held, ttl_s)) for held in renewed]
+        return [held.ref.id for held, task in zip(renewed, tasks, strict=True) if not task.result()]
+
+    async def _renew_one(self, held: Held, ttl_s: float) -> bool:
+        """False when it is gone; a host that does not answer is asked again with the next heartbeat."""
+        with suppress(SandboxError, TimeoutError):
+            try:
+                async with self._renewals, asyncio.timeout(self._config.answer_timeout_s):
+                    sandbox = await self._hosts[held.host].provider.attach(held.ref)
+                    await sandbox.renew(ttl_s)
+                held.dies_at_s = asyncio.get_running_loop().time() + ttl_s
+            except SandboxGone:
+                self._lost(held)
+                return False
+        return True
+
+    async def status(self) -> PoolStatus:
+        """Counts now, and totals since the pool began."""
+        return status_of(
+            self._hosts, self._custody.holdings, self._totals, self._booter, self._teardown, self._reaper, self._warm
+        )
+
+
+class _Closing(Exception):
+    """Ends the background tasks of a pool."""
+
+
+@asynccontextmanager
+async def _background() -> AsyncIterator[asyncio.TaskGroup]:
+    """Tasks that are cancelled when the block ends, and end it when one of them fails."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+            raise _Closing
+    except* _Closing:
+        pass
+
+
+__all__ = ["EVALUATE", "PURPOSE_LABEL", "Pool", "PoolConfig", "PoolStatus"]

@@ -1,0 +1,1 @@
+"""A provider with a latency and failure model, for plans and tests."""

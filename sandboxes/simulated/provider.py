@@ -1,0 +1,283 @@
+"""A provider with a latency and failure model instead of sandboxes: for virtual time, tuning and fault tests.
+
+Invariants:
+- Time comes from the running event loop alone, chance from the seed alone: under a virtual-time loop a history repeats.
+- It behaves as a service behind a wire: a create that its caller gave up goes on, one that ends in ProviderUnreachable
+  may have made a sandbox, and a sandbox nobody renews dies at the end of its lease.
+- The same idempotency key is the same sandbox while that one lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef
+from headrace.sandboxes.errors import (
+    BootFailed,
+    CapacityExceeded,
+    ImageUnknown,
+    ProviderUnreachable,
+    RateLimited,
+    SandboxGone,
+)
+from headrace.sandboxes.pool.token_bucket import TokenBucket
+from headrace.sandboxes.simulated.sandbox import SimulatedSandbox, SimulatedState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headrace.sandboxes.base import SandboxSpec
+
+PROVIDER: Final = "simulated"
+SUCCESS: Final = ExecResult(exit_code=0, stdout=b"", stderr=b"", truncated=False, duration_s=0.0)
+
+
+class SimulationConfig(BaseModel):
+    """How fast, how large and how reliable the simulated host is. Chances are from 0 to 1."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int = 0
+    """Of all chance."""
+    capacity: int = Field(default=1000, ge=1)
+    """Sandboxes that boot or live at once; further creates end in CapacityExceeded."""
+    boot_s: float = Field(default=1.0, gt=0)
+    """Median of the boot times."""
+    boot_sigma: float = Field(default=0.5, ge=0)
+    """Standard deviation of their logarithm."""
+    answer_s: float = Field(default=0.01, ge=0)
+    """Time of every other call."""
+    exec_s: float = Field(default=0.1, ge=0)
+    """Time of a command."""
+    creates_per_s: float | None = Field(default=None, gt=0)
+    """Creates above this rate are shed with RateLimited; None for no limit."""
+    retry_after_s: float = Field(default=1.0, ge=0)
+    """What a shed create is told."""
+    boot_failure: float = Field(default=0.0, ge=0, le=1)
+    """Chance of BootFailed."""
+    ambiguous: float = Field(default=0.0, ge=0, le=1)
+    """Chance that a create makes a sandbox and ends in ProviderUnreachable."""
+    lost_create: float = Field(default=0.0, ge=0, le=1)
+    """Chance that a create never answers; every second one of these makes a sandbox."""
+    stuck_sandbox: float = Field(default=0.0, ge=0, le=1)
+    """Chance that a sandbox lives but answers no command."""
+    kill_failure: float = Field(default=0.0, ge=0, le=1)
+    """Chance that a kill ends in ProviderUnreachable and does nothing."""
+    life_s: float | None = Field(default=None, gt=0)
+    """Mean life of a sandbox that dies by itself; None for none that does."""
+    ends_leases: bool = True
+    """Whether a sandbox dies at the end of its lease; without that its pool alone keeps the account clean."""
+    images: tuple[str, ...] | None = None
+    """Images it knows; None for all."""
+    features: frozenset[Feature] = frozenset({Feature.FREEZE, Feature.EXEC_ID})
+    """What it says it has."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulatedCounts:
+    """Totals since the provider was made."""
+
+    create_times_s: list[float] = field(default_factory=list)
+    """When each create arrived, shed ones too."""
+    shed: int = 0
+    born_by_key: Counter[str] = field(default_factory=Counter)
+    """Sandboxes that came to life, by idempotency key."""
+    killed: int = 0
+    died: int = 0
+    """Ended by themselves: their own death, their lease, or the loss of the host."""
+
+    @property
+    def duplicates(self) -> int:
+        """Sandboxes that came to life under the key of another one."""
+        return sum(count - 1 for count in self.born_by_key.values())
+
+
+def _nothing(_: SimulatedState) -> None:
+    """What the end of a lease means where leases do not count."""
+
+
+class SimulatedProvider:
+    """One simulated host or account. `execute` gives what a command in a sandbox results in."""
+
+    def __init__(
+        self,
+        config: SimulationConfig | None = None,
+        execute: Callable[[SandboxId, str], ExecResult] = lambda _sandbox, _command: SUCCESS,
+        *,
+        name: str = "host",
+    ) -> None:
+        self._config = config or SimulationConfig()
+        self._execute = execute
+        self.name = name
+        self._random = random.Random(f"{self._config.seed}.{name}")
+        self._states: dict[SandboxId, SimulatedState] = {}
+        self._by_key: dict[str, SimulatedState] = {}
+        self._up = asyncio.Event()
+        self._up.set()
+        self._silent = False
+        self._creates_hang = False
+        rate = self._config.creates_per_s
+        self._bucket = None if rate is None else TokenBucket(rate, max(1, math.ceil(rate)))
+        self.counts = SimulatedCounts()
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        return self._config.features
+
+    @property
+    def living(self) -> list[SandboxInfo]:
+        """What lives now, frozen or not, without a call that could fail."""
+        now = asyncio.get_running_loop().time()
+        return [state.info(now) for state in self._states.values() if state.born.is_set()]
+
+    def go_down(self, *, lose_sandboxes: bool = True, silent: bool = False) -> None:
+        """From now on every call ends in ProviderUnreachable, or, when `silent`, never."""
+        self._up.clear()
+        self._silent = silent
+        if lose_sandboxes:
+            for state in list(self._states.values()):
+                self._end(state)
+                self.counts.died += 1
+
+    def come_back(self) -> None:
+        self._up.set()
+
+    def hang_creates(self) -> None:
+        """From now on no create answers, and none makes a sandbox; everything else goes on."""
+        self._creates_hang = True
+
+    async def create(self, spec: SandboxSpec) -> SandboxRef:
+        """Raises ProviderUnreachable, RateLimited, CapacityExceeded, BootFailed, ImageUnknown."""
+        self.counts.create_times_s.append(asyncio.get_running_loop().time())
+        await self.answer()
+        if self._creates_hang:
+            await asyncio.get_running_loop().create_future()
+        state = self._by_key.get(spec.idempotency_key) if spec.idempotency_key else None
+        if state is None:
+            self._refuse(spec)
+            state = await self._begin(spec)
+        await state.born.wait()
+        if state.gone.is_set():
+            raise BootFailed(f"sandbox {state.id} ended while it booted")
+        return SandboxRef(provider=PROVIDER, id=state.id, endpoint=self.name, secret=state.secret)
+
+    def _refuse(self, spec: SandboxSpec) -> None:
+        """Raises what the provider says without trying."""
+        if self._config.images is not None and spec.image not in self._config.images:
+            raise ImageUnknown(f"image {spec.image!r} is unknown on {self.name}")
+        if self._bucket is not None and not self._bucket.take(asyncio.get_running_loop().time()):
+            self.counts.shed += 1
+            raise RateLimited(f"{self.name} sheds load", self._config.retry_after_s)
+        if len(self._states) >= self._config.capacity:
+            raise CapacityExceeded(f"{self.name} is full", self._config.retry_after_s)
+
+    async def _begin(self, spec: SandboxSpec) -> SimulatedState:
+        """A boot that succeeds, fails, or leaves its caller without the truth."""
+        config = self._config
+        boot_s = config.boot_s * self._random.lognormvariate(0.0, config.boot_sigma)
+        chance = self._random.random()
+        if chance < config.boot_failure:
+            await asyncio.sleep(boot_s)
+            raise BootFailed(f"{self.name} could not boot a sandbox")
+        chance -= config.boot_failure
+        if chance < config.lost_create:
+            if self._random.random() < 0.5:
+                self._boot(spec, boot_s)
+            await asyncio.get_running_loop().create_future()
+        state = self._boot(spec, boot_s)
+        if chance - config.lost_create < config.ambiguous:
+            # Before it is born or after: the caller cannot know.
+            await asyncio.sleep(boot_s * self._random.uniform(0, 2))
+            raise ProviderUnreachable(f"502 from {self.name}")
+        return state
+
+    def _boot(self, spec: SandboxSpec, boot_s: float) -> SimulatedState:
+        state = SimulatedState(
+            id=SandboxId(f"{self.name}-{self._random.getrandbits(48):012x}"),
+            secret=f"{self._random.getrandbits(64):016x}",
+            spec=spec,
+            stuck=self._random.random() < self._config.stuck_sandbox,
+        )
+        self._states[state.id] = state
+        if spec.idempotency_key:
+            self._by_key[spec.idempotency_key] = state
+        state.timers.append(asyncio.get_running_loop().call_later(boot_s, self._bear, state))
+        return state
+
+    def _bear(self, state: SimulatedState) -> None:
+        self.counts.born_by_key[state.spec.idempotency_key or state.id] += 1
+        state.born.set()
+        self.renew(state, state.spec.ttl_s)
+        if self._config.life_s is not None:
+            life_s = self._random.expovariate(1 / self._config.life_s)
+            state.timers.append(asyncio.get_running_loop().call_later(life_s, self._die, state))
+
+    def renew(self, state: SimulatedState, ttl_s: float) -> None:
+        """Let the lease end `ttl_s` from now."""
+        loop = asyncio.get_running_loop()
+        if state.lease is not None:
+            state.lease.cancel()
+        state.lease = loop.call_later(ttl_s, self._die if self._config.ends_leases else _nothing, state)
+
+    def _die(self, state: SimulatedState) -> None:
+        if self._end(state):
+            self.counts.died += 1
+
+    def _end(self, state: SimulatedState) -> bool:
+        if self._states.pop(state.id, None) is None:
+            return False
+        if self._by_key.get(state.spec.idempotency_key) is state:
+            del self._by_key[state.spec.idempotency_key]
+        for timer in [*state.timers, *([state.lease] if state.lease else [])]:
+            timer.cancel()
+        state.gone.set()
+        state.born.set()
+        return True
+
+    async def kill(self, state: SimulatedState) -> None:
+        await self.answer()
+        if self._random.random() < self._config.kill_failure:
+            raise ProviderUnreachable(f"502 from {self.name}")
+        if self._end(state):
+            self.counts.killed += 1
+
+    async def answer(self) -> None:
+        """The time of a call. Raises ProviderUnreachable while the host is down."""
+        await asyncio.sleep(self._config.answer_s)
+        if not self._up.is_set():
+            if self._silent:
+                await asyncio.get_running_loop().create_future()
+            raise ProviderUnreachable(f"{self.name} is down")
+
+    async def run(self, state: SimulatedState, command: str) -> ExecResult:
+        """What the command results in, after its time; SandboxGone as soon as the sandbox dies."""
+        await self.answer()
+        try:
+            async with asyncio.timeout(None if state.stuck else self._config.exec_s):
+                await state.gone.wait()
+        except TimeoutError:
+            return self._execute(state.id, command)
+        raise SandboxGone(f"sandbox {state.id} died under the command")
+
+    async def attach(self, ref: SandboxRef) -> SimulatedSandbox:
+        return SimulatedSandbox(self, self._states.get(ref.id), ref)
+
+    async def list(self) -> list[SandboxInfo]:
+        await self.answer()
+        return self.living
+
+    async def destroy(self, sandbox: SandboxId) -> None:
+        state = self._states.get(sandbox)
+        await (self.answer() if state is None else self.kill(state))
+
+    async def aclose(self) -> None:
+        """End everything. Idempotent."""
+        for state in list(self._states.values()):
+            self._end(state)

@@ -1,0 +1,148 @@
+"""A sandbox of the simulated provider: files in a dictionary, commands that take time and do nothing.
+
+Invariants: every call takes the host's time and fails while the host is down; a dead sandbox raises SandboxGone, also
+to those who wait for a command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, Feature, SandboxInfo
+from headrace.sandboxes.errors import (
+    ExecResultLost,
+    ExecTimeout,
+    SandboxFileError,
+    SandboxGone,
+    SecretRefused,
+    Unsupported,
+)
+from headrace.sandboxes.partial import PartialSandbox
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from headrace.sandboxes.base import ExecResult, SandboxId, SandboxRef, SandboxSpec
+    from headrace.sandboxes.simulated.provider import SimulatedProvider
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SimulatedState:
+    """What the provider knows of one sandbox."""
+
+    id: SandboxId
+    secret: str
+    spec: SandboxSpec
+    stuck: bool
+    born: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    frozen: bool = False
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+    lease: asyncio.TimerHandle | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+    results: dict[str, asyncio.Future[ExecResult]] = field(default_factory=dict)
+
+    def info(self, now: float) -> SandboxInfo:
+        return SandboxInfo(
+            id=self.id,
+            state="frozen" if self.frozen else "running",
+            expires_in_s=max(0.0, self.lease.when() - now) if self.lease else 0.0,
+            labels=dict(self.spec.labels),
+            idempotency_key=self.spec.idempotency_key,
+        )
+
+
+class SimulatedSandbox(PartialSandbox):
+    """Every method raises SandboxGone once it is dead."""
+
+    def __init__(self, provider: SimulatedProvider, state: SimulatedState | None, ref: SandboxRef) -> None:
+        self._provider = provider
+        self._found = state
+        self._ref = ref
+
+    @property
+    def id(self) -> SandboxId:
+        return self._ref.id
+
+    def _state(self) -> SimulatedState:
+        if self._found is None or self._found.gone.is_set():
+            raise SandboxGone(f"sandbox {self.id} is gone")
+        if self._found.secret != self._ref.secret:
+            raise SecretRefused(f"wrong secret for sandbox {self.id}")
+        return self._found
+
+    async def _running(self) -> SimulatedState:
+        await self._provider.answer()
+        state = self._state()
+        if state.frozen:
+            raise SandboxGone(f"sandbox {self.id} runs no more commands: it is frozen")
+        return state
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        user: str = "root",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float,
+        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
+        exec_id: str | None = None,
+    ) -> ExecResult:
+        """See `Sandbox.exec`; the result is the provider's `execute` of the command."""
+        state = await self._running()
+        if exec_id is not None and Feature.EXEC_ID not in self._provider.features:
+            self._refuse("run a command once for each exec_id")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._run(state, command, exec_id)
+        except TimeoutError as error:
+            raise ExecTimeout(f"command ran longer than timeout_s={timeout_s}: {command[:200]!r}") from error
+
+    async def _run(self, state: SimulatedState, command: str, exec_id: str | None) -> ExecResult:
+        if exec_id is None:
+            return await self._provider.run(state, command)
+        if (known := state.results.get(exec_id)) is not None:
+            return await asyncio.shield(known)
+        first: asyncio.Future[ExecResult]
+        first = state.results[exec_id] = asyncio.get_running_loop().create_future()
+        try:
+            first.set_result(await self._provider.run(state, command))
+        except BaseException:
+            first.set_exception(ExecResultLost(f"the command {exec_id} was broken off"))
+            # Seen, also when nobody else asks.
+            first.exception()
+            raise
+        return first.result()
+
+    async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
+        data = (await self._running()).files.get(path)
+        if data is None or len(data) > max_bytes:
+            raise SandboxFileError(f"{path}: missing, or more than {max_bytes} bytes")
+        return data
+
+    async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
+        await self.write_many({path: data.read_bytes() if isinstance(data, Path) else data}, user=user)  # noqa: ASYNC240
+
+    async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
+        (await self._running()).files.update(files)
+
+    async def freeze(self) -> None:
+        if Feature.FREEZE not in self._provider.features:
+            raise Unsupported("this simulated provider cannot freeze: give it Feature.FREEZE")
+        await self._provider.answer()
+        self._state().frozen = True
+
+    async def renew(self, ttl_s: float) -> None:
+        await self._provider.answer()
+        self._provider.renew(self._state(), ttl_s)
+
+    async def kill(self) -> None:
+        if self._found is None:
+            await self._provider.answer()
+        else:
+            await self._provider.kill(self._found)

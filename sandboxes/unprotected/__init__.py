@@ -1,0 +1,1 @@
+"""Plain processes of the host: protects nothing, and says so."""

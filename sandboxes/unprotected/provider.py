@@ -1,0 +1,350 @@
+# ruff: noqa: ASYNC220, ASYNC230, ASYNC240 - local files of a few bytes, and a spawn that takes a millisecond
+"""`--sandbox subprocess`: plain processes of the host in a temporary folder. It protects nothing.
+
+Invariants:
+- `/workspace`, `/home`, `/tmp`, `/root` and the targets of frozen mounts are folders below the sandbox's own folder.
+  They are mapped by *text*: where one of them stands as a path in a command, its environment or its standard input it
+  becomes the real path, and the real path becomes the short one again in the output. File contents are left alone, and
+  a path put together at run time is not mapped: `$WORKSPACE` holds the real one.
+- Every process carries the sandbox's folder in its environment; kill and freeze look for that mark. A process that
+  clears its environment and leaves its session escapes.
+- `user` is ignored: everything runs as the user of this program.
+- A ref's endpoint is the folder, so any process of the host can attach. The lease is kept by the provider's process: if
+  that is killed with -9, folders and processes stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from hmac import compare_digest
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from headrace.sandboxes.base import (
+    DEFAULT_MAX_OUTPUT_BYTES,
+    ExecResult,
+    Feature,
+    SandboxId,
+    SandboxInfo,
+    SandboxRef,
+    SandboxSpec,
+)
+from headrace.sandboxes.capture import OutputCapture, memory_file
+from headrace.sandboxes.errors import (
+    ExecTimeout,
+    ImageUnknown,
+    SandboxFileError,
+    SandboxGone,
+    SecretRefused,
+    Unsupported,
+)
+from headrace.sandboxes.launcher.commands import EXIT_CANNOT_RUN, SEARCH_PATH
+from headrace.sandboxes.leftovers import LABEL_VARIABLE
+from headrace.sandboxes.local.client import open_null
+from headrace.sandboxes.partial import PartialSandbox
+from headrace.sandboxes.unprotected.mapped_paths import PathMap, open_regular
+from headrace.sandboxes.unprotected.marked_processes import kill_marked
+from headrace.sandboxes.unprotected.sandbox_folder import MARK, SandboxFolder, make_sandbox_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+PROVIDER: Final = "subprocess"
+WARNING: Final = (
+    "--sandbox subprocess protects nothing: commands of the agent run as your own user and can read and change every "
+    "file you can, use the network, see and signal your processes, use memory, processors and disk without limit, and "
+    "outlive a killed run. Frozen data is a copy. Use it only with agents and tasks you trust."
+)
+"""What the command line prints when this provider is chosen."""
+
+_EXEC_MARK: Final = "HEADRACE_EXEC"
+_OUTPUT_GRACE_S: Final = 0.2
+
+
+class SubprocessProvider:
+    """Makes folders. An async context manager; `aclose` ends every sandbox it made."""
+
+    features = frozenset({Feature.FREEZE})
+    protects: tuple[str, ...] = ()
+    warning: str = WARNING
+
+    def __init__(self, folder: Path | None = None, *, label: str = "") -> None:
+        self._parent = folder
+        self._label = label
+        self._folder: Path | None = None
+        self._by_key: dict[str, SandboxRef] = {}
+        self._specs: dict[SandboxId, SandboxSpec] = {}
+        self._timers: dict[SandboxId, asyncio.TimerHandle] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def _own_folder(self) -> Path:
+        """Made at the first create: a provider that only attaches needs none."""
+        if self._folder is None:
+            folder = tempfile.mkdtemp(prefix="headrace-unprotected-", dir=self._parent)
+            # realpath: the mapping of output back to short paths needs the name that `pwd` prints.
+            self._folder = Path(os.path.realpath(folder))
+        return self._folder
+
+    async def create(self, spec: SandboxSpec) -> SandboxRef:
+        """Raises ImageUnknown, SpecRefused, FrozenPathRefused. Limits and the network of the spec are ignored."""
+        if spec.image != "host":
+            raise ImageUnknown(f"image {spec.image!r}: the subprocess provider has only `host`")
+        known = self._by_key.get(spec.idempotency_key)
+        if known is not None and Path(known.endpoint).exists():
+            return known
+        sandbox_id = SandboxId(secrets.token_hex(8))
+        home = self._own_folder() / sandbox_id
+        ref = SandboxRef(provider=PROVIDER, id=sandbox_id, endpoint=str(home), secret=secrets.token_hex(16))
+        try:
+            make_sandbox_folder(home, ref.secret, spec, self._label)
+        except BaseException:
+            shutil.rmtree(home, ignore_errors=True)
+            raise
+        if spec.idempotency_key:
+            self._by_key[spec.idempotency_key] = ref
+        self._specs[sandbox_id] = spec
+        self._watch_lease(ref)
+        return ref
+
+    def _watch_lease(self, ref: SandboxRef) -> None:
+        """Look again when the lease would end; renewals by other processes moved its file's deadline."""
+        state = SandboxFolder(Path(ref.endpoint))
+        try:
+            rest_s = state.deadline() - time.monotonic()
+        except SandboxGone:
+            self._forget(ref)
+            return
+        if rest_s <= 0:
+            state.destroy()
+            self._forget(ref)
+            return
+        self._timers[ref.id] = asyncio.get_running_loop().call_later(rest_s, self._watch_lease, ref)
+
+    def _forget(self, ref: SandboxRef) -> None:
+        self._timers.pop(ref.id, None)
+        spec = self._specs.pop(ref.id, None)
+        if spec is not None:
+            self._by_key.pop(spec.idempotency_key, None)
+
+    async def attach(self, ref: SandboxRef) -> SubprocessSandbox:
+        return SubprocessSandbox(ref)
+
+    async def list(self) -> list[SandboxInfo]:
+        infos: list[SandboxInfo] = []
+        if self._folder is None:
+            return infos
+        for sandbox_id, spec in self._specs.items():
+            state = SandboxFolder(self._folder / sandbox_id)
+            with suppress(SandboxGone):
+                infos.append(
+                    SandboxInfo(
+                        id=sandbox_id,
+                        state="frozen" if state.frozen else "running",
+                        expires_in_s=max(0.0, state.deadline() - time.monotonic()),
+                        labels=dict(spec.labels),
+                        idempotency_key=spec.idempotency_key,
+                    )
+                )
+        return infos
+
+    async def destroy(self, sandbox: SandboxId) -> None:
+        if self._folder is not None and sandbox in self._specs:
+            with suppress(SandboxGone):
+                SandboxFolder(self._folder / sandbox).destroy()
+
+    async def aclose(self) -> None:
+        """Kill what runs and remove all folders. Idempotent."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self._specs.clear()
+        self._by_key.clear()
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return
+        for home in folder.iterdir():
+            SandboxFolder(home).destroy()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class SubprocessSandbox(PartialSandbox):
+    """A folder and the processes that carry its mark. Every method raises SandboxGone once it is dead."""
+
+    def __init__(self, ref: SandboxRef) -> None:
+        self._ref = ref
+        self._state = SandboxFolder(Path(ref.endpoint))
+
+    @property
+    def id(self) -> SandboxId:
+        return self._ref.id
+
+    def _check(self) -> None:
+        if not compare_digest(self._state.secret(), self._ref.secret):
+            raise SecretRefused(f"wrong secret for sandbox {self.id}")
+
+    def _running(self) -> PathMap:
+        self._check()
+        if self._state.frozen:
+            raise SandboxGone(f"sandbox {self.id} runs no more commands: it is frozen")
+        return PathMap(self._state.tree, self._state.mapped())
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        user: str = "root",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float,
+        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
+        exec_id: str | None = None,
+    ) -> ExecResult:
+        """See `Sandbox.exec`; `user` is ignored."""
+        if exec_id is not None:
+            raise Unsupported("exec_id: the subprocess provider remembers no results")
+        paths = self._running()
+        started = time.monotonic()
+        (self._state.home / "used").touch()
+        async with OutputCapture(max_output_bytes) as out, OutputCapture(max_output_bytes) as err:
+            source = open_null() if stdin is None else memory_file(paths.to_real(stdin))
+            descriptors = (source, out.write_end, err.write_end)
+            mark = secrets.token_hex(8)
+            code = await self._run(paths, command, self._environment(paths, env, mark), cwd, descriptors, timeout_s)
+            stdout = await out.finish(_OUTPUT_GRACE_S)
+            stderr = await err.finish(_OUTPUT_GRACE_S if not out.held else 0)
+        if code == -signal.SIGKILL and not self._state.home.exists():
+            raise SandboxGone(f"sandbox {self.id} died under the command")
+        return ExecResult(
+            exit_code=code if code >= 0 else 128 - code,
+            stdout=paths.to_short(stdout),
+            stderr=paths.to_short(stderr),
+            truncated=out.truncated or err.truncated,
+            duration_s=time.monotonic() - started,
+        )
+
+    def _environment(self, paths: PathMap, env: Mapping[str, str] | None, mark: str) -> dict[str, str]:
+        return {
+            "PATH": SEARCH_PATH,
+            "HOME": str(self._state.tree / "root"),
+            "USER": "root",
+            "LOGNAME": "root",
+            "LANG": "C.UTF-8",
+            "TMPDIR": str(self._state.tree / "tmp"),
+            "WORKSPACE": str(self._state.tree / "workspace"),
+            **{name: paths.text_to_real(value) for name, value in (env or {}).items()},
+            MARK: str(self._state.home),
+            LABEL_VARIABLE: self._state.label(),
+            _EXEC_MARK: mark,
+        }
+
+    async def _run(
+        self,
+        paths: PathMap,
+        command: str,
+        environment: dict[str, str],
+        cwd: str | None,
+        descriptors: tuple[int, int, int],
+        timeout_s: float,
+    ) -> int:
+        folder = paths.real_path(cwd) if cwd is not None else self._state.tree / "workspace"
+        try:
+            process = subprocess.Popen(
+                ["/bin/bash", "-c", paths.text_to_real(command)],
+                stdin=descriptors[0],
+                stdout=descriptors[1],
+                stderr=descriptors[2],
+                cwd=folder if folder.is_dir() or cwd is not None else self._state.tree,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.write(descriptors[2], f"cannot run the command: {error}\n".encode())
+            return EXIT_CANNOT_RUN
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _exited(process)
+        except TimeoutError as error:
+            raise ExecTimeout(
+                f"command ran longer than timeout_s={timeout_s} and was killed: {command[:200]!r}"
+            ) from error
+        finally:
+            if process.poll() is None:
+                kill_marked(f"{_EXEC_MARK}={environment[_EXEC_MARK]}")
+                process.kill()
+                process.wait()
+        return process.returncode
+
+    async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
+        real = self._running().real_path(path)
+        try:
+            with open(real, "rb", opener=open_regular) as file:
+                data = file.read(max_bytes + 1)
+        except OSError as error:
+            raise SandboxFileError(f"{path}: {error.strerror}") from error
+        if len(data) > max_bytes:
+            raise SandboxFileError(f"{path}: more than {max_bytes} bytes")
+        return data
+
+    async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
+        content = data if isinstance(data, bytes) else await asyncio.to_thread(data.read_bytes)
+        await self.write_many({path: content}, user=user)
+
+    async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
+        paths = self._running()
+        for path, data in files.items():
+            real = paths.real_path(path)
+            try:
+                real.parent.mkdir(parents=True, exist_ok=True)
+                with open(real, "wb", opener=open_regular) as file:
+                    file.truncate(0)
+                    file.write(data)
+            except OSError as error:
+                raise SandboxFileError(f"{path}: {error.strerror}") from error
+
+    async def freeze(self) -> None:
+        self._check()
+        (self._state.home / "frozen").touch()
+        self._state.kill_processes()
+
+    async def renew(self, ttl_s: float) -> None:
+        self._check()
+        self._state.set_deadline(time.monotonic() + ttl_s)
+
+    async def kill(self) -> None:
+        with suppress(SandboxGone):
+            self._check()
+            self._state.destroy()
+
+
+async def _exited(process: subprocess.Popen[bytes]) -> None:
+    """Wait on a pidfd: unlike a pipe it does not care for daemons that outlive the process."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    descriptor = os.pidfd_open(process.pid)
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    process.wait()
