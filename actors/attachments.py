@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from headrace.actors.owning import Owning
+from headrace.actors.providers import attaching_providers
 from headrace.sandboxes.errors import SpecRefused
-from headrace.sandboxes.local.provider import LocalProvider
-from headrace.sandboxes.unprotected.provider import SubprocessProvider
 
 if TYPE_CHECKING:
-    from headrace.sandboxes.base import Sandbox, SandboxProvider, SandboxRef
+    from headrace.sandboxes.base import Sandbox, SandboxRef
 
 
 class Attachments(Owning):
@@ -18,7 +17,7 @@ class Attachments(Owning):
 
     def __init__(self) -> None:
         super().__init__()
-        self._providers: dict[str, SandboxProvider] = {"local": LocalProvider(), "subprocess": SubprocessProvider()}
+        self._providers = attaching_providers()
 
     async def __aenter__(self) -> Self:
         for provider in self._providers.values():

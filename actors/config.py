@@ -25,6 +25,7 @@ from headrace.buffer.replay import BufferConfig
 from headrace.policies.megatron import LearnerConfig
 from headrace.policies.push import PushConfig
 from headrace.sandboxes.local.provider import LocalSandboxConfig
+from headrace.sandboxes.oci.provider import OciSandboxConfig
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.serve.telemetry import TelemetryConfig
 
@@ -50,6 +51,8 @@ class SandboxKind(StrEnum):
 
     LOCAL = "local"
     """Linux namespaces on this host."""
+    OCI = "oci"
+    """Containers of runc or runsc on this host."""
     SUBPROCESS = "subprocess"
     """Plain processes on this host: protects nothing."""
 
@@ -104,6 +107,8 @@ class SandboxSection(_Section):
     """Where commands run; `subprocess` must be asked for and says what it does not protect."""
     local: LocalSandboxConfig = LocalSandboxConfig()
     """Settings of the namespaces provider."""
+    oci: OciSandboxConfig = OciSandboxConfig()
+    """Settings of the containers provider."""
     pool: PoolConfig = PoolConfig()
     """Admission: how many boot and live at once."""
 

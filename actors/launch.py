@@ -139,6 +139,9 @@ def sole_driver(directory: RunDirectory) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunExists(f"{directory.path} is being driven by another process; stop that one first") from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
         yield
 
 

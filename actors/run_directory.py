@@ -71,6 +71,13 @@ class RunDirectory:
         with self.sessions.open("ab") as file:
             file.write(orjson.dumps({"started_s": started_s, "ended_s": ended_s}) + b"\n")
 
+    def driver_pid(self) -> int | None:
+        """The process on this host that drives the run now."""
+        if not self.is_driven():
+            return None
+        text = self.lock.read_text()
+        return int(text) if text.isdigit() else None
+
     def is_driven(self) -> bool:
         """Whether a live process drives this run."""
         if not self.lock.exists():

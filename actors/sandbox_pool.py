@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from headrace.actors.operations import Operations
 from headrace.actors.owning import Owning
+from headrace.actors.providers import start_provider
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.pool.ledger import SandboxLedger
 from headrace.sandboxes.pool.pool import Pool
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from headrace.actors.config import SandboxSection
     from headrace.actors.operations import Results
     from headrace.actors.run_directory import RunDirectory
-    from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
+    from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest
     from headrace.sandboxes.pool.pool import PoolStatus
@@ -38,7 +39,7 @@ class SandboxPool(Owning):
         label = run_label(self._directory.path)
         ledger = await asyncio.to_thread(SandboxLedger.open, self._directory.sandboxes)
         self._stack.callback(ledger.close)
-        provider = await _start(self._section, label)
+        provider = await start_provider(self._section, self._directory)
         hosts = {self._section.provider.value: provider}
         enter = self._stack.enter_async_context
         self._pool = await enter(Pool(hosts, self._section.pool, ledger=ledger, owner=label))
@@ -84,15 +85,3 @@ class SandboxPool(Owning):
 
     async def _release_unclaimed(self, lease: Lease) -> None:
         await self._pool.release([lease.ref.id])
-
-
-async def _start(section: SandboxSection, label: str) -> SandboxProvider:
-    from headrace.actors.config import SandboxKind
-    from headrace.sandboxes.local.provider import LocalProvider
-    from headrace.sandboxes.unprotected.provider import SubprocessProvider
-
-    if section.provider is SandboxKind.SUBPROCESS:
-        return SubprocessProvider(label=label)
-    provider = LocalProvider(section.local.model_copy(update={"label": label}))
-    await provider.start()
-    return provider

@@ -35,6 +35,7 @@ from headrace.sandboxes.e2b.sandbox import E2bSandbox
 from headrace.sandboxes.errors import (
     PermanentSandboxError,
     SandboxError,
+    SandboxGone,
     SecretRefused,
     SpecRefused,
     Unsupported,
@@ -202,6 +203,10 @@ class E2bProvider:
             connection_config=ConnectionConfig(extra_sandbox_headers=headers, **options),
         )
         return E2bSandbox(sandbox)
+
+    async def destroy(self, sandbox: SandboxId) -> None:
+        with suppress(SandboxGone), typed(Step.SANDBOX):
+            await self._kind.kill(sandbox, **self._options())
 
     async def list(self) -> builtins.list[SandboxInfo]:
         """Ours of this account."""

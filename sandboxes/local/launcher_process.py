@@ -35,6 +35,8 @@ _START_TIMEOUT_S: Final = 30.0
 _CLOSE_TIMEOUT_S: Final = 30.0
 _ADOPT_TIMEOUT_S: Final = 10.0
 _NOTE: Final = "launcher.json"
+_LOCK: Final = "lock"
+_OWN_FILES: Final = frozenset((_LOCK, _NOTE, "launcher.new", "socket"))
 
 
 class LauncherProcess:
@@ -188,6 +190,7 @@ def make_folder(parent: Path) -> Path:
     Raises SpecRefused, SandboxError.
     """
     _make_private(parent)
+    _sweep(parent)
     for folder in parent.iterdir():
         owner = folder.name.partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists() and not _listens(folder / "socket"):
@@ -206,14 +209,38 @@ def _make_private(folder: Path) -> None:
 
 @asynccontextmanager
 async def locked_folder(folder: Path) -> AsyncIterator[None]:
-    """Make the folder of a launcher that stays, and keep others from starting one there meanwhile."""
-    await asyncio.to_thread(_make_private, folder)
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    """Make the folder of a launcher that stays, and keep others from starting one there, or removing it, meanwhile."""
+    await asyncio.to_thread(_sweep, folder.parent)
+    descriptor = await asyncio.to_thread(_lock, folder)
     try:
-        await asyncio.to_thread(fcntl.flock, descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(folder: Path) -> int:
+    while True:
+        _make_private(folder)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if (folder / _LOCK).stat().st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        # Removed while this process waited for it.
+        os.close(descriptor)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove folders of launchers that stayed and are gone, as far as nobody is about to start one there. A folder
+    with anything else in it is not ours."""
+    for lock in parent.glob(f"*/{_LOCK}"):
+        with suppress(OSError), lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            names = {path.name for path in lock.parent.iterdir()}
+            if names <= _OWN_FILES and _NOTE in names and not _listens(lock.parent / "socket"):
+                for name in names:
+                    (lock.parent / name).unlink()
+                lock.parent.rmdir()
 
 
 def remove_socket(folder: Path) -> None:

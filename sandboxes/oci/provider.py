@@ -312,6 +312,11 @@ class OciProvider:
     async def attach(self, ref: SandboxRef) -> OciSandbox:
         return OciSandbox(ref)
 
+    async def destroy(self, sandbox: SandboxId) -> None:
+        known = self._sandboxes.get(sandbox)
+        if known is not None:
+            await OciSandbox(known.ref).kill()
+
     async def list(self) -> list[SandboxInfo]:
         self._forget_dead()
         infos = []

@@ -164,3 +164,16 @@ async def test_a_folder_others_can_read_is_refused(tmp_path: Path) -> None:
     folder.mkdir(mode=0o755)
     with pytest.raises(SandboxError, match="700"):
         await LocalProvider(LocalSandboxConfig(stays_in=folder)).start()
+
+
+async def test_only_empty_folders_of_dead_launchers_are_swept(config: LocalSandboxConfig, tmp_path: Path) -> None:
+    launcher, _ = await killed_provider(config.model_copy(update={"stays_in": tmp_path / "dead"}))
+    os.kill(launcher, signal.SIGKILL)
+    await ended(launcher)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    for name in ("lock", "launcher.json", "work"):
+        (foreign / name).touch()
+    async with LocalProvider(config):
+        assert not (tmp_path / "dead").exists()
+        assert {path.name for path in foreign.iterdir()} == {"lock", "launcher.json", "work"}

@@ -1,0 +1,58 @@
+"""Which provider boots the sandboxes of a run, and which ones attach to what others booted.
+
+Invariants:
+- A local launcher of a run stays when the pool that started it dies: the next pool adopts it. It dies with the process
+  that drives the run.
+- Providers that only attach boot nothing, and closing them ends no sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+from headrace.actors.config import SandboxKind
+from headrace.sandboxes.leftovers import run_label
+from headrace.sandboxes.local.launcher_process import runtime_folder
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.unprotected.provider import SubprocessProvider
+
+if TYPE_CHECKING:
+    from headrace.actors.config import SandboxSection
+    from headrace.actors.run_directory import RunDirectory
+    from headrace.sandboxes.base import SandboxProvider
+
+
+async def start_provider(section: SandboxSection, directory: RunDirectory) -> SandboxProvider:
+    """Raises NamespacesUnavailable, LauncherGone, SpecRefused."""
+    label = run_label(directory.path)
+    match section.provider:
+        case SandboxKind.SUBPROCESS:
+            return SubprocessProvider(label=label)
+        case SandboxKind.OCI:
+            from headrace.sandboxes.oci.provider import OciProvider
+
+            containers = OciProvider(section.oci)
+            await containers.start()
+            return containers
+        case SandboxKind.LOCAL:
+            local = LocalProvider(await asyncio.to_thread(_local_config, section.local, label, directory))
+            await local.start()
+            return local
+
+
+def _local_config(config: LocalSandboxConfig, label: str, directory: RunDirectory) -> LocalSandboxConfig:
+    changes = {
+        "label": label,
+        "stays_in": config.stays_in or runtime_folder(config.runtime_folder) / label,
+        "owner_pid": config.owner_pid or directory.driver_pid() or os.getpid(),
+    }
+    return config.model_copy(update=changes)
+
+
+def attaching_providers() -> dict[str, SandboxProvider]:
+    """By the name that a ref carries."""
+    from headrace.sandboxes.oci.provider import OciProvider
+
+    return {"local": LocalProvider(), "subprocess": SubprocessProvider(), "oci": OciProvider()}
