@@ -20,11 +20,14 @@ QUICKSTART = Path(__file__).resolve().parents[1] / "scripts" / "recipes" / "quic
 
 
 @app.command()
-def sandbox(json: Json = True, cycles: Annotated[int, typer.Option(min=20)] = 200) -> None:
-    """CPU of one create and destroy, latency of an exec, boots per second by concurrency (local provider)."""
+def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1)] = 5) -> None:
+    """CPU of one create and destroy, latency of an exec, boots per second by concurrency, clones, memory while idle
+    (local provider, all guarantees on); and the same of bwrap and runc where they are installed."""
     from headrace.sandboxes.measure import measure
+    from headrace.sandboxes.peers import measure_peers
 
-    _print(asyncio.run(measure(cycles=cycles)))
+    figures = asyncio.run(measure(repeats=repeats))
+    _print({**figures, "peers": asyncio.run(measure_peers())})
 
 
 @app.command()
