@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from headrace.sandboxes.launcher import rootfs, syscalls
 from headrace.sandboxes.launcher.cgroups import GroupLimits
 from headrace.sandboxes.launcher.commands import Limits
+from headrace.sandboxes.launcher.id_blocks import FIRST_ID, RANGES_PER_BLOCK, IdBlocks
 from headrace.sandboxes.launcher.id_maps import IdMaps
 from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
 from headrace.sandboxes.launcher.leases import IdRanges, OneId
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from headrace.sandboxes.launcher.settings import Settings
     from headrace.sandboxes.launcher.wire import Message
 
-_FIRST_ID: Final = 100_000
 _INIT: Final = 1
 _TRIES: Final = 100
 _SHARED_MEMORY_BYTES: Final = 64 << 20
@@ -40,8 +40,8 @@ _SHARED_MEMORY_BYTES: Final = 64 << 20
 
 
 class Boots:
-    """Made once, while the launcher still sees the host: `layers_folder` is a descriptor or -1, `own_pids` the
-    launcher's own pid namespace."""
+    """Made once, while the launcher still sees the host: `layers_folder` is a descriptor or -1, `ids_folder` and
+    `own_pids` are those of `IdBlocks` and the launcher's own pid namespace."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class Boots:
         groups: Cgroups,
         *,
         layers_folder: int,
+        ids_folder: int,
         own_pids: int,
         single_id: bool,
     ) -> None:
@@ -60,9 +61,9 @@ class Boots:
         self._own_pids = own_pids
         self.single_id = single_id
         self._id_maps = IdMaps(rootfs.IDS_PER_SANDBOX)
-        ranges = IdRanges(_FIRST_ID, rootfs.IDS_PER_SANDBOX, 4 * settings.max_sandboxes)
+        ranges = IdRanges(rootfs.IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks(ids_folder).claim)
         self._ranges: IdRanges | OneId = OneId() if single_id else ranges
-        self.shelf = Shelf(self.drop_layer, lambda: self._id_map(0, _FIRST_ID))
+        self.shelf = Shelf(self.drop_layer, lambda: self._id_map(0, FIRST_ID))
         with open("/proc/sys/kernel/cap_last_cap", encoding="utf-8") as file:
             self._last_capability = int(file.read())
         self._filter = filter_program(os.uname().machine)
@@ -95,7 +96,7 @@ class Boots:
         try:
             return self._ranges.take() if source is None else self._ranges.share(source.base_id)
         except IndexError:
-            raise Refused("CapacityExceeded", "no range of user ids is free: raise max_sandboxes") from None
+            raise Refused("CapacityExceeded", "no user ids are free on this host: end other launchers") from None
 
     def _check_room(self) -> None:
         """Raises Refused when the disk, or the memory, that layers lie on is nearly full."""

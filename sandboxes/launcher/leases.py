@@ -6,6 +6,10 @@ Invariants: no clock, no I/O; a renewed lease leaves its old entry in the heap, 
 from __future__ import annotations
 
 import heapq
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Deadlines:
@@ -58,14 +62,21 @@ class OneId:
 
 
 class IdRanges:
-    """Hands out ranges of `size` host ids from `first` on; a range may have several holders."""
+    """Hands out ranges of `size` host ids; a range may have several holders. `claim()` gives the first id of a further
+    block of `block` ranges, or raises IndexError; a block that was claimed is kept."""
 
-    def __init__(self, first: int, size: int, count: int) -> None:
-        self._free = [first + size * index for index in reversed(range(count))]
+    def __init__(self, size: int, block: int, claim: Callable[[], int]) -> None:
+        self._size = size
+        self._block = block
+        self._claim = claim
+        self._free: list[int] = []
         self._holders: dict[int, int] = {}
 
     def take(self) -> int:
         """The first id of a free range. Raises IndexError when none is left."""
+        if not self._free:
+            first = self._claim()
+            self._free = [first + self._size * index for index in reversed(range(self._block))]
         base = self._free.pop()
         self._holders[base] = 1
         return base

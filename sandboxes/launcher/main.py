@@ -58,6 +58,7 @@ def _prepare(settings: Settings) -> ForkServer:
     listener.listen(_BACKLOG)
     own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     layers_folder = os.open(settings.layers_in, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if settings.layers_in else -1
+    ids_folder = os.open(settings.ids_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     groups = Cgroups.of_this_process()
     single_id = os.geteuid() != 0
     if single_id:
@@ -66,7 +67,8 @@ def _prepare(settings: Settings) -> ForkServer:
     syscalls.name_process(f"headrace-launcher {settings.label}")
     syscalls.become_subreaper()
     syscalls.forbid_inspection()
-    boots = Boots(settings, host, groups, layers_folder=layers_folder, own_pids=own_pids, single_id=single_id)
+    folders = {"layers_folder": layers_folder, "ids_folder": ids_folder}
+    boots = Boots(settings, host, groups, **folders, own_pids=own_pids, single_id=single_id)
     # Forked children then share the pages of all objects made so far.
     gc.collect()
     gc.freeze()

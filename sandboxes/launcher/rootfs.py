@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from headrace.sandboxes.launcher import syscalls
+from headrace.sandboxes.launcher.id_blocks import IDS_PER_SANDBOX as IDS_PER_SANDBOX
 
 LAYERS: Final = "/layers"
 IMAGES: Final = "/images"
@@ -33,7 +34,6 @@ MAX_LAYERS: Final = 128
 """Of one image; overlayfs takes up to 500, as long as their names fit in a page."""
 _LOWER: Final = "/lower"
 _FROZEN: Final = "/frozen"
-IDS_PER_SANDBOX: Final = 65536
 
 _SYSTEM_FOLDERS: Final = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _DEVICES: Final = {

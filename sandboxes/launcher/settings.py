@@ -15,6 +15,8 @@ class Settings(NamedTuple):
     """The end of standard input is the end of the launcher."""
     idle_exit_s: float
     socket_path: str
+    ids_folder: str
+    """Where all launchers of the host claim their user ids."""
     max_sandboxes: int
     layer_bytes: int
     layers_in: str

@@ -87,7 +87,9 @@ class LauncherProcess:
             start_new_session=True,
         )
         try:
-            all_settings = {**settings, "admin_secret": secret, "socket_path": str(folder / "socket")}
+            ids = await asyncio.to_thread(_ids_folder)
+            places = {"socket_path": str(folder / "socket"), "ids_folder": str(ids)}
+            all_settings = {**settings, **places, "admin_secret": secret}
             answer = await _introduce(process, all_settings)
             return cls(folder, secret=secret, pid=process.pid, missing=answer["missing"], process=process)
         except BaseException:
@@ -182,6 +184,13 @@ async def _introduce(process: asyncio.subprocess.Process, settings: Mapping[str,
 def runtime_folder(chosen: Path | None) -> Path:
     """Where the folders of this user's launchers lie."""
     return chosen or Path(tempfile.gettempdir()) / f"headrace-sandboxes-{os.getuid()}"
+
+
+def _ids_folder() -> Path:
+    """One for all launchers of this user on this host."""
+    folder = Path(tempfile.gettempdir()) / f"headrace-ids-{os.getuid()}"
+    _make_private(folder)
+    return folder
 
 
 def make_folder(parent: Path) -> Path:

@@ -36,9 +36,17 @@ def test_deadlines_follow_renewals() -> None:
 
 
 def test_id_ranges_do_not_overlap_and_come_back_with_their_last_holder() -> None:
-    ranges = IdRanges(100_000, 65_536, 2)
-    first, second = ranges.take(), ranges.take()
-    assert abs(first - second) == 65_536
+    blocks = iter([100_000, 100_000_000])
+
+    def claim() -> int:
+        try:
+            return next(blocks)
+        except StopIteration:
+            raise IndexError("none left") from None
+
+    ranges = IdRanges(65_536, 2, claim)
+    first, *others = (ranges.take() for _ in range(4))
+    assert {first, *others} == {100_000, 165_536, 100_000_000, 100_065_536}
     with pytest.raises(IndexError):
         ranges.take()
     ranges.share(first)
