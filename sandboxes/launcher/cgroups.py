@@ -5,8 +5,9 @@
 Invariants:
 - For each controller the version is chosen by what is mounted: a hybrid host has memory, cpu and pids on version 1 and
   a version 2 mount with next to nothing.
-- The launcher owns one group `headrace-<pid>-<start time>` below its own in each hierarchy, and below it one group for
-  each sandbox. What a launcher killed with -9 left is removed by the next one: the name says whose it was.
+- The launcher owns one group `headrace-<pid namespace>-<pid>-<start time>` below its own in each hierarchy, and below
+  it one group for each sandbox. What a launcher killed with -9 left is removed by the next one: the name says whose it
+  was. A name of another form, or of another pid namespace, is somebody else's.
 - All paths are relative to descriptors opened before the launcher leaves the host's file tree.
 - A controller that cannot be had is named in `missing` with the reason; nothing pretends.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -24,6 +26,7 @@ from headrace.sandboxes.launcher.processes import parse_stat
 CONTROLLERS: Final = ("memory", "cpu", "cpuacct", "pids", "freezer")
 _CPU_PERIOD_US: Final = 100_000
 _PREFIX: Final = "headrace-"
+_NAME: Final = re.compile(rf"{_PREFIX}(\d+)-(\d+)-(\d+)")
 _FREEZE_LOOKS: Final = 200
 # cpuacct is part of cpu in version 2, and every group there can be frozen.
 _NAMES_V2: Final = {"memory": "memory", "cpu": "cpu", "pids": "pids"}
@@ -123,13 +126,17 @@ class _Hierarchy:
     def sweep(self) -> None:
         """Remove the groups of launchers that are dead."""
         for name in os.listdir(self._parent):
-            if name.startswith(_PREFIX) and not _owner_lives(name):
+            if is_orphan(name):
                 with suppress(OSError):
                     _remove_groups_of(self._parent, name)
 
 
 def _own_name() -> str:
-    return f"{_PREFIX}{os.getpid()}-{_start_time(os.getpid())}"
+    return f"{_PREFIX}{_pid_namespace()}-{os.getpid()}-{_start_time(os.getpid())}"
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _start_time(pid: int) -> int:
@@ -137,12 +144,15 @@ def _start_time(pid: int) -> int:
         return parse_stat(stat.read()).started
 
 
-def _owner_lives(name: str) -> bool:
-    pid, _, started = name.removeprefix(_PREFIX).partition("-")
-    try:
-        return _start_time(int(pid)) == int(started)
-    except (OSError, ValueError):
+def is_orphan(name: str) -> bool:
+    """Whether this is the group of a launcher of our pid namespace that is dead."""
+    found = _NAME.fullmatch(name)
+    if found is None or int(found[1]) != _pid_namespace():
         return False
+    try:
+        return _start_time(int(found[2])) != int(found[3])
+    except OSError:
+        return True
 
 
 def _remove_groups_of(parent: int, name: str) -> None:

@@ -103,7 +103,7 @@ def striker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Striker
 
 def groups_of(launcher: int | None) -> list[Path]:
     mounts = cgroups.find_mounts(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
-    return [folder for mount in mounts for folder in Path(mount.folder).glob(f"headrace-{launcher}-*/*/")]
+    return [folder for mount in mounts for folder in Path(mount.folder).glob(f"headrace-*-{launcher}-*/*/")]
 
 
 def layers_of(launcher: int | None) -> list[str]:

@@ -46,7 +46,7 @@ async def sandbox(provider: LocalProvider) -> Sandbox:
     return await provider.attach(await provider.create(SandboxSpec()))
 
 
-def group_folders(launcher_pid: int, pattern: str = "headrace-{}-*/*/") -> list[Path]:
+def group_folders(launcher_pid: int, pattern: str = "headrace-*-{}-*/*/") -> list[Path]:
     mounts = cgroups.find_mounts(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     return [folder for mount in mounts for folder in Path(mount.folder).glob(pattern.format(launcher_pid))]
 
@@ -191,7 +191,7 @@ async def test_groups_of_a_killed_launcher_are_removed_by_the_next_one() -> None
 async def test_boots_go_on_when_somebody_removes_the_launchers_groups() -> None:
     async with LocalProvider(LocalSandboxConfig()) as provider:
         assert provider.launcher_pid is not None
-        for folder in group_folders(provider.launcher_pid, "headrace-{}-*/"):
+        for folder in group_folders(provider.launcher_pid, "headrace-*-{}-*/"):
             folder.rmdir()
         sandbox = await provider.attach(await provider.create(SandboxSpec()))
         assert (await sandbox.usage()).processes >= 1

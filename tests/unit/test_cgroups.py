@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from headrace.sandboxes.launcher.cgroups import Mount, find_mounts
+import os
+from pathlib import Path
+
+import pytest
+
+from headrace.sandboxes.launcher.cgroups import Mount, find_mounts, is_orphan
+from headrace.sandboxes.launcher.processes import parse_stat
 
 HYBRID = """\
 32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct
@@ -38,3 +44,20 @@ def test_a_container_sees_its_own_group_as_the_root_of_the_mount() -> None:
     assert find_mounts(mountinfo, "4:memory:/docker/abc/inner\n") == [
         Mount(1, frozenset({"memory"}), "/sys/fs/cgroup/memory/inner")
     ]
+
+
+def test_only_groups_of_dead_launchers_of_our_own_pid_namespace_are_orphans() -> None:
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    own, started = os.getpid(), parse_stat(Path("/proc/self/stat").read_text()).started
+    assert not is_orphan(f"headrace-{namespace}-{own}-{started}")
+    assert is_orphan(f"headrace-{namespace}-{own}-{started + 1}")
+    assert is_orphan(f"headrace-{namespace}-{1 << 30}-{started}")
+
+
+@pytest.mark.parametrize("name", ["headrace-peer-12-ab", "headrace-12-34", "headrace-1-2-3-4", "x", "headrace-4-x-5"])
+def test_groups_of_others_are_left_alone(name: str) -> None:
+    assert not is_orphan(name)
+
+
+def test_groups_of_another_pid_namespace_are_left_alone() -> None:
+    assert not is_orphan(f"headrace-1-{1 << 30}-5")
