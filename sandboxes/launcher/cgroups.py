@@ -1,4 +1,4 @@
-# ruff: noqa: PTH123, PTH208
+# ruff: noqa: PTH116, PTH123, PTH208
 # (pathlib stays out of the launcher: what is not imported is not copied at a fork)
 """Control groups of a launcher's sandboxes, on version 1, version 2 and hosts that have both.
 
