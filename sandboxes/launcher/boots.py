@@ -251,15 +251,16 @@ def _become_init(plan: Plan, groups: Cgroups, control: socket.socket) -> NoRetur
     first process."""
     try:
         groups.join(plan.root.sandbox_id)
+        commands_group = groups.open_commands(plan.root.sandbox_id)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         kept = os.dup(control.fileno())
         first = 3
-        needed = {kept, plan.layers_folder, *plan.root.id_maps, *plan.root.source_id_maps}
+        needed = {kept, commands_group, plan.layers_folder, *plan.root.id_maps, *plan.root.source_id_maps}
         for descriptor in sorted(needed - {-1}):
             os.closerange(first, descriptor)
             first = descriptor + 1
         os.closerange(first, 1 << 20)
-        run_init(plan, socket.socket(fileno=kept))
+        run_init(plan, socket.socket(fileno=kept), commands_group)
     finally:
         os._exit(1)

@@ -307,6 +307,15 @@ async def test_kill_minus_one_spares_the_sandbox(sandbox: Sandbox) -> None:
     assert await output(sandbox, "echo alive") == "alive"
 
 
+@pytest.mark.parametrize(("limit", "value"), [("NOFILE", 0), ("AS", 1), ("NPROC", 0), ("CPU", 1)])
+async def test_root_inside_cannot_limit_the_first_process(sandbox: Sandbox, limit: str, value: int) -> None:
+    """Each of these ends the sandbox, or all its further commands, as if the host had failed."""
+    source = f"import resource as r; r.prlimit(1, r.RLIMIT_{limit}, ({value}, {value}))"
+    result = await run(sandbox, f"python3 -c '{source}'")
+    assert b"PermissionError" in result.stderr
+    assert await output(sandbox, "echo alive") == "alive"
+
+
 FORK_AS_MANY_USERS = """
 import os, time
 ready, done = os.pipe()
