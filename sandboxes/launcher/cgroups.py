@@ -237,6 +237,10 @@ class Cgroups:
             commands = f"{group}/{_COMMANDS}"
             self._set(commands, "memory", ("memory.limit_in_bytes", "memory.max"), str(limits.memory_bytes))
             with suppress(OSError):
+                # Version 1 counts what lies in TCP and UDP sockets apart, and only if asked to (memory.rst).
+                tcp = ("memory.kmem.tcp.limit_in_bytes", "memory.max")
+                self._set(commands, "memory", tcp, str(limits.memory_bytes))
+            with suppress(OSError):
                 # Only where the kernel accounts swap.
                 swap = (str(limits.memory_bytes), "0")
                 self._set_each(commands, "memory", ("memory.memsw.limit_in_bytes", "memory.swap.max"), swap)
