@@ -15,7 +15,7 @@ import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from headrace.sandboxes.launcher import rootfs, syscalls
+from headrace.sandboxes.launcher import requests, rootfs, syscalls
 from headrace.sandboxes.launcher.cgroups import GroupLimits
 from headrace.sandboxes.launcher.commands import Limits
 from headrace.sandboxes.launcher.id_blocks import FIRST_ID, RANGES_PER_BLOCK, IdBlocks
@@ -111,7 +111,10 @@ class Boots:
 
     def _group_limits(self, message: Message) -> GroupLimits:
         """Raises Refused for a limit that this machine cannot keep; its defaults the launcher keeps where it can."""
-        asked = {"memory": message["memory_bytes"], "cpu": message["cpus"]}
+        asked = {
+            "memory": requests.amount("memory_bytes", message["memory_bytes"]),
+            "cpu": requests.amount("cpus", message["cpus"]),
+        }
         for controller, value in asked.items():
             if value is not None and controller in self.groups.missing:
                 reason = self.groups.missing[controller]
@@ -121,13 +124,13 @@ class Boots:
         return GroupLimits(
             None if memory_bytes is None else int(memory_bytes),
             None if cpus is None else float(cpus),
-            int(message["pids"] or self._settings.processes) + RESERVED_PROCESSES + 1,
+            self._processes(message) + RESERVED_PROCESSES + 1,
         )
 
     def _limits(self, message: Message, groups: GroupLimits) -> Limits:
         """Files and segments lie in memory and no process owns them: what they may take together leaves enough of the
         limit for commands, so that running out of memory kills those and never the first process."""
-        asked = message["disk_bytes"]
+        asked = requests.amount("disk_bytes", message["disk_bytes"])
         layer_bytes = int(asked or self._settings.layer_bytes)
         shared_bytes = _SHARED_MEMORY_BYTES
         if groups.memory_bytes is not None:
@@ -137,8 +140,10 @@ class Boots:
             if asked is not None and layer_bytes > room:
                 raise Refused("SpecRefused", f"disk_bytes={asked}: files lie in memory, of which {room} may hold them")
             layer_bytes = min(layer_bytes, room)
-        processes = int(message["pids"] or self._settings.processes)
-        return Limits(processes, self._settings.open_files, layer_bytes, shared_bytes, self.single_id)
+        return Limits(self._processes(message), self._settings.open_files, layer_bytes, shared_bytes, self.single_id)
+
+    def _processes(self, message: Message) -> int:
+        return int(requests.amount("pids", message["pids"]) or self._settings.processes)
 
     def _fork(self, sandbox: Record, root: rootfs.Root, limits: Limits) -> Channel:
         rootfs.make_layer(sandbox.id)
@@ -252,15 +257,16 @@ def _become_init(plan: Plan, groups: Cgroups, control: socket.socket) -> NoRetur
     first process."""
     try:
         groups.join(plan.root.sandbox_id)
+        commands_group = groups.open_commands(plan.root.sandbox_id)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         kept = os.dup(control.fileno())
         first = 3
-        needed = {kept, plan.layers_folder, *plan.root.id_maps, *plan.root.source_id_maps}
+        needed = {kept, commands_group, plan.layers_folder, *plan.root.id_maps, *plan.root.source_id_maps}
         for descriptor in sorted(needed - {-1}):
             os.closerange(first, descriptor)
             first = descriptor + 1
         os.closerange(first, 1 << 20)
-        run_init(plan, socket.socket(fileno=kept))
+        run_init(plan, socket.socket(fileno=kept), commands_group)
     finally:
         os._exit(1)

@@ -8,6 +8,8 @@ Invariants:
 - The launcher owns one group `headrace-<pid namespace>-<pid>-<start time>` below its own in each hierarchy, and below
   it one group for each sandbox. What a launcher killed with -9 left is removed by the next one: the name says whose it
   was. A name of another form, or of another pid namespace, is somebody else's.
+- The memory limit holds for a group below the sandbox's own, of its commands only: what they fill their memory with,
+  and however they ask the kernel to spare them, it never kills the sandbox's first process.
 - All paths are relative to descriptors opened before the launcher leaves the host's file tree.
 - A controller that cannot be had is named in `missing` with the reason; nothing pretends.
 """
@@ -28,6 +30,8 @@ _CPU_PERIOD_US: Final = 100_000
 _PREFIX: Final = "headrace-"
 _NAME: Final = re.compile(rf"{_PREFIX}(\d+)-(\d+)-(\d+)")
 _FREEZE_LOOKS: Final = 200
+_COMMANDS: Final = "commands"
+_FIRST: Final = "first"
 # cpuacct is part of cpu in version 2, and every group there can be frozen.
 _NAMES_V2: Final = {"memory": "memory", "cpu": "cpu", "pids": "pids"}
 
@@ -98,14 +102,28 @@ class _Hierarchy:
             self._make()
             os.mkdir(f"{self._name}/{group}", 0o755, dir_fd=self._parent)
 
+    def add_below(self, group: str) -> None:
+        """The group of a sandbox's commands; in version 2 its first process needs one too, for then none may be in the
+        group above ("no internal processes", cgroup-v2.rst)."""
+        os.mkdir(f"{self._name}/{group}/{_COMMANDS}", 0o755, dir_fd=self._parent)
+        if self.version == 2:
+            os.mkdir(f"{self._name}/{group}/{_FIRST}", 0o755, dir_fd=self._parent)
+            self.write(f"{self._name}/{group}/cgroup.subtree_control", "+memory")
+
     def remove(self, group: str) -> None:
+        for below in (f"/{_COMMANDS}", f"/{_FIRST}"):
+            with suppress(FileNotFoundError):
+                os.rmdir(f"{self._name}/{group}{below}", dir_fd=self._parent)
         os.rmdir(f"{self._name}/{group}", dir_fd=self._parent)
 
     def path(self, group: str, file: str) -> str:
         return f"{self._name}/{group}/{file}"
 
+    def open(self, path: str) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._parent)
+
     def write(self, path: str, text: str) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._parent)
+        descriptor = self.open(path)
         try:
             os.write(descriptor, text.encode())
         finally:
@@ -161,17 +179,16 @@ def _remove_groups_of(parent: int, name: str) -> None:
     try:
         for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):
-                _remove_group(folder, entry.name)
+                with suppress(OSError):
+                    _remove_groups_of(folder, entry.name)
+        _kill_all(folder)
     finally:
         os.close(folder)
     os.rmdir(name, dir_fd=parent)
 
 
-def _remove_group(folder: int, name: str) -> None:
-    with suppress(OSError):
-        os.rmdir(name, dir_fd=folder)
-        return
-    with open(os.open(f"{name}/cgroup.procs", os.O_RDONLY, dir_fd=folder), encoding="utf-8") as procs:
+def _kill_all(folder: int) -> None:
+    with open(os.open("cgroup.procs", os.O_RDONLY, dir_fd=folder), encoding="utf-8") as procs:
         for line in procs:
             with suppress(ProcessLookupError):
                 os.kill(int(line), signal.SIGKILL)
@@ -221,15 +238,22 @@ class Cgroups:
         """Make a sandbox's group in each hierarchy. Raises OSError: `remove` then clears away what was made."""
         for hierarchy in self._hierarchies:
             hierarchy.add(group)
+        if "memory" in self._by_controller:
+            self._by_controller["memory"].add_below(group)
         self._limit(group, limits)
 
     def _limit(self, group: str, limits: GroupLimits) -> None:
         if limits.memory_bytes is not None:
-            self._set(group, "memory", ("memory.limit_in_bytes", "memory.max"), str(limits.memory_bytes))
+            commands = f"{group}/{_COMMANDS}"
+            self._set(commands, "memory", ("memory.limit_in_bytes", "memory.max"), str(limits.memory_bytes))
+            with suppress(OSError):
+                # Version 1 counts what lies in TCP and UDP sockets apart, and only if asked to (memory.rst).
+                tcp = ("memory.kmem.tcp.limit_in_bytes", "memory.max")
+                self._set(commands, "memory", tcp, str(limits.memory_bytes))
             with suppress(OSError):
                 # Only where the kernel accounts swap.
                 swap = (str(limits.memory_bytes), "0")
-                self._set_each(group, "memory", ("memory.memsw.limit_in_bytes", "memory.swap.max"), swap)
+                self._set_each(commands, "memory", ("memory.memsw.limit_in_bytes", "memory.swap.max"), swap)
         if limits.cpus is not None:
             quota_us = max(1000, int(limits.cpus * _CPU_PERIOD_US))
             values = (str(quota_us), f"{quota_us} {_CPU_PERIOD_US}")
@@ -248,9 +272,18 @@ class Cgroups:
             hierarchy.write(hierarchy.path(group, files[which]), values[which])
 
     def join(self, group: str) -> None:
-        """Move the calling process into a sandbox's group."""
+        """Move the calling process, the sandbox's first, into its groups."""
         for hierarchy in self._hierarchies:
-            hierarchy.write(hierarchy.path(group, "cgroup.procs"), "0")
+            apart = hierarchy.version == 2 and hierarchy is self._by_controller.get("memory")
+            hierarchy.write(hierarchy.path(f"{group}/{_FIRST}" if apart else group, "cgroup.procs"), "0")
+
+    def open_commands(self, group: str) -> int:
+        """A descriptor; a process that writes `0` to it is limited as a command from then on. -1 without a limit."""
+        hierarchy = self._by_controller.get("memory")
+        if hierarchy is None:
+            return -1
+        # Moving just the own thread is fast in version 1 (kernel/cgroup/cgroup.c, cgroup_procs_write_start).
+        return hierarchy.open(hierarchy.path(f"{group}/{_COMMANDS}", ("tasks", "cgroup.procs")[hierarchy.version - 1]))
 
     def set_frozen(self, group: str, *, frozen: bool) -> None:
         """Stop or continue all processes of a group. Raises OSError, also without a freezer."""
@@ -311,7 +344,7 @@ def _memory(hierarchy: _Hierarchy, group: str) -> dict[str, float]:
         used, events = "memory.usage_in_bytes", "memory.oom_control"
     else:
         used, events = "memory.current", "memory.events"
-    rows = dict(line.split() for line in hierarchy.read(hierarchy.path(group, events)).splitlines())
+    rows = dict(line.split() for line in hierarchy.read(hierarchy.path(f"{group}/{_COMMANDS}", events)).splitlines())
     return {
         "memory_bytes": int(hierarchy.read(hierarchy.path(group, used))),
         "oom_kills": int(rows.get("oom_kill", 0)),

@@ -25,7 +25,7 @@ from _operator import _compare_digest as compare_digest
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes.launcher import rootfs, syscalls
+from headrace.sandboxes.launcher import requests, rootfs, syscalls
 from headrace.sandboxes.launcher.leases import Deadlines
 from headrace.sandboxes.launcher.record import Record
 from headrace.sandboxes.launcher.settings import Refused
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.launcher.settings import Settings
     from headrace.sandboxes.launcher.wire import Channel, Message
 
+_MALFORMED: Final = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _IDLE: Final = "idle"
 """Key of the launcher's own deadline; sandboxes have hexadecimal ones."""
 
@@ -145,8 +146,11 @@ class ForkServer:
             self._handle(waiter, message, descriptors)
         except Refused as refused:
             self._board.answer(waiter, {"error": refused.name, "message": str(refused)})
-        except (KeyError, TypeError, ValueError) as error:
-            self._board.answer(waiter, {"error": "SpecRefused", "message": f"malformed request: {error!r}"})
+        except _MALFORMED as error:
+            self._board.answer(waiter, {"error": "SpecRefused", "message": f"malformed request: {error!r}"[:500]})
+        except OSError as error:
+            # Out of descriptors or memory: whoever asked for less goes on.
+            self._board.answer(waiter, {"error": "CapacityExceeded", "message": f"the host refused it: {error}"})
         finally:
             close_all(descriptors)
 
@@ -188,8 +192,8 @@ class ForkServer:
             raise Refused("LauncherGone", "the launcher is closing")
         if len(self._sandboxes) >= self._settings.max_sandboxes:
             raise Refused("CapacityExceeded", f"{len(self._sandboxes)} sandboxes are alive: raise max_sandboxes")
-        mounts = tuple(rootfs.Mount(*row) for row in message["mounts"])
-        sandbox = Record(key=key, ttl_s=float(message["ttl_s"]), labels=message["labels"])
+        mounts = requests.mounts_of(message)
+        sandbox = Record(key=key, ttl_s=requests.lease_s(message["ttl_s"]), labels=requests.labels_of(message))
         sandbox.control = self._boots.begin(sandbox, message, mounts, self._source_of(mounts))
         self._board.add(sandbox.control, sandbox)
         sandbox.creators.append(waiter)
@@ -273,15 +277,17 @@ class ForkServer:
             raise Refused("SandboxGone", f"sandbox {sandbox.id} runs no more commands: it is {sandbox.state}")
         if len(descriptors) != (0 if message["op"] == "listen" else 3):
             raise Refused("SpecRefused", "a command needs three descriptors: standard input, output and error")
+        requests.check_for_init(message)
         self._last_tag += 1
-        sandbox.pending[self._last_tag] = waiter
         inner = {name: value for name, value in message.items() if name not in ("secret", "sandbox", "id")}
-        self._board.send(sandbox.control, {**inner, "tag": self._last_tag}, descriptors.copy())
+        passed = descriptors.copy()
         descriptors.clear()
+        self._board.send(sandbox.control, {**inner, "tag": self._last_tag}, passed)
+        sandbox.pending[self._last_tag] = waiter
 
     def _exec(self, waiter: Waiter, sandbox: Record, message: Message, descriptors: list[int]) -> None:
         """A command with an `exec_id` runs once; whoever names the id again gets what its first caller keeps here."""
-        exec_id = message.get("exec_id")
+        exec_id = str(message.get("exec_id") or "")
         known = sandbox.executions.find(exec_id) if exec_id else None
         if known is None:
             self._forward(waiter, sandbox, message, descriptors)
@@ -296,11 +302,12 @@ class ForkServer:
 
     def _keep(self, waiter: Waiter, sandbox: Record, message: Message, descriptors: list[int]) -> None:
         """The first caller of an `exec_id` hands over the result, with the output in one file of memory."""
-        known = sandbox.executions.find(message["exec_id"])
+        known = sandbox.executions.find(str(message["exec_id"]))
         if known is not None and known.answer is None and known.runner.client is waiter.client:
-            waiters = known.keep(message["result"], descriptors.pop(0) if descriptors else -1)
+            result = dict(message["result"])
+            waiters = known.keep(result, descriptors.pop(0) if descriptors else -1)
             for waiting in waiters:
-                self._board.answer(waiting, message["result"], [os.dup(known.output)] if known.output >= 0 else [])
+                self._board.answer(waiting, result, [os.dup(known.output)] if known.output >= 0 else [])
         self._board.answer(waiter, {})
 
     def _on_client_gone(self, channel: Channel) -> None:
@@ -397,7 +404,7 @@ class ForkServer:
         self._end(sandbox, keep_layer=False)
 
     def _renew(self, waiter: Waiter, sandbox: Record, message: Message, _descriptors: list[int]) -> None:
-        sandbox.ttl_s = float(message["ttl_s"])
+        sandbox.ttl_s = requests.lease_s(message["ttl_s"])
         if sandbox.state != "booting":
             self._deadlines.set(sandbox.id, time.monotonic() + sandbox.ttl_s)
         self._board.answer(waiter, {})

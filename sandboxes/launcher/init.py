@@ -5,8 +5,9 @@
 Invariants:
 - Forked from the launcher into a new pid namespace; it never runs anything of the agent's in itself.
 - It dies with the launcher (parent-death signal, and the end of its control socket), and all of the sandbox with it.
-- Nobody inside can trace it (not dumpable, memory owned by the first user namespace), stop it or kill it: no signal it
-  handles ends it, and the kernel shields process 1 from the others.
+- Nobody inside can trace it (not dumpable, memory owned by the first user namespace), set its limits (a user id of its
+  own; not without root), stop it or kill it: no signal it handles ends it, and the kernel shields process 1 from the
+  others.
 - Every command has a deadline kept here; at the deadline its tree is ended. Where new processes keep appearing, every
   process but this one is: nothing inside can end the sandbox itself, for then whoever is about to be scored would be
   taken for a failure of the host.
@@ -64,8 +65,9 @@ class _Running:
         self.timed_out = False
 
 
-def run_init(plan: Plan, control: socket.socket) -> NoReturn:
-    """Build the sandbox, tell the launcher, serve. `control` is the only descriptor left open above 2."""
+def run_init(plan: Plan, control: socket.socket, commands_group: int) -> NoReturn:
+    """Build the sandbox, tell the launcher, serve. `commands_group` moves who writes to it into the control group of
+    the commands, or is -1."""
     channel = Channel(control)
     if plan.root.single_id:
         # Nobody else is in here yet.
@@ -86,7 +88,7 @@ def run_init(plan: Plan, control: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     channel.send({"event": "ready"})
-    _Init(plan, channel, wake_read, oom_score).serve()
+    _Init(plan, channel, wake_read, oom_score, commands_group).serve()
 
 
 def _report_failure(channel: Channel, name: str, message: str) -> NoReturn:
@@ -109,7 +111,9 @@ def _build(plan: Plan, channel: Channel) -> None:
     if not plan.root.single_id:
         os.setgroups([])
     os.setresgid(0, 0, 0)
-    os.setresuid(0, 0, 0)
+    # The saved one stays the host's, which nobody inside can have: who shares all three may set this process's limits
+    # (prlimit(2)), and with them end it.
+    os.setresuid(0, 0, 0 if plan.root.single_id else -1)
     # A nested user namespace would give all capabilities back, over namespaces of the agent's own.
     _write("/proc/sys/user/max_user_namespaces", "0")
     syscalls.drop_capabilities(KEPT_CAPABILITIES, plan.last_capability)
@@ -164,10 +168,11 @@ def _write(path: str, text: str) -> None:
 class _Init:
     """The loop of process 1: one control socket, one wake-up pipe, the running commands by pid."""
 
-    def __init__(self, plan: Plan, channel: Channel, wake: int, oom_score: int) -> None:
+    def __init__(self, plan: Plan, channel: Channel, wake: int, oom_score: int, commands_group: int) -> None:
         self._limits = plan.limits
         self._image = plan.root.image
         self._oom_score = oom_score
+        self._commands_group = commands_group
         self._channel = channel
         self._wake = wake
         self._running: dict[int, _Running] = {}
@@ -244,8 +249,10 @@ class _Init:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
-        os.closerange(3, 1 << 20)
         try:
+            if self._commands_group >= 0:
+                os.write(self._commands_group, b"0")
+            os.closerange(3, 1 << 20)
             if message["op"] in ("exec", "spawn"):
                 commands.run_command(message, self._limits, self._image)
             elif message["op"] == "read":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import socket
 import sys
 from typing import Final
@@ -53,6 +54,9 @@ def _read_line(descriptor: int) -> bytes:
 
 def _prepare(settings: Settings) -> ForkServer:
     os.umask(0o022)
+    # A sandbox may take some 40: its channel, results of commands, maps of ids.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     listener.bind(settings.socket_path)
     listener.listen(_BACKLOG)

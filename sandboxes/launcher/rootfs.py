@@ -32,6 +32,8 @@ DEVICES: Final = "/devices"
 """Where loop devices are made for a moment."""
 MAX_LAYERS: Final = 128
 """Of one image; overlayfs takes up to 500, as long as their names fit in a page."""
+_TERMINALS: Final = 32
+"""Of one sandbox; the host has some 3,000 for all (kernel.pty.max)."""
 _LOWER: Final = "/lower"
 _FROZEN: Final = "/frozen"
 
@@ -362,7 +364,7 @@ def _mount_system(path: str, host: HostImage) -> None:
 def _mount_kernel(path: str, root: Root) -> None:
     syscalls.mount("/dev", f"{path}/dev", flags=syscalls.MS_BIND | syscalls.MS_REC)
     safe = syscalls.MS_NOSUID | syscalls.MS_NOEXEC
-    terminals = "newinstance,ptmxmode=0666,mode=620" + ("" if root.single_id else f",gid={root.base_id + 5}")
+    terminals = f"newinstance,ptmxmode=0666,mode=620,max={_TERMINALS}" + ("" if root.single_id else f",gid={root.base_id + 5}")
     syscalls.mount("devpts", f"{path}/dev/pts", "devpts", safe, terminals)
     syscalls.mount("proc", f"{path}/proc", "proc", safe | syscalls.MS_NODEV)
 

@@ -6,6 +6,7 @@ message handler never sees a dropped channel twice.
 
 from __future__ import annotations
 
+import os
 import selectors
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -43,6 +44,7 @@ class Switchboard:
         self._gone = gone
         self._selector = selectors.EpollSelector()
         self._owners: dict[Channel, Any] = {}
+        self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         self.watch(listener.fileno(), self._accept)
 
     def watch(self, descriptor: int, action: Callable[[], None]) -> None:
@@ -65,9 +67,21 @@ class Switchboard:
                 self._serve(key.data, events)
 
     def _accept(self) -> None:
-        with suppress(BlockingIOError):
+        try:
             stream, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._refuse_one()
+        else:
             self.add(Channel(stream), None)
+
+    def _refuse_one(self) -> None:
+        """No descriptor is free: with the one kept for this, whoever waits is told by the end of its connection."""
+        os.close(self._spare)
+        with suppress(OSError):
+            self._listener.accept()[0].close()
+        self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
     def _serve(self, channel: Channel, events: int) -> None:
         try:
@@ -107,7 +121,7 @@ class Switchboard:
     def answer(self, waiter: Waiter, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Owns `descriptors`."""
         if waiter.client in self._owners:
-            self.send(waiter.client, {"id": waiter.request_id, **message}, descriptors)
+            self.send(waiter.client, {**message, "id": waiter.request_id}, descriptors)
         else:
             close_all(descriptors)
 

@@ -24,7 +24,8 @@ Message = dict[str, Any]
 MAX_MESSAGE_BYTES: Final = 8 << 20
 _HEADER: Final = struct.Struct("!I")
 _RECEIVE_BYTES: Final = 1 << 16
-_MAX_DESCRIPTORS: Final = 64
+_MAX_DESCRIPTORS: Final = 253
+"""SCM_MAX_FD, the most that the kernel sends at once."""
 
 
 class ChannelClosed(ConnectionError):
@@ -78,10 +79,10 @@ class Channel:
     def receive(self) -> list[tuple[Message, list[int]]]:
         """All complete messages that have come, each with its descriptors, which the caller now owns.
 
-        Raises ChannelClosed at the end of the stream or for a message above MAX_MESSAGE_BYTES.
+        Raises ChannelClosed at the end of the stream, for a message above MAX_MESSAGE_BYTES and for nonsense.
         """
         try:
-            data, descriptors, _, _ = socket.recv_fds(
+            data, descriptors, flags, _ = socket.recv_fds(
                 self.socket, _RECEIVE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
@@ -91,6 +92,8 @@ class Channel:
         if not data:
             raise ChannelClosed("end of stream")
         self._descriptors.extend(descriptors)
+        if flags & socket.MSG_CTRUNC or len(self._descriptors) > _MAX_DESCRIPTORS:
+            raise ChannelClosed("descriptors are lost, or come without their messages")
         self._received += data
         return self._complete_messages()
 
@@ -123,10 +126,10 @@ class Channel:
 def _parse(body: bytes) -> Message:
     try:
         message = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ChannelClosed(f"not JSON: {error}") from error
-    if not isinstance(message, dict) or not isinstance(message.get("fds", 0), int):
-        raise ChannelClosed("not an object of JSON, or its `fds` is no number")
+    if not isinstance(message, dict) or not isinstance(message.get("fds", 0), int) or message.get("fds", 0) < 0:
+        raise ChannelClosed("not an object of JSON, or its `fds` is no number of descriptors")
     return message
 
 

@@ -13,7 +13,7 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.sandboxes.errors import LauncherGone, error_from_name
+from headrace.sandboxes.errors import LauncherGone, SpecRefused, error_from_name
 from headrace.sandboxes.launcher.wire import Channel, ChannelClosed, Message, close_all
 
 if TYPE_CHECKING:
@@ -82,14 +82,18 @@ class LauncherClient:
             self._waiting.pop(exchange.request_id, None)
 
     def begin(self, message: Message, descriptors: Sequence[int] = ()) -> Exchange:
-        """Send only; owns `descriptors`. Raises LauncherGone."""
+        """Send only; owns `descriptors`. Raises LauncherGone, SpecRefused for a message that is too large."""
         if self.closed:
             close_all(descriptors)
             raise LauncherGone(f"the launcher at {self.endpoint} is gone")
         self._last_id += 1
         exchange = Exchange(self._last_id, message, self._loop.create_future(), self._loop.create_future())
         self._waiting[exchange.request_id] = exchange
-        self._send({**message, "id": exchange.request_id}, descriptors)
+        try:
+            self._send({**message, "id": exchange.request_id}, descriptors)
+        except ValueError as error:
+            del self._waiting[exchange.request_id]
+            raise SpecRefused(f"too much for one request, use files: {error}") from error
         return exchange
 
     async def _answer(self, future: asyncio.Future[Message], patience_s: float | None) -> Message:

@@ -5,12 +5,14 @@ Invariants:
   others get 403. The sandbox has no other way out.
 - Bodies travel in both directions as they come; nothing is held beyond one piece. A client that goes away ends its
   request to the service.
-- A hostile client can hold at most `MAX_CONNECTIONS` connections of this process.
+- A hostile client can hold at most `MAX_CONNECTIONS` connections of this process, delays the end of the context by a
+  moment at most, and writes nothing to this process's log.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import HostPort
 
 MAX_CONNECTIONS: Final = 64
+_SHUTDOWN_S: Final = 0.1
+"""For each of two steps; aiohttp takes 0 for no limit at all."""
+_ACCEPT_AGAIN_S: Final = 0.1
 _PIECE_BYTES: Final = 1 << 16
 # RFC 9110, 7.6.1: they speak of one connection; and Host, which names the service.
 _NOT_PASSED: Final = frozenset(
@@ -46,13 +51,18 @@ _NOT_PASSED: Final = frozenset(
     )
 )
 
+# aiohttp logs a traceback for each malformed request: the sandbox would fill the host's disk with them.
+_clients_log = logging.getLogger(f"{__name__}.clients")
+_clients_log.setLevel(logging.CRITICAL)
+
 
 def is_below(raw_path: str, prefix: str) -> bool:
     """Whether a request target as it stands on the wire leads to `prefix` or below it, however a server reads it."""
     path = raw_path.partition("?")[0]
     if path != prefix and not path.startswith(prefix.rstrip("/") + "/"):
         return False
-    segments = [unquote(segment) for segment in path.split("/")]
+    # Some servers take what follows a semicolon for parameters, before they resolve dots.
+    segments = [unquote(segment).partition(";")[0] for segment in path.split("/")]
     return not any(segment in (".", "..") or {"/", "\\", "\0"} & set(segment) for segment in segments)
 
 
@@ -66,21 +76,33 @@ async def relay(listener: socket.socket, target: HostPort, prefix: str) -> Async
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),
     ) as session:
-        server = web.Server(_Relay(session, target, prefix).handle, handler_cancellation=True)
+        # Compressed bodies stay so: unpacked ones would contradict their headers, and may be huge.
+        server = web.Server(
+            _Relay(session, target, prefix).handle,
+            handler_cancellation=True,
+            auto_decompress=False,
+            logger=_clients_log,
+        )
+        accepting = asyncio.create_task(_accept(listener, server))
+        # No task group: it would wrap what the caller raises.
         try:
-            async with asyncio.TaskGroup() as group:
-                accepting = group.create_task(_accept(listener, server))
-                yield
-                accepting.cancel()
+            yield
         finally:
+            accepting.cancel()
+            await asyncio.wait((accepting,))
             listener.close()
-            await server.shutdown(0)
+            await server.shutdown(_SHUTDOWN_S)
 
 
 async def _accept(listener: socket.socket, server: web.Server) -> None:
     loop = asyncio.get_running_loop()
     while True:
-        connection, _ = await loop.sock_accept(listener)
+        try:
+            connection, _ = await loop.sock_accept(listener)
+        except OSError:
+            # No descriptor is free: the next may be.
+            await asyncio.sleep(_ACCEPT_AGAIN_S)
+            continue
         if len(server.connections) >= MAX_CONNECTIONS:
             connection.close()
         else:

@@ -44,19 +44,40 @@ class LocalImages:
             return reference
         lease = await self._store.lease(reference, holder_pid=self._launcher_pid)
         name = lease.image.digest
-        if name in self._leases:
-            self._leases.move_to_end(name)
-            await lease.release()
-            return name
         async with self._adding:
             try:
-                await self._add(name, lease.image)
+                known = name in self._leases
+                if not known:
+                    await self._add(name, lease.image)
             except BaseException:
                 await asyncio.shield(lease.release())
                 raise
-            self._leases[name] = lease
-            await self._drop_oldest()
+            if known:
+                self._leases.move_to_end(name)
+                await lease.release()
+            else:
+                self._leases[name] = lease
+                await self._drop_oldest()
         return name
+
+    async def drop(self, name: str) -> bool:
+        """False while sandboxes use it."""
+        async with self._adding:
+            return await self._drop(name)
+
+    async def provide_again(self, reference: str, name: str) -> str:
+        """The launcher does not have `name` any more: another provider dropped it, or it is a new launcher."""
+        lease = self._leases.pop(name, None)
+        if lease is not None:
+            await lease.release()
+        return await self.provide(reference)
+
+    async def _drop(self, name: str) -> bool:
+        dropped = bool((await self._ask({"op": "drop_image", "name": name}, ()))["dropped"])
+        lease = self._leases.pop(name, None) if dropped else None
+        if lease is not None:
+            await lease.release()
+        return dropped
 
     async def _add(self, name: str, image: ResolvedImage) -> None:
         mounts = await asyncio.to_thread(_mounts_of, image)
@@ -65,8 +86,7 @@ class LocalImages:
 
     async def _drop_oldest(self) -> None:
         for name in list(self._leases)[: max(0, len(self._leases) - self._max_images)]:
-            if (await self._ask({"op": "drop_image", "name": name}, ()))["dropped"]:
-                await self._leases.pop(name).release()
+            await self._drop(name)
 
     async def release(self) -> None:
         """The launcher is gone. Idempotent."""

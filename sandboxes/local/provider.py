@@ -30,7 +30,7 @@ from headrace.sandboxes.base import (
     SandboxRef,
     SandboxSpec,
 )
-from headrace.sandboxes.errors import LauncherGone, SandboxGone, SpecRefused
+from headrace.sandboxes.errors import ImageUnknown, LauncherGone, SandboxGone, SpecRefused
 from headrace.sandboxes.images.store import ImageStore, default_image_folder
 from headrace.sandboxes.launcher.disk_layers import TEMPLATES
 from headrace.sandboxes.launcher.wire import close_all
@@ -209,7 +209,7 @@ class LocalProvider:
         Raises ImageUnknown, SpecRefused, FrozenPathRefused, CapacityExceeded, BootFailed, BootTimeout, LauncherGone.
         """
         _check_spec(spec)
-        launcher = await self._running_launcher()
+        await self._running_launcher()
         assert self._images is not None
         image = await self._images.provide(spec.image)
         # A key of our own lets a cancelled create be found and discarded.
@@ -226,11 +226,20 @@ class LocalProvider:
             "cpus": spec.cpu,
             "mounts": [(mount.source, mount.path, mount.target) for mount in spec.mounts],
         }
-        discard = {"op": "discard", "secret": launcher.secret, "key": key}
-        answer = await self._admin(message, if_cancelled=discard, extra_s=self._config.boot_timeout_s)
+        try:
+            answer = await self._ask_for_boot(message)
+        except ImageUnknown:
+            if image == spec.image:
+                raise
+            again = await self._images.provide_again(spec.image, image)
+            answer = await self._ask_for_boot({**message, "image": again})
         return SandboxRef(
-            provider=PROVIDER, id=SandboxId(answer["sandbox"]), endpoint=launcher.endpoint, secret=answer["secret"]
+            provider=PROVIDER, id=SandboxId(answer["sandbox"]), endpoint=answer["endpoint"], secret=answer["secret"]
         )
+
+    async def _ask_for_boot(self, message: Message) -> Message:
+        discard = {"op": "discard", "key": message["key"]}
+        return await self._admin(message, if_cancelled=discard, extra_s=self._config.boot_timeout_s)
 
     async def _layer_bytes(self, spec: SandboxSpec) -> int | None:
         """On disk every size has a template, made once. Raises BootFailed, OutOfDisk."""
@@ -273,27 +282,42 @@ class LocalProvider:
 
     async def drop_image(self, image: ImageRef) -> bool:
         """Forget a snapshot, or an image that the launcher holds ready. False while sandboxes use it. Idempotent."""
-        return bool((await self._admin({"op": "drop_image", "name": image}))["dropped"])
+        await self._running_launcher()
+        assert self._images is not None
+        return await self._images.drop(image)
 
     async def _ask(self, message: Message, descriptors: Sequence[int]) -> Message:
+        """For the images of this launcher: a new one would have none of them."""
         assert self._launcher is not None
-        try:
-            client = await self._connections.get(self._launcher.endpoint)
-        except LauncherGone:
-            close_all(descriptors)
-            raise
-        return await client.request({**message, "secret": self._launcher.secret}, descriptors)
+        return await self._request(self._launcher, message, descriptors)
 
     async def _admin(self, message: Message, *, if_cancelled: Message | None = None, extra_s: float = 0.0) -> Message:
         """Ask the launcher, which is started again if it died. Raises its typed error, LauncherGone."""
         launcher = await self._running_launcher()
-        client = await self._connections.get(launcher.endpoint)
+        answer = await self._request(launcher, message, if_cancelled=if_cancelled, extra_s=extra_s)
+        return {**answer, "endpoint": launcher.endpoint}
+
+    async def _request(
+        self,
+        launcher: LauncherProcess,
+        message: Message,
+        descriptors: Sequence[int] = (),
+        *,
+        if_cancelled: Message | None = None,
+        extra_s: float = 0.0,
+    ) -> Message:
+        """Owns `descriptors`."""
+        try:
+            client = await self._connections.get(launcher.endpoint)
+        except BaseException:
+            close_all(descriptors)
+            raise
         patience_s = self._config.answer_timeout_s + extra_s
         try:
-            return await client.request({**message, "secret": launcher.secret}, patience_s=patience_s)
+            return await client.request({**message, "secret": launcher.secret}, descriptors, patience_s=patience_s)
         except asyncio.CancelledError:
             if if_cancelled is not None:
-                client.post(if_cancelled)
+                client.post({**if_cancelled, "secret": launcher.secret})
             raise
         except TimeoutError as error:
             await launcher.kill()

@@ -49,6 +49,8 @@ for path in sys.argv[1:]:
         ("/s/one/..\\two", False),
         ("/s/one/%5c..%5ctwo", False),
         ("/s/one/.", False),
+        ("/s/one/..;/two", False),
+        ("/s/one/%2e.;x=1/two", False),
         ("//s/one", False),
         ("/s//one", False),
         ("/S/one", False),
@@ -210,3 +212,54 @@ async def test_a_port_that_is_taken_and_a_bad_prefix(sandbox: Sandbox, service: 
     with pytest.raises(SandboxGone):
         async with sandbox.expose(PORT, target, PREFIX):
             pass
+
+
+PIPELINE = f"""
+import socket, time
+client = socket.create_connection(("127.0.0.1", {PORT}))
+client.sendall(b"GET {PREFIX}/stream HTTP/1.1\\r\\nHost: x\\r\\n\\r\\n" * 2000)
+print(client.recv(1), flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.namespaces
+async def test_requests_under_way_do_not_hold_up_its_end(sandbox: Sandbox, service: tuple[Service, HostPort]) -> None:
+    seen, target = service
+    async with asyncio.timeout(30):
+        async with sandbox.expose(PORT, target, PREFIX):
+            asking = await sandbox.spawn(["python3", "-c", PIPELINE], user="agent")
+            await anext(asking.output())
+        await seen.gone.wait()
+
+
+@pytest.mark.namespaces
+async def test_what_goes_wrong_meanwhile_keeps_its_type(sandbox: Sandbox, service: tuple[Service, HostPort]) -> None:
+    _, target = service
+    with pytest.raises(SandboxGone):
+        async with sandbox.expose(PORT, target, PREFIX):
+            await sandbox.kill()
+            await sandbox.exec("true", timeout_s=30)
+
+
+@pytest.mark.namespaces
+async def test_compressed_bodies_stay_compressed_and_garbage_is_not_logged(
+    sandbox: Sandbox, service: tuple[Service, HostPort], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, target = service
+    script = (
+        "import gzip, socket, urllib.request as u\n"
+        f"address = ('127.0.0.1', {PORT})\n"
+        "body = gzip.compress(bytes(3_000_000))\n"
+        f"r = u.Request('http://127.0.0.1:{PORT}{PREFIX}', data=body, headers={{'Content-Encoding': 'gzip'}})\n"
+        "with u.urlopen(r) as a: print(len(body), a.read().decode())\n"
+        "with socket.create_connection(address) as s:\n"
+        "    s.sendall(b'no request\\r\\n\\r\\n')\n"
+        "    print(s.recv(12))"
+    )
+    async with sandbox.expose(PORT, target, PREFIX):
+        result = await sandbox.exec("python3 -", stdin=script.encode(), timeout_s=30)
+    sent, _, received, *_, refused = result.stdout.decode().split()
+    assert int(sent) < int(received) == 3_000_000
+    assert refused == "400'"
+    assert caplog.records == []

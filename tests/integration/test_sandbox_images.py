@@ -255,6 +255,35 @@ async def test_few_images_are_held_ready(kit: Any, tmp_path: Path) -> None:
         assert len(await provider.images()) == 1
 
 
+async def test_an_image_that_was_dropped_is_provided_again(kit: Any, tmp_path: Path) -> None:
+    """By this provider, or by another one of the same launcher."""
+    await asyncio.to_thread(_unpack, kit, tmp_path / "a")
+    reference = str(tmp_path / "a")
+    config = LocalSandboxConfig(image_folder=tmp_path / "images", stays_in=tmp_path / "stays")
+    async with LocalProvider(config) as provider, LocalProvider(config) as other:
+        assert provider.launcher_pid == other.launcher_pid
+        for dropper in (provider, other):
+            await (await boot(provider, reference)).kill()
+            [name] = await dropper.images()
+            assert await dropper.drop_image(name)
+        assert await output(await boot(provider, reference), "echo fine") == "fine"
+
+
+async def test_boots_of_a_new_image_at_once_lease_it_once(kit: Any, tmp_path: Path) -> None:
+    archive = await asyncio.to_thread(kit.Layout().image([kit.tar(kit.base_entries())]).write, tmp_path / "layout")
+    config = LocalSandboxConfig(image_folder=tmp_path / "images")
+    async with LocalProvider(config) as provider:
+        await asyncio.gather(*(boot(provider, str(archive)) for _ in range(5)))
+        assert len(list((tmp_path / "images" / "leases").iterdir())) == 1
+
+
+async def test_an_image_of_a_hundred_layers(kit: Any, tmp_path: Path) -> None:
+    layers = [kit.tar(kit.base_entries()), *(kit.tar((kit.file(f"etc/{n}", b"x"),)) for n in range(99))]
+    archive = await asyncio.to_thread(kit.Layout().image(layers).write, tmp_path / "layout")
+    async with LocalProvider(LocalSandboxConfig(image_folder=tmp_path / "images")) as provider:
+        assert await output(await boot(provider, str(archive)), "cat /etc/98 /etc/0") == "xx"
+
+
 def _unpack(kit: Any, target: Path) -> None:
     target.mkdir()
     archive = target.with_suffix(".tar")

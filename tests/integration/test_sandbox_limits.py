@@ -82,6 +82,50 @@ async def test_files_count_as_memory_and_the_sandbox_outlives_their_excess(provi
         await provider.create(SandboxSpec(memory_bytes=64 << 20, disk_bytes=64 << 20))
 
 
+HOARD = """
+use Fcntl; use Socket;
+open(my $score, ">", "/proc/self/oom_score_adj"); print $score "0"; close $score;
+for (1 .. 1500) {
+  socketpair(my $ours, my $theirs, AF_UNIX, SOCK_STREAM, 0) or last;
+  fcntl($ours, F_SETFL, O_NONBLOCK);
+  1 while syswrite($ours, "x" x 65536);
+  push @kept, $ours, $theirs;
+}
+"""
+
+
+async def test_a_small_process_that_fills_the_kernel_does_not_end_the_sandbox(provider: LocalProvider) -> None:
+    """What lies in sockets does not make a process large: the kernel would choose the sandbox's first one."""
+    sandbox = await provider.attach(await provider.create(SandboxSpec(memory_bytes=64 << 20)))
+    hoard = await sandbox.exec("perl -", stdin=HOARD.encode(), user="agent", timeout_s=60)
+    assert hoard.exit_code == 128 + signal.SIGKILL
+    assert (await sandbox.exec("echo fine", timeout_s=30)).stdout == b"fine\n"
+    assert (await sandbox.usage()).oom_kills >= 1
+
+
+QUEUE = """
+import socket
+kept = []
+for _ in range(900):
+    reader, writer = (socket.socket(socket.AF_INET, socket.SOCK_DGRAM) for _ in range(2))
+    reader.bind(("127.0.0.1", 0))
+    writer.setblocking(False)
+    for _ in range(60):
+        writer.sendto(bytes(8000), reader.getsockname())
+    kept.append(reader)
+rows = open("/proc/net/udp").read().splitlines()[1:]
+print(sum(int(row.split()[4].partition(":")[2], 16) for row in rows))
+"""
+
+
+async def test_what_lies_in_sockets_is_limited(provider: LocalProvider) -> None:
+    """All of the host share what it has for sockets."""
+    sandbox = await provider.attach(await provider.create(SandboxSpec(memory_bytes=64 << 20)))
+    result = await sandbox.exec("python3 -", stdin=QUEUE.encode(), user="agent", timeout_s=60)
+    assert result.exit_code == 0, result
+    assert 0 < int(result.stdout) < 80 << 20
+
+
 async def test_processors_are_limited(provider: LocalProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec(cpu=0.1)))
     busy = await sandbox.spawn("while :; do :; done")

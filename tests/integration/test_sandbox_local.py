@@ -6,12 +6,14 @@ import asyncio
 import json
 import os
 import pickle
+import resource
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -306,6 +308,15 @@ async def test_a_cancelled_command_is_killed(sandbox: Sandbox) -> None:
 
 async def test_kill_minus_one_spares_the_sandbox(sandbox: Sandbox) -> None:
     await run(sandbox, "kill -9 -1")
+    assert await output(sandbox, "echo alive") == "alive"
+
+
+@pytest.mark.parametrize(("limit", "value"), [("NOFILE", 0), ("AS", 1), ("NPROC", 0), ("CPU", 1)])
+async def test_root_inside_cannot_limit_the_first_process(sandbox: Sandbox, limit: str, value: int) -> None:
+    """Each of these ends the sandbox, or all its further commands, as if the host had failed."""
+    source = f"import resource as r; r.prlimit(1, r.RLIMIT_{limit}, ({value}, {value}))"
+    result = await run(sandbox, f"python3 -c '{source}'")
+    assert b"PermissionError" in result.stderr
     assert await output(sandbox, "echo alive") == "alive"
 
 
@@ -667,10 +678,107 @@ async def test_capacity_is_a_transient_error() -> None:
 
 
 async def test_garbage_does_not_disturb_the_launcher(provider: LocalProvider, sandbox: Sandbox) -> None:
-    for garbage in (b"\xff" * 64, b"\0\0\0\x02{}", b'\0\0\0\x0f{"op":"create"}', b"\0\0"):
+    for garbage in (b"\xff" * 64, b"\0\0\0\x02{}", b"\0\1\0\0" + b"[" * 65536, b'\0\0\0\x0f{"op":"create"}', b"\0\0"):
         with socket.socket(socket.AF_UNIX) as stream:
             stream.connect(provider.endpoint)
             stream.sendall(garbage)
+    assert await output(sandbox, "echo alive") == "alive"
+
+
+HUGE = 10**400
+COMMAND = {"op": "exec", "command": "true", "user": "root", "env": {}, "cwd": None, "timeout_s": 5.0, "fds": 3}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"op": "renew", "ttl_s": HUGE},
+        {"op": "renew", "ttl_s": float("nan")},
+        {"op": "renew", "ttl_s": -1},
+        {"op": "listen", "port": "http"},
+        {"op": "listen"},
+        {"op": "signal", "target": 1, "number": HUGE},
+        {"op": "keep"},
+        {**COMMAND, "timeout_s": float("nan")},
+        {**COMMAND, "timeout_s": HUGE},
+        {**COMMAND, "timeout_s": "long"},
+        {**COMMAND, "fds": 0},
+        {**COMMAND, "fds": 3, "long": "é" * 3_000_000},
+        {name: value for name, value in COMMAND.items() if name != "timeout_s"},
+        *(
+            {"op": "create", **field}
+            for field in (
+                {"ttl_s": HUGE},
+                {"ttl_s": float("nan")},
+                {"memory_bytes": float("inf")},
+                {"cpus": float("inf")},
+                {"cpus": -1},
+                {"pids": HUGE},
+                {"disk_bytes": -1},
+                {"labels": 5},
+                {"labels": {"long": "x" * 10_000}},
+                {"mounts": [[1, 2, 3]]},
+                {"mounts": [["a", "/\0", "/b"]]},
+                {"mounts": [["a"]]},
+            )
+        ),
+    ],
+    ids=lambda wrong: json.dumps(wrong)[:50],
+)
+async def test_a_request_with_wrong_values_is_refused_and_disturbs_nobody(
+    provider: LocalProvider, wrong: dict[str, Any]
+) -> None:
+    ref = await provider.create(SandboxSpec())
+    message = {**whole_request(ref, wrong, note_secret(provider)), "id": 7}
+    answer = await asyncio.to_thread(ask_by_hand, provider.endpoint, message)
+    assert (answer["id"], answer["error"]) == (7, "SpecRefused")
+    assert await output(await provider.attach(ref), "echo alive") == "alive"
+    assert [info.id for info in await provider.list()] == [ref.id]
+
+
+def note_secret(provider: LocalProvider) -> str:
+    assert provider._launcher is not None
+    return provider._launcher.secret
+
+
+def whole_request(ref: SandboxRef, wrong: dict[str, Any], admin_secret: str) -> dict[str, Any]:
+    if wrong["op"] != "create":
+        return {"sandbox": ref.id, "secret": ref.secret, **wrong}
+    limits = dict.fromkeys(("disk_bytes", "pids", "memory_bytes", "cpus"))
+    rest = {"key": "", "image": "host", "ttl_s": 60.0, "labels": {}, "mounts": [], "secret": admin_secret}
+    return {**limits, **rest, **wrong}
+
+
+def ask_by_hand(endpoint: str, message: dict[str, Any]) -> dict[str, Any]:
+    body = json.dumps(message, ensure_ascii=False).encode()
+    with socket.socket(socket.AF_UNIX) as stream, Path("/dev/null").open("rb") as null:
+        stream.settimeout(20)
+        stream.connect(endpoint)
+        descriptors = [null.fileno()] * message.get("fds", 0)
+        framed = len(body).to_bytes(4, "big") + body
+        stream.sendall(framed[socket.send_fds(stream, [framed], descriptors) :])
+        size = int.from_bytes(stream.recv(4, socket.MSG_WAITALL), "big")
+        answer: dict[str, Any] = json.loads(stream.recv(size, socket.MSG_WAITALL))
+        return answer
+
+
+async def test_a_launcher_without_free_descriptors_refuses_and_goes_on(
+    provider: LocalProvider, sandbox: Sandbox
+) -> None:
+    assert provider.launcher_pid is not None
+    resource.prlimit(provider.launcher_pid, resource.RLIMIT_NOFILE, (64, 64))
+    with ExitStack() as stack:
+        streams = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(80)]
+        for stream in streams:
+            stream.connect(provider.endpoint)
+        streams[-1].settimeout(20)
+        assert await asyncio.to_thread(streams[-1].recv, 1) == b""
+    assert await output(sandbox, "echo alive") == "alive"
+
+
+async def test_a_request_that_is_too_large_is_refused(sandbox: Sandbox) -> None:
+    with pytest.raises(SpecRefused):
+        await run(sandbox, "x" * (9 << 20))
     assert await output(sandbox, "echo alive") == "alive"
 
 

@@ -210,6 +210,15 @@ async def test_a_terminal(sandbox: Sandbox) -> None:
     assert await process.wait() == 9
 
 
+async def test_one_sandbox_does_not_take_the_terminals_of_all() -> None:
+    opening = "import os\nfor number in range(200): os.open('/dev/ptmx', os.O_RDWR | os.O_NOCTTY)"
+    async with LocalProvider() as provider:
+        greedy, other = [await provider.attach(await provider.create(SandboxSpec())) for _ in range(2)]
+        result = await greedy.exec("python3 -", stdin=opening.encode(), user="agent", timeout_s=30)
+        assert b"No space left" in result.stderr
+        assert await (await other.spawn("true", terminal=TerminalSize())).wait() == 0
+
+
 async def test_a_pipe_cannot_be_resized(sandbox: Sandbox) -> None:
     process = await sandbox.spawn("true")
     with pytest.raises(SpecRefused):
