@@ -172,9 +172,17 @@ def serve_sandboxes(
         bool, typer.Option("--keep-sandboxes", help="Leave them at the end, for the next server of the same --state.")
     ] = False,
     provider: Annotated[str, typer.Option(help="Where sandboxes run: local.")] = "local",
+    api: Annotated[str, typer.Option(help="What to serve, with commas: e2b, exec, dropin.")] = "e2b,exec,dropin",
+    lease_s: Annotated[float, typer.Option(help="Seconds that a drop-in container lives unheard of.")] = 900,
+    host_url: Annotated[
+        list[str] | None, typer.Option(help="Lend the sandboxes of this exec server instead; may be repeated.")
+    ] = None,
+    host_key: Annotated[Path | None, typer.Option(help="File that holds the key of those servers.")] = None,
     json: Json = None,
 ) -> None:
-    """Serve E2B's API: point the e2b SDK at the printed URL (E2B_API_URL and E2B_SANDBOX_URL)."""
+    """Lend sandboxes: E2B's API (E2B_API_URL and E2B_SANDBOX_URL are the printed URL), ours for the provider `remote`,
+    and a drop-in for swe_exec_server and swe_env_pool_server."""
+    from headrace.actors.evaluators.foreign_patch import apply_patch
     from headrace.sandboxes.e2b_server.serving import ServeOptions, serve
 
     def announce(url: str) -> None:
@@ -193,6 +201,11 @@ def serve_sandboxes(
         keys=keys,
         state=state,
         keep_sandboxes=keep_sandboxes,
+        apis=api,
+        lease_s=lease_s,
+        host_urls=tuple(host_url or ()),
+        host_key=host_key,
+        apply_patch=apply_patch,
     )
     serve(options, announce)
 

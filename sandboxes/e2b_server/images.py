@@ -25,6 +25,10 @@ class ImageMap:
         self._images = {DEFAULT_TEMPLATE: "host", **(images or {})}
         self._keys = (metadata_key, f"{metadata_key}/image") if metadata_key else ()
 
+    def names(self) -> list[str]:
+        """What a client may name."""
+        return sorted(self._images)
+
     def resolve(self, template: str, metadata: Mapping[str, str], snapshots: Mapping[str, str]) -> str:
         """The image for a create; `snapshots` are the owner's own. Raises ImageUnknown."""
         name = next((metadata[key] for key in self._keys if key in metadata), template)

@@ -14,7 +14,7 @@ import logging
 import socket
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from aiohttp import web
 
@@ -36,7 +36,7 @@ from headrace.sandboxes.e2b_server.watch_service import WatchService
 from headrace.sandboxes.errors import SandboxError, SpecRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
     from pathlib import Path
     from types import TracebackType
 
@@ -61,14 +61,27 @@ class ServerSettings:
     """Where the table is kept; in memory when None."""
     keep_sandboxes: bool = False
     """Leave the sandboxes alive at the end, for the next server of this folder."""
+    serve_e2b: bool = True
+    """False: only the parts that are given beside it."""
+
+
+class ServerPart(Protocol):
+    """Another API on the same port."""
+
+    def open(self, stack: AsyncExitStack, tasks: ServerTasks) -> Iterable[web.RouteDef]:
+        """Its routes. What it pushes to `stack` ends after the tasks. Raises SpecRefused, SandboxError."""
+        ...
 
 
 class E2bServer:
     """An async context manager: serves from entering it to leaving it."""
 
-    def __init__(self, backend: Backend, settings: ServerSettings | None = None) -> None:
+    def __init__(
+        self, backend: Backend, settings: ServerSettings | None = None, parts: Sequence[ServerPart] = ()
+    ) -> None:
         self._backend = backend
         self._settings = settings or ServerSettings()
+        self._parts = parts
         self._stack = AsyncExitStack()
         self._port = 0
 
@@ -82,24 +95,32 @@ class E2bServer:
         """Raises SpecRefused (address, files), SandboxError."""
         _check_address(self._settings)
         async with AsyncExitStack() as stack:
-            table = SandboxTable(self._settings.state_folder)
-            stack.callback(table.close)
-            tasks = await stack.enter_async_context(ServerTasks())
-            sandboxes = Sandboxes(self._backend, table, self._settings.images, tasks)
-            await recover(sandboxes)
-            stack.push_async_callback(self._end_sandboxes, sandboxes)
-            tasks.start(sandboxes.run())
-            await self._listen(sandboxes, stack)
+            tasks = ServerTasks()
+            routes = [route for part in self._parts for route in part.open(stack, tasks)]
+            application = await self._open_e2b(stack, tasks) if self._settings.serve_e2b else _bare_application()
+            if not self._settings.serve_e2b:
+                await stack.enter_async_context(tasks)
+            application.add_routes(routes)
+            await self._listen(application, stack)
             self._stack = stack.pop_all()
         return self
+
+    async def _open_e2b(self, stack: AsyncExitStack, tasks: ServerTasks) -> web.Application:
+        table = SandboxTable(self._settings.state_folder)
+        stack.callback(table.close)
+        await stack.enter_async_context(tasks)
+        sandboxes = Sandboxes(self._backend, table, self._settings.images, tasks)
+        await recover(sandboxes)
+        stack.push_async_callback(self._end_sandboxes, sandboxes)
+        tasks.start(sandboxes.run())
+        return make_application(sandboxes, self._settings.keys)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
 
-    async def _listen(self, sandboxes: Sandboxes, stack: AsyncExitStack) -> None:
-        application = make_application(sandboxes, self._settings.keys)
+    async def _listen(self, application: web.Application, stack: AsyncExitStack) -> None:
         # A client that leaves cancels its handler: a command it followed is then free of it at once.
         runner = web.AppRunner(
             application, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S, handle_signals=False
@@ -148,9 +169,13 @@ def _check_address(settings: ServerSettings) -> None:
         raise SpecRefused(f"--host {settings.host} is not loopback: give a file of keys with --keys")
 
 
+def _bare_application() -> web.Application:
+    return web.Application(middlewares=[_json_errors], client_max_size=0)
+
+
 def make_application(sandboxes: Sandboxes, keys: ApiKeys) -> web.Application:
     """All routes; useful alone to serve from another program."""
-    application = web.Application(middlewares=[_json_errors], client_max_size=0)
+    application = _bare_application()
     access, envd = Access(sandboxes, keys), Envd(sandboxes)
     application.add_routes(Observation(sandboxes).routes(access))
     application.add_routes(ControlPlane(sandboxes).routes(access))

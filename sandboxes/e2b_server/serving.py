@@ -13,7 +13,9 @@ import resource
 import signal
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+from pydantic import ValidationError
 
 from headrace.sandboxes.e2b_server.images import load_images
 from headrace.sandboxes.e2b_server.keys import load_keys
@@ -21,12 +23,20 @@ from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
 from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.exec_server.parts import ExecPart
+from headrace.sandboxes.remote import RemoteConfig, RemoteProvider
+from headrace.sandboxes.spread import SpreadProvider
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-    from headrace.sandboxes.e2b_server.lifecycle import Backend
+    from headrace.sandboxes.exec_server.evaluations import ApplyPatch
+
+    _Provider = LocalProvider | SpreadProvider
+
+E2B: Final = "e2b"
+APIS: Final = frozenset({E2B, "exec", "dropin"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +51,15 @@ class ServeOptions:
     keys: Path | None = None
     state: Path | None = None
     keep_sandboxes: bool = False
+    apis: str = "e2b,exec,dropin"
+    """Which of these to serve, with commas between them."""
+    lease_s: float = 900.0
+    """How long a container of the drop-in contract lives without a heartbeat or another request."""
+    host_urls: tuple[str, ...] = ()
+    """Other exec servers, whose sandboxes are lent instead of this host's."""
+    host_key: Path | None = None
+    """Holds the key of these."""
+    apply_patch: ApplyPatch | None = None
 
 
 def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
@@ -52,7 +71,9 @@ def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
 
 
 async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
+    apis = _apis(options)
     settings = ServerSettings(
+        serve_e2b=E2B in apis,
         host=options.host,
         port=options.port,
         keys=load_keys(options.keys),
@@ -63,16 +84,40 @@ async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with _provider(options) as provider, E2bServer(provider, settings) as server:
-        announce(server.url)
-        await stopped.wait()
+    async with _provider(options) as provider:
+        parts = _parts(options, apis, provider, settings)
+        async with E2bServer(provider, settings, parts) as server:
+            announce(server.url)
+            await stopped.wait()
+
+
+def _apis(options: ServeOptions) -> frozenset[str]:
+    apis = frozenset(name.strip() for name in options.apis.split(","))
+    if not apis <= APIS:
+        raise SpecRefused(f"--api {options.apis}: choose from {', '.join(sorted(APIS))}")
+    if not 1 <= options.lease_s <= 24 * 3600:
+        raise SpecRefused(f"--lease-s {options.lease_s}: from 1 to 86400 seconds")
+    return apis
+
+
+def _parts(
+    options: ServeOptions, apis: frozenset[str], provider: _Provider, settings: ServerSettings
+) -> tuple[ExecPart, ...]:
+    rest = apis - {E2B}
+    part = ExecPart(
+        provider=provider, settings=settings, apis=rest, lease_s=options.lease_s, apply_patch=options.apply_patch
+    )
+    return (part,) if rest else ()
 
 
 @asynccontextmanager
-async def _provider(options: ServeOptions) -> AsyncIterator[Backend]:
+async def _provider(options: ServeOptions) -> AsyncIterator[_Provider]:
     if options.keep_sandboxes and options.state is None:
         raise SpecRefused("--keep-sandboxes needs --state: without a table nobody finds them again")
+    provider: _Provider
     match options.provider:
+        case _ if options.host_urls:
+            provider = _spread(options)
         case "local":
             stays_in = None if options.state is None else _launcher_folder(options.state)
             provider = LocalProvider(LocalSandboxConfig(stays_in=stays_in))
@@ -85,6 +130,16 @@ async def _provider(options: ServeOptions) -> AsyncIterator[Backend]:
         yield provider
     finally:
         await (provider.detach() if options.keep_sandboxes else provider.aclose())
+
+
+def _spread(options: ServeOptions) -> SpreadProvider:
+    try:
+        configs = [RemoteConfig(url=url, key_file=options.host_key) for url in options.host_urls]
+    except ValidationError as error:
+        raise SpecRefused(f"--host-url {error.errors()[0]['input']}: give a base URL, like http://host:port") from error
+    if len({config.url for config in configs}) < len(configs):
+        raise SpecRefused("--host-url: one is given twice")
+    return SpreadProvider([RemoteProvider(config) for config in configs])
 
 
 def _launcher_folder(state: Path) -> Path:

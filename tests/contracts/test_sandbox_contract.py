@@ -6,8 +6,11 @@ from __future__ import annotations
 import asyncio
 import pickle
 import shutil
+import subprocess
+import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,10 +31,10 @@ from headrace.sandboxes.errors import (
 from headrace.sandboxes.local.provider import LocalProvider
 from headrace.sandboxes.oci.provider import OciProvider, OciSandboxConfig
 from headrace.sandboxes.oci.runtime import RuntimeKind
+from headrace.sandboxes.remote import RemoteConfig, RemoteProvider
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
+    from collections.abc import AsyncIterator, Iterator
 
     from headrace.sandboxes.base import ExecResult, Sandbox, SandboxProvider
 
@@ -39,6 +42,7 @@ pytestmark = pytest.mark.namespaces
 
 PROVIDERS = [
     pytest.param("local", id="local"),
+    pytest.param("remote", id="remote"),
     pytest.param("oci:runc", id="oci-runc"),
     pytest.param("oci:runsc", id="oci-runsc", marks=pytest.mark.slow),
 ]
@@ -63,6 +67,20 @@ def missing(name: str) -> str | None:
     return None
 
 
+@pytest.fixture(scope="module")
+def exec_server() -> Iterator[str]:
+    """The URL of one server for all tests of this module: each of them closes its provider, which empties it."""
+    headrace = str(Path(sys.executable).with_name("headrace"))
+    command = [headrace, "sandbox", "serve", "--api", "exec"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+            assert process.wait(60) == 0
+
+
 @pytest.fixture(params=PROVIDERS)
 async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Any]:
     name: str = request.param
@@ -72,6 +90,9 @@ async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncItera
     async with AsyncExitStack() as stack:
         if name == "local":
             yield await stack.enter_async_context(LocalProvider())
+        elif name == "remote":
+            url = request.getfixturevalue("exec_server")
+            yield await stack.enter_async_context(RemoteProvider(RemoteConfig(url=url)))
         else:
             config = OciSandboxConfig(runtime=RuntimeKind(name.partition(":")[2]), image_folder=tmp_path / "images")
             yield await stack.enter_async_context(OciProvider(config))

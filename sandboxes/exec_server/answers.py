@@ -1,0 +1,90 @@
+"""Answers of the exec server: documents, typed errors, and answers that take long.
+
+Invariants:
+- An error is a document with `error`, `message` and `transient`, whatever the status of its answer.
+- While a work goes on, its client gets a blank every `BEAT_S`: one that hears nothing for longer knows that the server
+  or the way to it is gone. Blanks before a JSON document change nothing in it.
+- Bytes are sent as they are after `=`, which no document begins with.
+- A client that leaves cancels its work, unless the work is shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+from aiohttp import web
+
+from headrace.sandboxes.error_documents import status_of, to_document
+from headrace.sandboxes.errors import CapacityExceeded, PermanentSandboxError, SandboxError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping
+
+BEAT_S: Final = 5.0
+_JSON: Final = "application/json"
+
+logger = logging.getLogger(__name__)
+
+Answer = tuple[int, Any, "Mapping[str, str]"]
+"""Status, document, further headers."""
+
+
+async def answer(
+    request: web.Request, work: Coroutine[Any, Any, Any], of_error: Callable[[SandboxError], Answer] | None = None
+) -> web.StreamResponse:
+    """Run `work` and answer with its document or bytes, or its SandboxError. Status 200 once blanks were sent."""
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait((task,), timeout=BEAT_S)
+        if done:
+            return _plain(_settled(request, task, of_error or error_answer))
+        response = web.StreamResponse(headers={"Content-Type": _JSON})
+        await response.prepare(request)
+        while not done:
+            await response.write(b" ")
+            done, _ = await asyncio.wait((task,), timeout=BEAT_S)
+        await response.write(_body(_settled(request, task, of_error or error_answer)[1]))
+        await response.write_eof()
+        return response
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+def refusal(error: SandboxError, of_error: Callable[[SandboxError], Answer] | None = None) -> web.Response:
+    return _plain((of_error or error_answer)(error))
+
+
+def _plain(settled: Answer) -> web.Response:
+    status, document, headers = settled
+    return web.Response(body=_body(document), status=status, content_type=_JSON, headers=dict(headers))
+
+
+def _body(document: Any) -> bytes:
+    return b"=" + document if isinstance(document, bytes) else orjson.dumps(document)
+
+
+def _settled(request: web.Request, task: asyncio.Task[Any], of_error: Callable[[SandboxError], Answer]) -> Answer:
+    try:
+        return 200, task.result(), {}
+    except SandboxError as error:
+        return of_error(error)
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.path)
+        return of_error(PermanentSandboxError("internal error of the server"))
+
+
+def error_answer(error: SandboxError) -> Answer:
+    return status_of(error), to_document(error), retry_after(error)
+
+
+def retry_after(error: SandboxError) -> dict[str, str]:
+    """The header that says when to come again, in whole seconds."""
+    if not isinstance(error, CapacityExceeded):
+        return {}
+    return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}

@@ -1,0 +1,153 @@
+"""Bodies of requests, checked: what has the wrong type or size is refused here and never reaches a provider."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+
+import orjson
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, Network
+from headrace.sandboxes.errors import SpecRefused
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+MAX_BODY_BYTES: Final = 96 << 20
+MAX_OUTPUT_BYTES: Final = 64 << 20
+MAX_TIME_S: Final = 7 * 24 * 3600.0
+NAME: Final = re.compile(r"[A-Za-z0-9._:/@+-]{1,255}")
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return base64.b64decode(value, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"not base64: {error}") from error
+
+
+def _environment(env: dict[str, str]) -> dict[str, str]:
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name or "\0" in value:
+            raise ValueError(f"{name[:40]!r} cannot be set as an environment variable")
+    return env
+
+
+def _no_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("a NUL byte cannot stand in it")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_no_nul)]
+Bytes = Annotated[bytes, BeforeValidator(_decoded)]
+Environment = Annotated[dict[str, str], AfterValidator(_environment)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_TIME_S, allow_inf_nan=False)]
+Limit = Annotated[int | None, Field(gt=0, le=1 << 60, strict=True)]
+Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
+B = TypeVar("B", bound=BaseModel)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Mount(_Body):
+    source: str
+    path: str
+    target: str
+
+
+class Create(_Body):
+    """A `SandboxSpec`."""
+
+    image: Annotated[str, Field(min_length=1, max_length=4096)] = "host"
+    cpu: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+    memory_bytes: Limit = None
+    disk_bytes: Limit = None
+    pids: Limit = None
+    network: Network = Network.NONE
+    ttl_s: Seconds = 300.0
+    idempotency_key: Annotated[str, Field(max_length=1024)] = ""
+    labels: Annotated[dict[str, str], Field(max_length=64)] = Field(default_factory=dict)
+    mounts: Annotated[tuple[Mount, ...], Field(max_length=64)] = ()
+
+
+class Exec(_Body):
+    command: Text
+    user: Text = "root"
+    env: Environment = Field(default_factory=dict)
+    cwd: Text | None = None
+    stdin: Bytes | None = None
+    timeout_s: Seconds
+    max_output_bytes: Annotated[int, Field(ge=0, le=MAX_OUTPUT_BYTES, strict=True)] = DEFAULT_MAX_OUTPUT_BYTES
+    exec_id: Annotated[str | None, Field(min_length=1, max_length=1024)] = None
+
+
+class Size(_Body):
+    rows: Annotated[int, Field(gt=0, lt=1 << 16, strict=True)]
+    columns: Annotated[int, Field(gt=0, lt=1 << 16, strict=True)]
+
+
+class Spawn(_Body):
+    """`spawn_id` is the client's own name of the process: the same one again starts nothing."""
+
+    spawn_id: Name
+    command: Text | list[Text]
+    user: Text = "root"
+    env: Environment = Field(default_factory=dict)
+    cwd: Text | None = None
+    stdin: bool = False
+    terminal: Size | None = None
+    timeout_s: Seconds | None = None
+
+
+class Stdin(_Body):
+    """`offset`: bytes of standard input that came before this piece; what was taken already is left out."""
+
+    offset: Annotated[int, Field(ge=0, strict=True)]
+    data: Bytes
+
+
+class Signal(_Body):
+    number: Annotated[int, Field(gt=0, le=64, strict=True)]
+
+
+class Renew(_Body):
+    ttl_s: Seconds
+
+
+async def read_body(request: web.Request, kind: type[B]) -> B:
+    """The checked body; an empty one is `{}`. Raises SpecRefused, which names the field."""
+    data = await read_bytes(request, MAX_BODY_BYTES)
+    try:
+        return kind.model_validate(orjson.loads(data or b"{}"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        raise SpecRefused(f"{where}: {first['msg']}") from error
+    except ValueError as error:
+        raise SpecRefused(f"the body is not JSON: {error}") from error
+
+
+async def read_bytes(request: web.Request, limit: int) -> bytes:
+    """Raises SpecRefused above the limit."""
+    data = bytearray()
+    async for chunk in request.content.iter_any():
+        data += chunk
+        if len(data) > limit:
+            raise SpecRefused(f"the body is larger than {limit} bytes")
+    return bytes(data)
+
+
+def whole_number(request: web.Request, name: str, most: int) -> int:
+    """A number of the query. Raises SpecRefused."""
+    text = request.query.get(name, "")
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise SpecRefused(f"{name}: give a whole number, not {text[:20]!r}")
+    return min(most, int(text))

@@ -1,0 +1,138 @@
+"""The durable table of the sandboxes that were lent: which, to whom, and how the provider is asked about them.
+
+Invariants:
+- A row is written before its sandbox is named to anybody, so a server that comes back knows all that clients hold. What
+  a crash left without a row ends with its lease, or is found again by its key.
+- The file holds secrets: mode 0600 in a folder of mode 0700, one server at a time (a lock). A crash of the machine
+  takes the sandboxes with it, so rows are not fsynced one by one.
+- Without a folder the table is in memory and ends with the server.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from headrace.sandboxes.base import SandboxId, SandboxRef
+from headrace.sandboxes.errors import SandboxError, SpecRefused
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SCHEMA_VERSION: Final = 1
+_SCHEMA: Final = (
+    "CREATE TABLE IF NOT EXISTS lent (id TEXT PRIMARY KEY, row BLOB NOT NULL) STRICT",
+    "CREATE TABLE IF NOT EXISTS snapshots (image TEXT PRIMARY KEY, owner TEXT NOT NULL, source TEXT NOT NULL) STRICT",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Container:
+    """What the drop-in contract adds; `created_at` is seconds since the epoch."""
+
+    name: str
+    cwd: str
+    created_at: float
+    lease_id: str = ""
+    instance_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lent:
+    """One sandbox. `secret` opens it through this server; `ref` is the provider's."""
+
+    id: SandboxId
+    owner: str
+    secret: str = field(repr=False)
+    ref: SandboxRef
+    image: str
+    container: Container | None = None
+
+
+class LentTable:
+    """Rows in memory, each also on disk. A call takes well under a millisecond. Close it with `close`."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Raises SandboxError when another server uses the folder, SpecRefused when it cannot be used."""
+        self._lock = -1
+        try:
+            self._database = self._open(folder)
+        except (OSError, sqlite3.Error) as error:
+            self._unlock()
+            raise SpecRefused(f"--state {folder}: {error}") from error
+        loaded = (_row(orjson.loads(blob)) for (blob,) in self._database.execute("SELECT row FROM lent"))
+        self._rows = {row.id: row for row in loaded}
+
+    def _open(self, folder: Path | None) -> sqlite3.Connection:
+        path = ":memory:"
+        if folder is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._take_lock(folder)
+            path = str(folder / "lent.db")
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        database = sqlite3.connect(path, isolation_level=None)
+        version = database.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, _SCHEMA_VERSION):
+            database.close()
+            raise OSError(f"schema {version}, this program knows {_SCHEMA_VERSION}")
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+        for statement in _SCHEMA:
+            database.execute(statement)
+        database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+        return database
+
+    def _take_lock(self, folder: Path) -> None:
+        self._lock = os.open(folder / "lent.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._unlock()
+            raise SandboxError(f"--state {folder}: another server uses it") from error
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def put(self, row: Lent) -> None:
+        self._rows[row.id] = row
+        self._database.execute("INSERT OR REPLACE INTO lent VALUES (?, ?)", (row.id, orjson.dumps(asdict(row))))
+
+    def get(self, sandbox: str) -> Lent | None:
+        return self._rows.get(SandboxId(sandbox))
+
+    def drop(self, sandbox: str) -> None:
+        """Idempotent."""
+        if self._rows.pop(SandboxId(sandbox), None) is not None:
+            self._database.execute("DELETE FROM lent WHERE id = ?", (sandbox,))
+
+    def rows(self) -> list[Lent]:
+        return list(self._rows.values())
+
+    def put_snapshot(self, image: str, owner: str, source: str) -> None:
+        self._database.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (image, owner, source))
+
+    def snapshots(self, owner: str) -> dict[str, str]:
+        """Images by the sandbox they were made of."""
+        query = "SELECT source, image FROM snapshots WHERE owner = ? ORDER BY rowid"
+        return dict(self._database.execute(query, (owner,)))
+
+    def close(self) -> None:
+        self._database.close()
+        self._unlock()
+
+
+def _row(document: dict[str, Any]) -> Lent:
+    ref = document.pop("ref")
+    container = document.pop("container")
+    return Lent(
+        **{**document, "id": SandboxId(document["id"])},
+        ref=SandboxRef(**{**ref, "id": SandboxId(ref["id"])}),
+        container=None if container is None else Container(**container),
+    )

@@ -1,0 +1,142 @@
+"""Requests of the `remote` provider: two pools of connections, silence noticed, retries of what is safe.
+
+Invariants:
+- Kills, renewals and lists have connections of their own: commands that hold all others never delay them.
+- A request is repeated only where its caller says that doing it twice is doing it once, and only after
+  ProviderUnreachable, as the retry table says.
+- Whatever is no typed answer (connection lost, 502, 503, 504, silence) is ProviderUnreachable: what the server did is
+  unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt
+
+from headrace.sandboxes.error_documents import from_document
+from headrace.sandboxes.errors import PermanentSandboxError, ProviderUnreachable, SandboxError, SandboxGone
+from headrace.sandboxes.retry import FullJitter, RetryConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import aiohttp
+
+TEARDOWN_CONNECTIONS: Final = 16
+_CONNECT_S: Final = 10.0
+_NO_ANSWER: Final = (502, 503, 504)
+
+
+class NotConnected(ProviderUnreachable):
+    """Nobody took the connection: nothing was asked."""
+
+
+class RemoteHttp:
+    """Close it with `close`."""
+
+    def __init__(self, *, connections: int, silence_s: float, retries: RetryConfig) -> None:
+        self._sizes = {False: connections, True: TEARDOWN_CONNECTIONS}
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
+        self._silence_s = silence_s
+        self._retries = retries
+        self._closed = False
+
+    async def call(
+        self,
+        method: str,
+        url: str,
+        secret: str,
+        *,
+        body: Any = None,
+        content: Callable[[], Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        repeatable: bool = False,
+        teardown: bool = False,
+    ) -> Any:
+        """The document, or bytes, of the answer. `content` makes a raw body, anew for each try; `body` is JSON.
+
+        Raises the typed error of the answer, ProviderUnreachable, SandboxGone once this is closed."""
+        data = content if content is not None else _constant(None if body is None else orjson.dumps(body))
+        send = self._once, method, url, secret, data, query, teardown
+        if not repeatable:
+            return await self._once(*send[1:])
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(ProviderUnreachable),
+            stop=stop_after_attempt(self._retries.boot_attempts),
+            wait=FullJitter(self._retries.retry_base_s, self._retries.retry_max_s),
+            reraise=True,
+        ):
+            with attempt:
+                return await self._once(*send[1:])
+        raise AssertionError("a try ends with a result or an error")
+
+    async def _once(
+        self,
+        method: str,
+        url: str,
+        secret: str,
+        data: Callable[[], Any],
+        query: Mapping[str, str] | None,
+        teardown: bool,
+    ) -> Any:
+        import aiohttp
+
+        session = self._session(teardown=teardown)
+        headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        try:
+            async with session.request(
+                method, url, data=data(), params=query, headers=headers, allow_redirects=False
+            ) as response:
+                return _read(await response.read(), response.status, url)
+        except aiohttp.InvalidURL as error:
+            raise PermanentSandboxError(f"{url} is not a URL of an exec server") from error
+        except aiohttp.ClientConnectorError as error:
+            raise NotConnected(f"{method} {url}: {error}") from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ProviderUnreachable(f"{method} {url}: {error or type(error).__name__}") from error
+
+    def _session(self, *, teardown: bool) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._closed:
+            raise SandboxGone("this provider was closed")
+        if teardown not in self._sessions:
+            connector = aiohttp.TCPConnector(limit=self._sizes[teardown])
+            # Without an end of its own: a command may take hours, but its server is never silent for long.
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._silence_s)
+            self._sessions[teardown] = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        return self._sessions[teardown]
+
+    async def close(self) -> None:
+        """Idempotent. Requests that go on end with ProviderUnreachable."""
+        self._closed = True
+        sessions, self._sessions = self._sessions, {}
+        await asyncio.gather(*(session.close() for session in sessions.values()))
+
+
+def _constant(data: bytes | None) -> Callable[[], Any]:
+    return lambda: data
+
+
+def _read(body: bytes, status: int, url: str) -> Any:
+    text = body.lstrip(b" ")
+    if status == 200 and text.startswith(b"="):
+        return text[1:]
+    try:
+        document = orjson.loads(text)
+    except ValueError:
+        document = None
+    if isinstance(document, dict) and "error" in document:
+        raise from_document(document)
+    if status == 200 and isinstance(document, dict):
+        return document
+    raise _not_ours(status, url)
+
+
+def _not_ours(status: int, url: str) -> SandboxError:
+    if status == 200 or status in _NO_ANSWER:
+        return ProviderUnreachable(f"{url} answered {status} without an answer of the exec server")
+    return PermanentSandboxError(f"{url} answered {status}: no exec server (`headrace sandbox serve`) is there")

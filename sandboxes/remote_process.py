@@ -1,0 +1,73 @@
+"""A spawned command behind an exec server; `output`, standard input and the end outlive any number of connections."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.sandboxes.base import Output, Stream
+from headrace.sandboxes.errors import ExecResultLost, SandboxGone
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headrace.sandboxes.base import TerminalSize
+    from headrace.sandboxes.remote_http import RemoteHttp
+
+_PIECE_BYTES: Final = 1 << 18
+_SIGKILL: Final = 9
+
+
+class RemoteProcess:
+    """Made by `RemoteSandbox.spawn`."""
+
+    def __init__(self, url: str, secret: str, http: RemoteHttp) -> None:
+        self.pid = 0
+        self._url = url
+        self._secret = secret
+        self._http = http
+        self._sent_bytes = 0
+        self._writing = asyncio.Lock()
+
+    async def _ask(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> Any:
+        return await self._http.call(method, self._url + path, self._secret, repeatable=repeatable, **options)
+
+    async def output(self) -> AsyncIterator[Output]:
+        """See `Process.output`. The server holds up to 256 KiB that was not asked for yet."""
+        taken, ended = 0, False
+        while not ended:
+            try:
+                answer = await self._ask("GET", "/output", query={"after": str(taken)})
+            except (SandboxGone, ExecResultLost):
+                # `wait` tells why.
+                return
+            ended = answer["ended"]
+            for stream, data in answer["pieces"]:
+                taken += 1
+                yield Output(stream=Stream(stream), data=base64.b64decode(data))
+
+    async def write_stdin(self, data: bytes) -> None:
+        async with self._writing:
+            for start in range(0, len(data), _PIECE_BYTES):
+                piece = data[start : start + _PIECE_BYTES]
+                body = {"offset": self._sent_bytes, "data": base64.b64encode(piece).decode()}
+                await self._ask("POST", "/stdin", body=body)
+                self._sent_bytes += len(piece)
+
+    async def close_stdin(self) -> None:
+        await self._ask("DELETE", "/stdin")
+
+    async def signal(self, number: int) -> None:
+        """Not repeated after a lost answer, unless it kills."""
+        kills = number == _SIGKILL
+        await self._ask("POST", "/signal", body={"number": number}, repeatable=kills, teardown=kills)
+
+    async def resize(self, size: TerminalSize) -> None:
+        await self._ask("POST", "/size", body={"rows": size.rows, "columns": size.columns})
+
+    async def wait(self) -> int:
+        """See `Process.wait`. Raises ExecResultLost as well: the server that held the command was started again."""
+        while (code := (await self._ask("GET", "/end"))["exit_code"]) is None:
+            pass
+        return int(code)

@@ -1,0 +1,190 @@
+"""A sandbox behind an exec server, by its ref, from any process.
+
+Invariants: what may be done twice is repeated after a lost answer; an exec without exec_id, and a signal that does
+not kill, never are. Losing the connection of an exec without exec_id kills its tree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+from urllib.parse import quote
+
+from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, ImageRef, SandboxUsage
+from headrace.sandboxes.errors import SandboxFileError, Unsupported
+from headrace.sandboxes.file_bundle import SPOOL_BYTES, pack_files
+from headrace.sandboxes.remote_process import RemoteProcess
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
+
+    from headrace.sandboxes.base import HostPort, SandboxId, SandboxRef, TerminalSize
+    from headrace.sandboxes.remote_http import RemoteHttp
+
+_BATCH_BYTES: Final = 32 << 20
+_CHUNK_BYTES: Final = 1 << 18
+_SIGKILL: Final = 9
+
+
+def sandbox_url(ref: SandboxRef) -> str:
+    return f"{ref.endpoint}/v1/sandboxes/{quote(ref.id, safe='')}"
+
+
+class RemoteSandbox:
+    """Made by `RemoteProvider.attach`."""
+
+    def __init__(
+        self,
+        ref: SandboxRef,
+        http: RemoteHttp,
+        later: Callable[[Coroutine[Any, Any, Any]], None],
+        killed: Callable[[SandboxId], None],
+    ) -> None:
+        self._ref = ref
+        self._http = http
+        self._later = later
+        self._killed = killed
+        self._url = sandbox_url(ref)
+
+    @property
+    def id(self) -> SandboxId:
+        return self._ref.id
+
+    async def _ask(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> Any:
+        return await self._http.call(method, self._url + path, self._ref.secret, repeatable=repeatable, **options)
+
+    async def exec(
+        self,
+        command: str,
+        *,
+        user: str = "root",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float,
+        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
+        exec_id: str | None = None,
+    ) -> ExecResult:
+        """See `Sandbox.exec`. With an exec_id the command goes on when this caller leaves."""
+        body = {
+            "command": command,
+            "user": user,
+            "env": dict(env or {}),
+            "cwd": cwd,
+            "stdin": None if stdin is None else base64.b64encode(stdin).decode(),
+            "timeout_s": timeout_s,
+            "max_output_bytes": max_output_bytes,
+            "exec_id": exec_id,
+        }
+        answer = await self._ask("POST", "/exec", body=body, repeatable=exec_id is not None)
+        stdout, stderr = base64.b64decode(answer.pop("stdout")), base64.b64decode(answer.pop("stderr"))
+        return ExecResult(stdout=stdout, stderr=stderr, **answer)
+
+    async def spawn(
+        self,
+        command: str | Sequence[str],
+        *,
+        user: str = "root",
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bool = False,
+        terminal: TerminalSize | None = None,
+        timeout_s: float | None = None,
+    ) -> RemoteProcess:
+        """See `Sandbox.spawn`."""
+        spawn_id = secrets.token_hex(16)
+        body = {
+            "spawn_id": spawn_id,
+            "command": command if isinstance(command, str) else list(command),
+            "user": user,
+            "env": dict(env or {}),
+            "cwd": cwd,
+            "stdin": stdin,
+            "terminal": None if terminal is None else {"rows": terminal.rows, "columns": terminal.columns},
+            "timeout_s": timeout_s,
+        }
+        process = RemoteProcess(f"{self._url}/processes/{spawn_id}", self._ref.secret, self._http)
+        try:
+            process.pid = (await self._ask("POST", "/processes", body=body))["pid"]
+        except asyncio.CancelledError:
+            self._later(process.signal(_SIGKILL))
+            raise
+        return process
+
+    async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
+        query = {"path": path, "user": user, "max_bytes": str(max_bytes)}
+        data: bytes = await self._ask("POST", "/read", query=query)
+        return data
+
+    async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
+        source = (lambda: data) if isinstance(data, bytes) else _opened(data)
+        await self._ask("PUT", "/file", query={"path": path, "user": user}, content=source)
+
+    async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
+        """See `Sandbox.write_many`. One round trip for each 32 MiB."""
+        batch: dict[str, bytes] = {}
+        size = 0
+        for path, data in files.items():
+            if batch and size + len(data) > _BATCH_BYTES:
+                await self._write_batch(batch, user)
+                batch, size = {}, 0
+            batch[path] = data
+            size += len(data)
+        await self._write_batch(batch, user)
+
+    async def _write_batch(self, batch: Mapping[str, bytes], user: str) -> None:
+        if len(batch) == 1:
+            [(path, data)] = batch.items()
+            await self.write(path, data, user=user)
+        elif batch:
+            packed = pack_files(batch)
+            await self._ask("PUT", "/files", query={"user": user}, content=lambda: packed)
+
+    async def freeze(self) -> None:
+        await self._ask("POST", "/freeze", teardown=True)
+
+    async def pause(self) -> None:
+        await self._ask("POST", "/pause", teardown=True)
+
+    async def resume(self) -> None:
+        await self._ask("POST", "/resume", teardown=True)
+
+    async def snapshot(self) -> ImageRef:
+        """See `Sandbox.snapshot`. The image is one of that server."""
+        return ImageRef((await self._ask("POST", "/snapshot"))["image"])
+
+    def expose(self, port: int, target: HostPort, prefix: str) -> AbstractAsyncContextManager[None]:
+        """Raises Unsupported: the service would have to be on the sandbox's own host."""
+        self._refuse(f"127.0.0.1:{port} for {target.host}:{target.port}{prefix}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise Unsupported(f"a sandbox of another host cannot be given {what}: agents there use the gateway's own URL")
+
+    async def usage(self) -> SandboxUsage:
+        return SandboxUsage(**await self._ask("GET", "/usage", teardown=True))
+
+    async def renew(self, ttl_s: float) -> None:
+        await self._ask("POST", "/renew", body={"ttl_s": ttl_s}, teardown=True)
+
+    async def kill(self) -> None:
+        await self._ask("DELETE", "", teardown=True)
+        self._killed(self._ref.id)
+
+
+def _opened(path: Path) -> Callable[[], AsyncIterator[bytes] | bytes]:
+    """A body that is read as it is sent; a small file at once, so that its length is known."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise SandboxFileError(f"{path}: {error.strerror}") from error
+    return path.read_bytes if size <= SPOOL_BYTES else lambda: _chunks(path)
+
+
+async def _chunks(path: Path) -> AsyncIterator[bytes]:
+    with await asyncio.to_thread(path.open, "rb") as file:
+        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
+            yield chunk

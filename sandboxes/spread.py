@@ -1,0 +1,224 @@
+"""One provider over several: `headrace sandbox serve --host-url ...` lends the sandboxes of other exec servers.
+
+Invariants:
+- A key stays with the host that was asked first with it, as long as that host answers or lists it; a create whose
+  answer was lost is only asked again there.
+- A frozen sandbox is mounted on its own host only.
+- A host that cannot be reached gets no boots until its breaker lets a probe through; others go on. Least loaded first,
+  where knowing the image is worth something (`placement`).
+- A sandbox is reached by its ref alone: no table here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Self
+
+from headrace.sandboxes.base import Feature, SandboxInfo
+from headrace.sandboxes.circuit_breaker import BreakerState, CircuitBreaker
+from headrace.sandboxes.errors import (
+    CapacityExceeded,
+    ImageUnknown,
+    LauncherGone,
+    ProviderUnreachable,
+    SandboxError,
+    SandboxGone,
+    SpecRefused,
+)
+from headrace.sandboxes.placement import HostView, choose
+from headrace.sandboxes.remote_http import NotConnected
+
+if TYPE_CHECKING:
+    import builtins
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
+    from headrace.sandboxes.remote import RemoteProvider
+
+_BREAKER_FAILURES: Final = 2
+_BREAKER_OPEN_S: Final = 5.0
+_PLACES: Final = 512
+_DOUBT_S: Final = 3600.0
+"""A lease may have been renewed since the last look: so long a host's silence ends nothing."""
+_REMEMBERED_KEYS: Final = 16_384
+
+logger = logging.getLogger(__name__)
+
+
+class _Host:
+    """One provider; `name` is the endpoint of its refs."""
+
+    def __init__(self, name: str, provider: RemoteProvider) -> None:
+        self.name = name
+        self.provider = provider
+        self.breaker = CircuitBreaker(_BREAKER_FAILURES, _BREAKER_OPEN_S)
+        self.images: set[str] = set()
+        self.infos: dict[SandboxId, SandboxInfo] = {}
+        self.seen_s = time.monotonic()
+        self.booting = 0
+        self.started = False
+
+    def view(self, image: str) -> HostView:
+        load = (len(self.infos) + self.booting) / _PLACES
+        has_image = image in self.images
+        return HostView(name=self.name, is_open=self.breaker.allows(_now()), load=load, has_image=has_image)
+
+    async def create(self, spec: SandboxSpec) -> SandboxRef:
+        """Raises SandboxError, and lets the breaker know what that says of the host."""
+        call = object()
+        self.breaker.begin(call, _now())
+        self.booting += 1
+        try:
+            await self.start()
+            ref = await self.provider.create(spec)
+        except (ProviderUnreachable, LauncherGone):
+            self.breaker.failed(call, _now())
+            raise
+        except SandboxError:
+            self.breaker.succeeded(call)
+            raise
+        finally:
+            self.booting -= 1
+            self.breaker.ended(call)
+        self.breaker.succeeded(call)
+        self.images.add(spec.image)
+        labels, key = dict(spec.labels), spec.idempotency_key
+        self.infos[ref.id] = SandboxInfo(
+            id=ref.id, state="running", expires_in_s=spec.ttl_s, labels=labels, idempotency_key=key
+        )
+        return ref
+
+    async def start(self) -> None:
+        if not self.started:
+            await self.provider.start()
+            self.started = True
+
+    async def look(self) -> list[SandboxInfo]:
+        """What lives there; of a host that does not answer, what lived there until that is over for sure."""
+        try:
+            await self.start()
+            infos = await self.provider.list()
+        except (ProviderUnreachable, LauncherGone) as error:
+            logger.warning("host %s does not answer: %s", self.name, error)
+            silent_s = _now() - self.seen_s
+            return [
+                replace(info, expires_in_s=max(0.0, info.expires_in_s - silent_s))
+                for info in self.infos.values()
+                if silent_s < max(_DOUBT_S, info.expires_in_s)
+            ]
+        self.seen_s = _now()
+        self.infos = {info.id: info for info in infos}
+        return infos
+
+
+class SpreadProvider:
+    """An async context manager over at least one host, by URL."""
+
+    def __init__(self, hosts: Sequence[RemoteProvider]) -> None:
+        self._hosts = {provider.url: _Host(provider.url, provider) for provider in hosts}
+        self._homes: OrderedDict[str, str] = OrderedDict()
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What all hosts that were reached have."""
+        known = [host.provider.features for host in self._hosts.values() if host.started]
+        return frozenset.intersection(*known) if known else frozenset()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def start(self) -> None:
+        """Look at every host. Raises ProviderUnreachable when none answers, SecretRefused."""
+        try:
+            for info, host in await self._look():
+                self._remember(info.idempotency_key, host)
+            if not any(host.started for host in self._hosts.values()):
+                raise ProviderUnreachable(f"no host answers: {', '.join(self._hosts)}")
+        except BaseException:
+            await self.detach()
+            raise
+
+    def _remember(self, key: str, host: _Host) -> None:
+        if key:
+            self._homes[key] = host.name
+            self._homes.move_to_end(key)
+            while len(self._homes) > _REMEMBERED_KEYS:
+                self._homes.popitem(last=False)
+
+    async def create(self, spec: SandboxSpec) -> SandboxRef:
+        """Raises the last host's error."""
+        home = self._home(spec)
+        if home is not None:
+            return await self._boot(home, spec)
+        tried: list[str] = []
+        while True:
+            host = self._hosts[choose([host.view(spec.image) for host in self._hosts.values()], tried)]
+            tried.append(host.name)
+            try:
+                return await self._boot(host, spec)
+            except (CapacityExceeded, ImageUnknown, NotConnected):
+                # Nothing was made there.
+                self._homes.pop(spec.idempotency_key, None)
+                if len(tried) >= len(self._hosts):
+                    raise
+
+    def _home(self, spec: SandboxSpec) -> _Host | None:
+        """The only host that may be asked. Raises SpecRefused for mounts that are not on one host."""
+        if spec.mounts:
+            sources = {mount.source for mount in spec.mounts}
+            for host in self._hosts.values():
+                if sources <= host.infos.keys():
+                    return host
+            raise SpecRefused("mounts: the frozen sandboxes are not all on one host")
+        home = self._hosts.get(self._homes.get(spec.idempotency_key, ""))
+        return home if home is not None and home.breaker.state(_now()) is not BreakerState.OPEN else None
+
+    async def _boot(self, host: _Host, spec: SandboxSpec) -> SandboxRef:
+        self._remember(spec.idempotency_key, host)
+        return await host.create(spec)
+
+    async def attach(self, ref: SandboxRef) -> Sandbox:
+        """Raises SandboxGone for a host that is not among these."""
+        host = self._hosts.get(ref.endpoint)
+        if host is None:
+            raise SandboxGone(f"its host {ref.endpoint} is no --host-url of this server")
+        return await host.provider.attach(ref)
+
+    async def list(self) -> builtins.list[SandboxInfo]:
+        """Of all hosts. What a host that does not answer had counts as alive for an hour, or its lease."""
+        return [info for info, _ in await self._look()]
+
+    async def _look(self) -> builtins.list[tuple[SandboxInfo, _Host]]:
+        hosts = list(self._hosts.values())
+        found = await asyncio.gather(*(host.look() for host in hosts))
+        return [(info, host) for host, infos in zip(hosts, found, strict=True) for info in infos]
+
+    async def destroy(self, sandbox: SandboxId) -> None:
+        """On the host that has it, or on all."""
+        owners = [host for host in self._hosts.values() if sandbox in host.infos] or list(self._hosts.values())
+        for host in owners:
+            await host.provider.destroy(sandbox)
+            host.infos.pop(sandbox, None)
+
+    async def aclose(self) -> None:
+        """Kill what was created here."""
+        await asyncio.gather(*(host.provider.aclose() for host in self._hosts.values()))
+
+    async def detach(self) -> None:
+        """Leave the sandboxes to their leases and refs."""
+        await asyncio.gather(*(host.provider.detach() for host in self._hosts.values()))
+
+
+def _now() -> float:
+    return time.monotonic()
