@@ -100,6 +100,7 @@ class _Host:
 
     async def look(self) -> list[SandboxInfo]:
         """What lives there; of a host that does not answer, what lived there until that is over for sure."""
+        before = set(self.infos)
         try:
             await self.start()
             infos = await self.provider.list()
@@ -112,7 +113,8 @@ class _Host:
                 if silent_s < max(_DOUBT_S, info.expires_in_s)
             ]
         self.seen_s = _now()
-        self.infos = {info.id: info for info in infos}
+        made_meanwhile = {name: info for name, info in self.infos.items() if name not in before}
+        self.infos = {info.id: info for info in infos} | made_meanwhile
         return infos
 
 

@@ -25,6 +25,7 @@ from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.exec_server.parts import ExecPart
 from headrace.sandboxes.remote import RemoteConfig, RemoteProvider
+from headrace.sandboxes.retry import RetryConfig
 from headrace.sandboxes.spread import SpreadProvider
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     _Provider = LocalProvider | SpreadProvider
 
 E2B: Final = "e2b"
+_HOST_RETRIES: Final = RetryConfig(boot_attempts=2)
+"""The clients of this server repeat their requests themselves."""
 APIS: Final = frozenset({E2B, "exec", "dropin"})
 
 
@@ -134,7 +137,7 @@ async def _provider(options: ServeOptions) -> AsyncIterator[_Provider]:
 
 def _spread(options: ServeOptions) -> SpreadProvider:
     try:
-        configs = [RemoteConfig(url=url, key_file=options.host_key) for url in options.host_urls]
+        configs = [RemoteConfig(url=url, key_file=options.host_key, retries=_HOST_RETRIES) for url in options.host_urls]
     except ValidationError as error:
         raise SpecRefused(f"--host-url {error.errors()[0]['input']}: give a base URL, like http://host:port") from error
     if len({config.url for config in configs}) < len(configs):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import re
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import orjson
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES: Final = 96 << 20
 MAX_OUTPUT_BYTES: Final = 64 << 20
 MAX_TIME_S: Final = 7 * 24 * 3600.0
-NAME: Final = re.compile(r"[A-Za-z0-9._:/@+-]{1,255}")
 
 
 def _decoded(value: Any) -> Any:
@@ -49,7 +47,7 @@ Bytes = Annotated[bytes, BeforeValidator(_decoded)]
 Environment = Annotated[dict[str, str], AfterValidator(_environment)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TIME_S, allow_inf_nan=False)]
 Limit = Annotated[int | None, Field(gt=0, le=1 << 60, strict=True)]
-Name = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,255}$")]
 B = TypeVar("B", bound=BaseModel)
 
 

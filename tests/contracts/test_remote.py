@@ -1,0 +1,477 @@
+# ruff: noqa: ASYNC110 - small local files; what a peer does has no event here
+"""The exec server and its client where answers get lost, hosts die, pools are full and input is bad."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from headrace.sandboxes import doctor
+from headrace.sandboxes.base import HostPort, SandboxId, SandboxRef, SandboxSpec
+from headrace.sandboxes.e2b_server.images import ImageMap
+from headrace.sandboxes.e2b_server.keys import load_keys
+from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
+from headrace.sandboxes.errors import (
+    CapacityExceeded,
+    ExecResultLost,
+    ImageUnknown,
+    NamespacesUnavailable,
+    PermanentSandboxError,
+    ProviderUnreachable,
+    SandboxError,
+    SandboxGone,
+    SecretRefused,
+    Unsupported,
+)
+from headrace.sandboxes.exec_server.parts import ExecPart
+from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.remote import RemoteConfig, RemoteProvider
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from headrace.sandboxes.base import Sandbox
+
+pytestmark = pytest.mark.namespaces
+HEADRACE = str(Path(sys.executable).with_name("headrace"))
+ALICE, BOB = "alice-secret", "bob-secret"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    try:
+        doctor.require_namespaces()
+    except NamespacesUnavailable as error:
+        pytest.skip(str(error))
+
+
+@asynccontextmanager
+async def serving(local: LocalProvider, **settings: Any) -> AsyncIterator[str]:
+    chosen = ServerSettings(serve_e2b=False, **settings)
+    part = ExecPart(provider=local, settings=chosen, apis=frozenset({"exec", "dropin"}), lease_s=900)
+    async with E2bServer(local, chosen, [part]) as server:
+        yield server.url
+
+
+@pytest.fixture
+async def local() -> AsyncIterator[LocalProvider]:
+    async with LocalProvider(LocalSandboxConfig(max_sandboxes=8)) as local:
+        yield local
+
+
+@pytest.fixture
+async def server(local: LocalProvider) -> AsyncIterator[str]:
+    async with serving(local) as url:
+        yield url
+
+
+@pytest.fixture
+async def proxy(server: str, load_support: Callable[[str], Any]) -> AsyncIterator[Any]:
+    async with load_support("cutting_proxy").cutting_proxy(server) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def remote(proxy: Any) -> AsyncIterator[RemoteProvider]:
+    """Through the proxy."""
+    async with RemoteProvider(RemoteConfig(url=proxy.url)) as remote:
+        yield remote
+
+
+@pytest.fixture
+async def sandbox(remote: RemoteProvider) -> Sandbox:
+    return await remote.attach(await remote.create(SandboxSpec()))
+
+
+async def output(sandbox: Sandbox, command: str) -> str:
+    result = await sandbox.exec(command, timeout_s=60)
+    assert result.exit_code == 0, result
+    return result.stdout.decode().strip()
+
+
+# Lost answers
+
+
+async def test_an_exec_with_an_id_runs_once_though_its_answers_are_lost(proxy: Any, sandbox: Sandbox) -> None:
+    proxy.cut(0, 1)
+    result = await sandbox.exec("echo ran >> log; echo said; exit 3", timeout_s=60, exec_id="one")
+    assert (result.exit_code, result.stdout) == (3, b"said\n")
+    assert proxy.answers == 3
+    assert await output(sandbox, "cat log") == "ran"
+
+
+async def test_an_exec_without_an_id_is_not_repeated(proxy: Any, sandbox: Sandbox) -> None:
+    proxy.cut(0)
+    with pytest.raises(ProviderUnreachable):
+        await sandbox.exec("echo ran >> log", timeout_s=60)
+    assert await output(sandbox, "cat log") == "ran"
+
+
+async def test_a_create_with_a_key_makes_one_sandbox_though_its_answers_are_lost(
+    proxy: Any, remote: RemoteProvider, local: LocalProvider
+) -> None:
+    proxy.cut(0, 1)
+    ref = await remote.create(SandboxSpec(idempotency_key="once"))
+    assert [info.id for info in await local.list()] == [ref.id]
+    proxy.cut(*range(100))
+    with pytest.raises(ProviderUnreachable):
+        await remote.create(SandboxSpec(idempotency_key="once"))
+    assert proxy.answers == RemoteConfig(url=proxy.url).retries.boot_attempts
+    proxy.cut()
+    assert len(await local.list()) == 1
+
+
+async def test_streams_of_a_process_survive_lost_connections(proxy: Any, sandbox: Sandbox) -> None:
+    proxy.cut(0)
+    process = await sandbox.spawn("echo $$ >> starts; tee copy; exit 9", stdin=True)
+    data = b"".join(b"%06d\n" % number for number in range(60_000))
+    proxy.cut(*range(1, 1000, 4))
+
+    async def write() -> None:
+        await process.write_stdin(data)
+        await process.close_stdin()
+
+    async def read() -> bytes:
+        return b"".join([piece.data async for piece in process.output()])
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(write())
+        reading = group.create_task(read())
+    assert reading.result() == data
+    assert await process.wait() == 9
+    proxy.cut()
+    assert await output(sandbox, "wc -l < starts; wc -c < copy") == f"1\n{len(data)}"
+
+
+async def test_files_and_a_snapshot_survive_lost_answers(
+    proxy: Any, remote: RemoteProvider, sandbox: Sandbox, tmp_path: Path
+) -> None:
+    big = bytes(range(256)) * 16_384
+    (tmp_path / "big").write_bytes(big)
+    proxy.cut(0, 2, 4)
+    await sandbox.write("/workspace/big", tmp_path / "big")
+    await sandbox.write_many({"/workspace/a": b"1", "/workspace/b": b"2"})
+    assert await sandbox.read("/workspace/big", max_bytes=len(big)) == big
+    proxy.cut(0)
+    image = await sandbox.snapshot()
+    clone = await remote.attach(await remote.create(SandboxSpec(image=image)))
+    assert await output(clone, "cat a b") == "12"
+    assert image in await remote.images()
+
+
+# Clients that leave
+
+
+async def test_a_lost_connection_kills_the_command_unless_it_has_an_id(
+    proxy: Any, sandbox: Sandbox, server: str
+) -> None:
+    waits = "touch up; until test -e go; do sleep 0.05; done"
+    named = asyncio.create_task(sandbox.exec(waits, timeout_s=90, exec_id="x"))
+    unnamed = asyncio.create_task(sandbox.exec("touch up2; setsid sleep 1000 & sleep 1000", timeout_s=90))
+    await output(sandbox, "until test -e up && test -e up2; do sleep 0.05; done")
+    proxy.drop()
+    with pytest.raises(ProviderUnreachable):
+        await unnamed
+    await output(sandbox, "while pgrep -f '[s]leep 1000'; do sleep 0.05; done >&2")
+    await output(sandbox, "touch go")
+    assert (await named).exit_code == 0
+
+
+async def test_a_cancelled_create_leaves_nothing(local: LocalProvider, remote: RemoteProvider) -> None:
+    for key in ("", "key"):
+        creating = asyncio.create_task(remote.create(SandboxSpec(idempotency_key=key)))
+        while not await local.list() and not creating.done():
+            await asyncio.sleep(0)
+        if creating.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await creating
+        else:
+            await (await remote.attach(creating.result())).kill()
+    await remote.detach()
+    async with asyncio.timeout(60):
+        while await local.list():
+            await asyncio.sleep(0.02)
+
+
+async def test_a_full_pool_of_connections_delays_no_kill(server: str) -> None:
+    async with RemoteProvider(RemoteConfig(url=server, connections=2)) as remote:
+        ref = await remote.create(SandboxSpec())
+        sandbox = await remote.attach(ref)
+        running = [asyncio.create_task(sandbox.exec("sleep 1000", timeout_s=600)) for _ in range(3)]
+        waiting = asyncio.create_task(remote.create(SandboxSpec()))
+        while (await sandbox.usage()).processes < 3:
+            await asyncio.sleep(0.02)
+        await sandbox.renew(100)
+        assert [info.id for info in await remote.list()] == [ref.id]
+        await sandbox.kill()
+        for ended in await asyncio.gather(*running, return_exceptions=True):
+            assert isinstance(ended, SandboxGone)
+        await waiting
+
+
+# What is no answer, and what is refused
+
+
+@asynccontextmanager
+async def answering(text: bytes) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """A server that reads a request's head and says `text`, with the heads it read."""
+    heads: list[bytes] = []
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(text)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(take, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", heads
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+async def test_a_gateway_error_says_nothing_of_what_was_done(status: int) -> None:
+    text = b"HTTP/1.1 %d Bad\r\nContent-Length: 4\r\nConnection: close\r\n\r\noops" % status
+    async with answering(text) as (url, heads):
+        remote = RemoteProvider(RemoteConfig(url=url))
+        ref = SandboxRef(provider="remote", id=SandboxId("x"), endpoint=url, secret="s")
+        sandbox = await remote.attach(ref)
+        with pytest.raises(ProviderUnreachable):
+            await sandbox.exec("true", timeout_s=5)
+        assert len(heads) == 1
+        with pytest.raises(ProviderUnreachable):
+            await sandbox.exec("true", timeout_s=5, exec_id="again")
+        assert len(heads) == 5
+        await remote.detach()
+
+
+async def test_a_server_that_is_no_exec_server_is_a_permanent_error() -> None:
+    async with answering(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno") as (url, heads):
+        with pytest.raises(PermanentSandboxError, match="no exec server"):
+            await RemoteProvider(RemoteConfig(url=url)).__aenter__()
+        assert len(heads) == 1
+
+
+async def test_a_host_without_room_says_when_to_ask_again(remote: RemoteProvider) -> None:
+    async with asyncio.TaskGroup() as group:
+        for _ in range(8):
+            group.create_task(remote.create(SandboxSpec()))
+    with pytest.raises(CapacityExceeded) as caught:
+        await remote.create(SandboxSpec())
+    assert caught.value.retry_after_s > 0
+
+
+async def test_nothing_of_the_host_is_exposed_or_booted_by_a_client(
+    remote: RemoteProvider, sandbox: Sandbox, tmp_path: Path
+) -> None:
+    with pytest.raises(Unsupported):
+        sandbox.expose(80, HostPort(host="127.0.0.1", port=1), "/")
+    for image in ("/", str(tmp_path), "debootstrap:bookworm", "snapshot:other"):
+        with pytest.raises(ImageUnknown):
+            await remote.create(SandboxSpec(image=image))
+
+
+@asynccontextmanager
+async def keyed(local: LocalProvider, folder: Path) -> AsyncIterator[tuple[str, dict[str, RemoteProvider]]]:
+    keys = folder / "keys"
+    keys.write_text(f"alice:{ALICE}\nbob:{BOB}:1\n")
+    async with serving(local, keys=load_keys(keys), images=ImageMap({"task": "host"})) as url:
+        remotes = {}
+        for name, key in (("alice", ALICE), ("bob", BOB)):
+            (folder / name).write_text(f"{key}\n")
+            remotes[name] = RemoteProvider(RemoteConfig(url=url, key_file=folder / name))
+            await remotes[name].start()
+        yield url, remotes
+        for remote in remotes.values():
+            await remote.aclose()
+
+
+async def test_a_key_opens_what_is_its_own(local: LocalProvider, tmp_path: Path) -> None:
+    async with keyed(local, tmp_path) as (url, remotes):
+        alice, bob = remotes["alice"], remotes["bob"]
+        ref = await alice.create(SandboxSpec(image="task", idempotency_key="same", labels={"a": "b"}))
+        other = await bob.create(SandboxSpec(image="task", idempotency_key="same"))
+        assert ref.id != other.id
+        (info,) = await alice.list()
+        assert (info.id, dict(info.labels), info.idempotency_key) == (ref.id, {"a": "b"}, "same")
+        await bob.destroy(ref.id)
+        assert await output(await bob.attach(ref), "echo alive") == "alive"
+        with pytest.raises(SecretRefused):
+            await (await alice.attach(replace(ref, secret=ALICE))).kill()
+        with pytest.raises(CapacityExceeded, match="bob"):
+            await bob.create(SandboxSpec())
+        await alice.destroy(ref.id)
+        await alice.destroy(ref.id)
+        assert await alice.list() == []
+        with pytest.raises(SecretRefused):
+            await RemoteProvider(RemoteConfig(url=url)).__aenter__()
+
+
+BAD_BODIES: tuple[tuple[str, str, Any], ...] = (
+    ("POST", "/v1/sandboxes", b"{"),
+    ("POST", "/v1/sandboxes", []),
+    ("POST", "/v1/sandboxes", {"image": 5}),
+    ("POST", "/v1/sandboxes", {"ttl_s": -1}),
+    ("POST", "/v1/sandboxes", {"network": "host"}),
+    ("POST", "/v1/sandboxes", {"unknown": 1}),
+    ("POST", "/v1/sandboxes", {"mounts": [{"source": "x", "path": "/a", "target": "/b"}]}),
+    ("POST", "{one}/exec", {"command": "true"}),
+    ("POST", "{one}/exec", {"command": "true", "timeout_s": "Infinity"}),
+    ("POST", "{one}/exec", {"command": "a\0b", "timeout_s": 1}),
+    ("POST", "{one}/exec", {"command": "true", "timeout_s": 1, "env": {"A=B": "c"}}),
+    ("POST", "{one}/exec", {"command": "true", "timeout_s": 1, "stdin": "*"}),
+    ("POST", "{one}/exec", {"command": "true", "timeout_s": 1, "max_output_bytes": 1 << 40}),
+    ("POST", "{one}/processes", {"spawn_id": "../x", "command": "true"}),
+    ("GET", "{one}/processes/missing/output?after=0", None),
+    ("POST", "{one}/processes/missing/signal", {"number": 99}),
+    ("POST", "{one}/read?path=/etc/passwd&max_bytes=-1", None),
+    ("POST", "{one}/read?path=/workspace/%00&max_bytes=1", None),
+    ("PUT", "{one}/files", b"\xff\xff\xff\xff{}"),
+    ("PUT", "{one}/file?path=relative", b"x"),
+    ("POST", "{one}/renew", {"ttl_s": 0}),
+)
+
+
+async def test_bad_input_is_a_typed_permanent_error_and_makes_nothing(server: str, local: LocalProvider) -> None:
+    async with aiohttp.ClientSession() as http:
+        async with http.post(f"{server}/v1/sandboxes", json={}) as response:
+            box = await response.json()
+        secret = {"Authorization": f"Bearer {box['secret']}"}
+        for method, path, body in BAD_BODIES:
+            data = body if isinstance(body, bytes | None) else json.dumps(body)
+            where = server + path.format(one=f"/v1/sandboxes/{box['id']}")
+            async with http.request(method, where, data=data, headers=secret) as response:
+                document = await response.json()
+                assert response.status in (400, 422), (path, body, document)
+                assert document["error"] in ("SpecRefused", "SandboxFileError", "ExecResultLost"), (path, document)
+                assert document["transient"] is False
+        for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "Basic eA=="}):
+            one = f"{server}/v1/sandboxes/{box['id']}"
+            async with http.post(f"{one}/exec", json={"command": "x", "timeout_s": 1}, headers=headers) as response:
+                assert (response.status, (await response.json())["error"]) == (401, "SecretRefused")
+        async with http.delete(f"{server}/v1/sandboxes/{'z' * 5000}", headers=secret) as response:
+            assert response.status == 200
+    assert [info.id for info in await local.list()] == [box["id"]]
+
+
+# Servers that die
+
+
+@asynccontextmanager
+async def child(*options: str) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
+    """`headrace sandbox serve` as a process, with its URL."""
+    command = [HEADRACE, "sandbox", "serve", *options]
+    process = await asyncio.to_thread(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
+    with process:
+        try:
+            assert process.stdout is not None
+            yield process, (await asyncio.to_thread(process.stdout.readline)).strip()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            await asyncio.to_thread(process.wait, 60)
+
+
+async def test_a_server_that_was_killed_is_succeeded_by_one_that_knows_all(tmp_path: Path) -> None:
+    options = ("--api", "exec,dropin", "--state", str(tmp_path / "state"))
+    async with child(*options) as (first, url), aiohttp.ClientSession() as http:
+        remote = RemoteProvider(RemoteConfig(url=url))
+        await remote.start()
+        spec = SandboxSpec(idempotency_key="kept")
+        ref = await remote.create(spec)
+        sandbox = await remote.attach(ref)
+        done = await sandbox.exec("echo ran >> log; date +%N", timeout_s=60, exec_id="one")
+        process = await sandbox.spawn("sleep 1000")
+        async with http.post(f"{url}/allocate", json={"image": "host"}) as response:
+            lease = await response.json()
+        first.send_signal(signal.SIGKILL)
+        await asyncio.to_thread(first.wait, 60)
+        async with child(*options, "--port", url.rpartition(":")[2]) as (_, again):
+            assert again == url
+            assert (await remote.create(spec)) == ref
+            assert (await sandbox.exec("echo ran >> log", timeout_s=60, exec_id="one")).stdout == done.stdout
+            assert await output(sandbox, "cat log") == "ran"
+            with pytest.raises(ExecResultLost):
+                await process.wait()
+            body = {"lease_id": lease["lease_id"], "command": "echo alive", "cwd": "/"}
+            async with http.post(f"{url}/exec", json=body) as response:
+                assert await response.json() == {"ok": True, "returncode": 0, "output": "alive\n"}
+            await remote.aclose()
+
+
+async def test_a_host_that_dies_takes_no_traffic_and_comes_back() -> None:
+    async with child("--api", "exec") as (dying, a), child("--api", "exec") as (_, b):
+        hosts = ("--host-url", a, "--host-url", b)
+        async with child("--api", "exec", *hosts) as (_, url), RemoteProvider(RemoteConfig(url=url)) as remote:
+            refs = await asyncio.gather(*(remote.create(SandboxSpec()) for _ in range(4)))
+            assert await counts(a, b) == [2, 2]
+            dying.send_signal(signal.SIGKILL)
+            await asyncio.to_thread(dying.wait, 60)
+            more = await asyncio.gather(*(remote.create(SandboxSpec(idempotency_key=f"k{n}")) for n in range(4)))
+            assert (await counts(b)) == [6]
+            assert await output(await remote.attach(more[0]), "echo alive") == "alive"
+            states = [await answers(await remote.attach(ref)) for ref in refs]
+            assert sorted(states) == [False, False, True, True]
+            async with child("--api", "exec", "--port", a.rpartition(":")[2]):
+                async with asyncio.timeout(60):
+                    while await counts(a) == [0]:
+                        await remote.create(SandboxSpec())
+                        await asyncio.sleep(0.2)
+
+
+async def counts(*urls: str) -> list[int]:
+    found = []
+    for url in urls:
+        remote = RemoteProvider(RemoteConfig(url=url))
+        found.append(len(await remote.list()))
+        await remote.detach()
+    return found
+
+
+async def answers(sandbox: Sandbox) -> bool:
+    try:
+        return await output(sandbox, "echo alive") == "alive"
+    except SandboxError:
+        return False
+
+
+async def test_frozen_data_stays_on_its_host() -> None:
+    from headrace.sandboxes.base import FrozenMount
+
+    async with child("--api", "exec") as (_, a), child("--api", "exec") as (_, b):
+        hosts = ("--host-url", a, "--host-url", b)
+        async with child("--api", "exec", *hosts) as (_, url), RemoteProvider(RemoteConfig(url=url)) as remote:
+            for number in range(3):
+                agent = await remote.attach(await remote.create(SandboxSpec()))
+                await output(agent, f"mkdir data; echo {number} > data/file")
+                await agent.freeze()
+                mount = FrozenMount(source=agent.id, path="/workspace/data", target="/frozen")
+                checker = await remote.attach(await remote.create(SandboxSpec(mounts=(mount,))))
+                assert await output(checker, "cat /frozen/file") == str(number)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--api", "e2b,nothing"),
+        ("--api", "dropin", "--lease-s", "0"),
+        ("--host-url", "ftp://x"),
+        ("--host-url", "http://127.0.0.1:9"),
+        ("--host", "0.0.0.0"),
+    ],
+)
+def test_a_start_that_cannot_work_is_one_line(options: tuple[str, ...]) -> None:
+    command = [HEADRACE, "sandbox", "serve", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("headrace: "), done.stderr
+    assert "Traceback" not in done.stderr
