@@ -65,7 +65,7 @@ class RemoteProvider:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """As the server reported them at `start`, without what cannot cross hosts (`expose`)."""
+        """As the server reported them at `start`."""
         return self._features
 
     @property
@@ -88,7 +88,7 @@ class RemoteProvider:
     async def start(self) -> None:
         """Raises SecretRefused, ProviderUnreachable."""
         answer = await self._ask("GET", "/v1/features", teardown=True)
-        known = {feature.value for feature in Feature} - {Feature.EXPOSE.value}
+        known = {feature.value for feature in Feature}
         self._features = frozenset(Feature(name) for name in answer["features"] if name in known)
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:

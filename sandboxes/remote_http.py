@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -19,14 +20,16 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt
 from headrace.sandboxes.error_documents import from_document
 from headrace.sandboxes.errors import PermanentSandboxError, ProviderUnreachable, SandboxError, SandboxGone
 from headrace.sandboxes.retry import FullJitter, RetryConfig
+from headrace.sandboxes.tunnel import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     import aiohttp
 
 TEARDOWN_CONNECTIONS: Final = 16
 _CONNECT_S: Final = 10.0
+_HEARTBEAT_S: Final = 10.0
 _NO_ANSWER: Final = (502, 503, 504)
 
 
@@ -97,6 +100,32 @@ class RemoteHttp:
             raise NotConnected(f"{method} {url}: {error}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ProviderUnreachable(f"{method} {url}: {error or type(error).__name__}") from error
+
+    @asynccontextmanager
+    async def socket(
+        self, url: str, secret: str, query: Mapping[str, str]
+    ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+        """A WebSocket whose first message said that all is well. It holds a connection beside both pools. Raises the
+        typed error of the first message, ProviderUnreachable."""
+        import aiohttp
+
+        headers = {"Authorization": f"Bearer {secret}"}
+        try:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.ws_connect(
+                    url, params=query, headers=headers, heartbeat=_HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES
+                ) as socket,
+            ):
+                first = await socket.receive()
+                if first.type is not aiohttp.WSMsgType.TEXT:
+                    raise ProviderUnreachable(f"{url}: the server ended the tunnel")
+                document = orjson.loads(first.data)
+                if "error" in document:
+                    raise from_document(document)
+                yield socket
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ProviderUnreachable(f"{url}: {error or type(error).__name__}") from error
 
     def _session(self, *, teardown: bool) -> aiohttp.ClientSession:
         import aiohttp

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import secrets
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, ImageRef, SandboxUsage
-from headrace.sandboxes.errors import SandboxFileError, Unsupported
+from headrace.sandboxes.errors import SandboxFileError
 from headrace.sandboxes.file_bundle import SPOOL_BYTES, pack_files
+from headrace.sandboxes.remote_expose import expose
 from headrace.sandboxes.remote_process import RemoteProcess
 
 if TYPE_CHECKING:
@@ -158,11 +159,9 @@ class RemoteSandbox:
         return ImageRef((await self._ask("POST", "/snapshot"))["image"])
 
     def expose(self, port: int, target: HostPort, prefix: str) -> AbstractAsyncContextManager[None]:
-        """Raises Unsupported: the service would have to be on the sandbox's own host."""
-        self._refuse(f"127.0.0.1:{port} for {target.host}:{target.port}{prefix}")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise Unsupported(f"a sandbox of another host cannot be given {what}: agents there use the gateway's own URL")
+        """See `Sandbox.expose`. The service is one of this host: requests travel through the exec server."""
+        url, secret = f"{self._url}/expose", self._ref.secret
+        return expose(self._http, url, secret, port=port, target=target, prefix=prefix)
 
     async def usage(self) -> SandboxUsage:
         return SandboxUsage(**await self._ask("GET", "/usage", teardown=True))

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from headrace.sandboxes.base import Feature, FrozenMount, SandboxId, SandboxSpec
+from headrace.sandboxes.base import FrozenMount, SandboxId, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.exec_server.access import check_secret, owner_of
 from headrace.sandboxes.exec_server.answers import answer, refusal
 from headrace.sandboxes.exec_server.bodies import Create, Renew, read_body
 from headrace.sandboxes.exec_server.command_routes import CommandRoutes
+from headrace.sandboxes.exec_server.expose_route import expose
 from headrace.sandboxes.exec_server.file_routes import FileRoutes
 from headrace.sandboxes.exec_server.processes import ProcessTable
 
@@ -63,6 +64,7 @@ class ExecApi:
             web.post(f"{ONE}/snapshot", self._snapshot),
             web.post(f"{ONE}/renew", on(self._renew)),
             web.get(f"{ONE}/usage", on(self._usage)),
+            web.get(f"{ONE}/expose", self._expose),
             *commands.routes(on),
             *files.routes(on),
         ]
@@ -100,8 +102,7 @@ class ExecApi:
         return web.json_response({"ok": True})
 
     async def _features(self, request: web.Request, owner: Owner) -> Any:
-        features = self._registry.provider.features - {Feature.EXPOSE}
-        return {"features": sorted(feature.value for feature in features)}
+        return {"features": sorted(feature.value for feature in self._registry.provider.features)}
 
     async def _images(self, request: web.Request, owner: Owner) -> Any:
         snapshots = self._registry.table.snapshots(owner.name).values()
@@ -142,6 +143,12 @@ class ExecApi:
             return {"image": await self._registry.tasks.share(self._registry.snapshot(row))}
 
         return await answer(request, snapshot())
+
+    async def _expose(self, request: web.Request) -> web.StreamResponse:
+        async def find() -> Sandbox:
+            return await self._registry.attach(self._opened(request))
+
+        return await expose(request, find)
 
     async def _freeze(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
         await sandbox.freeze()

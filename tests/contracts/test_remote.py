@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import HostPort, SandboxId, SandboxRef, SandboxSpec
@@ -31,7 +32,7 @@ from headrace.sandboxes.errors import (
     SandboxError,
     SandboxGone,
     SecretRefused,
-    Unsupported,
+    SpecRefused,
 )
 from headrace.sandboxes.exec_server.parts import ExecPart
 from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
@@ -270,11 +271,7 @@ async def test_a_host_without_room_says_when_to_ask_again(remote: RemoteProvider
     assert caught.value.retry_after_s > 0
 
 
-async def test_nothing_of_the_host_is_exposed_or_booted_by_a_client(
-    remote: RemoteProvider, sandbox: Sandbox, tmp_path: Path
-) -> None:
-    with pytest.raises(Unsupported):
-        sandbox.expose(80, HostPort(host="127.0.0.1", port=1), "/")
+async def test_no_path_of_the_host_is_booted_by_a_client(remote: RemoteProvider, tmp_path: Path) -> None:
     for image in ("/", str(tmp_path), "debootstrap:bookworm", "snapshot:other"):
         with pytest.raises(ImageUnknown):
             await remote.create(SandboxSpec(image=image))
@@ -361,6 +358,62 @@ async def test_bad_input_is_a_typed_permanent_error_and_makes_nothing(server: st
         async with http.delete(f"{server}/v1/sandboxes/{'z' * 5000}", headers=secret) as response:
             assert response.status == 200
     assert [info.id for info in await local.list()] == [box["id"]]
+
+
+# A service of the client's host
+
+
+FETCH = """
+import http.client, sys
+connection = http.client.HTTPConnection("127.0.0.1", 8080, timeout=20)
+for path in sys.argv[1:]:
+    connection.request("POST", path, body=b"x" * 600000)
+    answer = connection.getresponse()
+    print(answer.status, len(answer.read()))
+"""
+
+
+@asynccontextmanager
+async def service() -> AsyncIterator[tuple[HostPort, list[str]]]:
+    paths: list[str] = []
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        paths.append(request.raw_path)
+        return web.Response(body=await request.content.read() * 2)
+
+    runner = web.ServerRunner(web.Server(handle))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0]
+    try:
+        yield HostPort(host=host, port=port), paths
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_service_of_the_client_is_reached_below_its_prefix(proxy: Any, sandbox: Sandbox) -> None:
+    await sandbox.write("/workspace/fetch.py", FETCH.encode())
+    async with service() as (target, paths):
+        async with sandbox.expose(8080, target, "/s/one"):
+            fetched = await asyncio.gather(
+                *(output(sandbox, f"python3 fetch.py /s/one/a{n} /s/two /s/one/b{n}") for n in range(4))
+            )
+            assert [line.split()[0] for line in fetched[0].splitlines()] == ["200", "403", "200"]
+            assert all(text.count("200 1200000") == 2 for text in fetched)
+            assert sorted(paths) == sorted(f"/s/one/{name}{n}" for name in "ab" for n in range(4))
+            with pytest.raises(SpecRefused):
+                async with sandbox.expose(8080, target, "/s/one"):
+                    pass
+            proxy.drop()
+            again = "until python3 fetch.py /s/one/c 2> /dev/null; do sleep 0.1; done"
+            # Named, since an idle connection of the client is lost as well.
+            assert (await sandbox.exec(again, timeout_s=60, exec_id="again")).stdout == b"200 1200000\n"
+        assert (await sandbox.exec("python3 fetch.py /s/one/d", timeout_s=60)).exit_code != 0
+        with pytest.raises(SandboxGone):
+            await sandbox.kill()
+            async with sandbox.expose(8080, target, "/s/one"):
+                pass
 
 
 # Servers that die

@@ -1,0 +1,97 @@
+"""A service of this host inside a sandbox of another: the client's end of the tunnel.
+
+Invariants:
+- Only this process connects to the service, and only for requests below the prefix: the other host could not do more
+  than the sandbox.
+- A tunnel that breaks is opened again while the context lasts; requests that were under way in it are lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import tempfile
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from headrace.sandboxes.e2b_server.tasks import ServerTasks
+from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SpecRefused
+from headrace.sandboxes.exposed import relay
+from headrace.sandboxes.retry import RetryConfig, full_jitter_s
+from headrace.sandboxes.tunnel import Tunnel
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headrace.sandboxes.base import HostPort
+    from headrace.sandboxes.remote_http import RemoteHttp
+
+_BACKLOG: Final = 64
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def expose(
+    http: RemoteHttp, url: str, secret: str, *, port: int, target: HostPort, prefix: str
+) -> AsyncIterator[None]:
+    """See `Sandbox.expose`. Raises the server's typed error, ProviderUnreachable."""
+    with tempfile.TemporaryDirectory(prefix="headrace-expose-") as folder:
+        path = str(Path(folder) / "s")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+        keeper = _Keeper(http, url, secret, {"port": str(port), "prefix": prefix}, path)
+        async with AsyncExitStack() as stack:
+            stack.callback(listener.close)
+            tasks = await stack.enter_async_context(ServerTasks())
+            opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            tasks.start(keeper.run(opened))
+            await opened
+            await stack.enter_async_context(relay(listener, target, prefix))
+            yield
+
+
+class _Keeper:
+    """Holds one tunnel open."""
+
+    def __init__(self, http: RemoteHttp, url: str, secret: str, query: dict[str, str], path: str) -> None:
+        self._http = http
+        self._url = url
+        self._secret = secret
+        self._query = query
+        self._path = path
+
+    async def run(self, opened: asyncio.Future[None]) -> None:
+        """Settles `opened` when the first tunnel stands, or with its error."""
+        try:
+            await self._once(opened)
+        except SandboxError as error:
+            if not opened.done():
+                opened.set_exception(error)
+                return
+        await self._again(opened)
+
+    async def _again(self, opened: asyncio.Future[None]) -> None:
+        config, attempt = RetryConfig(), 0
+        while True:
+            logger.warning("the tunnel to %s broke; it is opened again", self._url)
+            await asyncio.sleep(full_jitter_s(config, attempt))
+            attempt += 1
+            try:
+                await self._once(opened)
+                attempt = 0
+            except (ProviderUnreachable, SpecRefused):
+                # Unreachable still, or the port is held by the old tunnel, whose end the server has not seen yet.
+                continue
+            except SandboxError as error:
+                logger.warning("the tunnel to %s stays closed: %s", self._url, error)
+                return
+
+    async def _once(self, opened: asyncio.Future[None]) -> None:
+        async with self._http.socket(self._url, self._secret, self._query) as stream:
+            if not opened.done():
+                opened.set_result(None)
+            await Tunnel(stream, lambda: asyncio.open_unix_connection(self._path)).run()
