@@ -1,0 +1,109 @@
+"""Pure parts of the exec server and its client: errors as documents, output windows, repeated requests, bundles."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.sandboxes import errors
+from headrace.sandboxes.base import Output, Stream
+from headrace.sandboxes.e2b_server.tasks import ServerTasks
+from headrace.sandboxes.error_documents import from_document, status_of, to_document
+from headrace.sandboxes.errors import CapacityExceeded, PermanentSandboxError, SandboxError, SpecRefused
+from headrace.sandboxes.exec_server.processes import WINDOW_BYTES, OutputWindow
+from headrace.sandboxes.exec_server.repeats import KEPT, Repeats
+from headrace.sandboxes.file_bundle import pack_files, unpack_files
+from headrace.sandboxes.remote_http import NotConnected
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SandboxError)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_crosses_the_wire_with_its_kind(kind: type[SandboxError]) -> None:
+    error = kind("what went wrong")
+    back = from_document(json.loads(json.dumps(to_document(error))))
+    assert back.transient is error.transient
+    assert "what went wrong" in str(back)
+    if kind in (*errors._BY_NAME.values(), NotConnected):
+        assert type(back) is kind
+    assert 400 <= status_of(error) < 600
+
+
+def test_what_only_the_client_knows_travels_as_what_it_is_a_kind_of() -> None:
+    assert type(from_document(to_document(NotConnected("x")))) is errors.ProviderUnreachable
+
+
+@given(st.one_of(st.none(), st.floats(), st.integers(), st.text(), st.booleans()))
+def test_a_time_to_wait_is_kept_and_never_absurd(wait_s: object) -> None:
+    back = from_document({"error": "RateLimited", "message": "", "retry_after_s": wait_s})
+    assert isinstance(back, CapacityExceeded)
+    assert 0 <= back.retry_after_s <= 3600
+
+
+@given(st.dictionaries(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",))), st.binary()))
+def test_a_bundle_holds_its_files(files: dict[str, bytes]) -> None:
+    assert unpack_files(pack_files(files)) == files
+
+
+@given(st.binary())
+def test_no_bundle_is_refused_or_read_whole(body: bytes) -> None:
+    try:
+        files = unpack_files(body)
+    except (SpecRefused, errors.SandboxFileError):
+        return
+    assert sum(map(len, files.values())) <= len(body)
+
+
+async def test_a_window_holds_what_was_not_acknowledged_and_no_more() -> None:
+    window, piece = OutputWindow(), Output(stream=Stream.STDOUT, data=b"x" * (WINDOW_BYTES // 2))
+    await window.append(piece)
+    await window.append(piece)
+    third = asyncio.create_task(window.append(piece))
+    assert await window.after(0, 1) == ([piece, piece], False)
+    assert await window.after(0, 1) == ([piece, piece], False)
+    assert not third.done()
+    assert await window.after(1, 1) == ([piece], False)
+    await third
+    await window.close()
+    assert await window.after(1, 1) == ([piece, piece], True)
+    assert await window.after(3, 1) == ([], True)
+    for number in (0, 4):
+        with pytest.raises(SpecRefused):
+            await window.after(number, 1)
+    assert await OutputWindow().after(0, 0.01) == ([], False)
+
+
+async def test_a_request_is_run_once_while_nobody_has_its_answer() -> None:
+    runs = 0
+    go = asyncio.Event()
+
+    async def work() -> int:
+        nonlocal runs
+        runs += 1
+        number = runs
+        await go.wait()
+        if number == 4:
+            raise PermanentSandboxError("fourth")
+        return number
+
+    async with ServerTasks() as tasks:
+        repeats = Repeats(tasks)
+        asked = [asyncio.create_task(repeats.run("a", work, named=False)) for _ in range(2)]
+        await asyncio.sleep(0)
+        for task in asked:
+            task.cancel()
+        await asyncio.wait(asked)
+        go.set()
+        assert await repeats.run("a", work, named=False) == 1
+        assert await repeats.run("a", work, named=False) == 2
+        assert [await repeats.run("b", work, named=True) for _ in range(3)] == [3, 3, 3]
+        with pytest.raises(PermanentSandboxError):
+            await repeats.run("c", work, named=True)
+        assert await repeats.run("c", work, named=True) == 5
+        for number in range(KEPT):
+            await repeats.run(f"other-{number}", work, named=True)
+        assert await repeats.run("b", work, named=True) > 5
