@@ -21,12 +21,12 @@ from headrace.sandboxes.e2b_server.images import load_images
 from headrace.sandboxes.e2b_server.keys import load_keys
 from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
 from headrace.sandboxes.errors import SpecRefused
+from headrace.sandboxes.exec_server.parts import ExecPart
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-from headrace.sandboxes.exec_server.parts import ExecPart
-from headrace.sandboxes.remote import RemoteConfig, RemoteProvider
+from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
+from headrace.sandboxes.remote.spread import SpreadProvider
 from headrace.sandboxes.retry import RetryConfig
-from headrace.sandboxes.spread import SpreadProvider
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 from aiohttp import web
 
-from headrace.sandboxes.error_documents import status_of, to_document
 from headrace.sandboxes.errors import CapacityExceeded, PermanentSandboxError, SandboxError
+from headrace.sandboxes.remote.error_documents import status_of, to_document
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from aiohttp import web
 
-from headrace.sandboxes.error_documents import status_of
 from headrace.sandboxes.errors import ImageUnknown, SandboxError, SandboxGone, SpecRefused
 from headrace.sandboxes.exec_server.access import owner_of
 from headrace.sandboxes.exec_server.answers import answer, refusal, retry_after
@@ -23,6 +22,7 @@ from headrace.sandboxes.exec_server.containers import MAX_CONTAINERS, Containers
 from headrace.sandboxes.exec_server.dropin_bodies import Diff, Evaluate, Make, Named, Run
 from headrace.sandboxes.exec_server.evaluations import Evaluations
 from headrace.sandboxes.exec_server.repeats import Repeats
+from headrace.sandboxes.remote.error_documents import status_of
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import web
 
 from headrace.sandboxes.base import HostPort
-from headrace.sandboxes.error_documents import to_document
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.exec_server.bodies import whole_number
-from headrace.sandboxes.tunnel import MAX_MESSAGE_BYTES, Tunnel
+from headrace.sandboxes.remote.error_documents import to_document
+from headrace.sandboxes.remote.tunnel import MAX_MESSAGE_BYTES, Tunnel
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from headrace.sandboxes.errors import SandboxFileError
 from headrace.sandboxes.exec_server.bodies import MAX_BODY_BYTES, read_bytes, whole_number
-from headrace.sandboxes.file_bundle import SPOOL_BYTES, checked_path, unpack_files
+from headrace.sandboxes.remote.file_bundle import SPOOL_BYTES, checked_path, unpack_files
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine

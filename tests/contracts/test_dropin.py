@@ -20,8 +20,8 @@ from headrace.sandboxes.e2b_server.keys import load_keys
 from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
 from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.exec_server.parts import ExecPart
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
-from headrace.sandboxes.remote import RemoteConfig, RemoteProvider
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

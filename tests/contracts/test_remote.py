@@ -35,8 +35,8 @@ from headrace.sandboxes.errors import (
     SpecRefused,
 )
 from headrace.sandboxes.exec_server.parts import ExecPart
-from headrace.sandboxes.local import LocalProvider, LocalSandboxConfig
-from headrace.sandboxes.remote import RemoteConfig, RemoteProvider
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

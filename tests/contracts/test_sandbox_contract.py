@@ -31,7 +31,7 @@ from headrace.sandboxes.errors import (
 from headrace.sandboxes.local.provider import LocalProvider
 from headrace.sandboxes.oci.provider import OciProvider, OciSandboxConfig
 from headrace.sandboxes.oci.runtime import RuntimeKind
-from headrace.sandboxes.remote import RemoteConfig, RemoteProvider
+from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from headrace.sandboxes import errors
 from headrace.sandboxes.base import Output, Stream
 from headrace.sandboxes.e2b_server.tasks import ServerTasks
-from headrace.sandboxes.error_documents import from_document, status_of, to_document
 from headrace.sandboxes.errors import CapacityExceeded, PermanentSandboxError, SandboxError, SpecRefused
 from headrace.sandboxes.exec_server.processes import WINDOW_BYTES, OutputWindow
 from headrace.sandboxes.exec_server.repeats import KEPT, Repeats
-from headrace.sandboxes.file_bundle import pack_files, unpack_files
-from headrace.sandboxes.remote_http import NotConnected
+from headrace.sandboxes.remote.error_documents import from_document, status_of, to_document
+from headrace.sandboxes.remote.file_bundle import pack_files, unpack_files
+from headrace.sandboxes.remote.http import NotConnected
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SandboxError)]
 

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SecretRefused, SpecRefused
-from headrace.sandboxes.remote_http import RemoteHttp
-from headrace.sandboxes.remote_sandbox import RemoteSandbox, sandbox_url
+from headrace.sandboxes.remote.http import RemoteHttp
+from headrace.sandboxes.remote.sandbox import RemoteSandbox, sandbox_url
 from headrace.sandboxes.retry import RetryConfig
 
 if TYPE_CHECKING:

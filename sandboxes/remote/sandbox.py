@@ -14,9 +14,9 @@ from urllib.parse import quote
 
 from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, ImageRef, SandboxUsage
 from headrace.sandboxes.errors import SandboxFileError
-from headrace.sandboxes.file_bundle import SPOOL_BYTES, pack_files
-from headrace.sandboxes.remote_expose import expose
-from headrace.sandboxes.remote_process import RemoteProcess
+from headrace.sandboxes.remote.expose import expose
+from headrace.sandboxes.remote.file_bundle import SPOOL_BYTES, pack_files
+from headrace.sandboxes.remote.process import RemoteProcess
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.sandboxes.base import HostPort, SandboxId, SandboxRef, TerminalSize
-    from headrace.sandboxes.remote_http import RemoteHttp
+    from headrace.sandboxes.remote.http import RemoteHttp
 
 _BATCH_BYTES: Final = 32 << 20
 _CHUNK_BYTES: Final = 1 << 18

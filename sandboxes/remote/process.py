@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from headrace.sandboxes.base import TerminalSize
-    from headrace.sandboxes.remote_http import RemoteHttp
+    from headrace.sandboxes.remote.http import RemoteHttp
 
 _PIECE_BYTES: Final = 1 << 18
 _SIGKILL: Final = 9

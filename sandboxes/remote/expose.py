@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.e2b_server.tasks import ServerTasks
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SpecRefused
-from headrace.sandboxes.exposed import relay
+from headrace.sandboxes.local.exposed import relay
+from headrace.sandboxes.remote.tunnel import Tunnel
 from headrace.sandboxes.retry import RetryConfig, full_jitter_s
-from headrace.sandboxes.tunnel import Tunnel
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from headrace.sandboxes.base import HostPort
-    from headrace.sandboxes.remote_http import RemoteHttp
+    from headrace.sandboxes.remote.http import RemoteHttp
 
 _BACKLOG: Final = 64
 

@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 from headrace.sandboxes.base import Feature, SandboxInfo
-from headrace.sandboxes.circuit_breaker import BreakerState, CircuitBreaker
 from headrace.sandboxes.errors import (
     CapacityExceeded,
     ImageUnknown,
@@ -29,8 +28,9 @@ from headrace.sandboxes.errors import (
     SandboxGone,
     SpecRefused,
 )
-from headrace.sandboxes.placement import HostView, choose
-from headrace.sandboxes.remote_http import NotConnected
+from headrace.sandboxes.pool.circuit_breaker import BreakerState, CircuitBreaker
+from headrace.sandboxes.pool.placement import HostView, choose
+from headrace.sandboxes.remote.http import NotConnected
 
 if TYPE_CHECKING:
     import builtins
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
-    from headrace.sandboxes.remote import RemoteProvider
+    from headrace.sandboxes.remote.provider import RemoteProvider
 
 _BREAKER_FAILURES: Final = 2
 _BREAKER_OPEN_S: Final = 5.0

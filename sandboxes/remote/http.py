@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt
 
-from headrace.sandboxes.error_documents import from_document
 from headrace.sandboxes.errors import PermanentSandboxError, ProviderUnreachable, SandboxError, SandboxGone
+from headrace.sandboxes.remote.error_documents import from_document
+from headrace.sandboxes.remote.tunnel import MAX_MESSAGE_BYTES
 from headrace.sandboxes.retry import FullJitter, RetryConfig
-from headrace.sandboxes.tunnel import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
