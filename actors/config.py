@@ -53,6 +53,8 @@ class SandboxKind(StrEnum):
     """Linux namespaces on this host."""
     OCI = "oci"
     """Containers of runc or runsc on this host."""
+    REMOTE = "remote"
+    """Other hosts, through their exec servers (`headrace sandbox serve`)."""
     SUBPROCESS = "subprocess"
     """Plain processes on this host: protects nothing."""
 
@@ -102,6 +104,13 @@ class GatewaySection(_Section):
     """A turn that is broken off after so long without one sampled token makes its rollout infra, not a spent budget."""
 
 
+class RemoteSection(_Section):
+    urls: tuple[str, ...] = ()
+    """Base URLs of exec servers; boots are spread over them."""
+    key_file: Path | None = None
+    """Holds the key of all of them; relative to the working folder."""
+
+
 class SandboxSection(_Section):
     provider: SandboxKind = SandboxKind.LOCAL
     """Where commands run; `subprocess` must be asked for and says what it does not protect."""
@@ -109,6 +118,8 @@ class SandboxSection(_Section):
     """Settings of the namespaces provider."""
     oci: OciSandboxConfig = OciSandboxConfig()
     """Settings of the containers provider."""
+    remote: RemoteSection = RemoteSection()
+    """Where other hosts are."""
     pool: PoolConfig = PoolConfig()
     """Admission: how many boot and live at once."""
 
@@ -221,6 +232,12 @@ def rollouts_fit_the_sandboxes(config: RunConfig) -> str | None:
     )
 
 
+def remote_hosts_are_named(config: RunConfig) -> str | None:
+    if config.sandbox.provider is not SandboxKind.REMOTE or config.sandbox.remote.urls:
+        return None
+    return "sandbox.remote.urls is empty, and sandbox.provider is remote; name the exec servers"
+
+
 def enough_held_out_tasks(config: RunConfig) -> str | None:
     if config.tasks.heldout is not None or config.evaluation.tasks <= config.tasks.heldout_count:
         return None
@@ -236,6 +253,7 @@ CHECKS = (
     failing_engines_are_noticed_in_time,
     the_guard_covers_the_phases,
     rollouts_fit_the_sandboxes,
+    remote_hosts_are_named,
     enough_held_out_tasks,
 )
 """Combinations that cannot work, each with the knob to turn; None when all is well."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 async def start_provider(section: SandboxSection, directory: RunDirectory) -> SandboxProvider:
-    """Raises NamespacesUnavailable, LauncherGone, SpecRefused."""
+    """Raises NamespacesUnavailable, LauncherGone, SpecRefused, ProviderUnreachable, SecretRefused."""
     label = run_label(directory.path)
     match section.provider:
         case SandboxKind.SUBPROCESS:
@@ -36,6 +36,12 @@ async def start_provider(section: SandboxSection, directory: RunDirectory) -> Sa
             containers = OciProvider(section.oci)
             await containers.start()
             return containers
+        case SandboxKind.REMOTE:
+            from headrace.sandboxes.remote.spread import SpreadProvider, remote_hosts
+
+            hosts = SpreadProvider(remote_hosts(section.remote.urls, section.remote.key_file))
+            await hosts.start()
+            return hosts
         case SandboxKind.LOCAL:
             local = LocalProvider(await asyncio.to_thread(_local_config, section.local, label, directory))
             await local.start()
@@ -54,5 +60,11 @@ def _local_config(config: LocalSandboxConfig, label: str, directory: RunDirector
 def attaching_providers() -> dict[str, SandboxProvider]:
     """By the name that a ref carries."""
     from headrace.sandboxes.oci.provider import OciProvider
+    from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 
-    return {"local": LocalProvider(), "subprocess": SubprocessProvider(), "oci": OciProvider()}
+    return {
+        "local": LocalProvider(),
+        "subprocess": SubprocessProvider(),
+        "oci": OciProvider(),
+        "remote": RemoteProvider(RemoteConfig()),
+    }

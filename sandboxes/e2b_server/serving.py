@@ -15,8 +15,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from pydantic import ValidationError
-
 from headrace.sandboxes.e2b_server.images import load_images
 from headrace.sandboxes.e2b_server.keys import load_keys
 from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
@@ -24,8 +22,7 @@ from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.exec_server.parts import ExecPart
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
-from headrace.sandboxes.remote.spread import SpreadProvider
+from headrace.sandboxes.remote.spread import SpreadProvider, remote_hosts
 from headrace.sandboxes.retry import RetryConfig
 
 if TYPE_CHECKING:
@@ -120,7 +117,7 @@ async def _provider(options: ServeOptions) -> AsyncIterator[_Provider]:
     provider: _Provider
     match options.provider:
         case _ if options.host_urls:
-            provider = _spread(options)
+            provider = SpreadProvider(remote_hosts(options.host_urls, options.host_key, _HOST_RETRIES))
         case "local":
             stays_in = None if options.state is None else _launcher_folder(options.state)
             provider = LocalProvider(LocalSandboxConfig(stays_in=stays_in))
@@ -133,16 +130,6 @@ async def _provider(options: ServeOptions) -> AsyncIterator[_Provider]:
         yield provider
     finally:
         await (provider.detach() if options.keep_sandboxes else provider.aclose())
-
-
-def _spread(options: ServeOptions) -> SpreadProvider:
-    try:
-        configs = [RemoteConfig(url=url, key_file=options.host_key, retries=_HOST_RETRIES) for url in options.host_urls]
-    except ValidationError as error:
-        raise SpecRefused(f"--host-url {error.errors()[0]['input']}: give a base URL, like http://host:port") from error
-    if len({config.url for config in configs}) < len(configs):
-        raise SpecRefused("--host-url: one is given twice")
-    return SpreadProvider([RemoteProvider(config) for config in configs])
 
 
 def _launcher_folder(state: Path) -> Path:

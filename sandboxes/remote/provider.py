@@ -40,8 +40,8 @@ class RemoteConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(pattern=r"^https?://[^\s/?#]+(/[^\s?#]*)?$")
-    """Base URL, as the server announces it."""
+    url: str = Field(default="", pattern=r"^(https?://[^\s/?#]+(/[^\s?#]*)?)?$")
+    """Base URL, as the server announces it; empty for one that only attaches."""
     key_file: Path | None = None
     """Holds the key; none is sent without it, which only a server on loopback takes."""
     connections: int = Field(default=512, ge=1)

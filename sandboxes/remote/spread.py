@@ -18,6 +18,8 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
+from pydantic import ValidationError
+
 from headrace.sandboxes.base import Feature, SandboxInfo
 from headrace.sandboxes.errors import (
     CapacityExceeded,
@@ -31,14 +33,16 @@ from headrace.sandboxes.errors import (
 from headrace.sandboxes.pool.circuit_breaker import BreakerState, CircuitBreaker
 from headrace.sandboxes.pool.placement import HostView, choose
 from headrace.sandboxes.remote.http import NotConnected
+from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
+from headrace.sandboxes.retry import RetryConfig
 
 if TYPE_CHECKING:
     import builtins
     from collections.abc import Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
-    from headrace.sandboxes.remote.provider import RemoteProvider
 
 _BREAKER_FAILURES: Final = 2
 _BREAKER_OPEN_S: Final = 5.0
@@ -220,6 +224,19 @@ class SpreadProvider:
     async def detach(self) -> None:
         """Leave the sandboxes to their leases and refs."""
         await asyncio.gather(*(host.provider.detach() for host in self._hosts.values()))
+
+
+def remote_hosts(
+    urls: Sequence[str], key_file: Path | None, retries: RetryConfig | None = None
+) -> list[RemoteProvider]:
+    """Providers for `SpreadProvider`. Raises SpecRefused."""
+    try:
+        configs = [RemoteConfig(url=url, key_file=key_file, retries=retries or RetryConfig()) for url in urls]
+    except ValidationError as error:
+        raise SpecRefused(f"host {error.errors()[0]['input']!r}: give a base URL, like http://host:port") from error
+    if not all(urls) or len({config.url.rstrip("/") for config in configs}) < len(configs):
+        raise SpecRefused("hosts: a URL is empty, or stands there twice")
+    return [RemoteProvider(config) for config in configs]
 
 
 def _now() -> float:

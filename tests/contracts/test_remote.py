@@ -512,6 +512,22 @@ async def test_frozen_data_stays_on_its_host() -> None:
                 assert await output(checker, "cat /frozen/file") == str(number)
 
 
+async def test_all_three_apis_over_other_hosts(wire: Callable[..., Any]) -> None:
+    async with child("--api", "exec") as (_, a), child("--host-url", a) as (_, url), aiohttp.ClientSession() as http:
+        box = await wire(url).create()
+        out, end = await box.run("echo said; exit 3")
+        assert (out, end["exitCode"]) == (b"said\n", 3)
+        async with http.post(f"{url}/allocate", json={"image": "base"}) as response:
+            lease = await response.json()
+        body = {"lease_id": lease["lease_id"], "command": "sleep 1000", "timeout": 1}
+        async with http.post(f"{url}/exec", json=body) as response:
+            reply = {"ok": True, "returncode": -1, "output": "Command timed out after 1s"}
+            assert await response.json() == reply
+        async with http.post(f"{url}/close", json={"lease_id": lease["lease_id"]}) as response:
+            assert await response.json() == {"ok": True}
+        assert await counts(a, url) == [1, 0]
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -85,6 +85,7 @@ def test_a_missing_recipe_names_one_that_exists(
         ("model.path.x=2", "path is a value"),
         ("sandbox.provider=chroot", "sandbox.provider"),
         ("engines.backend=vllm", "engines.backend"),
+        ("sandbox.provider=remote", "sandbox.remote.urls is empty"),
     ],
 )
 def test_a_wrong_override_is_one_line(
