@@ -35,8 +35,6 @@ _SHUTDOWN_S: Final = 0.1
 """For each of two steps; aiohttp takes 0 for no limit at all."""
 _ACCEPT_AGAIN_S: Final = 0.1
 _PIECE_BYTES: Final = 1 << 16
-_SHUTDOWN_S: Final = 0.05
-"""How long the end waits for each connection; aiohttp takes 0 for no limit, and idle connections never end."""
 # RFC 9110, 7.6.1: they speak of one connection; and Host, which names the service.
 _NOT_PASSED: Final = frozenset(
     (
