@@ -20,12 +20,13 @@ _MAX_KEPT: Final = 32
 
 
 class Execution:
-    """`answer` is None while it runs; `output` is a descriptor, or -1."""
+    """`answer` is None while it runs; `output` is a descriptor, or -1; who knows `run` is its first caller."""
 
-    __slots__ = ("answer", "exec_id", "output", "runner", "waiters")
+    __slots__ = ("answer", "exec_id", "output", "run", "runner", "waiters")
 
-    def __init__(self, exec_id: str, runner: Waiter) -> None:
+    def __init__(self, exec_id: str, run: str, runner: Waiter) -> None:
         self.exec_id = exec_id
+        self.run = run
         self.runner = runner
         self.answer: Message | None = None
         self.output = -1
@@ -59,8 +60,8 @@ class Executions:
     def find(self, exec_id: str) -> Execution | None:
         return self._by_id.get(exec_id)
 
-    def begin(self, exec_id: str, runner: Waiter) -> None:
-        execution = self._by_id[exec_id] = Execution(exec_id, runner)
+    def begin(self, exec_id: str, run: str, runner: Waiter) -> None:
+        execution = self._by_id[exec_id] = Execution(exec_id, run, runner)
         self._kept.append(execution)
         settled = [kept for kept in self._kept if kept.answer is not None]
         for old in settled[: max(0, len(self._kept) - _MAX_KEPT)]:

@@ -292,7 +292,7 @@ class ForkServer:
         if known is None:
             self._forward(waiter, sandbox, message, descriptors)
             if exec_id:
-                sandbox.executions.begin(exec_id, waiter)
+                sandbox.executions.begin(exec_id, str(message["run"]), waiter)
         elif known.answer is not None:
             self._board.answer(waiter, known.answer, [os.dup(known.output)] if known.output >= 0 else [])
         elif self._board.is_connected(known.runner.client):
@@ -301,14 +301,18 @@ class ForkServer:
             self._board.answer(waiter, known.lost())
 
     def _keep(self, waiter: Waiter, sandbox: Record, message: Message, descriptors: list[int]) -> None:
-        """The first caller of an `exec_id` hands over the result, with the output in one file of memory."""
+        """The first caller of an `exec_id` hands over the result, its output as a file of memory; None if cancelled."""
         known = sandbox.executions.find(str(message["exec_id"]))
-        if known is not None and known.answer is None and known.runner.client is waiter.client:
-            result = dict(message["result"])
-            waiters = known.keep(result, descriptors.pop(0) if descriptors else -1)
-            for waiting in waiters:
-                self._board.answer(waiting, result, [os.dup(known.output)] if known.output >= 0 else [])
+        if known is not None and known.answer is None and known.run == message["run"]:
+            if message["result"] is None:
+                self._lose(known)
+            else:
+                self._settle(known, dict(message["result"]), descriptors.pop(0) if descriptors else -1)
         self._board.answer(waiter, {})
+
+    def _settle(self, known: Execution, result: Message, output: int) -> None:
+        for waiting in known.keep(result, output):
+            self._board.answer(waiting, result, [os.dup(output)] if output >= 0 else [])
 
     def _on_client_gone(self, channel: Channel) -> None:
         for sandbox in self._sandboxes.values():
@@ -350,6 +354,8 @@ class ForkServer:
     def _snapshot(self, waiter: Waiter, sandbox: Record, message: Message, descriptors: list[int]) -> None:
         if sandbox.state not in ("running", "frozen"):
             self._check_running(sandbox)
+        if len(self._boots.image_of(sandbox).layers) >= rootfs.MAX_LAYERS:
+            raise Refused("SpecRefused", f"its image has {rootfs.MAX_LAYERS} layers: no more can be stacked")
         sandbox.becomes_image = True
         if sandbox.state == "frozen":
             sandbox.enders.append(waiter)
@@ -513,7 +519,8 @@ class ForkServer:
     def _expire(self) -> None:
         for sandbox_id in self._deadlines.pop_due(time.monotonic()):
             if sandbox_id == _IDLE:
-                self._close()
+                # Somebody may have come while this turn waited for the deadline.
+                self._closing = not self._sandboxes and not self._board.clients
                 continue
             sandbox = self._sandboxes[sandbox_id]
             if sandbox.state == "booting":

@@ -183,13 +183,21 @@ class _Init:
             poll.register(self._wake, select.POLLIN)
             poll.register(self._channel.fileno(), select.POLLIN | (select.POLLOUT if self._channel.backlog else 0))
             poll.poll(self._wait_ms())
+            # A pause can fall on any line here. Its word lies in the channel before the time after it can be seen.
+            now = time.monotonic()
             try:
                 self._channel.flush()
                 self._take_messages()
                 self._reap()
-                self._expire()
+                if not self._has_message():
+                    self._expire(now)
             except ChannelClosed:
                 os._exit(0)
+
+    def _has_message(self) -> bool:
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def _wait_ms(self) -> int | None:
         deadlines = [running.deadline for running in self._running.values() if not running.timed_out]
@@ -294,8 +302,7 @@ class _Init:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
-    def _expire(self) -> None:
-        now = time.monotonic()
+    def _expire(self, now: float) -> None:
         for pid, running in list(self._running.items()):
             if running.deadline <= now and not running.timed_out:
                 self._end(pid, running)

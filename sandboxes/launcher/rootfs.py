@@ -364,9 +364,9 @@ def _mount_system(path: str, host: HostImage) -> None:
 def _mount_kernel(path: str, root: Root) -> None:
     syscalls.mount("/dev", f"{path}/dev", flags=syscalls.MS_BIND | syscalls.MS_REC)
     safe = syscalls.MS_NOSUID | syscalls.MS_NOEXEC
+    terminals = f"newinstance,ptmxmode=0666,mode=620,max={_TERMINALS}"
     owner = "" if root.single_id else f",gid={root.base_id + 5}"
-    terminals = f"newinstance,ptmxmode=0666,mode=620,max={_TERMINALS}{owner}"
-    syscalls.mount("devpts", f"{path}/dev/pts", "devpts", safe, terminals)
+    syscalls.mount("devpts", f"{path}/dev/pts", "devpts", safe, terminals + owner)
     syscalls.mount("proc", f"{path}/proc", "proc", safe | syscalls.MS_NODEV)
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from headrace.sandboxes.local.client import Exchange, LauncherClient
 
 OUTPUT_GRACE_S: Final = 0.2
+TERMINAL_TIMEOUT_S: Final = 20.0
+"""Others inside may have stopped the command before it has one."""
 _READ_BYTES: Final = 1 << 16
 _CTRL_D: Final = b"\x04"
 
@@ -55,7 +57,7 @@ class LocalProcess:
     async def start(
         cls, client: LauncherClient, message: Message, *, stdin: bool, terminal: TerminalSize | None
     ) -> Self:
-        """Send the spawn and wait for its number. Raises SandboxGone and the typed error of the launcher."""
+        """Send the spawn and wait for its number. Raises SandboxGone, ExecTimeout and the launcher's typed error."""
         if terminal is not None:
             return await cls._start_terminal(client, {**message, "terminal": (terminal.rows, terminal.columns)})
         source, sink = os.pipe2(os.O_CLOEXEC) if stdin else (open_null(), -1)
@@ -75,7 +77,15 @@ class LocalProcess:
         ours.setblocking(False)
         with ours:
             exchange, pid = await _begin(client, message, (theirs.detach(), open_null(), open_null()))
-            master = await _receive_descriptor(ours)
+            try:
+                async with asyncio.timeout(TERMINAL_TIMEOUT_S):
+                    master = await _receive_descriptor(ours)
+            except TimeoutError as error:
+                client.cancel(exchange)
+                raise ExecTimeout(f"the command opened no terminal in {TERMINAL_TIMEOUT_S} s and was killed") from error
+            except asyncio.CancelledError:
+                client.cancel(exchange)
+                raise
         return cls(client, exchange, pid, stdin=master, open_streams={Stream.TERMINAL: master} if master >= 0 else {})
 
     @property

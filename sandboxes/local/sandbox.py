@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -83,11 +84,10 @@ class LocalSandbox:
     ) -> ExecResult:
         """See `Sandbox.exec`. A command whose daemon holds its output returns 0.2 s after the command's own end."""
         message = {"op": "exec", "command": command, "user": user, "env": dict(env or {}), "cwd": cwd}
-        if exec_id is not None:
-            message["exec_id"] = exec_id
-        done = await self._run(message, stdin, timeout_s, max_output_bytes)
-        if exec_id is not None:
-            done = await self._share(exec_id, done)
+        if exec_id is None:
+            done = await self._run(message, stdin, timeout_s, max_output_bytes)
+        else:
+            done = await self._run_once(message, exec_id, stdin, timeout_s, max_output_bytes)
         if done.answer["timed_out"]:
             raise ExecTimeout(f"command ran longer than timeout_s={timeout_s} and was killed: {command[:200]!r}")
         return ExecResult(
@@ -98,14 +98,24 @@ class LocalSandbox:
             duration_s=done.answer["duration_s"],
         )
 
-    async def _share(self, exec_id: str, done: _Done) -> _Done:
-        """Leave the result with the launcher for whoever names the id again; or it is such a result already."""
-        if "stdout_bytes" in done.answer:
-            return _kept_result(done.answer)
-        kept = {**done.answer, "stdout_bytes": len(done.stdout), "truncated": done.truncated}
-        with suppress(SandboxGone):
-            output = memory_file(done.stdout + done.stderr)
-            await self._request({"op": "keep", "exec_id": exec_id, "result": kept}, (output,))
+    async def _run_once(
+        self, message: Message, exec_id: str, stdin: bytes | None, timeout_s: float, max_output_bytes: int
+    ) -> _Done:
+        """Run it and leave the result with the launcher for whoever names the id again; or get such a result."""
+        keep = {"op": "keep", "exec_id": exec_id, "run": secrets.token_hex(8)}
+        once = {**message, "exec_id": exec_id, "run": keep["run"]}
+        try:
+            done = await self._run(once, stdin, timeout_s, max_output_bytes)
+            if "stdout_bytes" in done.answer:
+                return _kept_result(done.answer)
+            kept = {**done.answer, "stdout_bytes": len(done.stdout), "truncated": done.truncated}
+            with suppress(SandboxGone):
+                await self._request({**keep, "result": kept}, (memory_file(done.stdout + done.stderr),))
+        except BaseException:
+            # Otherwise others would wait for it as long as this process lives.
+            with suppress(SandboxGone):
+                (await self._client()).post(self._named({**keep, "result": None}))
+            raise
         return done
 
     async def spawn(
@@ -217,6 +227,8 @@ class LocalSandbox:
     async def usage(self) -> SandboxUsage:
         """Raises Unsupported where control groups do not count memory, processor time or processes."""
         state = await self._request({"op": "state"})
+        if state["state"] not in ("running", "paused"):
+            raise SandboxGone(f"sandbox {self.id} is {state['state']}")
         try:
             return SandboxUsage(
                 cpu_s=state["cpu_s"],

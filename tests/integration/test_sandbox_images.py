@@ -11,7 +11,8 @@ import pytest
 
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import FrozenMount, ImageRef, SandboxSpec
-from headrace.sandboxes.errors import ImageRefused, ImageUnknown, NamespacesUnavailable, SandboxGone
+from headrace.sandboxes.errors import ImageRefused, ImageUnknown, NamespacesUnavailable, SandboxGone, SpecRefused
+from headrace.sandboxes.launcher import rootfs
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
@@ -109,6 +110,17 @@ async def test_a_snapshot_of_a_clone_stacks(provider: LocalProvider) -> None:
         await output(sandbox, f"echo {number} > /opt/{number}; rm -f /opt/{number - 2}")
         image = await sandbox.snapshot()
     assert await output(await boot(provider, image), "ls /opt; cat /opt/3") == "2\n3\n3"
+
+
+@pytest.mark.slow
+async def test_a_stack_of_snapshots_has_an_end(provider: LocalProvider) -> None:
+    image = "host"
+    for _ in range(rootfs.MAX_LAYERS):
+        image = await (await boot(provider, image)).snapshot()
+    highest = await boot(provider, image)
+    with pytest.raises(SpecRefused):
+        await highest.snapshot()
+    assert await output(highest, "echo alive") == "alive"
 
 
 async def test_folders_of_a_lower_layer_can_be_renamed(provider: LocalProvider) -> None:

@@ -145,6 +145,12 @@ async def test_processes_are_limited_and_counted(provider: LocalProvider) -> Non
     assert 10 < (await sandbox.usage()).processes <= 16 + 33
 
 
+async def test_a_frozen_sandbox_takes_nothing_and_says_so(sandbox: Sandbox) -> None:
+    await sandbox.freeze()
+    with pytest.raises(SandboxGone):
+        await sandbox.usage()
+
+
 async def test_a_paused_sandbox_stands_still(sandbox: Sandbox, provider: LocalProvider) -> None:
     counter = await sandbox.spawn("while :; do echo tick; done", stdin=False)
     output = counter.output()
@@ -175,6 +181,19 @@ async def test_deadlines_stand_still_with_it(sandbox: Sandbox) -> None:
     assert (await running).stdout == b"end\n"
     with pytest.raises(ExecTimeout):
         await sandbox.exec("sleep 1000", timeout_s=0.3)
+
+
+async def test_deadlines_stand_still_wherever_the_pause_falls(sandbox: Sandbox) -> None:
+    """The first process of a busy sandbox may be stopped between two looks at the clock."""
+    for _ in range(6):
+        running = asyncio.ensure_future(sandbox.exec("sleep 0.05; echo end", timeout_s=1))
+        busy = [asyncio.ensure_future(sandbox.exec("true", timeout_s=30)) for _ in range(6)]
+        await sandbox.exec("true", timeout_s=30)
+        await sandbox.pause()
+        await asyncio.wait((running,), timeout=1.1)
+        await sandbox.resume()
+        assert (await running).stdout == b"end\n"
+        await asyncio.gather(*busy)
 
 
 async def test_a_paused_sandbox_can_be_killed_and_its_lease_goes_on(provider: LocalProvider) -> None:

@@ -22,6 +22,7 @@ from headrace.sandboxes.errors import (
     SandboxGone,
     SpecRefused,
 )
+from headrace.sandboxes.local import process
 from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
@@ -219,6 +220,31 @@ async def test_one_sandbox_does_not_take_the_terminals_of_all() -> None:
         assert await (await other.spawn("true", terminal=TerminalSize())).wait() == 0
 
 
+STOP_WHOEVER_COMES = """
+import os, signal
+os.fork()
+print("ready", flush=True)
+while True:
+    with open("/proc/loadavg") as file:
+        last = int(file.read().split()[-1])
+    for pid in range(last, last + 8):
+        try:
+            os.kill(pid, signal.SIGSTOP)
+        except OSError:
+            pass
+"""
+
+
+async def test_a_terminal_that_never_opens_is_not_waited_for(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "TERMINAL_TIMEOUT_S", 0.5)
+    stopping = await sandbox.spawn(["python3", "-c", STOP_WHOEVER_COMES])
+    await anext(stopping.output())
+    async with asyncio.timeout(60):
+        with pytest.raises(ExecTimeout):
+            while True:
+                await sandbox.spawn("true", terminal=TerminalSize())
+
+
 async def test_a_pipe_cannot_be_resized(sandbox: Sandbox) -> None:
     process = await sandbox.spawn("true")
     with pytest.raises(SpecRefused):
@@ -267,6 +293,18 @@ async def test_a_timeout_is_remembered_too(sandbox: Sandbox) -> None:
         with pytest.raises(ExecTimeout):
             await sandbox.exec("echo run >> /tmp/runs; sleep 1000", timeout_s=0.3, exec_id="a")
     assert (await sandbox.exec("cat /tmp/runs", timeout_s=30)).stdout == b"run\n"
+
+
+async def test_a_command_whose_caller_gave_up_after_its_end_is_not_waited_for(sandbox: Sandbox) -> None:
+    """A daemon holds the output, so that the first caller is still there when its command has ended."""
+    first = asyncio.create_task(sandbox.exec("sleep 1000 & echo > /tmp/ended", timeout_s=30, exec_id="one"))
+    await sandbox.exec("until [ -e /tmp/ended ]; do :; done", timeout_s=30)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    with pytest.raises(ExecResultLost):
+        await sandbox.exec("true", timeout_s=5, exec_id="one")
+    assert (await sandbox.exec("true", timeout_s=5, exec_id="two")).exit_code == 0
 
 
 async def test_old_results_are_lost_but_never_run_again(sandbox: Sandbox) -> None:
