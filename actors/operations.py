@@ -172,9 +172,19 @@ class OperationCalls(Generic[Q, R]):
         try:
             return await answer
         except asyncio.CancelledError:
-            if self._pending.pop(key, None) is None:
+            if answer.done() and not answer.cancelled():
+                # The answer came in the same turn, and the actor has it no more.
+                if answer.exception() is None:
+                    self._tasks.create_task(self._drop(answer.result()))
+            elif self._pending.pop(key, None) is None:
                 self._tasks.create_task(self._withdraw(key))
             raise
+
+    async def _drop(self, result: R) -> None:
+        try:
+            await self._unclaimed(result)
+        except ActorGone:
+            return
 
     async def _withdraw(self, key: str) -> None:
         try:

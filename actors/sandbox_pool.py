@@ -57,8 +57,10 @@ class SandboxPool(Owning):
         return await self._leases.fetch(keys)
 
     async def withdraw(self, keys: list[str]) -> None:
-        """Break these leases off. Idempotent."""
+        """Break these leases off, and release what they have: a pool that was started again adopts what its callers may
+        have given up meanwhile. Idempotent."""
         await self._leases.withdraw(keys)
+        await self._pool.release_requests(keys)
 
     async def lease(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
         """One sandbox for each spec, when the last of them is there; errors are results, in the order of the specs."""

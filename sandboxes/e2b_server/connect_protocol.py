@@ -53,7 +53,6 @@ def _check_type(request: web.Request, wanted: str) -> None:
 
 async def read_frames(request: web.Request) -> AsyncIterator[Message]:
     """The messages of a client stream, as they arrive. Raises RpcError."""
-    content = request.content
     while True:
         header = await _read_up_to(request, _HEADER.size)
         if not header:
@@ -69,7 +68,7 @@ async def read_frames(request: web.Request) -> AsyncIterator[Message]:
         if len(body) < size:
             raise RpcError(Code.INVALID_ARGUMENT, "the stream ends inside a frame")
         if flags & _END:
-            await content.read()
+            # What a client sends behind it is the connection's business.
             return
         yield _parse(body)
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+_SLACK: Final = 1024
+"""Replaced deadlines that are held beside as many as there are names."""
 
 
 class Deadlines:
@@ -25,6 +29,10 @@ class Deadlines:
     def set(self, name: str, at: float) -> None:
         self._at[name] = at
         heapq.heappush(self._heap, (at, name))
+        if len(self._heap) > 2 * len(self._at) + _SLACK:
+            # Whoever changes a deadline again and again leaves an old one each time.
+            self._heap = [(at, name) for name, at in self._at.items()]
+            heapq.heapify(self._heap)
 
     def drop(self, name: str) -> None:
         self._at.pop(name, None)

@@ -15,6 +15,7 @@ from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from headrace.sandboxes.base import Stream
 from headrace.sandboxes.e2b_server.errors import ApiError, Code, RpcError, rpc_error, unsupported
@@ -35,6 +36,7 @@ _CHUNK_BYTES: Final = 1 << 16
 _FILE_NAME: Final = re.compile(r';\s*filename="((?:[^"\\]|\\.)*)"')
 _ESCAPED: Final = re.compile(r"\\(.)")
 _MAX_WORDS_BYTES: Final = 4096
+_MAX_SIZE_DIGITS: Final = 19
 _TRANSFER_TIMEOUT_S: Final = 3600.0
 _MISSING, _REFUSED = 41, 40
 _SIGKILL: Final = 9
@@ -149,25 +151,37 @@ async def _send(request: web.Request, process: Process) -> web.StreamResponse:
         head = b""
         async for chunk in chunks:
             head += chunk
-            if b"\0" in head:
+            if b"\0" in head or len(head) > _MAX_SIZE_DIGITS:
                 break
         else:
             await transfer.check()
             raise ApiError(500, "the file could not be read")
-        size, _, first = head.partition(b"\0")
+        size, first = _parse_head(head)
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream", "Vary": "Accept-Encoding"})
-        response.content_length = int(size)
+        response.content_length = size
         await response.prepare(request)
         await response.write(first)
         sent = len(first)
         async for chunk in chunks:
             sent += len(chunk)
+            if sent > size:
+                break
             await response.write(chunk)
-    if sent != int(size) and request.transport is not None:
-        # The file shrank meanwhile: a cut connection cannot be taken for the whole file.
+    if sent != size and request.transport is not None:
+        # The file shrank meanwhile, or its reader lies: a cut connection cannot be taken for the whole file.
         request.transport.abort()
+        await process.signal(_SIGKILL)
     await response.write_eof()
     return response
+
+
+def _parse_head(head: bytes) -> tuple[int, bytes]:
+    """The size that the reader promises, and what it read already. Raises ApiError 500: programs of the image may
+    print anything."""
+    size, nul, first = head.partition(b"\0")
+    if not nul or not size.isdigit() or len(size) > _MAX_SIZE_DIGITS:
+        raise ApiError(500, "the programs of this image do not tell the file's size")
+    return int(size), first
 
 
 async def _upload(request: web.Request, live: LiveSandbox) -> web.StreamResponse:
@@ -194,7 +208,7 @@ def _written(path: str) -> dict[str, Any]:
 
 async def _write_parts(request: web.Request, live: LiveSandbox, account: Account) -> list[str]:
     written: list[str] = []
-    async for part in await request.multipart():
+    async for part in _parts(request):
         if not isinstance(part, BodyPartReader) or part.name != "file":
             continue
         name = request.query.get("path") or _file_name(part)
@@ -206,6 +220,16 @@ async def _write_parts(request: web.Request, live: LiveSandbox, account: Account
         await _write(live, account, path, _part_chunks(part))
         written.append(path)
     return written
+
+
+async def _parts(request: web.Request) -> AsyncIterator[object]:
+    """Raises ApiError 400 for what is no multipart body."""
+    try:
+        parts = await request.multipart()
+        while (part := await parts.next()) is not None:
+            yield part
+    except (ValueError, HttpProcessingError) as error:
+        raise ApiError(400, f"malformed multipart body: {error}") from error
 
 
 def _file_name(part: BodyPartReader) -> str:

@@ -57,7 +57,7 @@ async def _stat(call: Call, message: Message) -> Message:
 
 async def stat(call: Call, path: str) -> dict[str, Any]:
     """One entry by its absolute path. Raises RpcError, SandboxError."""
-    return parse_entries(await run(call, _STAT, path))[0].to_json()
+    return _one(await run(call, _STAT, path))
 
 
 async def _list(call: Call, message: Message) -> Message:
@@ -66,22 +66,38 @@ async def _list(call: Call, message: Message) -> Message:
         raise RpcError(Code.INVALID_ARGUMENT, "depth: a whole number from 0")
     path = await path_of(call, message)
     output = await run(call, _LIST, path, str(min(max(1, depth), _MAX_DEPTH)))
-    return {"entries": [entry.to_json() for entry in parse_entries(output)]}
+    return {"entries": _shown(output)}
 
 
 async def _make(call: Call, message: Message) -> Message:
-    return {"entry": parse_entries(await run(call, _MAKE, await path_of(call, message)))[0].to_json()}
+    return {"entry": _one(await run(call, _MAKE, await path_of(call, message)))}
 
 
 async def _move(call: Call, message: Message) -> Message:
     source = await path_of(call, message, "source")
     target = await path_of(call, message, "destination")
-    return {"entry": parse_entries(await run(call, _MOVE, source, target))[0].to_json()}
+    return {"entry": _one(await run(call, _MOVE, source, target))}
 
 
 async def _remove(call: Call, message: Message) -> Message:
     await run(call, _REMOVE, await path_of(call, message))
     return {}
+
+
+def _shown(output: bytes) -> list[dict[str, Any]]:
+    """Raises RpcError: an agent may have put another `find` in its place."""
+    try:
+        return [entry.to_json() for entry in parse_entries(output)]
+    except ValueError as error:
+        raise RpcError(Code.INTERNAL, "what the sandbox tells of its files makes no sense") from error
+
+
+def _one(output: bytes) -> dict[str, Any]:
+    """The only entry. Raises RpcError, as `_shown`."""
+    entries = _shown(output)
+    if len(entries) != 1:
+        raise RpcError(Code.INTERNAL, "what the sandbox tells of this file makes no sense")
+    return entries[0]
 
 
 async def path_of(call: Call, message: Message, name: str = "path") -> str:

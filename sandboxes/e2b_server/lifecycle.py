@@ -122,6 +122,8 @@ class Sandboxes:
 
     async def create(self, owner: Owner, order: NewSandbox, client_key: str, timeout_s: int) -> Row:
         """Boot a sandbox, or give the one of the same key. Raises ApiError, SandboxError."""
+        if self._is_full(owner):
+            await self.forget_lost()
         request_digest = digest(order)
         if client_key and (known := self._with_key(owner, client_key, request_digest)) is not None:
             return await known
@@ -149,10 +151,13 @@ class Sandboxes:
         return None
 
     def _check_quota(self, owner: Owner) -> None:
-        used = len(self.rows(owner)) + sum(boot.row.owner == owner.name for boot in self._booting.values())
-        if owner.max_sandboxes is not None and used >= owner.max_sandboxes:
+        if self._is_full(owner):
             message = f"key {owner.name!r} has reached its {owner.max_sandboxes} concurrent sandboxes"
             raise ApiError(429, message, retry_after_s=_QUOTA_RETRY_S)
+
+    def _is_full(self, owner: Owner) -> bool:
+        used = len(self.rows(owner)) + sum(boot.row.owner == owner.name for boot in self._booting.values())
+        return owner.max_sandboxes is not None and used >= owner.max_sandboxes
 
     async def _boot(self, row: Row) -> Row:
         try:
@@ -236,7 +241,12 @@ class Sandboxes:
             if Feature.PAUSE not in self.backend.features:
                 raise unsupported("pause")
             await live.handle.renew(PAUSED_LEASE_S)
-            await live.handle.pause()
+            try:
+                await live.handle.pause()
+            except SandboxError:
+                rest_s = max(0.0, live.row.end_at - time.time())
+                await live.handle.renew(rest_s + LEASE_MARGIN_S)
+                raise
             self.update(live, replace(live.row, state=State.PAUSED))
             live.note("sandbox paused")
 

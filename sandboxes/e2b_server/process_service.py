@@ -85,7 +85,7 @@ class ProcessService:
             raise RpcError(Code.RESOURCE_EXHAUSTED, words or "the sandbox could not start a process")
         running = RunningCommand(command, process, call.live.row.id)
         call.live.processes.add(running)
-        call.live.note(f"process {running.pid} started: {command.program} {' '.join(command.arguments)[:200]}")
+        call.live.note(f"process {running.pid} started: {command.program[:200]} {' '.join(command.arguments)[:200]}")
         return running
 
     async def _follow(self, call: Call, running: RunningCommand) -> None:
@@ -147,9 +147,12 @@ class ProcessService:
         await stream.send({})
 
     async def _send_signal(self, call: Call, message: Message) -> Message:
-        number = _SIGNALS.get(message.get("signal", 0))
+        name = message.get("signal", 0)
+        if not isinstance(name, str | int):
+            raise RpcError(Code.INVALID_ARGUMENT, "signal: a name or a number")
+        number = _SIGNALS.get(name)
         if number is None:
-            raise RpcError(Code.UNIMPLEMENTED, f"signal {message.get('signal')!r}: only SIGTERM and SIGKILL")
+            raise RpcError(Code.UNIMPLEMENTED, f"signal {name!r}: only SIGTERM and SIGKILL")
         await call.live.processes.find(message.get("process")).signal(number)
         return {}
 
@@ -176,7 +179,7 @@ def parse_command(message: Message) -> Command:
     tag = message.get("tag")
     if not isinstance(program, str) or not program:
         raise RpcError(Code.INVALID_ARGUMENT, "process.cmd: name a program")
-    if not _all_texts(arguments or []) or not isinstance(arguments or [], list):
+    if not isinstance(arguments or [], list) or not _all_texts(arguments or []):
         raise RpcError(Code.INVALID_ARGUMENT, "process.args: a list of strings")
     if not isinstance(env or {}, dict) or not _all_texts([*(env or {}), *(env or {}).values()]):
         raise RpcError(Code.INVALID_ARGUMENT, "process.envs: strings by name")

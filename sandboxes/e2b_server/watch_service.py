@@ -41,7 +41,8 @@ class WatchService:
 
     async def _begin(self, call: Call, message: Message) -> tuple[Watcher, asyncio.Task[None]]:
         """A watcher that has taken its first look, and its task. Raises RpcError, SandboxError."""
-        if len(call.live.watching) >= _MAX_WATCHES:
+        # One that has ended keeps its events until it is removed.
+        if max(len(call.live.watching), len(call.live.watchers)) >= _MAX_WATCHES:
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"a sandbox has at most {_MAX_WATCHES} watches at once")
         path = await path_of(call, message)
         await run(call, _IS_FOLDER, path)
@@ -91,6 +92,8 @@ class WatchService:
 
 def _name(call: Call, message: Message) -> str:
     name = message.get("watcherId", "")
+    if not isinstance(name, str):
+        raise RpcError(Code.INVALID_ARGUMENT, "watcherId: not a string")
     if name not in call.live.watchers:
         raise RpcError(Code.NOT_FOUND, f"watcher {name!r} not found")
-    return str(name)
+    return name

@@ -94,16 +94,23 @@ class Watcher:
             self._changed.set()
 
     async def _looks(self) -> AsyncIterator[dict[str, Entry]]:
-        received = b""
+        """Each that differs from the one before."""
+        received = bytearray()
+        last: bytes | None = None
         async for piece in self._process.output():
             if piece.stream is not Stream.STDOUT:
                 continue
+            searched = max(0, len(received) - len(_END_OF_LOOK))
             received += piece.data
             if len(received) > _MAX_LOOK_BYTES:
                 raise RpcError(Code.RESOURCE_EXHAUSTED, "too many files to watch")
-            while _END_OF_LOOK in received:
-                look, _, received = received.partition(_END_OF_LOOK)
-                yield self._entries(look)
+            while (end := received.find(_END_OF_LOOK, searched)) >= 0:
+                look, searched = bytes(received[:end]), 0
+                del received[: end + len(_END_OF_LOOK)]
+                if look != last:
+                    last = look
+                    # In a thread: how many files there are is up to an agent, and other clients wait.
+                    yield await asyncio.to_thread(self._entries, look)
 
     def _entries(self, look: bytes) -> dict[str, Entry]:
         try:

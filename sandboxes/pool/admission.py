@@ -87,6 +87,10 @@ class Admission:
     def has_room(self, priority: Priority) -> bool:
         return self._places.has_room(priority)
 
+    def is_short(self) -> bool:
+        """Somebody waits for whom no place is free; warm ones can wait."""
+        return self._places.is_short()
+
     def breaker(self, now: float) -> BreakerState:
         return self._breaker.state(now)
 

@@ -65,11 +65,20 @@ class Places:
 
     def next(self) -> Ticket | None:
         """Who may boot now, if anybody."""
+        first = self._first()
+        if first is None or len(self._booting) >= self._boot_concurrency:
+            return None
+        return first if self.has_room(first.priority) else None
+
+    def is_short(self) -> bool:
+        """Somebody waits for whom no place is free; warm ones can wait."""
+        first = self._first()
+        return first is not None and first.priority is not Priority.WARM and not self.has_room(first.priority)
+
+    def _first(self) -> Ticket | None:
         while self._queue and self._queue[0] not in self._waiting:
             heapq.heappop(self._queue)
-        if not self._queue or len(self._booting) >= self._boot_concurrency:
-            return None
-        return self._queue[0] if self.has_room(self._queue[0].priority) else None
+        return self._queue[0] if self._queue else None
 
     def has_room(self, priority: Priority) -> bool:
         """Whether a place is free for this priority, whoever else waits for it."""

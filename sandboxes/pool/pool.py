@@ -188,6 +188,11 @@ class Pool:
         idempotent."""
         await self._end([held for held in map(self._custody.holdings.get, ids) if held is not None])
 
+    async def release_requests(self, request_keys: Iterable[str]) -> None:
+        """Release what was leased under these idempotency keys, by whichever holder. Idempotent."""
+        wanted = set(request_keys) - {""}
+        await self._end([held for held in self._custody.holdings if held.request_key in wanted and not held.ending])
+
     async def _end(self, ending: Sequence[Held]) -> None:
         for held in ending:
             self._custody.end(held)

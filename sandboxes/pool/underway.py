@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True, eq=False)
 class _Running:
     holder: str
+    request_key: str
     task: asyncio.Task[Lease | Exception]
     waiters: int = 0
 
@@ -61,27 +62,32 @@ class Underway:
             except Exception as error:  # noqa: BLE001 - belongs to those who wait, not to the pool's task group
                 return error
 
-        running = _Running(holder, self._tasks.create_task(run()))
+        running = _Running(holder, request_key, self._tasks.create_task(run()))
         self._running.add(running)
         if request_key:
             self._by_request[holder, request_key] = running
 
         def ended(_: asyncio.Task[Lease | Exception]) -> None:
             self._running.discard(running)
-            if self._by_request.get((holder, request_key)) is running:
-                del self._by_request[holder, request_key]
+            self._forget(running)
 
         running.task.add_done_callback(ended)
         return running
 
-    @staticmethod
-    def _abandon(running: _Running, give_up: Callable[[Lease], None]) -> None:
-        """Break it off; a lease that is just ready, or becomes so while it ends, is given up."""
+    def _forget(self, running: _Running) -> None:
+        name = (running.holder, running.request_key)
+        if self._by_request.get(name) is running:
+            del self._by_request[name]
+
+    def _abandon(self, running: _Running, give_up: Callable[[Lease], None]) -> None:
+        """Break it off; a lease that is just ready, or becomes so while it ends, is given up. Who asks again meanwhile
+        begins anew."""
 
         def ended(task: asyncio.Task[Lease | Exception]) -> None:
             if not task.cancelled() and not isinstance(result := task.result(), Exception):
                 give_up(result)
 
+        self._forget(running)
         running.task.cancel()
         running.task.add_done_callback(ended)
 

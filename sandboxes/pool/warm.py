@@ -2,7 +2,8 @@
 
 Invariants:
 - Only specs that ask for nothing but an image are served; what is handed out has just run a command.
-- They boot at the lowest priority and give way when a boot finds no place.
+- They boot at the lowest priority and give way when a boot finds no place, also to one that waits since before they
+  were ready.
 - One that is handed out, dead or expired is replaced.
 """
 
@@ -21,6 +22,7 @@ from headrace.sandboxes.retry import full_jitter_s
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
+    from headrace.sandboxes.base import SandboxId
     from headrace.sandboxes.pool.booting import Booter
     from headrace.sandboxes.pool.config import PoolConfig
     from headrace.sandboxes.pool.custody import Custody
@@ -108,6 +110,12 @@ class WarmStock:
         if (held := next((held for held in self.ready() if held.host == host.name), None)) is not None:
             self._custody.end(held)
 
+    def _give_back(self, sandbox: SandboxId) -> None:
+        """Whoever came while it booted, and finds no place, goes first."""
+        held = self._custody.holdings.get(sandbox)
+        if held is not None and held.warm and self._hosts[held.host].admission.is_short():
+            self._custody.end(held)
+
     async def run(self) -> None:
         """Refill and renew until cancelled."""
         loop = asyncio.get_running_loop()
@@ -132,8 +140,9 @@ class WarmStock:
         labels = {HOLDER_LABEL: WARM_HOLDER, PURPOSE_LABEL: "warm"}
         spec = SandboxSpec(image=image, ttl_s=self._config.warm_ttl_s, labels=labels)
         try:
-            await self._booter.boot(LeaseRequest(spec=spec), Priority.WARM)
+            lease = await self._booter.boot(LeaseRequest(spec=spec), Priority.WARM)
             self._failures[image] = 0
+            self._give_back(lease.ref.id)
         except SandboxError as error:
             self._failures[image] = min(_MOST_FAILURES, self._failures[image] + 1)
             logger.warning("no warm sandbox of image %s: %s", image, error)

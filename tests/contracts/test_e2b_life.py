@@ -22,11 +22,14 @@ import pytest
 from headrace.sandboxes import doctor
 from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
 from headrace.sandboxes.e2b_server.table import SandboxTable, State
-from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError
+from headrace.sandboxes.errors import BootFailed, NamespacesUnavailable, SandboxError
 from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.local.sandbox import LocalSandbox
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from headrace.sandboxes.base import SandboxRef
 
 pytestmark = pytest.mark.namespaces
 START = "process.Process/Start"
@@ -92,6 +95,26 @@ async def test_a_sandbox_that_may_pauses_at_its_time(server: E2bServer, wire: Ca
     assert (await box.call("POST", f"/sandboxes/{box.id}/resume", {"timeout": 60}))[0] == 201
     assert (await box.run("echo on"))[0] == b"on\n"
     assert (await box.call("POST", f"/v2/sandboxes/{box.id}/connect", {}))[0] == 200
+
+
+class NoFreezer(LocalProvider):
+    """Its sandboxes cannot be paused."""
+
+    async def attach(self, ref: SandboxRef) -> LocalSandbox:
+        return Unfreezable(ref, self._connections)
+
+
+class Unfreezable(LocalSandbox):
+    async def pause(self) -> None:
+        raise BootFailed("no freezer")
+
+
+async def test_a_pause_that_fails_leaves_no_long_lease(wire: Callable[..., Any]) -> None:
+    async with NoFreezer() as provider, E2bServer(provider, ServerSettings()) as server:
+        box = await wire(server.url).create(timeout=300)
+        assert (await box.call("POST", f"/sandboxes/{box.id}/pause", {}))[0] == 503
+        [info] = await provider.list()
+        assert info.expires_in_s < 400
 
 
 async def test_a_sandbox_that_died_by_itself_is_gone(

@@ -157,6 +157,17 @@ async def test_quotas_are_429_with_a_time_to_wait(server: E2bServer, wire: Calla
     await bob.create()
 
 
+async def test_what_died_by_itself_counts_for_no_quota(
+    server: E2bServer, local: LocalProvider, wire: Callable[..., Any]
+) -> None:
+    bob = wire(server.url, BOB)
+    for _ in range(2):
+        await bob.create()
+    for info in await local.list():
+        await local.destroy(info.id)
+    await bob.create()
+
+
 async def test_a_full_provider_is_429_with_a_time_to_wait(alice: Any) -> None:
     for _ in range(6):
         await alice.create()
@@ -249,6 +260,9 @@ async def test_idempotency_keys_have_a_form_and_one_request(alice: Any) -> None:
         ("process.Process/SendSignal", {"process": {"pid": 99999}, "signal": "SIGNAL_SIGKILL"}, 404, "not_found"),
         ("process.Process/SendSignal", {"process": {}, "signal": 9}, 400, "invalid_argument"),
         ("process.Process/SendSignal", {"process": {"pid": 1}, "signal": "SIGNAL_SIGHUP"}, 501, "unimplemented"),
+        ("process.Process/SendSignal", {"process": {"pid": 1}, "signal": []}, 400, "invalid_argument"),
+        ("filesystem.Filesystem/GetWatcherEvents", {"watcherId": []}, 400, "invalid_argument"),
+        ("filesystem.Filesystem/RemoveWatcher", {"watcherId": {}}, 400, "invalid_argument"),
         ("process.Process/SendInput", {"process": {"tag": "none"}, "input": {"stdin": ""}}, 404, "not_found"),
         ("process.Process/CloseStdin", {"process": 3}, 400, "invalid_argument"),
         ("process.Process/Update", {"process": {"pid": 2**40}}, 404, "not_found"),
@@ -266,6 +280,13 @@ async def test_dots_lead_where_they_lead_inside(box: Any) -> None:
     assert (await box.files("GET", "/up"))[1] == b"x"
 
 
+async def test_files_may_have_any_time(box: Any) -> None:
+    await box.run("mkdir /tmp/times; touch -d @99999999999999 /tmp/times/a; touch -d @-99999999999999 /tmp/times/b")
+    _, answer, _ = await box.rpc("filesystem.Filesystem/ListDir", {"path": "/tmp/times"})
+    times = [entry["modifiedTime"] for entry in answer["entries"]]
+    assert times == ["9999-12-31T23:59:59.000000Z", "0001-01-01T00:00:00.000000Z"]
+
+
 async def test_bad_starts_end_their_stream_with_an_error(box: Any) -> None:
     process = {"cmd": "/bin/bash", "args": ["-c", "true"]}
     for message, code in [
@@ -273,6 +294,7 @@ async def test_bad_starts_end_their_stream_with_an_error(box: Any) -> None:
         ({"process": {"cmd": ""}}, "invalid_argument"),
         ({"process": {**process, "args": "x"}}, "invalid_argument"),
         ({"process": {**process, "args": [1]}}, "invalid_argument"),
+        ({"process": {**process, "args": 5}}, "invalid_argument"),
         ({"process": {**process, "envs": {"A": 1}}}, "invalid_argument"),
         ({"process": {**process, "envs": {"": "1"}}}, "invalid_argument"),
         ({"process": {**process, "args": ["\0"]}}, "invalid_argument"),
@@ -348,6 +370,20 @@ async def test_uploads_are_checked(box: Any) -> None:
     headers = box.headers("application/octet-stream", **{"X-Metadata-a": "1"})
     async with box.http.post(f"{box.url}/files?path=/tmp/x", data=b"x", headers=headers) as response:
         assert response.status == 501
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("", b"x"),
+        ("; boundary=a", b"junk"),
+        ("; boundary=a", b"--a\r\nno header\r\n\r\nx\r\n--a--\r\n"),
+        ("; boundary=a", b'--a\r\nContent-Disposition: form-data; name=file; filename="q"\r\n\r\nx'),
+    ],
+)
+async def test_a_malformed_multipart_upload_is_400(box: Any, kind: str, body: bytes) -> None:
+    status, answer = await box.files("POST", "/tmp/q", body, content_type=f"multipart/form-data{kind}")
+    assert (status, b"malformed" in answer) == (400, True), answer
 
 
 async def test_the_fifo_of_an_agent_holds_nobody(box: Any) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from unittest.mock import Mock
 
+import aiohttp
+from aiohttp.test_utils import make_mocked_request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.sandboxes.base import Output, Stream
 from headrace.sandboxes.e2b_server.changes import Kind, changes
+from headrace.sandboxes.e2b_server.connect_protocol import encode_frame, read_frames
 from headrace.sandboxes.e2b_server.entries import Entry
 from headrace.sandboxes.e2b_server.expiry import Deadlines
 from headrace.sandboxes.e2b_server.listing import Query, page, parse_query
@@ -147,3 +151,21 @@ def test_a_rename_is_told_as_inotify_does() -> None:
     assert [(change.kind, change.name) for change in found] == [(Kind.RENAME, "old"), (Kind.CREATE, "new")]
     found = changes({}, {"new": replace(ENTRY, size_bytes=3)})
     assert [change.kind for change in found] == [Kind.CREATE, Kind.WRITE]
+
+
+def test_deadlines_that_are_changed_again_and_again_take_no_room() -> None:
+    deadlines = Deadlines()
+    for at in range(100_000):
+        deadlines.set("a", float(at))
+    assert len(deadlines._heap) < 5_000
+    assert deadlines.due(99_998.0) == []
+    assert deadlines.due(99_999.0) == ["a"]
+
+
+async def test_what_follows_the_end_frame_is_not_read() -> None:
+    """The client goes on sending, and never ends."""
+    content = aiohttp.StreamReader(Mock(_reading_paused=False), 2**16, loop=asyncio.get_running_loop())
+    request = make_mocked_request("POST", "/", payload=content)
+    content.feed_data(encode_frame({"a": 1}) + encode_frame({}, end=True) + b"x" * 2**16)
+    async with asyncio.timeout(30):
+        assert [message async for message in read_frames(request)] == [{"a": 1}]

@@ -15,7 +15,7 @@ from headrace.actors.run_directory import RunDirectory
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ImageUnknown, QueueTimeout
-from headrace.sandboxes.pool.booting import LeaseRequest
+from headrace.sandboxes.pool.booting import HOLDER_LABEL, LeaseRequest
 from headrace.sandboxes.pool.pool import PoolConfig
 
 if TYPE_CHECKING:
@@ -70,6 +70,19 @@ async def test_a_lease_that_is_cancelled_in_the_queue_is_forgotten(tmp_path: Pat
         while (await pool.status()).waiting > 0:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await leases.release(lease.ref.id)
+        assert (await pool.status()).live == 0
+
+
+async def test_a_lease_that_was_given_up_while_its_pool_was_away_is_released(tmp_path: Path) -> None:
+    async with opened(tmp_path) as (pool, _):
+        labels = {HOLDER_LABEL: "worker"}
+        request = LeaseRequest(spec=SandboxSpec(labels=labels, idempotency_key="a"))
+        # Leases of which a pool that was killed had told nobody: the one that adopted them knows no such operation.
+        while not (await pool.begin({"a": request})).ready:
+            pass
+        assert (await pool.status()).live == 1
+        assert (await pool.fetch(["a"])).unknown == ("a",)
+        await pool.withdraw(["a", "b", ""])
         assert (await pool.status()).live == 0
 
 

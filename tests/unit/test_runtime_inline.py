@@ -262,6 +262,22 @@ async def test_operations_of_a_lost_actor_begin_again() -> None:
         assert await task == "hot soup"
 
 
+async def test_a_result_that_comes_in_the_turn_of_the_cancellation_is_given_back() -> None:
+    kitchen = Kitchen()
+
+    class Late(Waiter):
+        async def begin(self, requests: dict[str, str]) -> Results[str]:
+            # Runs after the answer is set and before whoever waits for it.
+            asyncio.get_running_loop().call_soon(gone.cancel)
+            return Results(ready={key: f"hot {dish}" for key, dish in requests.items()})
+
+    async with Late(kitchen) as waiter, OperationCalls(waiter, unclaimed=kitchen.give_back) as order:
+        gone = asyncio.create_task(order("soup", "soup"))
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+    assert kitchen.given_back == ["hot soup"]
+
+
 async def test_a_result_on_its_way_to_a_cancelled_request_is_given_back() -> None:
     kitchen = Kitchen(2)
     fetching, answered, may_travel = asyncio.Event(), asyncio.Event(), asyncio.Event()

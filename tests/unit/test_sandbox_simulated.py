@@ -386,6 +386,37 @@ def test_warm_sandboxes_give_way(run_virtual: Any) -> None:
 # Several hosts
 
 
+def test_a_sandbox_that_becomes_warm_gives_way_to_who_waits_already(run_virtual: Any) -> None:
+    async def main() -> None:
+        async with pool_of(host(boot_s=2, boot_sigma=0), max_live=4, warm={"host": 1}) as pool:
+            await pool.lease([SandboxSpec(cpu=1.0)])
+            await asyncio.sleep(10)
+            # Takes the ready one; the next one boots on the last place.
+            await pool.lease([SandboxSpec()])
+            lease = await pool.lease_one(LeaseRequest(spec=SandboxSpec(cpu=1.0), queue_timeout_s=30))
+            assert 0 < lease.queue_s < 5
+            await asyncio.sleep(10)
+            assert (await pool.status()).booted_total == 2, "what boots to be warm waits for a place"
+
+    run_virtual(main())
+
+
+def test_a_request_that_was_given_up_begins_anew(run_virtual: Any) -> None:
+    async def main() -> None:
+        provider = host(boot_s=2)
+        async with pool_of(provider) as pool:
+            request = LeaseRequest(spec=held_by("w", idempotency_key="r"))
+            gone = asyncio.create_task(pool.lease_one(request))
+            await asyncio.sleep(1)
+            gone.cancel()
+            await asyncio.sleep(0)
+            lease = await pool.lease_one(request)
+            await asyncio.sleep(60)
+            assert [info.id for info in provider.living] == [lease.ref.id]
+
+    run_virtual(main())
+
+
 def test_boots_are_spread_by_load_and_prefer_hosts_that_know_the_image(run_virtual: Any) -> None:
     async def main() -> None:
         first, second = named("a"), named("b")

@@ -1,0 +1,95 @@
+"""An agent that replaced the programs which the server runs for files: errors for the client, nothing held here."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import re
+import shutil
+import subprocess
+import tarfile
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from headrace.sandboxes import doctor
+from headrace.sandboxes.e2b_server.images import ImageMap
+from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
+from headrace.sandboxes.errors import NamespacesUnavailable
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.namespaces
+FOR_EVER = "while printf '%65536s' 1; do :; done"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    try:
+        doctor.require_namespaces()
+    except NamespacesUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def root(tmp_path: Path, load_support: Callable[[str], Any]) -> Path:
+    """A root file system with bash (once more as `shell`), mv and a few tools."""
+    kit, root = load_support("image_kit"), tmp_path / "root"
+    with tarfile.open(fileobj=io.BytesIO(kit.tar(kit.base_entries()))) as archive:
+        archive.extractall(root, filter="fully_trusted")
+    shutil.copy(root / "usr/bin/bash", root / "usr/bin/shell")
+    libraries = subprocess.run(("ldd", "/bin/mv"), capture_output=True, text=True, check=True).stdout
+    for path in ("/bin/mv", *re.findall(r"/\S+", libraries)):
+        shutil.copy(path, root / path[1:])
+    return root
+
+
+@pytest.fixture
+async def boot(tmp_path: Path, root: Path, wire: Callable[..., Any]) -> AsyncIterator[Callable[..., Any]]:
+    """`await boot(program="script")`: a client of a sandbox with these in its image."""
+    config = LocalSandboxConfig(image_folder=tmp_path / "images")
+    async with LocalProvider(config) as local, E2bServer(local, settings_for(root)) as server:
+
+        async def booted(**programs: str) -> Any:
+            for name, script in programs.items():
+                (root / "usr/bin" / name).write_text(f"#!/usr/bin/shell\n{script}\n")
+                (root / "usr/bin" / name).chmod(0o755)
+            return await wire(server.url).create(templateID="task")
+
+        yield booted
+
+
+def settings_for(root: Path) -> ServerSettings:
+    return ServerSettings(images=ImageMap({"task": str(root)}))
+
+
+@pytest.mark.parametrize("stat", ["echo -5", "echo", r"printf '%s\\0' x"])
+async def test_a_size_that_is_none(boot: Callable[..., Any], stat: str) -> None:
+    box = await boot(stat=stat, head="exit 0")
+    assert (await box.files("GET", "/etc/passwd"))[0] == 500
+
+
+async def test_a_size_that_has_no_end(boot: Callable[..., Any]) -> None:
+    box = await boot(other=FOR_EVER)
+    await box.run("mv -f /usr/bin/other /usr/bin/bash")
+    async with asyncio.timeout(30):
+        assert (await box.files("GET", "/etc/passwd"))[0] == 500
+
+
+async def test_more_than_was_promised(boot: Callable[..., Any]) -> None:
+    box = await boot(stat="echo 5", head=FOR_EVER)
+    async with asyncio.timeout(30):
+        with pytest.raises(aiohttp.ClientError):
+            await box.files("GET", "/etc/passwd")
+            await box.files("GET", "/etc/release")
+
+
+@pytest.mark.parametrize("find", ["echo hello", r"printf 'x\\0%.0s' {1..12}", "exit 0"])
+async def test_a_find_that_makes_things_up(boot: Callable[..., Any], find: str) -> None:
+    box = await boot(find=find)
+    status, answer, _ = await box.rpc("filesystem.Filesystem/Stat", {"path": "/etc"})
+    assert (status, answer["code"]) == (500, "internal")
