@@ -101,8 +101,8 @@ class Custody:
         self.holdings.hand_over(held, holder=holder, request_key=request_key, deadline_s=deadline_s)
 
     def frozen(self, held: Held) -> None:
+        """`written` makes it durable."""
         held.frozen = True
-        self._writer.post(self.entry(held))
 
     def renew(self, held: Held, deadline_s: float) -> None:
         self.holdings.renew(held, deadline_s)

@@ -231,6 +231,8 @@ class Pool:
         if not held.ending:
             self._custody.frozen(held)
             host.leave(held.ticket)
+            # Nobody freezes it again: a pool that adopts it must know that it has no place.
+            await self._custody.written(held)
         return None
 
     def _lost(self, held: Held) -> None:

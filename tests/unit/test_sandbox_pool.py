@@ -9,6 +9,7 @@ import pytest
 
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import BootFailed, CapacityExceeded, ImageUnknown, SandboxError, SandboxGone
+from headrace.sandboxes.pool.ledger import SandboxLedger
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.unprotected.provider import SubprocessProvider
 
@@ -118,6 +119,14 @@ async def test_a_frozen_sandbox_gives_its_place_back(provider: Flaky) -> None:
         assert (status.live, status.frozen) == (1, 1)
         await pool.release([held.id, other.id])
         assert (await pool.status()).live == 0
+
+
+async def test_a_freeze_is_durable_once_it_is_answered(provider: Flaky, tmp_path: Path) -> None:
+    ledger = SandboxLedger.open(tmp_path / "ledger")
+    async with Pool({"host": provider}, ledger=ledger) as pool:
+        (held,) = await leased(pool, SandboxSpec())
+        await pool.freeze([held.id])
+        assert [entry.frozen for entry in ledger.load()] == [True]
 
 
 async def test_release_does_not_wait_for_a_boot(provider: Flaky) -> None:
