@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable, SandboxError, SpecRefused
 from headrace.sandboxes.launcher.stdlib_process import stdlib_command
+from headrace.sandboxes.leftovers import LAUNCHER_NAME
 from headrace.sandboxes.local.client import LauncherClient
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class LauncherProcess:
 
     @classmethod
     async def adopt(cls, folder: Path) -> Self | None:
-        """The one that serves in `folder`; None when there is none, or it does not answer."""
+        """The one that serves in `folder`; None when there is none. One that does not answer is killed."""
         try:
             note = json.loads(await asyncio.to_thread((folder / _NOTE).read_bytes))
             client = await LauncherClient.connect(str(folder / "socket"))
@@ -110,7 +111,11 @@ class LauncherProcess:
             async with asyncio.timeout(_ADOPT_TIMEOUT_S):
                 answer = await client.request({"op": "usage", "secret": note["secret"]})
             return cls(folder, secret=note["secret"], pid=answer["pid"], missing=answer["missing"], process=None)
-        except (TimeoutError, SandboxError, ProcessLookupError):
+        except TimeoutError:
+            # Another takes its place: nobody would find this one any more.
+            await asyncio.to_thread(_kill_launcher, note["pid"])
+            return None
+        except (SandboxError, ProcessLookupError):
             return None
         finally:
             client.close()
@@ -163,6 +168,17 @@ class LauncherProcess:
             await ended.wait()
         finally:
             loop.remove_reader(self._handle)
+
+
+def _kill_launcher(pid: int) -> None:
+    """Kill the launcher with this number, unless the number is another process's by now."""
+    with suppress(OSError):
+        handle = os.pidfd_open(pid)
+        try:
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(LAUNCHER_NAME.encode()):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        finally:
+            os.close(handle)
 
 
 async def _introduce(process: asyncio.subprocess.Process, settings: Mapping[str, Any]) -> dict[str, Any]:

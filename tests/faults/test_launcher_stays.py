@@ -17,6 +17,7 @@ from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError, SandboxGone, SpecRefused
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
+from headrace.sandboxes.local import launcher_process
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
@@ -145,6 +146,22 @@ async def test_a_dead_one_is_replaced(config: LocalSandboxConfig) -> None:
         assert await provider.list() == []
         with pytest.raises(SandboxGone):
             await (await provider.attach(ref)).exec("true", timeout_s=30)
+
+
+async def test_one_that_hangs_is_replaced_and_does_not_stay(
+    config: LocalSandboxConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher_process, "_ADOPT_TIMEOUT_S", 0.5)
+    launcher, ref = await killed_provider(config)
+    os.kill(launcher, signal.SIGSTOP)
+    try:
+        async with LocalProvider(config) as provider:
+            assert provider.launcher_pid != launcher
+            assert ref.id not in {info.id for info in await provider.list()}
+            await ended(launcher)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(launcher, signal.SIGKILL)
 
 
 async def test_detaching_leaves_it_and_a_tied_one_cannot_be_left(config: LocalSandboxConfig) -> None:
