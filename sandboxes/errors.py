@@ -8,6 +8,7 @@ SandboxError
 │   ├── CapacityExceeded             no room now; `retry_after_s` says when to ask again
 │   │   ├── RateLimited              the provider sheds load (429)
 │   │   ├── QueueTimeout             no place within the time the caller gave
+│   │   ├── ImagePending             the image is being unpacked; that goes on
 │   │   └── OutOfDisk                less free space on the host than the watermark
 │   ├── ProviderUnreachable          no answer, or 502/503/504: what it did is unknown until the same key is asked again
 │   └── LauncherGone                 the process that owns the sandboxes died, and they with it
@@ -75,6 +76,10 @@ class QueueTimeout(CapacityExceeded):
 
 
 class OutOfDisk(CapacityExceeded):
+    pass
+
+
+class ImagePending(CapacityExceeded):
     pass
 
 
@@ -154,6 +159,7 @@ _BY_NAME: dict[str, type[SandboxError]] = {
         RateLimited,
         QueueTimeout,
         OutOfDisk,
+        ImagePending,
         ProviderUnreachable,
         LauncherGone,
         ImageUnknown,

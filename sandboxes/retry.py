@@ -1,7 +1,8 @@
 """The one retry table of the sandboxes: which errors are worth another try, and when.
 
 Invariants:
-- Transient errors (the tree in `errors.py`) are tried again, a limited number of times; permanent ones never.
+- Transient errors (the tree in `errors.py`) are tried again, a limited number of times; permanent ones never. A full
+  provider is waited for, by the clock of the queue.
 - A wait is drawn from 0 to its bound (full jitter), on top of a `retry_after_s`, never before it.
 - After an ambiguous error the sandbox may exist: only the same idempotency key finds out.
 - A retry is a boot like any other: whoever tries again goes through the admission again.
@@ -13,7 +14,7 @@ import random
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, stop_any, wait_random_exponential
+from tenacity import AsyncRetrying, retry_if_exception, retry_if_exception_type, wait_random_exponential
 from tenacity.stop import stop_base
 
 from headrace.sandboxes.errors import (
@@ -55,11 +56,26 @@ def is_ambiguous(error: BaseException) -> bool:
     )
 
 
-def retrying(config: RetryConfig, out_of_time: Callable[[], bool] = lambda: False) -> AsyncRetrying:
-    """The policy of one boot; the last error is raised as it is. No try begins once it is `out_of_time`."""
+def retrying(
+    config: RetryConfig,
+    out_of_time: Callable[[float], bool] = lambda _wait_s: False,
+    waited_for_room: Callable[[], int] = lambda: 0,
+) -> AsyncRetrying:
+    """The policy of one boot; the last error is raised as it is. No try begins that would be `out_of_time` after the
+    wait before it; the first `waited_for_room` tries do not count: they were answered, there was no room."""
     return AsyncRetrying(
         retry=retry_if_exception(is_transient),
-        stop=stop_any(stop_after_attempt(config.boot_attempts), _Stop(out_of_time)),
+        stop=_Stop(config.boot_attempts, out_of_time, waited_for_room),
+        wait=FullJitter(config.retry_base_s, config.retry_max_s),
+        reraise=True,
+    )
+
+
+def asking_again(config: RetryConfig) -> AsyncRetrying:
+    """The policy of one request that may be repeated: only what got no answer is sent again."""
+    return AsyncRetrying(
+        retry=retry_if_exception_type(ProviderUnreachable),
+        stop=_Stop(config.boot_attempts, lambda _wait_s: False, lambda: 0),
         wait=FullJitter(config.retry_base_s, config.retry_max_s),
         reraise=True,
     )
@@ -71,13 +87,16 @@ def full_jitter_s(config: RetryConfig, attempt: int) -> float:
 
 
 class _Stop(stop_base):
-    """When the caller says so."""
+    """After so many tries that count, or when the caller says so."""
 
-    def __init__(self, out_of_time: Callable[[], bool]) -> None:
+    def __init__(self, attempts: int, out_of_time: Callable[[float], bool], waited_for_room: Callable[[], int]) -> None:
+        self._attempts = attempts
         self._out_of_time = out_of_time
+        self._waited_for_room = waited_for_room
 
     def __call__(self, retry_state: RetryCallState) -> bool:
-        return self._out_of_time()
+        counted = retry_state.attempt_number - self._waited_for_room()
+        return counted >= self._attempts or self._out_of_time(retry_state.upcoming_sleep)
 
 
 class FullJitter(wait_random_exponential):

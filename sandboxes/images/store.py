@@ -4,7 +4,8 @@ Invariants:
 - A layer is unpacked once for all processes of the host, named by the digest of its content, and never changed after.
 - What is in use (`lease`, `use`) stays; what nobody uses goes, least recently used first, once more than `max_bytes`
   lie there.
-- Archives are hostile: they are opened in a child process, which a cancelled `resolve` kills.
+- Archives are hostile: they are opened in a child process. It outlives the call that began it, so that no short clock
+  of a caller makes a large image start from zero again and again; `aclose` ends it.
 - A folder with a root file system is used where it is; whoever owns it does not change it meanwhile.
 
 References: an absolute path to a root file system folder; to a tar of one (.tar, gzip, xz, zstd); to an OCI image
@@ -20,13 +21,19 @@ import os
 import signal
 import stat
 import sys
-import weakref
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headrace.sandboxes.errors import BootFailed, CapacityExceeded, ImageRefused, ImageUnknown, error_from_name
+from headrace.sandboxes.errors import (
+    BootFailed,
+    CapacityExceeded,
+    ImagePending,
+    ImageRefused,
+    ImageUnknown,
+    error_from_name,
+)
 from headrace.sandboxes.images.debootstrap import SUITE
 from headrace.sandboxes.images.folders import Owner, StoreFolder, new_owner
 from headrace.sandboxes.images.merged_tree import check_usable
@@ -37,6 +44,8 @@ if TYPE_CHECKING:
 
 _DEBOOTSTRAP: Final = "debootstrap:"
 _LEASE_TRIES: Final = 3
+_PENDING_S: Final = 1.0
+"""Retry-After of an image that is being unpacked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,30 +96,58 @@ class ImageStore:
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._store = StoreFolder(folder)
         self._max_bytes = max_bytes
-        self._unpacking: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._unpacking: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._prepared = False
 
-    async def resolve(self, reference: str) -> ResolvedImage:
-        """Unpack what is not there yet. Without a lease the layers may be evicted at any time.
+    async def aclose(self) -> None:
+        """End what is being unpacked. Idempotent."""
+        unpacking = list(self._unpacking.values())
+        for task in unpacking:
+            task.cancel()
+        if unpacking:
+            await asyncio.wait(unpacking)
 
-        Raises ImageUnknown, ImageRefused, OutOfDisk, BootFailed.
+    async def resolve(self, reference: str, *, patience_s: float | None = None) -> ResolvedImage:
+        """Unpack what is not there yet; that goes on when its caller is cancelled, or loses patience (ImagePending):
+        asking again finds it further. Without a lease the layers may be evicted at any time.
+
+        Raises ImageUnknown, ImageRefused, OutOfDisk, BootFailed, ImagePending.
         """
         await self._prepare()
         located = await asyncio.to_thread(_locate, reference)
         if located.kind == "folder":
             return await asyncio.to_thread(_in_place, reference, located)
-        lock = self._unpacking.setdefault(located.key, asyncio.Lock())
-        async with lock:
-            record = await asyncio.to_thread(self._store.read_record, located.key)
-            if record is None:
-                record = await self._unpack(reference, located)
+        record = await asyncio.to_thread(self._store.read_record, located.key)
+        if record is None:
+            record = await self._unpacked(reference, located, patience_s)
         return self._image(reference, record)
 
-    async def lease(self, reference: str, *, holder_pid: int | None = None) -> ImageLease:
+    async def _unpacked(self, reference: str, located: _Located, patience_s: float | None) -> dict[str, Any]:
+        """Wait for the one task that unpacks it."""
+        task = self._unpacking.get(located.key)
+        if task is None:
+            task = self._unpacking[located.key] = asyncio.create_task(self._unpack(reference, located))
+            task.add_done_callback(lambda done: self._forget(located.key, done))
+        done, _ = await asyncio.wait((task,), timeout=patience_s)
+        if not done:
+            raise ImagePending(f"image {reference!r} is still being unpacked", _PENDING_S)
+        if task.cancelled():
+            raise BootFailed(f"unpacking image {reference!r} was broken off: its store was closed")
+        return task.result()
+
+    def _forget(self, key: str, task: asyncio.Task[dict[str, Any]]) -> None:
+        del self._unpacking[key]
+        if not task.cancelled():
+            # Perhaps nobody waits any more; whoever asks again gets an answer of their own.
+            task.exception()
+
+    async def lease(
+        self, reference: str, *, holder_pid: int | None = None, patience_s: float | None = None
+    ) -> ImageLease:
         """`resolve`, and keep the layers for a process, by default this one. Raises what `resolve` does,
         CapacityExceeded, ProcessLookupError."""
         for _ in range(_LEASE_TRIES):
-            image = await self.resolve(reference)
+            image = await self.resolve(reference, patience_s=patience_s)
             owner = new_owner(holder_pid)
             digests = [path.parent.name for path in image.layers if path.is_relative_to(self._store.home)]
             if not digests or await asyncio.to_thread(self._store.lease, owner, digests):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 HOST: Final = "host"
 SNAPSHOT: Final = "snapshot:"
+_PATIENCE_S: Final = 10.0
+"""A create waits so long for an image that is being unpacked; then its caller waits, and asks again."""
 
 
 class LocalImages:
@@ -39,10 +41,11 @@ class LocalImages:
         self._adding = asyncio.Lock()
 
     async def provide(self, reference: str) -> str:
-        """The name by which the launcher boots it. Raises ImageUnknown, ImageRefused, OutOfDisk, BootFailed."""
+        """The name by which the launcher boots it. Raises ImageUnknown, ImageRefused, OutOfDisk, BootFailed, and
+        ImagePending for what takes long to unpack."""
         if reference == HOST or reference.startswith(SNAPSHOT):
             return reference
-        lease = await self._store.lease(reference, holder_pid=self._launcher_pid)
+        lease = await self._store.lease(reference, holder_pid=self._launcher_pid, patience_s=_PATIENCE_S)
         name = lease.image.digest
         async with self._adding:
             try:

@@ -116,6 +116,7 @@ class LocalProvider:
         self._connections = LauncherConnections()
         self._launcher: LauncherProcess | None = None
         self._own_folder: Path | None = None
+        self._store = ImageStore(self._config.image_folder or default_image_folder(), self._config.image_bytes)
         self._images: LocalImages | None = None
         self._started = False
         self._starting = asyncio.Lock()
@@ -155,8 +156,7 @@ class LocalProvider:
             await self._let_go()
             raise
         self._launcher = launcher
-        store = ImageStore(self._config.image_folder or default_image_folder(), self._config.image_bytes)
-        self._images = LocalImages(store, self._ask, launcher.pid, self._config.max_images)
+        self._images = LocalImages(self._store, self._ask, launcher.pid, self._config.max_images)
         for controller, reason in launcher.missing.items():
             logger.warning("sandboxes have no %s control group: %s", controller, reason)
 
@@ -326,6 +326,7 @@ class LocalProvider:
     async def aclose(self) -> None:
         """End every sandbox and the launcher, also one that stays. Idempotent."""
         self._started = False
+        await self._store.aclose()
         if self._launcher is not None:
             await self._launcher.end()
         await self._let_go()
@@ -335,6 +336,7 @@ class LocalProvider:
         if self._config.stays_in is None:
             raise SpecRefused("the launcher ends with its provider: set stays_in")
         self._started = False
+        await self._store.aclose()
         await self._let_go(leases=False)
 
     async def _let_go(self, *, leases: bool = True) -> None:

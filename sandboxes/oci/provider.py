@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from headrace.sandboxes.images.store import ImageLease
 
 _FIRST_ID: Final = 0x60000000
+_IMAGE_PATIENCE_S: Final = 10.0
+"""A create waits so long for an image that is being unpacked; then its caller waits, and asks again."""
 _ID_RANGES: Final = 30_000
 _SANDBOXES: Final = "sandboxes"
 _FEATURES: Final = {
@@ -227,7 +229,7 @@ class OciProvider:
     async def _root(self, sandbox: _Sandbox) -> _Root:
         if sandbox.spec.image == HOST_IMAGE:
             return _Root([], "/bin/bash", {})
-        sandbox.image = await self._images.lease(sandbox.spec.image)
+        sandbox.image = await self._images.lease(sandbox.spec.image, patience_s=_IMAGE_PATIENCE_S)
         image = sandbox.image.image
         bash = "/bin/bash" if find(image.layers, "/bin/bash") is not None else "/usr/bin/bash"
         return _Root([str(path) for path in image.layers], bash, dict(image.environment))
@@ -336,6 +338,7 @@ class OciProvider:
 
     async def aclose(self) -> None:
         """End every sandbox and the keeper. Idempotent."""
+        await self._images.aclose()
         async with self._starting:
             await self._end()
 

@@ -4,7 +4,7 @@ Invariants:
 - Every create carries a key of its own boot, the same on every try: an ambiguous failure on one host makes no second
   sandbox there. What it may have made is killed once the boot succeeded elsewhere or was given up.
 - Every try waits in a queue and takes a token; a first try that finds the queue full is refused at once.
-- Time in queues and time of booting run by separate clocks.
+- Time in queues and time of booting run by separate clocks; waiting for a provider that is full is time in a queue.
 - A boot that is cancelled at any point leaves its sandbox to the reaper.
 """
 
@@ -15,7 +15,7 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes.errors import BootTimeout, QueueTimeout, SandboxError
+from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeout, SandboxError
 from headrace.sandboxes.pool.circuit_breaker import BreakerState
 from headrace.sandboxes.pool.holdings import Held
 from headrace.sandboxes.pool.ledger import Entry, EntryState
@@ -83,19 +83,37 @@ class _Boot:
     queue_s: float = 0.0
     refused: bool = False
     """By a queue: another try would only wait again."""
+    full_since_s: float | None = None
+    """The provider had no room then: until the next try this is waiting in a queue, its own."""
+    full: int = 0
+    """Tries that ended so."""
     tried: list[str] = field(default_factory=list)
     in_doubt: set[str] = field(default_factory=set)
 
     def boot_s(self, now: float) -> float:
         return now - self.began_s - self.queue_s
 
-    def out_of_time(self, now: float) -> bool:
-        queue_s, boot_s = self.request.queue_timeout_s, self.request.boot_timeout_s
+    def out_of_time(self, now: float, wait_s: float) -> bool:
+        """Whether another try would begin too late, after so long a wait."""
+        queue_limit_s, boot_limit_s = self.request.queue_timeout_s, self.request.boot_timeout_s
+        waits_for_room = self.full_since_s is not None
+        queue_s = self.queue_s + (wait_s if waits_for_room else 0.0)
+        boot_s = self.boot_s(now) + (0.0 if waits_for_room else wait_s)
         return (
             self.refused
-            or (queue_s is not None and self.queue_s >= queue_s)
-            or (boot_s is not None and self.boot_s(now) >= boot_s)
+            or (queue_limit_s is not None and queue_s >= queue_limit_s)
+            or (boot_limit_s is not None and boot_s >= boot_limit_s)
         )
+
+    def found_no_room(self, now: float) -> None:
+        """Without a clock of the queue such a try counts like any other."""
+        if self.request.queue_timeout_s is not None:
+            self.full_since_s, self.full = now, self.full + 1
+
+    def goes_on(self, now: float) -> None:
+        if self.full_since_s is not None:
+            self.queue_s += now - self.full_since_s
+            self.full_since_s = None
 
 
 class Booter:
@@ -136,7 +154,7 @@ class Booter:
             pinned=self._host_of_mounts(request.spec),
         )
         try:
-            policy = retrying(self._config, lambda: boot.out_of_time(self._now()))
+            policy = retrying(self._config, lambda wait_s: boot.out_of_time(self._now(), wait_s), lambda: boot.full)
             held: Held = await policy(self._try, boot)
         finally:
             self._settle(boot)
@@ -156,6 +174,7 @@ class Booter:
                 self._custody.refused(name, boot.key)
 
     async def _try(self, boot: _Boot) -> Held:
+        boot.goes_on(self._now())
         host = await self._admitted(boot)
         if boot.tried:
             self.retries += 1
@@ -165,6 +184,8 @@ class Booter:
         except BaseException as error:
             if is_ambiguous(error):
                 boot.in_doubt.add(host.name)
+            if isinstance(error, CapacityExceeded):
+                boot.found_no_room(self._now())
             host.failed(boot.ticket, error)
             self._spread(host)
             raise

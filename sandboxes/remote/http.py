@@ -15,12 +15,11 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt
 
 from headrace.sandboxes.errors import PermanentSandboxError, ProviderUnreachable, SandboxError, SandboxGone
 from headrace.sandboxes.remote.error_documents import from_document
 from headrace.sandboxes.remote.tunnel import MAX_MESSAGE_BYTES
-from headrace.sandboxes.retry import FullJitter, RetryConfig
+from headrace.sandboxes.retry import RetryConfig, asking_again
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -66,15 +65,7 @@ class RemoteHttp:
         send = self._once, method, url, secret, data, query, teardown
         if not repeatable:
             return await self._once(*send[1:])
-        async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(ProviderUnreachable),
-            stop=stop_after_attempt(self._retries.boot_attempts),
-            wait=FullJitter(self._retries.retry_base_s, self._retries.retry_max_s),
-            reraise=True,
-        ):
-            with attempt:
-                return await self._once(*send[1:])
-        raise AssertionError("a try ends with a result or an error")
+        return await asking_again(self._retries)(self._once, *send[1:])
 
     async def _once(
         self,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.sandboxes.errors import ImageRefused, ImageUnknown, OutOfDisk
+from headrace.sandboxes.errors import ImagePending, ImageRefused, ImageUnknown, OutOfDisk
 from headrace.sandboxes.images import store as images
 from headrace.sandboxes.images.debootstrap import mirror_for
 from headrace.sandboxes.images.folders import StoreFolder, new_owner
@@ -325,13 +325,34 @@ async def wait_for_worker(folder: Path) -> int:
     return found[0]
 
 
-async def test_a_cancelled_resolve_ends_its_process(store: ImageStore, tmp_path: Path, endless: Path) -> None:
+async def test_unpacking_outlives_its_caller_and_ends_with_the_store(
+    store: ImageStore, tmp_path: Path, endless: Path
+) -> None:
     task = asyncio.create_task(store.resolve(str(endless)))
     pid = await wait_for_worker(tmp_path / "store")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    with pytest.raises(ImagePending):
+        await store.resolve(str(endless), patience_s=0.05)
+    assert workers_of(tmp_path / "store") == [pid]
+    await store.aclose()
     assert not Path(f"/proc/{pid}").exists()
+
+
+async def test_an_image_that_takes_long_is_there_for_who_asks_again(
+    store: ImageStore, tmp_path: Path, base: bytes
+) -> None:
+    path = tmp_path / "slow.tar"
+    path.write_bytes(base)
+    folder = StoreFolder(tmp_path / "store")
+    folder.prepare()
+    with folder.lock(images._locate(str(path)).key):
+        for _ in range(3):
+            with pytest.raises(ImagePending) as caught:
+                await store.resolve(str(path), patience_s=0.01)
+            assert caught.value.retry_after_s > 0
+    assert (await store.resolve(str(path))).layers
 
 
 async def test_what_a_killed_process_left_is_removed(

@@ -221,6 +221,36 @@ def test_queue_and_boot_have_clocks_of_their_own(run_virtual: Any) -> None:
     run_virtual(main())
 
 
+def test_a_full_provider_is_waited_for_by_the_clock_of_the_queue(run_virtual: Any) -> None:
+    """It has fewer places than the pool thinks: that is no failed boot, however often it says so."""
+
+    async def main() -> None:
+        async with pool_of(host(capacity=10, boot_s=1, boot_sigma=0), max_live=40) as pool:
+
+            async def rollout() -> None:
+                lease = await pool.lease_one(request)
+                await asyncio.sleep(15)
+                await pool.release([lease.ref.id])
+
+            request = LeaseRequest(spec=SandboxSpec(), queue_timeout_s=60, boot_timeout_s=30)
+            await asyncio.gather(*(rollout() for _ in range(20)))
+            assert 30 < now() < 60
+
+    run_virtual(main())
+
+
+def test_a_provider_that_stays_full_ends_the_wait_in_time(run_virtual: Any) -> None:
+    async def main() -> None:
+        async with pool_of(host(capacity=1, boot_s=1, boot_sigma=0), max_live=40) as pool:
+            await pool.lease_one(LeaseRequest(spec=SandboxSpec(ttl_s=1000)))
+            began_s = now()
+            with pytest.raises(CapacityExceeded):
+                await pool.lease_one(LeaseRequest(spec=SandboxSpec(), queue_timeout_s=40, boot_timeout_s=5))
+            assert 20 < now() - began_s <= 40
+
+    run_virtual(main())
+
+
 def test_a_full_queue_refuses_at_once(run_virtual: Any) -> None:
     async def main() -> None:
         async with pool_of(host(), max_live=2, max_waiting=2) as pool:
