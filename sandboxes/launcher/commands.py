@@ -145,7 +145,7 @@ def run_command(message: dict[str, Any], limits: Limits, image: Image) -> NoRetu
             # Python ignores these two, and ignored signals survive execve.
             signal.signal(number, signal.SIG_DFL)
         _execute(message["command"], environment)
-    except (OSError, ValueError, FileProblem) as error:
+    except (OSError, ValueError, OverflowError, FileProblem) as error:
         fail(f"cannot run the command: {error}", EXIT_CANNOT_RUN)
 
 
@@ -211,7 +211,7 @@ def read_file(message: dict[str, Any], limits: Limits) -> NoReturn:
         data = memoryview(_read_regular(message["path"], int(message["max_bytes"])))
         while data:
             data = data[os.write(1, data) :]
-    except (OSError, ValueError, FileProblem) as error:
+    except (OSError, ValueError, OverflowError, FileProblem) as error:
         fail(_describe(error), EXIT_FILE_ERROR)
     os._exit(0)
 
@@ -223,7 +223,7 @@ def write_files(message: dict[str, Any], limits: Limits) -> NoReturn:
         os.umask(0o022)
         for path, size in message["files"]:
             _write_regular(path, int(size))
-    except (OSError, ValueError, FileProblem) as error:
+    except (OSError, ValueError, OverflowError, FileProblem) as error:
         fail(_describe(error), EXIT_FILE_ERROR)
     os._exit(0)
 
@@ -248,7 +248,7 @@ def _write_regular(path: str, size: int) -> None:
         os.close(descriptor)
 
 
-def _describe(error: OSError | ValueError | FileProblem) -> str:
+def _describe(error: OSError | ValueError | OverflowError | FileProblem) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -348,8 +348,10 @@ class ForkServer:
         if sandbox.state == "frozen":
             self._board.answer(waiter, {})
             return
-        sandbox.enders.append(waiter)
-        self._end(sandbox, keep_layer=sandbox.state == "running" or sandbox.keep_layer)
+        if sandbox.state == "ending" and not sandbox.keep_layer:
+            self._check_running(sandbox)
+        sandbox.keepers.append(waiter)
+        self._end(sandbox, keep_layer=sandbox.state != "booting")
 
     def _snapshot(self, waiter: Waiter, sandbox: Record, message: Message, descriptors: list[int]) -> None:
         if sandbox.state not in ("running", "frozen"):
@@ -358,7 +360,7 @@ class ForkServer:
             raise Refused("SpecRefused", f"its image has {rootfs.MAX_LAYERS} layers: no more can be stacked")
         sandbox.becomes_image = True
         if sandbox.state == "frozen":
-            sandbox.enders.append(waiter)
+            sandbox.keepers.append(waiter)
             self._turn_into_image(sandbox)
         else:
             self._freeze(waiter, sandbox, message, descriptors)
@@ -499,15 +501,19 @@ class ForkServer:
             self._remove(sandbox)
 
     def _answer_enders(self, sandbox: Record, message: Message) -> None:
-        for waiter in sandbox.enders:
+        for waiter in (*sandbox.enders, *sandbox.keepers):
             self._board.answer(waiter, message)
         sandbox.enders.clear()
+        sandbox.keepers.clear()
 
     def _remove(self, sandbox: Record) -> None:
         self._boots.drop_layer(sandbox.id, sandbox.base_id)
         self._forget(sandbox)
-        gone = {"error": "SandboxGone", "message": f"sandbox {sandbox.id} was killed before it became an image"}
-        self._answer_enders(sandbox, gone if sandbox.becomes_image else {})
+        for waiter in sandbox.keepers:
+            text = f"sandbox {sandbox.id} was killed before it was frozen"
+            self._board.answer(waiter, {"error": "SandboxGone", "message": text})
+        sandbox.keepers.clear()
+        self._answer_enders(sandbox, {})
 
     def _forget(self, sandbox: Record) -> None:
         self._shelf.give_back(sandbox.image)

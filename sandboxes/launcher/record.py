@@ -26,6 +26,7 @@ class Record:
         "id",
         "image",
         "keep_layer",
+        "keepers",
         "key",
         "labels",
         "limits",
@@ -59,6 +60,8 @@ class Record:
         self.becomes_image = False
         self.creators: list[Waiter] = []
         self.enders: list[Waiter] = []
+        self.keepers: list[Waiter] = []
+        """They want its layer: without one its end is an error for them."""
         self.executions = Executions()
         self.pending: dict[int, Waiter] = {}
 

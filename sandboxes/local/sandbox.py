@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import socket
@@ -83,6 +84,8 @@ class LocalSandbox:
         exec_id: str | None = None,
     ) -> ExecResult:
         """See `Sandbox.exec`. A command whose daemon holds its output returns 0.2 s after the command's own end."""
+        if math.isnan(timeout_s):
+            raise SpecRefused("timeout_s is not a number")
         message = {"op": "exec", "command": command, "user": user, "env": dict(env or {}), "cwd": cwd}
         if exec_id is None:
             done = await self._run(message, stdin, timeout_s, max_output_bytes)

@@ -235,7 +235,9 @@ async def test_defaults_and_odd_ends(sandbox: Sandbox) -> None:
         126,
         b"cannot run the command: [Errno 2] No such file or directory: '/missing'\n",
     )
-    assert (await run(sandbox, "true", user="stranger")).exit_code == 126
+    for nobody in ("stranger", "9" * 30):
+        refused = await run(sandbox, "true", user=nobody)
+        assert (refused.exit_code, refused.stderr[:22]) == (126, b"cannot run the command")
     assert (await run(sandbox, "x" * 200_000)).exit_code == 126
     await run(sandbox, "rmdir /workspace")
     assert await output(sandbox, "pwd") == "/"
@@ -580,6 +582,16 @@ async def test_planted_start_files_do_nothing_in_the_clean_sandbox(provider: Loc
     assert b"PLANTED" not in result.stdout + result.stderr
 
 
+async def test_a_sandbox_that_is_killed_cannot_be_frozen_any_more(provider: LocalProvider) -> None:
+    """Whoever then counts on its files must hear of it."""
+    for first, second in (("kill", "freeze"), ("freeze", "kill")):
+        sandbox = await provider.attach(await provider.create(SandboxSpec()))
+        results = await asyncio.gather(getattr(sandbox, first)(), getattr(sandbox, second)(), return_exceptions=True)
+        outcome = dict(zip((first, second), results, strict=True))
+        assert outcome["kill"] is None
+        assert isinstance(outcome["freeze"], SandboxGone)
+
+
 async def test_only_frozen_sandboxes_can_be_mounted(provider: LocalProvider) -> None:
     running = await provider.create(SandboxSpec())
     for source, target in ((running.id, "/workspace"), (running.id, "/usr/bin")):
@@ -777,6 +789,8 @@ async def test_a_launcher_without_free_descriptors_refuses_and_goes_on(
 
 
 async def test_a_request_that_is_too_large_is_refused(sandbox: Sandbox) -> None:
+    with pytest.raises(SpecRefused):
+        await run(sandbox, "true", timeout_s=float("nan"))
     with pytest.raises(SpecRefused):
         await run(sandbox, "x" * (9 << 20))
     assert await output(sandbox, "echo alive") == "alive"
