@@ -459,8 +459,10 @@ class ForkServer:
             self._remove(sandbox)
         elif sandbox.state != "ending":
             sandbox.state = "ending"
+            self._groups.lift_cpu_limit(sandbox.id)
             with suppress(ProcessLookupError):
                 os.kill(sandbox.pid, signal.SIGKILL)
+                _give_processor_time(sandbox.pid)
             if sandbox.paused_at is not None:
                 # The freezer of version 1 keeps even those in that were killed.
                 with suppress(OSError):
@@ -535,3 +537,11 @@ class ForkServer:
                     f"not ready in {self._settings.boot_timeout_s} s: raise boot_timeout_s",
                 )
             self._end(sandbox, keep_layer=False)
+
+
+def _give_processor_time(pid: int) -> None:
+    """Root inside may have set the first process back behind all its own (sched_setscheduler(2)): it would never die."""
+    with suppress(PermissionError):
+        os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, pid, 0)
+        os.sched_setaffinity(pid, os.sched_getaffinity(0))

@@ -137,6 +137,30 @@ async def test_processors_are_limited(provider: LocalProvider) -> None:
     await busy.signal(signal.SIGKILL)
 
 
+SET_BACK = """
+import os
+os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0))
+for _ in range(30):
+    if os.fork() == 0:
+        os.write(1, b".")
+        while True:
+            pass
+"""
+
+
+async def test_a_sandbox_whose_first_process_gets_no_processor_time_can_be_killed(provider: LocalProvider) -> None:
+    sandbox = await provider.attach(await provider.create(SandboxSpec(cpu=0.1)))
+    busy = await sandbox.spawn(["python3", "-c", SET_BACK])
+    seen = 0
+    async for piece in busy.output():
+        seen += len(piece.data)
+        if seen == 30:
+            break
+    async with asyncio.timeout(30):
+        await sandbox.kill()
+    assert await provider.list() == []
+
+
 async def test_processes_are_limited_and_counted(provider: LocalProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec(pids=16)))
     forks = "import os\nfor _ in range(100):\n if os.fork() == 0: os.execlp('sleep', 'sleep', '1000')"
