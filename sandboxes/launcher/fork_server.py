@@ -540,7 +540,7 @@ class ForkServer:
 
 
 def _give_processor_time(pid: int) -> None:
-    """Root inside may have set the first process back behind all its own (sched_setscheduler(2)): it would never die."""
+    """Root inside may have set the first process back behind all its own (sched_setscheduler(2)): it could not die."""
     with suppress(PermissionError):
         os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
         os.setpriority(os.PRIO_PROCESS, pid, 0)
