@@ -93,6 +93,8 @@ def test_accounts_by_name_and_number() -> None:
     assert (agent.user_id, agent.group_id, agent.groups, agent.home) == (1000, 1001, (1001, 50), "/home/agent")
     assert find_account("7:8", PASSWD, GROUP).groups == (8,)
     assert find_account("7", "", "").group_id == 7
+    for passwd in ("", "root:x:1000:1000::/home:/bin/bash"):
+        assert find_account("root", passwd, "")[:2] == (0, 0)
     for unknown in ("odd", "nobody", "", "-1", "1:x"):
         with pytest.raises(FileProblem):
             find_account(unknown, PASSWD, GROUP)
