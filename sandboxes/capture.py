@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Final, Self
 if TYPE_CHECKING:
     from types import TracebackType
 
+OUTPUT_GRACE_S: Final = 0.2
+"""How long output that a daemon may hold is waited for, once its command has ended."""
 _READ_BYTES: Final = 1 << 16
 _DISCARD_BYTES: Final = 1 << 20
 

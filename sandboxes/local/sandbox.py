@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, ImageRef, SandboxUsage
-from headrace.sandboxes.capture import OutputCapture, memory_file
+from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
 from headrace.sandboxes.errors import (
     ExecTimeout,
     LauncherGone,
@@ -30,7 +30,7 @@ from headrace.sandboxes.launcher.commands import EXIT_FILE_ERROR
 from headrace.sandboxes.launcher.wire import close_all
 from headrace.sandboxes.local.client import open_null
 from headrace.sandboxes.local.exposed import is_below, relay
-from headrace.sandboxes.local.process import OUTPUT_GRACE_S, LocalProcess
+from headrace.sandboxes.local.process import LocalProcess
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

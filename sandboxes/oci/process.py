@@ -9,25 +9,21 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import select
 import signal
-import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headrace.sandboxes.base import Output, Stream
-from headrace.sandboxes.errors import ExecTimeout, SandboxFileError, SandboxGone, SpecRefused
+from headrace.sandboxes.command_streams import CommandStreams
+from headrace.sandboxes.errors import ExecTimeout, SandboxGone, SpecRefused
 from headrace.sandboxes.launcher.stdlib_process import stdlib_command
 from headrace.sandboxes.launcher.wire import close_all
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
-    from headrace.sandboxes.base import TerminalSize
+    from headrace.sandboxes.base import Stream, TerminalSize
 
-_READ_BYTES: Final = 1 << 16
-_OUTPUT_GRACE_S: Final = 0.2
 _KILLED: Final = 128 + signal.SIGKILL
 
 
@@ -40,14 +36,14 @@ class CommandEnd(NamedTuple):
 
 
 class RunningCommand:
-    """Made by `start`. `begun` is set once `pid` is known or the command has ended, `ended` with `end`."""
+    """Made by `start`. `begun` is set once `pid` is known or the command has ended, `ended` is done with `end`."""
 
     def __init__(self, process: asyncio.subprocess.Process, status: int) -> None:
         self._process = process
         self._status = status
         self._text = b""
         self.begun = asyncio.Event()
-        self.ended = asyncio.Event()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pid = 0
         """On this host; 0 when it ended before it could be seen."""
         self.end = CommandEnd(None, False, 0.0)
@@ -95,12 +91,12 @@ class RunningCommand:
             asyncio.get_running_loop().remove_reader(self._status)
             os.close(self._status)
             self.begun.set()
-            self.ended.set()
+            self.ended.set_result(None)
 
     async def wait(self) -> CommandEnd:
         """Wait for the end; a cancel kills the command's tree before it returns."""
         try:
-            await self.ended.wait()
+            await asyncio.shield(self.ended)
             await self._process.wait()
         finally:
             if self._process.returncode is None:
@@ -115,105 +111,32 @@ class RunningCommand:
             await self._process.wait()
 
 
-class OciProcess:
+class OciProcess(CommandStreams):
     """See `Process`. `check` raises SandboxGone when the sandbox is dead."""
 
     def __init__(
         self,
         running: RunningCommand,
         *,
-        stdin: int | None,
+        stdin: int,
         streams: dict[Stream, int],
         timeout_s: float | None,
         check: Callable[[], object],
     ) -> None:
+        super().__init__(stdin=stdin, streams=streams, ended=running.ended)
         self._running = running
-        self._stdin = stdin
-        self._open = streams
         self._timeout_s = timeout_s
         self._check = check
         self._killed = False
         self._pid = _inner_pid(running.pid)
-        self._descriptors = {descriptor for descriptor in (stdin, *streams.values()) if descriptor is not None}
-        for descriptor in self._descriptors:
-            os.set_blocking(descriptor, False)
-        weakref.finalize(self, close_all, self._descriptors)
 
     @property
     def pid(self) -> int:
         return self._pid
 
-    async def output(self) -> AsyncIterator[Output]:
-        """See `Process.output`."""
-        while readable := await self._readable():
-            for stream in readable:
-                data = os.read(self._open[stream], _READ_BYTES)
-                if data:
-                    yield Output(stream=stream, data=data)
-                else:
-                    self._close(self._open.pop(stream))
-        while self._open:
-            self._close(self._open.popitem()[1])
-
-    async def _readable(self) -> list[Stream]:
-        """Streams with something to read; none once all have ended, or the grace after the command's end is over."""
-        if not self._open:
-            return []
-        loop = asyncio.get_running_loop()
-        ready, ended = asyncio.Event(), asyncio.create_task(self._running.ended.wait())
-        reading = asyncio.create_task(ready.wait())
-        for descriptor in self._open.values():
-            loop.add_reader(descriptor, ready.set)
-        try:
-            await asyncio.wait((reading, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not ready.is_set():
-                await asyncio.wait((reading,), timeout=_OUTPUT_GRACE_S)
-        finally:
-            for descriptor in self._open.values():
-                loop.remove_reader(descriptor)
-            reading.cancel()
-            ended.cancel()
-        poll = select.poll()
-        for descriptor in self._open.values():
-            poll.register(descriptor, select.POLLIN)
-        found = {descriptor for descriptor, _ in poll.poll(0)}
-        return [stream for stream, descriptor in self._open.items() if descriptor in found]
-
-    def _close(self, descriptor: int) -> None:
-        self._descriptors.discard(descriptor)
-        os.close(descriptor)
-
-    async def write_stdin(self, data: bytes) -> None:
-        """See `Process.write_stdin`."""
-        view = memoryview(data)
-        while view:
-            if self._stdin is None or self._running.ended.is_set():
-                raise SandboxFileError("standard input is closed, or the command has ended")
-            try:
-                view = view[os.write(self._stdin, view) :]
-            except BlockingIOError:
-                await self._writable(self._stdin)
-            except BrokenPipeError as error:
-                raise SandboxFileError("standard input is closed: nobody reads it") from error
-
-    async def _writable(self, descriptor: int) -> None:
-        loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
-        loop.add_writer(descriptor, ready.set)
-        try:
-            await ready.wait()
-        finally:
-            loop.remove_writer(descriptor)
-
-    async def close_stdin(self) -> None:
-        """See `Process.close_stdin`."""
-        descriptor, self._stdin = self._stdin, None
-        if descriptor is not None:
-            self._close(descriptor)
-
     async def signal(self, number: int) -> None:
         """See `Process.signal`."""
-        if self._running.ended.is_set():
+        if self._running.ended.done():
             return
         if number == signal.SIGKILL:
             self._killed = True
@@ -228,7 +151,7 @@ class OciProcess:
 
     async def wait(self) -> int:
         """See `Process.wait`."""
-        await self._running.ended.wait()
+        await asyncio.shield(self._running.ended)
         end = self._running.end
         if self._killed:
             return _KILLED

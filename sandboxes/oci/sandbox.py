@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, SandboxUsage, Stream
-from headrace.sandboxes.capture import OutputCapture, memory_file
+from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
 from headrace.sandboxes.errors import (
     ExecTimeout,
     SandboxError,
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 STATE_FILE: Final = "sandbox.json"
 PAUSED_MARK: Final = "paused"
-_OUTPUT_GRACE_S: Final = 0.2
 _FILE_TIMEOUT_S: Final = 60.0
 _ANSWER_GRACE_S: Final = 20.0
 _MAX_ACCOUNT_BYTES: Final = 1 << 20
@@ -184,8 +183,8 @@ class OciSandbox(PartialSandbox):
             with self._order(state, process, timeout_s) as order:
                 running = await RunningCommand.start(order, (source, out.write_end, err.write_end))
                 end = await self._wait(running, timeout_s)
-            stdout = await out.finish(_OUTPUT_GRACE_S)
-            stderr = await err.finish(_OUTPUT_GRACE_S if not out.held else 0)
+            stdout = await out.finish(OUTPUT_GRACE_S)
+            stderr = await err.finish(OUTPUT_GRACE_S if not out.held else 0)
         if not end.timed_out and _may_be_dead(state, end.exit_code):
             self._running()
         if end.exit_code is None and not end.timed_out:
@@ -277,10 +276,10 @@ class OciSandbox(PartialSandbox):
         process = command_process(
             account, state.bash, command, folder=cwd, environment=environment, open_files=state.open_files
         )
-        source, sink = os.pipe2(os.O_CLOEXEC) if stdin else (open_null(), None)
+        source, sink = os.pipe2(os.O_CLOEXEC) if stdin else (open_null(), -1)
         out_read, out_write = os.pipe2(os.O_CLOEXEC)
         err_read, err_write = os.pipe2(os.O_CLOEXEC)
-        ours = [descriptor for descriptor in (sink, out_read, err_read) if descriptor is not None]
+        ours = [descriptor for descriptor in (sink, out_read, err_read) if descriptor >= 0]
         try:
             running = await self._begin(state, process, (source, out_write, err_write), timeout_s)
         except BaseException:

@@ -37,7 +37,7 @@ from headrace.sandboxes.base import (
     SandboxRef,
     SandboxSpec,
 )
-from headrace.sandboxes.capture import OutputCapture, memory_file
+from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
 from headrace.sandboxes.errors import (
     ExecTimeout,
     ImageUnknown,
@@ -67,7 +67,6 @@ WARNING: Final = (
 """What the command line prints when this provider is chosen."""
 
 _EXEC_MARK: Final = "HEADRACE_EXEC"
-_OUTPUT_GRACE_S: Final = 0.2
 
 
 class SubprocessProvider:
@@ -227,8 +226,8 @@ class SubprocessSandbox(PartialSandbox):
             descriptors = (source, out.write_end, err.write_end)
             mark = secrets.token_hex(8)
             code = await self._run(paths, command, self._environment(paths, env, mark), cwd, descriptors, timeout_s)
-            stdout = await out.finish(_OUTPUT_GRACE_S)
-            stderr = await err.finish(_OUTPUT_GRACE_S if not out.held else 0)
+            stdout = await out.finish(OUTPUT_GRACE_S)
+            stderr = await err.finish(OUTPUT_GRACE_S if not out.held else 0)
         if code == -signal.SIGKILL and not self._state.home.exists():
             raise SandboxGone(f"sandbox {self.id} died under the command")
         return ExecResult(

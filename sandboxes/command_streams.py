@@ -1,0 +1,134 @@
+"""The caller's ends of a spawned command's streams: its pipes, or its terminal.
+
+Invariants:
+- Bytes go straight between the command and this process; nothing is buffered beyond the kernel's pipe.
+- A daemon that holds the output delays its end by at most the grace; whoever writes to a command that does not read
+  waits at most until it ends.
+- Descriptors are closed when the output has ended, by `close_stdin`, or when the object is forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.sandboxes.base import Output, Stream
+from headrace.sandboxes.capture import OUTPUT_GRACE_S
+from headrace.sandboxes.errors import SandboxFileError
+from headrace.sandboxes.launcher.wire import close_all
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+_READ_BYTES: Final = 1 << 16
+_CTRL_D: Final = b"\x04"
+
+
+class CommandStreams:
+    """The base of processes. `stdin` is a descriptor, or -1 without one; that of a terminal is also its stream. `ended`
+    is done when the command is, with whatever result or error."""
+
+    def __init__(self, *, stdin: int, streams: dict[Stream, int], ended: asyncio.Future[Any]) -> None:
+        self._stdin = stdin
+        self._open = streams
+        self._ended = ended
+        self._terminal = Stream.TERMINAL in streams
+        self._descriptors = {descriptor for descriptor in (stdin, *streams.values()) if descriptor >= 0}
+        for descriptor in self._descriptors:
+            os.set_blocking(descriptor, False)
+        weakref.finalize(self, close_all, self._descriptors)
+
+    async def output(self) -> AsyncIterator[Output]:
+        """See `Process.output`."""
+        while readable := await self._readable():
+            for stream in readable:
+                try:
+                    data = os.read(self._open[stream], _READ_BYTES)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    # EIO: the last process let go of the terminal.
+                    data = b""
+                if data:
+                    yield Output(stream=stream, data=data)
+                else:
+                    self._end_of(stream)
+        for stream in list(self._open):
+            self._end_of(stream)
+
+    async def _readable(self) -> list[Stream]:
+        """Streams with something to read; none once all have ended, or the grace after the command's end is over."""
+        if not self._open:
+            return []
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+        for descriptor in self._open.values():
+            loop.add_reader(descriptor, settle, ready)
+        try:
+            await asyncio.wait((ready, self._ended), return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                await asyncio.wait((ready,), timeout=OUTPUT_GRACE_S)
+        finally:
+            for descriptor in self._open.values():
+                loop.remove_reader(descriptor)
+        poll = select.poll()
+        for descriptor in self._open.values():
+            poll.register(descriptor, select.POLLIN)
+        found = {descriptor for descriptor, _ in poll.poll(0)}
+        return [stream for stream, descriptor in self._open.items() if descriptor in found]
+
+    def _end_of(self, stream: Stream) -> None:
+        descriptor = self._open.pop(stream)
+        if descriptor == self._stdin:
+            self._stdin = -1
+        self._close(descriptor)
+
+    def _close(self, descriptor: int) -> None:
+        self._descriptors.discard(descriptor)
+        os.close(descriptor)
+
+    async def write_stdin(self, data: bytes) -> None:
+        """See `Process.write_stdin`."""
+        rest = memoryview(data)
+        while rest:
+            if self._stdin < 0 or self._ended.done():
+                raise SandboxFileError("standard input is closed, or the command has ended")
+            try:
+                rest = rest[os.write(self._stdin, rest) :]
+            except BlockingIOError:
+                await self._writable()
+            except OSError as error:
+                raise SandboxFileError("the command has closed its standard input") from error
+
+    async def _writable(self) -> None:
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+        # A duplicate: the same descriptor of a terminal may be watched by a reader, which must stay.
+        descriptor = os.dup(self._stdin)
+        loop.add_writer(descriptor, settle, ready)
+        try:
+            await asyncio.wait((ready, self._ended), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            loop.remove_writer(descriptor)
+            os.close(descriptor)
+
+    async def close_stdin(self) -> None:
+        """See `Process.close_stdin`."""
+        if self._stdin < 0:
+            return
+        if self._terminal:
+            with suppress(SandboxFileError):
+                await self.write_stdin(_CTRL_D)
+            return
+        descriptor, self._stdin = self._stdin, -1
+        self._close(descriptor)
+
+
+def settle(future: asyncio.Future[None]) -> None:
+    """For callbacks that may come more than once."""
+    if not future.done():
+        future.set_result(None)
