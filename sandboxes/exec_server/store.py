@@ -3,23 +3,18 @@
 Invariants:
 - A row is written before its sandbox is named to anybody, so a server that comes back knows all that clients hold. What
   a crash left without a row ends with its lease, or is found again by its key.
-- The file holds secrets: mode 0600 in a folder of mode 0700, one server at a time (a lock). A crash of the machine
-  takes the sandboxes with it, so rows are not fsynced one by one.
-- Without a folder the table is in memory and ends with the server.
+- The file is a `ServerDatabase`: private, one server at a time, in memory without a folder.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import sqlite3
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
 from headrace.sandboxes.base import SandboxId, SandboxRef
-from headrace.sandboxes.errors import SandboxError, SpecRefused
+from headrace.sandboxes.server_database import ServerDatabase
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,50 +50,15 @@ class Lent:
 
 
 class LentTable:
-    """Rows in memory, each also on disk. A call takes well under a millisecond. Close it with `close`."""
+    """Rows in memory, each also on disk. Close it with `close`."""
 
     def __init__(self, folder: Path | None) -> None:
         """Raises SandboxError when another server uses the folder, SpecRefused when it cannot be used."""
-        self._lock = -1
-        try:
-            self._database = self._open(folder)
-        except (OSError, sqlite3.Error) as error:
-            self._unlock()
-            raise SpecRefused(f"--state {folder}: {error}") from error
+        names = {"file_name": "lent.db", "lock_name": "lent.lock"}
+        self._file = ServerDatabase(folder, **names, schema_version=_SCHEMA_VERSION, schema=_SCHEMA)
+        self._database = self._file.connection
         loaded = (_row(orjson.loads(blob)) for (blob,) in self._database.execute("SELECT row FROM lent"))
         self._rows = {row.id: row for row in loaded}
-
-    def _open(self, folder: Path | None) -> sqlite3.Connection:
-        path = ":memory:"
-        if folder is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._take_lock(folder)
-            path = str(folder / "lent.db")
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-        database = sqlite3.connect(path, isolation_level=None)
-        version = database.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, _SCHEMA_VERSION):
-            database.close()
-            raise OSError(f"schema {version}, this program knows {_SCHEMA_VERSION}")
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
-        for statement in _SCHEMA:
-            database.execute(statement)
-        database.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
-        return database
-
-    def _take_lock(self, folder: Path) -> None:
-        self._lock = os.open(folder / "lent.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._unlock()
-            raise SandboxError(f"--state {folder}: another server uses it") from error
-
-    def _unlock(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
 
     def put(self, row: Lent) -> None:
         self._rows[row.id] = row
@@ -124,8 +84,7 @@ class LentTable:
         return dict(self._database.execute(query, (owner,)))
 
     def close(self) -> None:
-        self._database.close()
-        self._unlock()
+        self._file.close()
 
 
 def _row(document: dict[str, Any]) -> Lent:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from headrace.sandboxes.launcher import requests, rootfs, syscalls
 from headrace.sandboxes.launcher.cgroups import GroupLimits
 from headrace.sandboxes.launcher.commands import Limits
-from headrace.sandboxes.launcher.id_blocks import FIRST_ID, RANGES_PER_BLOCK, IdBlocks
+from headrace.sandboxes.launcher.id_blocks import FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
 from headrace.sandboxes.launcher.id_maps import IdMaps
 from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
 from headrace.sandboxes.launcher.leases import IdRanges, OneId
@@ -60,8 +60,8 @@ class Boots:
         self._layers_folder = layers_folder
         self._own_pids = own_pids
         self.single_id = single_id
-        self._id_maps = IdMaps(rootfs.IDS_PER_SANDBOX)
-        ranges = IdRanges(rootfs.IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks(ids_folder).claim)
+        self._id_maps = IdMaps()
+        ranges = IdRanges(IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks(ids_folder).claim)
         self._ranges: IdRanges | OneId = OneId() if single_id else ranges
         self.shelf = Shelf(self.drop_layer, lambda: self._id_map(0, FIRST_ID))
         with open("/proc/sys/kernel/cap_last_cap", encoding="utf-8") as file:

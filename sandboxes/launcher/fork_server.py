@@ -26,6 +26,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.launcher import requests, rootfs, syscalls
+from headrace.sandboxes.launcher.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.launcher.leases import Deadlines
 from headrace.sandboxes.launcher.record import Record
 from headrace.sandboxes.launcher.settings import Refused
@@ -221,7 +222,7 @@ class ForkServer:
         try:
             for name in () if self._boots.single_id else ("uid_map", "gid_map"):
                 with open(f"/proc/{sandbox.pid}/{name}", "w", encoding="utf-8") as file:
-                    file.write(f"0 {sandbox.base_id} {rootfs.IDS_PER_SANDBOX}")
+                    file.write(f"0 {sandbox.base_id} {IDS_PER_SANDBOX}")
         except OSError as error:
             sandbox.failure = ("BootFailed", f"cannot map the ids from {sandbox.base_id} on: {error}")
             self._end(sandbox, keep_layer=False)

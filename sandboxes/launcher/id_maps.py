@@ -13,6 +13,7 @@ from collections import OrderedDict
 from typing import Final
 
 from headrace.sandboxes.launcher import syscalls
+from headrace.sandboxes.launcher.id_blocks import IDS_PER_SANDBOX
 
 _MAX_KEPT: Final = 1024
 
@@ -20,8 +21,7 @@ _MAX_KEPT: Final = 1024
 class IdMaps:
     """Descriptors by the first id on disk and the first id to show. They stay this object's."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self) -> None:
         self._known: OrderedDict[tuple[int, int], int] = OrderedDict()
 
     def get(self, stored: int, shown: int) -> int:
@@ -32,7 +32,7 @@ class IdMaps:
             return self._known[pair]
         if len(self._known) >= _MAX_KEPT:
             os.close(self._known.popitem(last=False)[1])
-        descriptor = self._known[pair] = _make(f"{stored} {shown} {self._count}")
+        descriptor = self._known[pair] = _make(f"{stored} {shown} {IDS_PER_SANDBOX}")
         return descriptor
 
 

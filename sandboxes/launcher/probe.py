@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.launcher import init, rootfs, seccomp, syscalls
 from headrace.sandboxes.launcher.cgroups import Cgroups, GroupLimits
-from headrace.sandboxes.launcher.id_blocks import FIRST_ID
+from headrace.sandboxes.launcher.id_blocks import FIRST_ID, IDS_PER_SANDBOX
 from headrace.sandboxes.launcher.id_maps import IdMaps
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _id_range() -> None:
             raise OSError(1, "the child has no user namespace")
         for name in ("uid_map", "gid_map"):
             with open(f"/proc/{child}/{name}", "w", encoding="utf-8") as file:
-                file.write(f"0 {FIRST_ID} {rootfs.IDS_PER_SANDBOX}")
+                file.write(f"0 {FIRST_ID} {IDS_PER_SANDBOX}")
     finally:
         os.write(done_write, b"d")
         os.waitpid(child, 0)
@@ -131,7 +131,7 @@ def _mount_mapped_overlay() -> None:
     for name in ("upper", "work", "root"):
         os.mkdir(f"/layers/probe/{name}")
     lower = syscalls.copy_mount("/images")
-    syscalls.map_mount_ids(lower, IdMaps(rootfs.IDS_PER_SANDBOX).get(0, FIRST_ID))
+    syscalls.map_mount_ids(lower, IdMaps().get(0, FIRST_ID))
     syscalls.attach_mount(lower, "/lower/0")
     layer = "/layers/probe"
     options = f"lowerdir=/lower/0,upperdir={layer}/upper,workdir={layer}/work,redirect_dir=on"

@@ -24,7 +24,6 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from headrace.sandboxes.launcher import syscalls
-from headrace.sandboxes.launcher.id_blocks import IDS_PER_SANDBOX as IDS_PER_SANDBOX
 
 LAYERS: Final = "/layers"
 IMAGES: Final = "/images"

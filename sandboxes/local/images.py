@@ -45,22 +45,27 @@ class LocalImages:
         ImagePending for what takes long to unpack."""
         if reference == HOST or reference.startswith(SNAPSHOT):
             return reference
+        image = await self._store.resolve(reference, patience_s=_PATIENCE_S)
+        async with self._adding:
+            if image.digest in self._leases:
+                self._leases.move_to_end(image.digest)
+                return image.digest
+            return await self._take(reference)
+
+    async def _take(self, reference: str) -> str:
+        """Lease the image and hand it over."""
         lease = await self._store.lease(reference, holder_pid=self._launcher_pid, patience_s=_PATIENCE_S)
         name = lease.image.digest
-        async with self._adding:
-            try:
-                known = name in self._leases
-                if not known:
-                    await self._add(name, lease.image)
-            except BaseException:
-                await asyncio.shield(lease.release())
-                raise
-            if known:
-                self._leases.move_to_end(name)
-                await lease.release()
-            else:
-                self._leases[name] = lease
-                await self._drop_oldest()
+        try:
+            await self._add(name, lease.image)
+        except BaseException:
+            await asyncio.shield(lease.release())
+            raise
+        before, self._leases[name] = self._leases.pop(name, None), lease
+        if before is not None:
+            # What the reference means changed meanwhile to an image that was there.
+            await before.release()
+        await self._drop_oldest()
         return name
 
     async def drop(self, name: str) -> bool:

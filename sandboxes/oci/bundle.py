@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from headrace.sandboxes.launcher.id_blocks import IDS_PER_SANDBOX
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headrace.sandboxes.launcher.commands import Account
 
-IDS_PER_SANDBOX: Final = 65536
 SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CAPABILITIES: Final = tuple(
     f"CAP_{name}" for name in ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")

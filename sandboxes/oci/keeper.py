@@ -27,7 +27,6 @@ from typing import Any, Final, NoReturn
 from headrace.sandboxes.launcher import rootfs, syscalls
 from headrace.sandboxes.launcher.id_maps import IdMaps
 from headrace.sandboxes.oci import cgroups as oci_cgroups
-from headrace.sandboxes.oci.bundle import IDS_PER_SANDBOX
 
 LAYER: Final = "layer"
 FROZEN_MARK: Final = "frozen"
@@ -272,7 +271,7 @@ def _build_root(request: Request) -> None:
 def _mount_lowers(prefix: str, folders: list[str], stored_id: int, base_id: int) -> list[str]:
     """Attach folders under names of this folder, their files shown with the sandbox's ids. Returns the names."""
     names = []
-    id_maps = IdMaps(IDS_PER_SANDBOX)
+    id_maps = IdMaps()
     for number, folder in enumerate(folders):
         names.append(f"{prefix}{number}")
         os.mkdir(names[-1])

@@ -36,6 +36,7 @@ from headrace.sandboxes.images.folders import Owner, is_alive, new_owner, remove
 from headrace.sandboxes.images.merged_tree import find
 from headrace.sandboxes.images.store import ImageStore
 from headrace.sandboxes.launcher import rootfs
+from headrace.sandboxes.launcher.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.oci import cgroups as oci_cgroups
 from headrace.sandboxes.oci.bundle import BindMount, BundlePlan, Limits, bundle_config
 from headrace.sandboxes.oci.host_skeleton import HOST_IMAGE, host_skeleton, system_folders
@@ -217,7 +218,7 @@ class OciProvider:
             keeper_pid=self._keeper.pid,
             bash=root.bash,
             group=f"/oci-headrace-{sandbox.ref.id}",
-            base_id=_FIRST_ID + sandbox.slot * rootfs.IDS_PER_SANDBOX,
+            base_id=_FIRST_ID + sandbox.slot * IDS_PER_SANDBOX,
             lowers=root.lowers,
             environment=root.environment,
             open_files=self._config.open_files,
