@@ -42,9 +42,15 @@ class BadRequest(WireError):
 
 
 class ContextExceeded(WireError):
-    """The rendered prompt leaves no room for a token. Knob: budgets.max_context_tokens."""
+    """The rendered prompt leaves no room for a token. `tokens` is its length (None: it was too long to count), `limit`
+    what fits; every wire words it so that its agents compact. Knob: budgets.max_context_tokens."""
 
     code = "context_length_exceeded"
+
+    def __init__(self, message: str, field: str | None = None, *, tokens: int | None = None, limit: int = 0) -> None:
+        super().__init__(message, field)
+        self.tokens = tokens
+        self.limit = limit
 
 
 class SessionUnknown(WireError):

@@ -1,25 +1,31 @@
 """From messages to token ids: what a session needs of a tokenizer and its chat template, and nothing more.
 
 Invariants:
-- `render(messages)` ends where the policy begins to speak.
+- `render` ends where the policy begins to speak.
 - `bridge` closes the sampled turn if it did not close itself, renders only the new messages and opens the next turn:
   history plus bridge is what the session sends, and history is never rendered again.
 - Contents are text: markup inside a message never becomes a control token.
+- System messages after the first are folded the same way every time: a conversation that grows only appends tokens.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Sequence
     from pathlib import Path
 
-    from headrace.serve.conversation import Message
+    from headrace.serve.conversation import Message, ToolCall, ToolSpec
+
+TokenIds: TypeAlias = "array[int]"
+"""Array of the type code `i` (int32)."""
 
 
 class Renderer(Protocol):
-    """`policies.tokenizer.ChatTokenizer` is one. Ids are in `[0, vocab_size)`; `stop_ids` end a turn of the policy."""
+    """Pure functions of their arguments (caches aside). Ids are in `[0, vocab_size)`; `stop_ids` end a turn of the
+    policy."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -27,18 +33,35 @@ class Renderer(Protocol):
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
 
-    def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    @property
+    def bridges(self) -> bool:
+        """Whether the template's turns can be appended to a history that is not rendered again (probed at start)."""
+        ...
+
+    @property
+    def opens_reasoning(self) -> bool:
+        """Whether the generation prompt itself opens the reasoning (`<think>`), so that an output begins inside it."""
+        ...
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
         """All ids of the conversation up to where the policy speaks. Raises TemplateRefused."""
         ...
 
-    def bridge(self, last_id: int, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Ids between the last sampled id (`last_id`; a stop id, unless the turn was cut) and the next one. Raises
+    def bridge(self, last_id: int, calls: Sequence[ToolCall], messages: Sequence[Message]) -> TokenIds:
+        """Ids between the last sampled id (`last_id`; a stop id, unless the turn was cut) and the next one. `calls`
+        are those of the sampled turn, for templates that name them beside the results. Only where `bridges`. Raises
         TemplateRefused."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text with special tokens as they are spelled; bytes that are no UTF-8 become U+FFFD."""
+        ...
+
+    def visible(self, text: str) -> str:
+        """Text without the spelling of special tokens."""
         ...
 
 
 def load_renderer(tokenizer_dir: Path) -> Renderer:
     """The renderer of a model directory. Raises TokenizerInvalid that names the file."""
-    from headrace.policies.tokenizer import ChatTokenizer
-
-    return ChatTokenizer(tokenizer_dir)
+    raise NotImplementedError(tokenizer_dir)

@@ -1,0 +1,1 @@
+"""What the policy meant: reasoning, text and tool calls read out of sampled text."""
