@@ -32,8 +32,9 @@ ParsedBlock: TypeAlias = Text | Reasoning | ParsedCall
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """`blocks` in the order sampled, none of them empty. `lost_calls` counts call markup that gave no call (broken,
-    cut, of a tool nobody offered): the alarm for a parser that does not fit its model."""
+    """`blocks` in the order sampled, none of them empty. A well-formed call of a tool nobody offered is a call: agents
+    tell the policy so themselves. `lost_calls` counts call markup that gave no call (broken, cut): the alarm for a
+    parser that does not fit its model."""
 
     blocks: tuple[ParsedBlock, ...]
     lost_calls: int = 0
