@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest
-    from headrace.serve.session import SessionReport
+    from headrace.serve.rows import SessionReport
 
 
 class WorkerStations(Owning):
