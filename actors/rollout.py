@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.shell import AgentReport, StopReason
+from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
 from headrace.actors.preparing import prepare
 from headrace.buffer.types import Cause, Outcome, RolloutResult
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from headrace.buffer.types import RolloutOrder
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
+    from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease
     from headrace.serve.client import OpenedSession
     from headrace.serve.rows import SessionReport
@@ -67,6 +67,11 @@ class RolloutConfig(BaseModel):
 
 class Stations(Protocol):
     """Where a rollout goes; the worker batches what can be batched."""
+
+    @property
+    def folders(self) -> tuple[HostFolder, ...]:
+        """What the agent's sandbox shows of the host."""
+        ...
 
     async def lease(self, request: LeaseRequest) -> Lease: ...
 
@@ -164,6 +169,7 @@ async def _lease(order: RolloutOrder, stations: Stations, config: RolloutConfig,
         image=order.task.image,
         idempotency_key=f"{order.rollout_id}.{order.attempt}",
         labels={"purpose": order.purpose, "rollout": order.rollout_id},
+        folders=stations.folders,
     )
     clocks = {"queue_timeout_s": config.queue_timeout_s, "boot_timeout_s": config.boot_timeout_s}
     timeout_s = config.queue_timeout_s + config.boot_timeout_s + ANSWER_S

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
+from headrace.actors.agents.agent import AgentSession
 from headrace.actors.agents.chat import ChatClient
 from headrace.actors.leases import Leases
 from headrace.actors.operations import OperationCalls
@@ -19,11 +20,11 @@ from headrace.serve.errors import GatewayUnreachable, SessionUnknown
 from headrace.serve.session import Session, SessionId, SessionSpec
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.shell import AgentReport
+    from headrace.actors.agents.agent import AgentReport
     from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
     from headrace.actors.worker import WorkerParts
     from headrace.buffer.types import RolloutOrder
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
+    from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest
     from headrace.serve.rows import SessionReport
 
@@ -46,6 +47,10 @@ class WorkerStations(Owning):
             OperationCalls(self._parts.evaluator, unclaimed=_nothing_to_give_back)
         )
         return self
+
+    @property
+    def folders(self) -> tuple[HostFolder, ...]:
+        return self._parts.agent.folders
 
     async def lease(self, request: LeaseRequest) -> Lease:
         return await self._leases.lease(request)
@@ -80,8 +85,12 @@ class WorkerStations(Owning):
         return opened[0]
 
     async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
-        chat = ChatClient(self._http, session.base_url)
-        return await self._parts.agent.run(chat=chat, sandbox=sandbox, task=order.task)
+        given = AgentSession(
+            base_url=session.base_url,
+            chat=ChatClient(self._http, session.base_url),
+            context_tokens=self._parts.budgets.max_context_tokens,
+        )
+        return await self._parts.agent.run(session=given, sandbox=sandbox, task=order.task)
 
     async def finish_session(self, session: OpenedSession) -> SessionReport:
         if self._gateway is None:

@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import aiohttp
 
@@ -51,6 +51,14 @@ class ChatReply:
 
     text: str
     finish_reason: str
+
+
+class Chat(Protocol):
+    """The policy behind its wire."""
+
+    async def __call__(self, messages: Sequence[ChatMessage]) -> ChatReply:
+        """The answer to the conversation. Raises ChatContextExceeded, ChatFailed."""
+        ...
 
 
 class ChatClient:
