@@ -155,7 +155,7 @@ async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, p
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,
-        outcome=outcome_of(report, verdict),
+        outcome=outcome_of(report, record, verdict),
         trajectory=record.trajectory,
         phases_s=tuple(phases.seconds),
         turns=record.turns,
@@ -234,11 +234,13 @@ async def _evaluate(order: RolloutOrder, stations: Stations, ref: SandboxRef, re
     )
 
 
-def outcome_of(report: AgentReport, verdict: Verdict) -> Outcome:
-    """The outcome of a scored rollout (DESIGN 6): the verdict's, or `budget` when the agent ran out of something."""
+def outcome_of(report: AgentReport, record: SessionReport, verdict: Verdict) -> Outcome:
+    """The outcome of a scored rollout (DESIGN 6): the verdict's, or `budget` when agent or session ran out of
+    something."""
     if verdict.reward is None:
         return Outcome(reward=None, trainable=False, cause=verdict.cause, detail=verdict.detail)
-    cause = verdict.cause if report.stop is StopReason.FINISHED or verdict.cause is Cause.INVALID else Cause.BUDGET
+    ended_by_itself = report.stop is StopReason.FINISHED and not record.exhausted
+    cause = verdict.cause if ended_by_itself or verdict.cause is Cause.INVALID else Cause.BUDGET
     return Outcome(reward=verdict.reward, trainable=True, cause=cause, detail=verdict.detail)
 
 
