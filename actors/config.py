@@ -15,6 +15,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from headrace.actors.agents.claude_code import ClaudeCodeConfig
+from headrace.actors.agents.codex import CodexConfig
+from headrace.actors.agents.mini_swe_agent import MiniSweAgentConfig
+from headrace.actors.agents.opencode import OpencodeConfig
+from headrace.actors.agents.qwen_code import QwenCodeConfig
 from headrace.actors.agents.shell import ShellAgentConfig
 from headrace.actors.dispatcher import DispatcherConfig
 from headrace.actors.engines import EnginesConfig
@@ -32,6 +37,8 @@ from headrace.serve.telemetry import TelemetryConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.actors.agents.cli_agent import CliAgentConfig
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,6 +51,16 @@ class AgentKind(StrEnum):
     """The white-box shell agent: every answer of the policy is a command."""
     IMMEDIATE = "immediate"
     """Returns at once: for measuring the orchestration only."""
+    CLAUDE_CODE = "claude-code"
+    """Anthropic's program, in the sandbox; this and the following come by `scripts/install_agents`."""
+    CODEX = "codex"
+    """OpenAI's program, in the sandbox."""
+    MINI_SWE_AGENT = "mini-swe-agent"
+    """A small agent in Python with one tool or none, in the sandbox."""
+    QWEN_CODE = "qwen-code"
+    """Qwen's program, in the sandbox."""
+    OPENCODE = "opencode"
+    """A program for many providers, in the sandbox."""
 
 
 class SandboxKind(StrEnum):
@@ -81,9 +98,39 @@ class TasksSection(_Section):
         return self
 
 
-class AgentSection(ShellAgentConfig):
+class AgentSection(_Section):
     kind: AgentKind = AgentKind.SHELL
-    """Which agent; the other keys of this table are the shell agent's."""
+    """Which agent works on the tasks: `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`, `opencode`, or
+    `immediate`, which does nothing. Only the table of that one counts."""
+    shell: ShellAgentConfig = ShellAgentConfig()
+    """Settings of the shell agent."""
+    claude_code: ClaudeCodeConfig = ClaudeCodeConfig()
+    """Settings of Claude Code."""
+    codex: CodexConfig = CodexConfig()
+    """Settings of Codex."""
+    mini_swe_agent: MiniSweAgentConfig = MiniSweAgentConfig()
+    """Settings of mini-swe-agent."""
+    qwen_code: QwenCodeConfig = QwenCodeConfig()
+    """Settings of qwen-code."""
+    opencode: OpencodeConfig = OpencodeConfig()
+    """Settings of opencode."""
+
+    @property
+    def program(self) -> CliAgentConfig | None:
+        """Settings of the chosen agent where it is a program in the sandbox."""
+        programs: dict[AgentKind, CliAgentConfig] = {
+            AgentKind.CLAUDE_CODE: self.claude_code,
+            AgentKind.CODEX: self.codex,
+            AgentKind.MINI_SWE_AGENT: self.mini_swe_agent,
+            AgentKind.QWEN_CODE: self.qwen_code,
+            AgentKind.OPENCODE: self.opencode,
+        }
+        return programs.get(self.kind)
+
+    @property
+    def max_turns(self) -> int:
+        """Answers of the policy in one session."""
+        return (self.program or self.shell).max_turns
 
 
 class SamplingSection(_Section):
@@ -238,6 +285,24 @@ def remote_hosts_are_named(config: RunConfig) -> str | None:
     return "sandbox.remote.urls is empty, and sandbox.provider is remote; name the exec servers"
 
 
+def programs_fit_the_sandboxes(config: RunConfig) -> str | None:
+    program, provider = config.agent.program, config.sandbox.provider
+    if program is None:
+        return None
+    if provider not in (SandboxKind.LOCAL, SandboxKind.REMOTE):
+        return (
+            f"agent.kind {config.agent.kind.value} needs a way to the gateway from inside its sandbox, which "
+            f"sandbox.provider {provider.value} does not have; set it to local or remote"
+        )
+    if provider is SandboxKind.REMOTE and not program.program:
+        table = config.agent.kind.value.replace("-", "_")
+        return (
+            f"agent.{table}.program is empty, and sandboxes of sandbox.provider remote show no folders of this host; "
+            "name the program in the tasks' images"
+        )
+    return None
+
+
 def enough_held_out_tasks(config: RunConfig) -> str | None:
     if config.tasks.heldout is not None or config.evaluation.tasks <= config.tasks.heldout_count:
         return None
@@ -254,6 +319,7 @@ CHECKS = (
     the_guard_covers_the_phases,
     rollouts_fit_the_sandboxes,
     remote_hosts_are_named,
+    programs_fit_the_sandboxes,
     enough_held_out_tasks,
 )
 """Combinations that cannot work, each with the knob to turn; None when all is well."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from pydantic import ValidationError
 
+from headrace.actors.choosing import make_agent
 from headrace.actors.config import RunConfig, SandboxKind, load_recipe
 from headrace.actors.errors import ActorLost, ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.guarding import guard, keep_running
@@ -68,6 +69,7 @@ def prepare(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
         raise RunExists(f"{directory.path} exists: choose another --name, or `headrace resume {directory.path}`")
     config = load_recipe(request.recipe, request.overrides, directory.path)
     check_model_files(config.model.path)
+    make_agent(config.agent)
     train, heldout = load_task_sets(config)
     if config.sandbox.provider is SandboxKind.LOCAL:
         require_namespaces()

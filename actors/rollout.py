@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.shell import AgentReport, StopReason
+from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
 from headrace.actors.preparing import prepare
 from headrace.buffer.types import Cause, Outcome, RolloutResult
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from headrace.buffer.types import RolloutOrder
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
+    from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease
     from headrace.serve.client import OpenedSession
-    from headrace.serve.session import SessionReport
+    from headrace.serve.rows import SessionReport
 
 ANSWER_S = 5.0
 """How much later than its own clocks a pool may say so."""
@@ -67,6 +67,11 @@ class RolloutConfig(BaseModel):
 
 class Stations(Protocol):
     """Where a rollout goes; the worker batches what can be batched."""
+
+    @property
+    def folders(self) -> tuple[HostFolder, ...]:
+        """What the agent's sandbox shows of the host."""
+        ...
 
     async def lease(self, request: LeaseRequest) -> Lease: ...
 
@@ -150,7 +155,7 @@ async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, p
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,
-        outcome=outcome_of(report, verdict),
+        outcome=outcome_of(report, record, verdict),
         trajectory=record.trajectory,
         phases_s=tuple(phases.seconds),
         turns=record.turns,
@@ -164,6 +169,7 @@ async def _lease(order: RolloutOrder, stations: Stations, config: RolloutConfig,
         image=order.task.image,
         idempotency_key=f"{order.rollout_id}.{order.attempt}",
         labels={"purpose": order.purpose, "rollout": order.rollout_id},
+        folders=stations.folders,
     )
     clocks = {"queue_timeout_s": config.queue_timeout_s, "boot_timeout_s": config.boot_timeout_s}
     timeout_s = config.queue_timeout_s + config.boot_timeout_s + ANSWER_S
@@ -228,11 +234,13 @@ async def _evaluate(order: RolloutOrder, stations: Stations, ref: SandboxRef, re
     )
 
 
-def outcome_of(report: AgentReport, verdict: Verdict) -> Outcome:
-    """The outcome of a scored rollout (DESIGN 6): the verdict's, or `budget` when the agent ran out of something."""
+def outcome_of(report: AgentReport, record: SessionReport, verdict: Verdict) -> Outcome:
+    """The outcome of a scored rollout (DESIGN 6): the verdict's, or `budget` when agent or session ran out of
+    something."""
     if verdict.reward is None:
         return Outcome(reward=None, trainable=False, cause=verdict.cause, detail=verdict.detail)
-    cause = verdict.cause if report.stop is StopReason.FINISHED or verdict.cause is Cause.INVALID else Cause.BUDGET
+    ended_by_itself = report.stop is StopReason.FINISHED and not record.exhausted
+    cause = verdict.cause if ended_by_itself or verdict.cause is Cause.INVALID else Cause.BUDGET
     return Outcome(reward=verdict.reward, trainable=True, cause=cause, detail=verdict.detail)
 
 

@@ -18,9 +18,7 @@ from collections import deque
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from headrace.actors.agents.immediate import ImmediateAgent
-from headrace.actors.agents.shell import ShellAgent
-from headrace.actors.config import AgentKind, RunConfig
+from headrace.actors.choosing import make_agent
 from headrace.actors.dispatcher import Dispatcher
 from headrace.actors.engines import EngineGroup, EnginesConfig
 from headrace.actors.errors import ActorLost, DiskFull, RunStalled, first_cause
@@ -39,12 +37,12 @@ from headrace.actors.worker import RolloutWorker, WorkerParts
 from headrace.buffer.tasks import load_tasks
 from headrace.serve.gateway import GatewayConfig
 from headrace.serve.progress import Progress
-from headrace.serve.session import Budgets, Sampling
+from headrace.serve.session import FINAL_TEXT, Budgets, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from headrace.actors.agents.agent import Agent
+    from headrace.actors.config import RunConfig
     from headrace.actors.run_directory import RunDirectory
     from headrace.actors.runtime import Runtime
     from headrace.buffer.types import StepReport
@@ -272,7 +270,11 @@ class Service(Owning):
                 self._spawn(
                     "gateway",
                     GatewayActor,
-                    GatewayConfig(tokenizer_dir=config.model.path, **config.gateway.model_dump()),
+                    GatewayConfig(
+                        tokenizer_dir=config.model.path,
+                        session_log_dir=directory.path / "sessions",
+                        **config.gateway.model_dump(),
+                    ),
                     address_file=directory.path / "gateway.json",
                     observing=self._observing,
                 )
@@ -336,7 +338,7 @@ class Service(Owning):
             pool=self._pool,
             evaluator=evaluator,
             replay=self._replay,
-            agent=_agent(config),
+            agent=make_agent(config.agent),
             gateway=await until_back(self._gateway.address),
             sampling=Sampling(temperature=config.sampling.temperature),
             budgets=Budgets(
@@ -344,6 +346,7 @@ class Service(Owning):
                 max_tokens_per_turn=config.sampling.max_tokens_per_turn,
                 max_context_tokens=config.sampling.max_context_tokens,
                 wall_s=config.rollout.agent_timeout_s,
+                final_text=FINAL_TEXT if config.agent.program else "",
             ),
             rollout=config.rollout,
             observing=self._observing,
@@ -360,12 +363,6 @@ def _engines(config: RunConfig) -> EnginesConfig:
     """The engines take what a session may have, unless the recipe says more."""
     context = config.engines.max_context_tokens or config.sampling.max_context_tokens
     return config.engines.model_copy(update={"max_context_tokens": context})
-
-
-def _agent(config: RunConfig) -> Agent:
-    if config.agent.kind is AgentKind.IMMEDIATE:
-        return ImmediateAgent()
-    return ShellAgent(config.agent)
 
 
 async def _or_none(call: Callable[[], Awaitable[R]]) -> R | None:

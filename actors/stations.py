@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
+from headrace.actors.agents.agent import AgentSession
 from headrace.actors.agents.chat import ChatClient
 from headrace.actors.leases import Leases
 from headrace.actors.operations import OperationCalls
@@ -19,13 +20,13 @@ from headrace.serve.errors import GatewayUnreachable, SessionUnknown
 from headrace.serve.session import Session, SessionId, SessionSpec
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.shell import AgentReport
+    from headrace.actors.agents.agent import AgentReport
     from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
     from headrace.actors.worker import WorkerParts
     from headrace.buffer.types import RolloutOrder
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
+    from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest
-    from headrace.serve.session import SessionReport
+    from headrace.serve.rows import SessionReport
 
 
 class WorkerStations(Owning):
@@ -46,6 +47,10 @@ class WorkerStations(Owning):
             OperationCalls(self._parts.evaluator, unclaimed=_nothing_to_give_back)
         )
         return self
+
+    @property
+    def folders(self) -> tuple[HostFolder, ...]:
+        return self._parts.agent.folders
 
     async def lease(self, request: LeaseRequest) -> Lease:
         return await self._leases.lease(request)
@@ -72,21 +77,22 @@ class WorkerStations(Owning):
     async def _open_session(gateway: GatewayClient, spec: SessionSpec) -> OpenedSession:
         """Wait for a gateway that is restarting: a rollout that fails at once would be issued again at once, and be
         poison before the gateway is back. The phase's deadline ends the waiting."""
-        policy = AsyncRetrying(
-            retry=retry_if_exception(lambda error: isinstance(error, GatewayUnreachable) and not error.answered),
-            wait=wait_random_exponential(multiplier=0.1, max=2.0),
-        )
-        opened: list[OpenedSession] = await policy(gateway.open, [spec])
+        opened: list[OpenedSession] = await _until_reached()(gateway.open, [spec])
         return opened[0]
 
     async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
-        chat = ChatClient(self._http, session.base_url)
-        return await self._parts.agent.run(chat=chat, sandbox=sandbox, task=order.task)
+        given = AgentSession(
+            base_url=session.base_url,
+            chat=ChatClient(self._http, session.base_url),
+            context_tokens=self._parts.budgets.max_context_tokens,
+        )
+        return await self._parts.agent.run(session=given, sandbox=sandbox, task=order.task)
 
     async def finish_session(self, session: OpenedSession) -> SessionReport:
         if self._gateway is None:
             return Session(SessionSpec(session_id=session.session_id), opened_at=0.0).report()
-        [report] = await self._gateway.finish([session.session_id])
+        # A gateway that restarts knows its sessions again, also those it had finished when its answer was lost.
+        [report] = await _until_reached()(self._gateway.finish, [session.session_id])
         if isinstance(report, SessionUnknown):
             raise report
         return report
@@ -94,6 +100,14 @@ class WorkerStations(Owning):
     async def evaluate(self, request: EvaluationRequest) -> Verdict:
         # With the sandbox: an attempt that a reset worker runs again is another evaluation.
         return await self._evaluate(f"{request.key}.{request.sandbox.id}", request)
+
+
+def _until_reached() -> AsyncRetrying:
+    """Again while the gateway is away; not when it refuses."""
+    return AsyncRetrying(
+        retry=retry_if_exception(lambda error: isinstance(error, GatewayUnreachable) and not error.answered),
+        wait=wait_random_exponential(multiplier=0.1, max=2.0),
+    )
 
 
 async def _nothing_to_give_back(_: Verdict) -> None:

@@ -49,6 +49,8 @@ class Feature(StrEnum):
     TERMINAL = "terminal"
     """`Sandbox.spawn` with a terminal."""
     USAGE = "usage"
+    FOLDERS = "folders"
+    """`SandboxSpec.folders`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,17 @@ class FrozenMount:
     """Absolute path in the frozen sandbox; resolved without following symbolic links."""
     target: str
     """Absolute path in the new sandbox."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFolder:
+    """A folder of the provider's host, shown in a sandbox of any image: read-only, nosuid and nodev, its programs can
+    be run. All sandboxes share its files; nothing is copied. A snapshot does not hold it."""
+
+    source: str
+    """Absolute path on the host, on a file system whose files can be shown with other ids (ext4, xfs, btrfs, tmpfs)."""
+    target: str
+    """Absolute path in the sandbox, outside of its system's folders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +89,7 @@ class SandboxSpec:
     idempotency_key: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     mounts: tuple[FrozenMount, ...] = ()
+    folders: tuple[HostFolder, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +305,9 @@ class SandboxProvider(Protocol):
     @property
     def features(self) -> frozenset[Feature]: ...
 
-    async def create(self, spec: SandboxSpec) -> SandboxRef: ...
+    async def create(self, spec: SandboxSpec) -> SandboxRef:
+        """Raises SandboxError; Unsupported where the spec needs a feature that the provider lacks."""
+        ...
 
     async def attach(self, ref: SandboxRef) -> Sandbox: ...
 

@@ -10,7 +10,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from headrace.sandboxes.base import HostPort, ImageRef, Process, SandboxUsage, TerminalSize
+    from headrace.sandboxes.base import HostPort, ImageRef, Process, SandboxSpec, SandboxUsage, TerminalSize
+
+
+def refuse_folders(spec: SandboxSpec, provider: str) -> None:
+    """What a provider without Feature.FOLDERS says of a spec that has some. Raises Unsupported."""
+    if spec.folders:
+        targets = ", ".join(folder.target for folder in spec.folders)
+        raise Unsupported(f"folders ({targets}): the {provider} provider shows none of its host; put them in the image")
 
 
 class PartialSandbox:

@@ -10,7 +10,9 @@
     │   ├── SessionExists        409
     │   └── InfraError           502, not the agent's fault: the session is marked
     │       ├── NoEngineOpen     503, every gate stayed closed until the deadline
+    │       ├── LogBroken        500, the session log cannot be written or read
     │       └── GatewayBroken    500, a defect of ours
+    ├── OptionRefused            an option of the command line cannot be
     └── GatewayUnreachable       the worker's client could not reach the gateway, or got no usable answer
 
 Invariant: every error survives pickling (all arguments after the message have defaults and live in `__dict__`).
@@ -94,11 +96,23 @@ class NoEngineOpen(InfraError):
     code = "no_engine_open"
 
 
+class LogBroken(InfraError):
+    """Nothing is answered that a restarted gateway would not know. Knobs: gateway.session_log_dir, the disk it is
+    on."""
+
+    status = 500
+    code = "session_log_broken"
+
+
 class GatewayBroken(InfraError):
     """A defect of ours; the traceback is in the log."""
 
     status = 500
     code = "gateway_error"
+
+
+class OptionRefused(ServeError):
+    """The message names the option and the fix."""
 
 
 class GatewayUnreachable(ServeError):

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.actors.agents.shell import AgentReport, StopReason
+from headrace.actors.agents.agent import AgentReport, StopReason
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.shell import Chat
+    from headrace.actors.agents.agent import AgentSession
     from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
+    from headrace.sandboxes.base import HostFolder, Sandbox
 
 
 class ImmediateAgent:
     """Finishes before its first turn; nothing is sampled, so nothing can be trained."""
 
-    async def run(self, *, chat: Chat, sandbox: Sandbox, task: Task) -> AgentReport:
+    @property
+    def folders(self) -> tuple[HostFolder, ...]:
+        return ()
+
+    async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
         return AgentReport(stop=StopReason.FINISHED, turns=0)

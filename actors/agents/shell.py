@@ -2,61 +2,32 @@
 
 Invariants:
 - The policy's text is run unchanged or not at all; what it prints (capped) is the next message.
-- The agent ends with exactly one StopReason. Failures of the gateway or the sandbox are raised, never turned into a
-  reason to stop.
 - Messages only grow, so every prompt extends the one before it.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.chat import ChatContextExceeded, ChatMessage, ChatReply
+from headrace.actors.agents.agent import AgentReport, StopReason
+from headrace.actors.agents.chat import ChatContextExceeded, ChatMessage
 from headrace.sandboxes.errors import ExecTimeout
 from headrace.serve import span_names
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from headrace.actors.agents.agent import AgentSession
+    from headrace.actors.agents.chat import ChatReply
     from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import ExecResult, Sandbox
+    from headrace.sandboxes.base import ExecResult, HostFolder, Sandbox
 
 tracer = trace.get_tracer("headrace.actors.agents.shell")
 
 TIMEOUT_OBSERVATION = "timeout"
 _ENDS_WITH_EXIT = re.compile(r"(?:^|[;&|\s])exit\s*$")
-
-
-class StopReason(StrEnum):
-    """Why the agent ended."""
-
-    FINISHED = "finished"
-    """A command that ends with `exit` has run."""
-    TURNS = "turns"
-    """Every allowed turn was used."""
-    CONTEXT = "context"
-    """The conversation no longer fits the context budget."""
-    LENGTH = "length"
-    """An answer was cut, or the session's budget was spent: the cut command was not run."""
-    INVALID = "invalid"
-    """An answer that is no command line: empty, several lines, or a NUL character."""
-    TIME = "time"
-    """Whoever ran the agent stopped it because its time was over."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentReport:
-    """How a rollout's agent part ended. `turns` counts answers of the policy, `commands` are those that were run."""
-
-    stop: StopReason
-    turns: int
-    commands: tuple[str, ...] = ()
 
 
 class ShellAgentConfig(BaseModel):
@@ -74,21 +45,17 @@ class ShellAgentConfig(BaseModel):
     """Where every command starts; each one is a fresh shell."""
 
 
-class Chat(Protocol):
-    """The policy behind its wire."""
-
-    async def __call__(self, messages: Sequence[ChatMessage]) -> ChatReply:
-        """The answer to the conversation. Raises ChatContextExceeded, ChatFailed."""
-        ...
-
-
 class ShellAgent:
     """Runs one task. Holds no state between runs."""
 
     def __init__(self, config: ShellAgentConfig) -> None:
         self._config = config
 
-    async def run(self, *, chat: Chat, sandbox: Sandbox, task: Task) -> AgentReport:
+    @property
+    def folders(self) -> tuple[HostFolder, ...]:
+        return ()
+
+    async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
         """Ask, run, show, until the policy exits or a limit ends it.
 
         Raises:
@@ -99,7 +66,7 @@ class ShellAgent:
         commands: list[str] = []
         for turn in range(1, self._config.max_turns + 1):
             try:
-                reply = await chat(messages)
+                reply = await session.chat(messages)
             except ChatContextExceeded:
                 return AgentReport(stop=StopReason.CONTEXT, turns=turn - 1, commands=tuple(commands))
             refusal = unusable(reply)

@@ -40,6 +40,7 @@ from headrace.sandboxes.errors import (
     SpecRefused,
     Unsupported,
 )
+from headrace.sandboxes.partial import refuse_folders
 
 if TYPE_CHECKING:
     import builtins
@@ -246,6 +247,7 @@ def _check_spec(spec: SandboxSpec) -> None:
         raise SpecRefused(f"network {spec.network.value!r}: set `internet` of the e2b provider instead")
     if spec.mounts:
         raise Unsupported("E2B sandboxes cannot mount frozen data")
+    refuse_folders(spec, PROVIDER)
     for name in ("cpu", "memory_bytes", "disk_bytes", "pids"):
         if getattr(spec, name) is not None:
             raise SpecRefused(f"{name}: fixed by the template of an E2B sandbox; leave it unset")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from headrace.sandboxes.base import FrozenMount, SandboxId, SandboxSpec
+from headrace.sandboxes.base import Feature, FrozenMount, SandboxId, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.exec_server.access import check_secret, owner_of
 from headrace.sandboxes.exec_server.answers import answer, refusal
@@ -102,7 +102,9 @@ class ExecApi:
         return web.json_response({"ok": True})
 
     async def _features(self, request: web.Request, owner: Owner) -> Any:
-        return {"features": sorted(feature.value for feature in self._registry.provider.features)}
+        # Folders of this host are not for those who come over the wire to name.
+        features = self._registry.provider.features - {Feature.FOLDERS}
+        return {"features": sorted(feature.value for feature in features)}
 
     async def _images(self, request: web.Request, owner: Owner) -> Any:
         snapshots = self._registry.table.snapshots(owner.name).values()

@@ -72,23 +72,28 @@ class Boots:
         self, sandbox: Record, message: Message, mounts: tuple[rootfs.Mount, ...], source: Record | None
     ) -> Channel:
         """Fork the first process; the boot is over when it says so on the channel. Raises Refused."""
-        if self.shelf.find(str(message["image"])) is None:
-            raise Refused("ImageUnknown", f"image {message['image']!r}: the launcher does not have it")
+        folders = requests.folders_of(message)
+        needed = (str(message["image"]), *(name for name, _ in folders))
+        for name in needed:
+            if self.shelf.find(name) is None:
+                raise Refused("ImageUnknown", f"image {name!r}: the launcher does not have it")
         self._check_room()
         group_limits = self._group_limits(message)
         limits = self._limits(message, group_limits)
-        _check_targets(mounts)
+        _check_targets((*(mount.target for mount in mounts), *(target for _, target in folders)))
         sandbox.base_id = self._range_for(source)
-        sandbox.image = str(message["image"])
+        sandbox.image, sandbox.folders = needed[0], needed[1:]
         sandbox.limits = {"memory_bytes": group_limits.memory_bytes, "cpus": group_limits.cpus}
-        self.shelf.take(sandbox.image)
+        for name in needed:
+            self.shelf.take(name)
         try:
             self.groups.create(sandbox.id, group_limits)
-            return self._fork(sandbox, self._root(sandbox, mounts, source), limits)
+            return self._fork(sandbox, self._root(sandbox, folders, mounts, source), limits)
         except OSError as error:
             self.groups.remove(sandbox.id)
             self._ranges.release(sandbox.base_id)
-            self.shelf.give_back(sandbox.image)
+            for name in needed:
+                self.shelf.give_back(name)
             raise Refused("BootFailed", str(error)) from error
 
     def _range_for(self, source: Record | None) -> int:
@@ -215,15 +220,27 @@ class Boots:
                 return
         os._exit(1)
 
-    def _root(self, sandbox: Record, mounts: tuple[rootfs.Mount, ...], source: Record | None) -> rootfs.Root:
+    def _root(
+        self,
+        sandbox: Record,
+        folders: tuple[tuple[str, str], ...],
+        mounts: tuple[rootfs.Mount, ...],
+        source: Record | None,
+    ) -> rootfs.Root:
         image = self.image_of(sandbox)
         source_image = rootfs.HOST if source is None else self.image_of(source)
         maps = [
             tuple(self._id_map(layer.base_id, sandbox.base_id) for layer in shown.layers)
             for shown in (image, source_image)
         ]
+        shown = tuple(self._folder(name, target, sandbox.base_id) for name, target in folders)
         single = self.single_id
-        return rootfs.Root(sandbox.id, sandbox.base_id, single, image, maps[0], mounts, source_image, maps[1])
+        return rootfs.Root(sandbox.id, sandbox.base_id, single, image, maps[0], shown, mounts, source_image, maps[1])
+
+    def _folder(self, name: str, target: str, base_id: int) -> rootfs.Folder:
+        held = self.shelf.find(name)
+        assert held is not None
+        return rootfs.Folder(held.layers[0], self._id_map(held.layers[0].base_id, base_id), target)
 
     def _id_map(self, stored: int, shown: int) -> int:
         return -1 if self.single_id else self._id_maps.get(stored, shown)
@@ -239,10 +256,10 @@ class Boots:
         self._ranges.release(base_id)
 
 
-def _check_targets(mounts: tuple[rootfs.Mount, ...]) -> None:
-    for mount in mounts:
+def _check_targets(targets: tuple[str, ...]) -> None:
+    for target in targets:
         try:
-            rootfs.check_target(mount.target)
+            rootfs.check_target(target)
         except rootfs.MountRefused as error:
             raise Refused("SpecRefused", str(error)) from error
 
@@ -262,7 +279,7 @@ def _become_init(plan: Plan, groups: Cgroups, control: socket.socket) -> NoRetur
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         kept = os.dup(control.fileno())
         first = 3
-        needed = {kept, commands_group, plan.layers_folder, *plan.root.id_maps, *plan.root.source_id_maps}
+        needed = {kept, commands_group, plan.layers_folder, *plan.root.all_id_maps}
         for descriptor in sorted(needed - {-1}):
             os.closerange(first, descriptor)
             first = descriptor + 1

@@ -519,7 +519,8 @@ class ForkServer:
         self._answer_enders(sandbox, {})
 
     def _forget(self, sandbox: Record) -> None:
-        self._shelf.give_back(sandbox.image)
+        for name in (sandbox.image, *sandbox.folders):
+            self._shelf.give_back(name)
         self._deadlines.drop(sandbox.id)
         del self._sandboxes[sandbox.id]
         if self._by_key.get(sandbox.key) == sandbox.id:

@@ -104,7 +104,7 @@ def _build(plan: Plan, channel: Channel) -> None:
     if plan.layers_folder >= 0:
         _mount_disk_layer(plan, channel)
     rootfs.build_sandbox_root(plan.root, plan.host)
-    close_all({*plan.root.id_maps, *plan.root.source_id_maps} - {-1})
+    close_all(plan.root.all_id_maps)
     _enter_user_namespace(plan)
     channel.send({"event": "unmapped"})
     _wait_for_word(channel)

@@ -23,6 +23,7 @@ class Record:
         "enders",
         "executions",
         "failure",
+        "folders",
         "id",
         "image",
         "keep_layer",
@@ -56,6 +57,8 @@ class Record:
         self.failure = ("BootFailed", "the sandbox's first process died during the boot")
         """Name of the error and message for those who wait for the boot, should it end now."""
         self.image = ""
+        self.folders: tuple[str, ...] = ()
+        """Names of those of the host that it shows."""
         self.keep_layer = False
         self.becomes_image = False
         self.creators: list[Waiter] = []

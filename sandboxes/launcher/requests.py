@@ -16,6 +16,8 @@ from headrace.sandboxes.launcher.settings import Refused
 if TYPE_CHECKING:
     from headrace.sandboxes.launcher.wire import Message
 
+FOLDER: Final = "folder:"
+"""Begins the names of folders that the owner handed over to be shown in sandboxes."""
 _LONGEST_LEASE_S: Final = 1e9
 _MOST: Final = 1 << 62
 _MAX_LABEL_BYTES: Final = 8192
@@ -42,6 +44,15 @@ def amount(name: str, value: object) -> float | None:
 def mounts_of(message: Message) -> tuple[Mount, ...]:
     """What is to be shown of a frozen sandbox."""
     return tuple(Mount(*(_text("mounts", value) for value in row)) for row in message["mounts"])
+
+
+def folders_of(message: Message) -> tuple[tuple[str, str], ...]:
+    """What is to be shown of the host: the name under which the launcher has it, and where."""
+    rows = tuple((_text("folders", name), _text("folders", target)) for name, target in message["folders"])
+    for name, _ in rows:
+        if not name.startswith(FOLDER):
+            raise _refusal("folders", name, "is no folder that was handed over")
+    return rows
 
 
 def labels_of(message: Message) -> dict[str, str]:

@@ -107,8 +107,8 @@ class HostImage(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A read-only layer of an image. Its files belong to ids that begin at `base_id`: 0 as they were unpacked, that of
-    the sandbox whose snapshot it is otherwise."""
+    """A read-only layer of an image, or a folder of the host. Its files belong to ids that begin at `base_id`: 0 as
+    they were unpacked, that of the sandbox whose snapshot it is otherwise."""
 
     path: str
     base_id: int
@@ -141,6 +141,14 @@ class Mount(NamedTuple):
     target: str
 
 
+class Folder(NamedTuple):
+    """A folder of the host, shown at `target`, absolute. `id_map` as in `Root`."""
+
+    layer: Layer
+    id_map: int
+    target: str
+
+
 class Root(NamedTuple):
     """What one sandbox's root is built from. `id_maps` are user namespaces for the layers, in their order, or -1 where
     ids are shown as they are."""
@@ -151,10 +159,16 @@ class Root(NamedTuple):
     """There is no other id than that of root inside."""
     image: Image
     id_maps: tuple[int, ...]
+    folders: tuple[Folder, ...]
     mounts: tuple[Mount, ...]
     source_image: Image
     """Of the sandbox whose frozen paths are shown; it has the ids of this one."""
     source_id_maps: tuple[int, ...]
+
+    @property
+    def all_id_maps(self) -> set[int]:
+        """Descriptors that building it needs."""
+        return {*self.id_maps, *self.source_id_maps, *(folder.id_map for folder in self.folders)} - {-1}
 
 
 class ImageUnusable(Exception):
@@ -315,6 +329,8 @@ def build_sandbox_root(root: Root, host: HostImage) -> None:
     if root.image.shows_host:
         _mount_system(path, host)
     _mount_kernel(path, root)
+    for folder in root.folders:
+        _attach(folder.layer, folder.id_map, _make_target(path, root.base_id, check_target(folder.target), folder=True))
     for frozen in root.mounts:
         _mount_frozen(path, root, frozen)
     syscalls.pivot_into(path)
@@ -340,14 +356,19 @@ def _overlay_options(root: Root) -> str:
 def _mount_layers(image: Image, id_maps: tuple[int, ...]) -> str:
     """Attach the layers in this mount namespace. Returns them as overlayfs wants them (overlayfs.rst)."""
     for number, (layer, id_map) in enumerate(zip(image.layers, id_maps, strict=True)):
-        mount = syscalls.copy_mount(layer.path)
-        try:
-            if id_map >= 0:
-                syscalls.map_mount_ids(mount, id_map)
-            syscalls.attach_mount(mount, f"{_LOWER}/{number}")
-        finally:
-            os.close(mount)
+        _attach(layer, id_map, f"{_LOWER}/{number}")
     return ":".join(f"{_LOWER}/{number}" for number in range(len(image.layers)))
+
+
+def _attach(layer: Layer, id_map: int, target: str) -> None:
+    """Show it there, read-only as it is at its own place, with the ids of the map."""
+    mount = syscalls.copy_mount(layer.path)
+    try:
+        if id_map >= 0:
+            syscalls.map_mount_ids(mount, id_map)
+        syscalls.attach_mount(mount, target)
+    finally:
+        os.close(mount)
 
 
 def _mount_system(path: str, host: HostImage) -> None:

@@ -1,4 +1,5 @@
-"""The images a launcher can boot: the host, folders that its owner handed over, and snapshots of its sandboxes.
+"""The images a launcher can boot: the host, folders that its owner handed over, and snapshots of its sandboxes; and
+folders of the host to be shown in any of them, each kept like an image of one layer.
 
 Invariants:
 - An image in use by a sandbox, frozen ones included, stays; so does a layer as long as an image or a sandbox has it.
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.launcher import rootfs
+from headrace.sandboxes.launcher.requests import FOLDER
 from headrace.sandboxes.launcher.rootfs import HOST, Image, Layer
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ class Shelf:
 
     @property
     def names(self) -> list[str]:
-        return [name for name in self._images if name != HOST_NAME]
+        return [name for name in self._images if name != HOST_NAME and not name.startswith(FOLDER)]
 
     def find(self, name: str) -> Image | None:
         return self._images.get(name)

@@ -3,16 +3,20 @@
 Invariants:
 - What a launcher has is leased from the store in the launcher's name: it stays as long as the launcher lives.
 - At most `max_images` are handed over; above it the least recently used that no sandbox uses is dropped.
+- Folders of the host are handed over once and stay; one that was replaced by another at the same path is another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import stat
 from collections import OrderedDict
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes.errors import ImageRefused
+from headrace.sandboxes.errors import ImageRefused, SpecRefused, Unsupported
 from headrace.sandboxes.launcher import syscalls
+from headrace.sandboxes.launcher.requests import FOLDER
 from headrace.sandboxes.launcher.wire import close_all
 
 if TYPE_CHECKING:
@@ -38,6 +42,7 @@ class LocalImages:
         self._launcher_pid = launcher_pid
         self._max_images = max_images
         self._leases: OrderedDict[str, ImageLease] = OrderedDict()
+        self._folders: set[str] = set()
         self._adding = asyncio.Lock()
 
     async def provide(self, reference: str) -> str:
@@ -51,6 +56,21 @@ class LocalImages:
                 self._leases.move_to_end(image.digest)
                 return image.digest
             return await self._take(reference)
+
+    async def provide_folder(self, source: str) -> str:
+        """The name by which the launcher shows a folder of the host. Raises SpecRefused, Unsupported."""
+        name = await asyncio.to_thread(_folder_name, source)
+        async with self._adding:
+            if name not in self._folders:
+                try:
+                    mounts = await asyncio.to_thread(_mounts_of, (source,))
+                except PermissionError as error:
+                    raise Unsupported(f"folder {source}: only root can show folders of the host ({error})") from error
+                except OSError as error:
+                    raise SpecRefused(f"folder {source}: {error}") from error
+                await self._ask({"op": "add_image", "name": name, "environment": {}, "folder": ""}, mounts)
+                self._folders.add(name)
+        return name
 
     async def _take(self, reference: str) -> str:
         """Lease the image and hand it over."""
@@ -75,6 +95,7 @@ class LocalImages:
 
     async def provide_again(self, reference: str, name: str) -> str:
         """The launcher does not have `name` any more: another provider dropped it, or it is a new launcher."""
+        self._folders.clear()
         lease = self._leases.pop(name, None)
         if lease is not None:
             await lease.release()
@@ -88,7 +109,10 @@ class LocalImages:
         return dropped
 
     async def _add(self, name: str, image: ResolvedImage) -> None:
-        mounts = await asyncio.to_thread(_mounts_of, image)
+        try:
+            mounts = await asyncio.to_thread(_mounts_of, image.layers)
+        except OSError as error:
+            raise ImageRefused(f"image {image.reference!r}: {error}") from error
         message = {"op": "add_image", "name": name, "environment": dict(image.environment), "folder": image.folder}
         await self._ask(message, mounts)
 
@@ -103,11 +127,21 @@ class LocalImages:
             await lease.release()
 
 
-def _mounts_of(image: ResolvedImage) -> list[int]:
+def _mounts_of(folders: Sequence[Path | str]) -> list[int]:
     mounts: list[int] = []
     try:
-        mounts.extend(syscalls.copy_mount(str(layer)) for layer in image.layers)
-    except OSError as error:
+        mounts.extend(syscalls.copy_mount(str(folder)) for folder in folders)
+    except OSError:
         close_all(mounts)
-        raise ImageRefused(f"image {image.reference!r}: {error}") from error
+        raise
     return mounts
+
+
+def _folder_name(source: str) -> str:
+    try:
+        status = Path(source).stat()
+    except (OSError, ValueError) as error:
+        raise SpecRefused(f"folder {source!r}: {error}") from error
+    if not Path(source).is_absolute() or not stat.S_ISDIR(status.st_mode):
+        raise SpecRefused(f"folder {source}: give the absolute path of a folder of the host")
+    return f"{FOLDER}{status.st_dev}:{status.st_ino}"

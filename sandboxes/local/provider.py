@@ -225,17 +225,22 @@ class LocalProvider:
             "memory_bytes": spec.memory_bytes,
             "cpus": spec.cpu,
             "mounts": [(mount.source, mount.path, mount.target) for mount in spec.mounts],
+            "folders": await self._folders(spec),
         }
         try:
             answer = await self._ask_for_boot(message)
         except ImageUnknown:
-            if image == spec.image:
+            if image == spec.image and not spec.folders:
                 raise
             again = await self._images.provide_again(spec.image, image)
-            answer = await self._ask_for_boot({**message, "image": again})
+            answer = await self._ask_for_boot({**message, "image": again, "folders": await self._folders(spec)})
         return SandboxRef(
             provider=PROVIDER, id=SandboxId(answer["sandbox"]), endpoint=answer["endpoint"], secret=answer["secret"]
         )
+
+    async def _folders(self, spec: SandboxSpec) -> list[tuple[str, str]]:
+        assert self._images is not None
+        return [(await self._images.provide_folder(folder.source), folder.target) for folder in spec.folders]
 
     async def _ask_for_boot(self, message: Message) -> Message:
         discard = {"op": "discard", "key": message["key"]}

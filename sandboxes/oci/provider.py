@@ -44,6 +44,7 @@ from headrace.sandboxes.oci.keeper import PID_FILE
 from headrace.sandboxes.oci.keeper_client import KeeperClient
 from headrace.sandboxes.oci.runtime import OciRuntime, RuntimeKind
 from headrace.sandboxes.oci.sandbox import PAUSED_MARK, STATE_FILE, OciSandbox, SandboxState, open_private
+from headrace.sandboxes.partial import refuse_folders
 from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
 
 if TYPE_CHECKING:
@@ -371,6 +372,7 @@ async def _remove_home(home: Path) -> None:
 def _check_spec(spec: SandboxSpec) -> None:
     if spec.network is not Network.NONE:
         raise SpecRefused(f"network {spec.network.value!r}: the oci provider has only `none`")
+    refuse_folders(spec, "oci")
     for name in ("cpu", "memory_bytes", "disk_bytes", "pids", "ttl_s"):
         value = getattr(spec, name)
         if value is not None and not value > 0:

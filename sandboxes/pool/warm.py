@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 def is_plain(spec: SandboxSpec) -> bool:
     """It asks for an image and nothing else that a ready sandbox could lack."""
     limits = (spec.cpu, spec.memory_bytes, spec.disk_bytes, spec.pids)
-    return limits == (None,) * 4 and spec.network is Network.NONE and not spec.mounts
+    return limits == (None,) * 4 and spec.network is Network.NONE and not (spec.mounts or spec.folders)
 
 
 class WarmStock:

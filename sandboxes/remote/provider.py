@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SecretRefused, SpecRefused
+from headrace.sandboxes.partial import refuse_folders
 from headrace.sandboxes.remote.http import RemoteHttp
 from headrace.sandboxes.remote.sandbox import RemoteSandbox, sandbox_url
 from headrace.sandboxes.retry import RetryConfig
@@ -93,8 +94,10 @@ class RemoteProvider:
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
         """Raises the server's typed errors, ProviderUnreachable."""
+        refuse_folders(spec, PROVIDER)
         key = spec.idempotency_key or f"once-{secrets.token_hex(16)}"
         order = asdict(spec) | {"idempotency_key": key, "labels": dict(spec.labels)}
+        del order["folders"]
         try:
             answer = await self._ask("POST", "/v1/sandboxes", body=order)
         except asyncio.CancelledError:

@@ -27,6 +27,7 @@ from headrace.sandboxes.errors import (
     RateLimited,
     SandboxGone,
 )
+from headrace.sandboxes.partial import refuse_folders
 from headrace.sandboxes.pool.token_bucket import TokenBucket
 from headrace.sandboxes.simulated.sandbox import SimulatedSandbox, SimulatedState
 
@@ -170,6 +171,8 @@ class SimulatedProvider:
 
     def _refuse(self, spec: SandboxSpec) -> None:
         """Raises what the provider says without trying."""
+        if Feature.FOLDERS not in self.features:
+            refuse_folders(spec, PROVIDER)
         if self._config.images is not None and spec.image not in self._config.images:
             raise ImageUnknown(f"image {spec.image!r} is unknown on {self.name}")
         if self._bucket is not None and not self._bucket.take(asyncio.get_running_loop().time()):

@@ -49,7 +49,7 @@ from headrace.sandboxes.errors import (
 from headrace.sandboxes.launcher.commands import EXIT_CANNOT_RUN, SEARCH_PATH
 from headrace.sandboxes.leftovers import LABEL_VARIABLE
 from headrace.sandboxes.local.client import open_null
-from headrace.sandboxes.partial import PartialSandbox
+from headrace.sandboxes.partial import PartialSandbox, refuse_folders
 from headrace.sandboxes.unprotected.mapped_paths import PathMap, open_regular
 from headrace.sandboxes.unprotected.marked_processes import kill_marked
 from headrace.sandboxes.unprotected.sandbox_folder import MARK, SandboxFolder, make_sandbox_folder
@@ -102,6 +102,7 @@ class SubprocessProvider:
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
         """Raises ImageUnknown, SpecRefused, FrozenPathRefused. Limits and the network of the spec are ignored."""
+        refuse_folders(spec, PROVIDER)
         if spec.image != "host":
             raise ImageUnknown(f"image {spec.image!r}: the subprocess provider has only `host`")
         known = self._by_key.get(spec.idempotency_key)

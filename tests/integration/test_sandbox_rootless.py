@@ -34,8 +34,8 @@ import headrace.sandboxes.local.provider, headrace.sandboxes.doctor, headrace.sa
 from headrace.sandboxes import doctor
 from headrace.sandboxes.launcher import stdlib_process
 from headrace.sandboxes.local import launcher_process
-from headrace.sandboxes.base import FrozenMount, SandboxSpec
-from headrace.sandboxes.errors import ExecTimeout, SandboxGone, SpecRefused
+from headrace.sandboxes.base import FrozenMount, HostFolder, SandboxSpec
+from headrace.sandboxes.errors import ExecTimeout, SandboxGone, SpecRefused, Unsupported
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 import asyncio.selector_events, aiohttp, concurrent.futures.thread, headrace.sandboxes.images.store
 
@@ -81,6 +81,11 @@ async def main():
         image = await clean.snapshot()
         clone = await provider.attach(await provider.create(SandboxSpec(image=image)))
         found["clone"] = await out(clone, "cat /opt/a/f; echo new > /opt/a/f; rm -r /opt/a; ls /opt")
+        shown = HostFolder(source=folder + "/package", target="/opt/shown")
+        try:
+            await provider.create(SandboxSpec(folders=(shown,)))
+        except Unsupported as error:
+            found["folder"] = str(error)
         try:
             await provider.create(SandboxSpec(memory_bytes=1 << 28))
         except SpecRefused as error:
@@ -153,3 +158,7 @@ def test_limits_that_cannot_be_kept_are_refused(found: dict[str, Any]) -> None:
 def test_many_and_none_left(found: dict[str, Any]) -> None:
     assert found["many"] == 10
     assert found["launcher"] is False
+
+
+def test_folders_of_the_host_are_refused(found: dict[str, Any]) -> None:
+    assert "only root can show folders of the host" in found["folder"]

@@ -17,13 +17,14 @@ from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 from headrace.serve.client import OpenedSession
-from headrace.serve.session import Session, SessionId, SessionReport, SessionSpec
+from headrace.serve.session import Session, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest
+    from headrace.serve.rows import SessionReport
 
 CONFIG = RolloutConfig(
     queue_timeout_s=10,

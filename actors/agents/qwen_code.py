@@ -1,0 +1,44 @@
+"""qwen-code, over Chat Completions. It needs Node 20, which is installed with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.actors.agents.cli_agent import CliAgent, CliAgentConfig, Ending, Launch
+
+if TYPE_CHECKING:
+    from headrace.actors.agents.cli_agent import Place, Printed
+
+
+class QwenCodeConfig(CliAgentConfig):
+    """Settings of qwen-code. A `program` of the image is `qwen` itself."""
+
+
+class QwenCode(CliAgent[QwenCodeConfig]):
+    name = "qwen-code"
+
+    def launch(self, place: Place) -> Launch:
+        flags = ("--yolo", "--auth-type", "openai", "--output-format", "stream-json")
+        installed = (f"{place.folder}/node", f"{place.folder}/qwen-code/cli.js")
+        program = (self._config.program,) if self._config.program else installed
+        return Launch(
+            # In one word: it would take a prompt that begins with a dash for an option.
+            command=(*program, *flags, *self._config.arguments, f"--prompt={place.prompt}"),
+            environment={
+                "OPENAI_API_KEY": place.token,
+                "OPENAI_BASE_URL": f"{place.url}/v1",
+                "OPENAI_MODEL": self._config.model,
+                "QWEN_TELEMETRY_ENABLED": "false",
+            },
+        )
+
+    def ending(self, printed: Printed) -> Ending:
+        for event in printed.events():
+            match event:
+                case {"type": "result", **rest}:
+                    return Ending(
+                        result=str(rest.get("result") or rest.get("error") or rest.get("subtype") or ""),
+                        turns=rest["num_turns"] if isinstance(rest.get("num_turns"), int) else 0,
+                        error=bool(rest.get("is_error")),
+                    )
+        return Ending(error=True)

@@ -1,0 +1,86 @@
+"""Runs mini-swe-agent on one task, by its own default agent, local environment and configuration files.
+
+Runs as the agent's user: `python -I -S driver.py SETTINGS`, a JSON file. Each message is a line of JSON on standard
+output, cut at 2,000 characters; the last line is the result. Exit code 0 unless the agent broke; 127 where its packages
+are missing. Paths of its packages stay in this process: the commands it runs must not see them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from typing import Any
+
+MOST_CHARACTERS = 2000
+TIMEOUT_S = 3600
+"""Of one request, whose length is the gateway's business."""
+
+
+def say(kind: str, **fields: Any) -> None:
+    sys.stdout.write(json.dumps({"type": kind, **fields}) + "\n")
+    sys.stdout.flush()
+
+
+def find_packages(folder: str) -> None:
+    """Add the packages for this Python, first of all."""
+    version = "{}.{}".format(*sys.version_info)
+    packages = os.path.join(folder, "py" + version)
+    if not os.path.isdir(packages):
+        there = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        fix = f"run `scripts/install_agents --python {version} mini-swe-agent` or set python"
+        sys.stderr.write(f"no packages for Python {version}, only {there}: {fix}\n")
+        sys.exit(127)
+    sys.path.insert(0, packages)
+
+
+def model_and_settings(told: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The model's class by the mode, and the configuration that comes with it."""
+    text = told["mode"] == "text"
+    name = "litellm_textbased_model.LitellmTextbasedModel" if text else "litellm_model.LitellmModel"
+    module, _, kind = name.partition(".")
+    config = importlib.import_module("minisweagent.config")
+    settings = config.get_config_from_spec("mini_textbased.yaml" if text else "mini.yaml")
+    return getattr(importlib.import_module("minisweagent.models." + module), kind), settings
+
+
+def make_agent(told: dict[str, Any]) -> Any:
+    model_class, settings = model_and_settings(told)
+    default = importlib.import_module("minisweagent.agents.default")
+    local = importlib.import_module("minisweagent.environments.local")
+
+    class Agent(default.DefaultAgent):  # type: ignore[misc, name-defined]
+        def add_messages(self, *messages: Any) -> Any:
+            for message in messages:
+                say("message", role=message.get("role"), content=str(message.get("content"))[:MOST_CHARACTERS])
+            return super().add_messages(*messages)
+
+    access = {"api_base": told["url"], "api_key": told["key"], "timeout": TIMEOUT_S}
+    settings["model"].update(model_name=told["model"], cost_tracking="ignore_errors")
+    settings["model"].setdefault("model_kwargs", {}).update(access)
+    settings["environment"].update(cwd=told["working_directory"], timeout=told["command_timeout_s"])
+    limits = {"step_limit": 0, "cost_limit": 0.0}
+    templates = {name: settings["agent"][name] for name in ("system_template", "instance_template")}
+    environment = local.LocalEnvironment(**settings["environment"])
+    return Agent(model_class(**settings["model"]), environment, **templates, **limits)
+
+
+def main(path: str) -> int:
+    with open(path, encoding="utf-8") as file:
+        told = json.load(file)
+    if told["packages"]:
+        find_packages(told["packages"])
+    agent = make_agent(told)
+    try:
+        ended = agent.run(told["task"])
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is how the agent ended
+        say("result", status=type(error).__name__, result=str(error)[:MOST_CHARACTERS], turns=agent.n_calls)
+        return 1
+    result = str(ended.get("submission") or "")[:MOST_CHARACTERS]
+    say("result", status=str(ended.get("exit_status")), result=result, turns=agent.n_calls)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[-1]))
