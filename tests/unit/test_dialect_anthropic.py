@@ -366,6 +366,6 @@ def test_the_list_of_models_has_anthropics_form() -> None:
 
 def test_a_picture_in_a_result_is_left_out_and_said_so() -> None:
     result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}
-    body = json.dumps({"messages": [{"role": "user", "content": [result]}]}).encode()
+    body = orjson.dumps({"messages": [{"role": "user", "content": [result]}]})
     [message] = AnthropicMessages().parse(body, {}).turn.messages
     assert message.text == "[not shown: this model reads text only]\nx"
