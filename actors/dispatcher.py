@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorLost
-from headrace.actors.joining import Joined
 from headrace.actors.replay import NEVER_EVALUATED
 from headrace.actors.retry import until_back
 from headrace.buffer.types import Cause, GroupId, Outcome, Purpose, RolloutId, RolloutOrder
+from headrace.serve.joining import Joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Self
 from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.joining import Joined
 from headrace.actors.retry import until_back
 from headrace.policies.checkpoints import latest_checkpoint
+from headrace.serve.joining import Joined
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest
-    from headrace.serve.session import SessionReport
+    from headrace.serve.rows import SessionReport
 
 
 class WorkerStations(Owning):

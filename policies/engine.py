@@ -14,6 +14,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NewType, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.buffer.versions import PolicyVersion
 
 EngineId = NewType("EngineId", str)
@@ -46,10 +48,11 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """`input_ids` are validated against the vocabulary before they are sent: one bad id kills an SGLang server."""
+    """`input_ids` (a tuple, or an array of int32: prompts are long) are validated against the vocabulary before they are
+    sent: one bad id kills an SGLang server."""
 
     request_id: RequestId
-    input_ids: tuple[int, ...]
+    input_ids: Sequence[int]
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0

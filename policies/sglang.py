@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import numpy as np
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -176,11 +177,11 @@ class SGLangEngine:
 
     def _check(self, request: GenerateRequest) -> None:
         limit = self._config.vocab_size
-        wrong = next((item for item in request.input_ids if not 0 <= item < limit), None)
-        if wrong is not None:
-            raise RequestInvalid(f"input id {wrong} is outside the vocabulary [0, {limit}) (vocab_size)")
-        if not request.input_ids or request.max_new_tokens < 1:
+        if not len(request.input_ids) or request.max_new_tokens < 1:
             raise RequestInvalid("input_ids must not be empty and max_new_tokens must be at least 1")
+        ids = np.asarray(request.input_ids, dtype=np.int32)
+        if (wrong := ids[(ids < 0) | (ids >= limit)]).size:
+            raise RequestInvalid(f"input id {wrong[0]} is outside the vocabulary [0, {limit}) (vocab_size)")
 
     async def _get(self, path: str) -> dict[str, Any]:
         return parse_object(path, await self._call("GET", path, None, self._config.control_timeout_s))
@@ -190,7 +191,7 @@ class SGLangEngine:
 
     async def _call(self, method: str, path: str, body: object, timeout_s: float) -> bytes:
         """The reply's bytes. The one place that turns transport errors and statuses into EngineError."""
-        data = None if body is None else orjson.dumps(body)
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         headers = {"Content-Type": "application/json"}
         try:
@@ -215,7 +216,7 @@ def generate_body(request: GenerateRequest) -> dict[str, object]:
     """The /generate body of one request."""
     return {
         "rid": request.request_id,
-        "input_ids": request.input_ids,
+        "input_ids": np.asarray(request.input_ids, dtype=np.int32),
         "return_logprob": True,
         "sampling_params": {
             "max_new_tokens": request.max_new_tokens,

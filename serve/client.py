@@ -21,7 +21,8 @@ from headrace.serve.session import SessionId
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.serve.session import SessionReport, SessionSpec
+    from headrace.serve.rows import SessionReport
+    from headrace.serve.session import SessionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

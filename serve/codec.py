@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import base64
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import numpy as np
@@ -17,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.serve.errors import BadRequest
-from headrace.serve.session import Budgets, Exhausted, Sampling, SessionId, SessionReport, SessionSpec
+from headrace.serve.events import Exhausted
+from headrace.serve.rows import Lineage, Masked, SessionReport
+from headrace.serve.session import FINAL_TEXT, Budgets, Sampling, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +46,9 @@ class BudgetsForm(BaseModel):
     max_turns: int = Field(default=64, ge=1)
     max_tokens_per_turn: int = Field(default=4096, ge=1)
     max_context_tokens: int = Field(default=32768, ge=1)
+    max_sampled_tokens: int | None = Field(default=None, ge=1)
     wall_s: float = Field(default=3600.0, gt=0)
+    final_text: str = Field(default=FINAL_TEXT, max_length=4096)
 
 
 class SpecForm(BaseModel):
@@ -54,6 +59,7 @@ class SpecForm(BaseModel):
     sampling: SamplingForm = SamplingForm()
     budgets: BudgetsForm = BudgetsForm()
     traceparent: str = Field(default="", max_length=64)
+    train_truncated: bool = True
 
     def to_spec(self) -> SessionSpec:
         return SessionSpec(
@@ -61,7 +67,32 @@ class SpecForm(BaseModel):
             sampling=Sampling(**self.sampling.model_dump()),
             budgets=Budgets(**self.budgets.model_dump()),
             traceparent=self.traceparent,
+            train_truncated=self.train_truncated,
         )
+
+
+class OpenOneForm(BaseModel):
+    """Body of `POST /sessions` for one session; `max_context_tokens` is short for that of the budgets."""
+
+    model_config = _STRICT
+    session_id: _Name | None = None
+    sampling: SamplingForm = SamplingForm()
+    max_context_tokens: int | None = Field(default=None, ge=1)
+    budgets: BudgetsForm = BudgetsForm()
+    traceparent: str = Field(default="", max_length=64)
+    train_truncated: bool = True
+
+    def to_spec(self, default_id: SessionId) -> SessionSpec:
+        budgets = self.budgets
+        if self.max_context_tokens is not None:
+            budgets = budgets.model_copy(update={"max_context_tokens": self.max_context_tokens})
+        return SpecForm(
+            session_id=self.session_id or default_id,
+            sampling=self.sampling,
+            budgets=budgets,
+            traceparent=self.traceparent,
+            train_truncated=self.train_truncated,
+        ).to_spec()
 
 
 class OpenForm(BaseModel):
@@ -76,6 +107,13 @@ class FinishForm(BaseModel):
 
     model_config = _STRICT
     session_ids: list[_Name] = Field(min_length=1, max_length=4096)
+
+
+class FinishOneForm(BaseModel):
+    """Body of `POST /sessions/{id}/finish`."""
+
+    model_config = _STRICT
+    tree: bool = False
 
 
 def read_form(form: type[FormT], body: bytes) -> FormT:
@@ -93,31 +131,57 @@ def open_body(specs: Sequence[SessionSpec]) -> dict[str, object]:
 
 
 def _spec(spec: SessionSpec) -> dict[str, object]:
-    sampling, budgets = spec.sampling, spec.budgets
     return {
         "session_id": spec.session_id,
-        "sampling": {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k},
-        "budgets": {
-            "max_turns": budgets.max_turns,
-            "max_tokens_per_turn": budgets.max_tokens_per_turn,
-            "max_context_tokens": budgets.max_context_tokens,
-            "wall_s": budgets.wall_s,
-        },
+        "sampling": asdict(spec.sampling),
+        "budgets": asdict(spec.budgets),
         "traceparent": spec.traceparent,
+        "train_truncated": spec.train_truncated,
     }
 
 
 def write_report(report: SessionReport) -> dict[str, object]:
+    """As the workers read it: arrays in base64."""
     trajectory = report.trajectory
     return {
         "session_id": report.session_id,
         "temperature": trajectory.temperature if trajectory else None,
         "rows": [_write_row(row) for row in trajectory.rows] if trajectory else [],
+        "lineages": [asdict(lineage) for lineage in report.lineages],
+        **_counts(report),
+    }
+
+
+def write_plain_report(report: SessionReport) -> dict[str, object]:
+    """As people and other programs read it: plain numbers."""
+    rows = report.trajectory.rows if report.trajectory else ()
+    return {
+        "session_id": report.session_id,
+        "rows": [
+            {
+                "tokens": row.tokens_T.tolist(),
+                "loss_mask": row.loss_mask_T.astype(int).tolist(),
+                "logprobs": row.logprobs_T.tolist(),
+                "versions": [[span.start, span.end, str(span.version)] for span in row.versions],
+                "lineage": lineage.name,
+                "truncated": lineage.truncated,
+            }
+            for row, lineage in zip(rows, report.lineages, strict=True)
+        ],
+        **_counts(report),
+        "masked": {reason.value: report.masked.get(reason, 0) for reason in Masked},
+    }
+
+
+def _counts(report: SessionReport) -> dict[str, object]:
+    return {
         "turns": report.turns,
         "sampled_tokens": report.sampled_tokens,
         "trained_tokens": report.trained_tokens,
         "masked": report.masked,
+        "drift": report.drift,
         "rerendered": report.rerendered,
+        "lost_calls": report.lost_calls,
         "exhausted": report.exhausted.value,
         "failures": list(report.failures),
     }
@@ -159,6 +223,14 @@ class RowForm(BaseModel):
         )
 
 
+class LineageForm(BaseModel):
+    """As `Lineage`."""
+
+    model_config = _STRICT
+    name: str
+    truncated: bool
+
+
 class ReportForm(BaseModel):
     """As `write_report` writes it."""
 
@@ -166,11 +238,14 @@ class ReportForm(BaseModel):
     session_id: str
     temperature: float | None
     rows: list[RowForm]
+    lineages: list[LineageForm]
     turns: int
     sampled_tokens: int
     trained_tokens: int
     masked: dict[str, int]
+    drift: dict[str, int]
     rerendered: int
+    lost_calls: int
     exhausted: Exhausted
     failures: list[str]
 
@@ -186,4 +261,7 @@ class ReportForm(BaseModel):
             rerendered=self.rerendered,
             exhausted=self.exhausted,
             failures=tuple(self.failures),
+            lineages=tuple(Lineage(name=entry.name, truncated=entry.truncated) for entry in self.lineages),
+            drift=self.drift,
+            lost_calls=self.lost_calls,
         )

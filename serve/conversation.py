@@ -1,4 +1,5 @@
-"""The one internal conversation model. Dialects translate to and from it; session, render and parsing know nothing else.
+"""The one internal conversation model. Dialects translate to and from it; session, render and parsing know nothing
+else.
 
 Invariants:
 - What is volatile on a wire (cache_control, item ids that change, billing lines, provider fields, null against "") is
@@ -103,8 +104,8 @@ class Purpose(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
     """What an agent asks for. `max_tokens` is a wish that budgets can only lower; `stop` are stop strings; `agent`
-    tells the agents of one session apart where the wire does ("" for the main one). With `calls_allowed` false, calls in
-    the answer stay text. The agent's temperature and its kin are not here on purpose: the session's sampling is law
+    tells the agents of one session apart where the wire does ("" for the main one). With `calls_allowed` false, calls
+    in the answer stay text. The agent's temperature and its kin are not here on purpose: the session's sampling is law
     (DESIGN 7)."""
 
     messages: tuple[Message, ...]
@@ -133,8 +134,8 @@ class TurnEnd(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnAnswer:
     """What the agent gets. `blocks` are Reasoning, Text and ToolCall in the order sampled. `turn_id` is what the wires
-    mint their ids and signatures from (letters, digits, `_`, `-`). Token numbers are real: of the ids the engine saw and
-    sampled."""
+    mint their ids and signatures from (letters, digits, `_`, `-`). Token numbers are real: of the ids the engine saw
+    and sampled."""
 
     turn_id: str
     blocks: tuple[Block, ...]

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
     from headrace.policies.engine import Engine, EngineId, GenerateRequest
-    from headrace.serve.routing import EngineRoute, RoutingTable
-    from headrace.serve.session import SessionId
+    from headrace.serve.routing import EngineRoute, Lineage, RoutingTable
 
 MAX_FAILURES = 1
 MAX_CONTINUATIONS = 16
@@ -109,7 +109,7 @@ class EnginePool:
         for client in clients:
             await client.engine.aclose()
 
-    async def sample(self, session_id: SessionId, ask: GenerateRequest, pieces: list[Completion]) -> Completion:
+    async def sample(self, lineage: Lineage, ask: GenerateRequest, pieces: list[Completion]) -> Completion:
         """Sample one turn. Completions, whole or partial, are appended to `pieces` as they come, so that the caller
         knows what was sampled also when this raises.
 
@@ -120,7 +120,7 @@ class EnginePool:
         failures, avoid = 0, None
         deadline = self._clock() + self._deadlines.gate_wait_s
         while True:
-            engine_id = await self._admission(session_id, avoid, deadline)
+            engine_id = await self._admission(lineage, avoid, deadline)
             request = _continue(ask, pieces, failures)
             outcome = await self._call(engine_id, request, pieces)
             if isinstance(outcome, EngineDown) and self._clock() < deadline:
@@ -133,7 +133,7 @@ class EnginePool:
                 if failures > MAX_FAILURES:
                     raise InfraError(f"engine {engine_id} failed the turn after a retry: {outcome}")
                 continue
-            whole = _join(pieces)
+            whole = join_pieces(pieces)
             if whole.finish is not FinishReason.ABORT:
                 return whole
             if len(whole.output_ids) >= ask.max_new_tokens:
@@ -141,10 +141,10 @@ class EnginePool:
             if len(pieces) > MAX_CONTINUATIONS:
                 raise InfraError(f"engine {engine_id} aborted the turn {len(pieces)} times")
 
-    async def _admission(self, session_id: SessionId, avoid: EngineId | None, deadline: float) -> EngineId:
+    async def _admission(self, lineage: Lineage, avoid: EngineId | None, deadline: float) -> EngineId:
         while True:
             now = self._clock()
-            engine_id = self.router.choose(session_id, now, avoid)
+            engine_id = self.router.choose(lineage, now, avoid)
             if engine_id is not None:
                 return engine_id
             if now >= deadline:
@@ -194,6 +194,7 @@ class EnginePool:
                 raise
         if isinstance(outcome, Completion):
             pieces.append(outcome)
+            self.router.note(engine_id, outcome.spans)
         return outcome
 
     async def _abort(
@@ -233,17 +234,17 @@ async def _outcome(engine: Engine, request: GenerateRequest) -> Completion | Eng
 
 def _continue(ask: GenerateRequest, pieces: list[Completion], failures: int) -> GenerateRequest:
     """The request for what is still missing of the turn, under an id of its own."""
-    done = tuple(token for piece in pieces for token in piece.output_ids)
+    done = array("i", (token for piece in pieces for token in piece.output_ids))
     suffix = f"-{len(pieces)}-{failures}" if pieces or failures else ""
     return replace(
         ask,
         request_id=RequestId(ask.request_id + suffix),
-        input_ids=ask.input_ids + done,
+        input_ids=array("i", ask.input_ids) + done if done else ask.input_ids,
         max_new_tokens=ask.max_new_tokens - len(done),
     )
 
 
-def _join(pieces: list[Completion]) -> Completion:
+def join_pieces(pieces: list[Completion]) -> Completion:
     """One completion out of consecutive ones; the prompt is the first one's."""
     if len(pieces) == 1:
         return pieces[0]

@@ -10,6 +10,7 @@
     │   ├── SessionExists        409
     │   └── InfraError           502, not the agent's fault: the session is marked
     │       ├── NoEngineOpen     503, every gate stayed closed until the deadline
+    │       ├── LogBroken        500, the session log cannot be written or read
     │       └── GatewayBroken    500, a defect of ours
     └── GatewayUnreachable       the worker's client could not reach the gateway, or got no usable answer
 
@@ -92,6 +93,14 @@ class NoEngineOpen(InfraError):
 
     status = 503
     code = "no_engine_open"
+
+
+class LogBroken(InfraError):
+    """Nothing is answered that a restarted gateway would not know. Knobs: gateway.session_log_dir, the disk it is
+    on."""
+
+    status = 500
+    code = "session_log_broken"
 
 
 class GatewayBroken(InfraError):

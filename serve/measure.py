@@ -27,7 +27,8 @@ from headrace.policies.engine import EngineId
 from headrace.serve.client import GatewayClient
 from headrace.serve.gateway import Gateway, GatewayConfig
 from headrace.serve.routing import EngineRoute, RoutingTable
-from headrace.serve.session import Budgets, SessionId, SessionReport, SessionSpec
+from headrace.serve.rows import SessionReport
+from headrace.serve.session import Budgets, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -34,6 +34,11 @@ class Renderer(Protocol):
     def stop_ids(self) -> tuple[int, ...]: ...
 
     @property
+    def template(self) -> str:
+        """The chat template's own text."""
+        ...
+
+    @property
     def bridges(self) -> bool:
         """Whether the template's turns can be appended to a history that is not rendered again (probed at start)."""
         ...

@@ -4,17 +4,20 @@ Invariants:
 - A table is replaced as a whole, and only by a newer one.
 - A gate is a lease: it opens by itself when the lease ends, so a dead EngineGroup cannot close an engine for ever.
 - An engine that is down gets nothing for a moment; the table says whether it stays.
-- A session stays with its engine (its prefix is cached there) while that engine is open and at most `max_imbalance`
-  requests busier than the least busy one.
+- A lineage stays with its engine (its prefix is cached there) while that engine is open and at most `max_imbalance`
+  requests busier than the least busy one. Among the least busy ones the newest weights are taken.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from headrace.policies.engine import EngineId
+    from collections.abc import Sequence
+
+    from headrace.buffer.versions import PolicyVersion
+    from headrace.policies.engine import EngineId, TokenSpan
     from headrace.serve.session import SessionId
 
 
@@ -35,6 +38,13 @@ class RoutingTable:
     engines: tuple[EngineRoute, ...]
 
 
+class Lineage(NamedTuple):
+    """A conversation of a session: turns with the same `head` share a prefix."""
+
+    session: SessionId
+    head: bytes = b""
+
+
 @dataclass(slots=True)
 class Router:
     """`now` is a monotonic clock in seconds."""
@@ -44,7 +54,8 @@ class Router:
     in_flight: dict[EngineId, int] = field(default_factory=dict)
     _closed_until: dict[EngineId, float] = field(default_factory=dict)
     _down_until: dict[EngineId, float] = field(default_factory=dict)
-    _affinity: dict[SessionId, EngineId] = field(default_factory=dict)
+    _affinity: dict[SessionId, dict[bytes, EngineId]] = field(default_factory=dict)
+    _versions: dict[EngineId, PolicyVersion] = field(default_factory=dict)
 
     def replace(self, table: RoutingTable) -> bool:
         """Take a newer table; False when the one here is as new."""
@@ -74,8 +85,13 @@ class Router:
         ends = [*self._closed_until.values(), *self._down_until.values()]
         return min((until for until in ends if until > now), default=None)
 
-    def choose(self, session_id: SessionId, now: float, avoid: EngineId | None = None) -> EngineId | None:
-        """The engine for the session's next turn, None when every gate is closed or every engine down.
+    def note(self, engine_id: EngineId, spans: Sequence[TokenSpan]) -> None:
+        """An engine answered with these spans: the last one tells its version."""
+        if spans:
+            self._versions[engine_id] = spans[-1].version
+
+    def choose(self, lineage: Lineage, now: float, avoid: EngineId | None = None) -> EngineId | None:
+        """The engine for the next turn of a lineage, None when every gate is closed or every engine down.
 
         `avoid` is the engine that just failed this turn: it is taken again only when the table admits no other one.
         """
@@ -84,12 +100,17 @@ class Router:
         candidates = [engine for engine in others or admitted if self._is_open(engine, now)]
         if not candidates:
             return None
-        least = min(candidates, key=lambda engine: self.in_flight.get(engine, 0))
-        usual = self._affinity.get(session_id)
-        if usual in candidates and self._load(usual) <= self._load(least) + self.max_imbalance:
+        least_load = min(map(self._load, candidates))
+        least = max((engine for engine in candidates if self._load(engine) == least_load), key=self._version)
+        usual = self._affinity.get(lineage.session, {}).get(lineage.head)
+        if usual in candidates and self._load(usual) <= least_load + self.max_imbalance:
             return usual
-        self._affinity[session_id] = least
+        self._affinity.setdefault(lineage.session, {})[lineage.head] = least
         return least
+
+    def _version(self, engine_id: EngineId) -> tuple[int, int]:
+        version = self._versions.get(engine_id)
+        return (version.epoch, version.step) if version else (-1, -1)
 
     def _is_open(self, engine_id: EngineId, now: float) -> bool:
         return not self.is_closed(engine_id, now) and self._down_until.get(engine_id, now) <= now

@@ -1,60 +1,47 @@
-"""The pure core of a session: which tokens one agent's conversation is made of.
+"""The pure core of a session: which tokens one agent's conversations are made of, and what of them is trained.
 
 Invariants:
-- Within a row, the prompt of turn k+1 is prompt plus output of turn k plus a bridge, token for token. Sampled ids are
-  kept raw and are never rendered again.
-- A request that does not extend the recorded conversation opens a new row by a full render; the older row stays as it
-  is.
-- `sampled_tokens == trained_tokens + sum(masked)`.
-- No clock and no I/O: `now` is an argument, ids come from a Renderer, completions from whoever asked the engine.
-
-Linear first form: one turn at a time, one row grows. Branches, replay of undelivered answers and durability belong to
-the token trie.
+- The prompt of a turn that continues another is prompt plus output of that one plus a bridge, token for token. Sampled
+  ids are kept raw and are never rendered again.
+- A request whose history is not known opens a row of its own by a full render; older rows stay as they are.
+- `sampled_tokens == trained_tokens + sum(masked)`: each sampled token is trained in exactly one row, or masked for one
+  of the reasons of `Masked`. Drift never masks.
+- No clock and no I/O: `now` is an argument, ids come from a Renderer, completions from whoever asked the engine. What
+  changes the session is an event (events.py) that can be kept and applied again.
 """
 
 from __future__ import annotations
 
-from array import array
+from collections import Counter
 from dataclasses import dataclass, field
-from enum import StrEnum
+from hashlib import blake2b
 from typing import TYPE_CHECKING, NewType
 
-import numpy as np
-
-from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.policies.engine import MAX_TOKEN_CHARACTERS, FinishReason
-from headrace.serve.conversation import Message, Role, TurnAnswer, TurnEnd
+from headrace.serve.conversation import Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.errors import ContextExceeded
+from headrace.serve.events import Accepted, Delivered, Exhausted, Failed, Recorded, Spent
+from headrace.serve.parsing.base import ParsedCall
+from headrace.serve.rows import report_of
+from headrace.serve.trie import Status, Trie
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headrace.policies.engine import Completion
-    from headrace.serve.conversation import TurnRequest
-    from headrace.serve.render import Renderer
+    from headrace.serve.conversation import Block, TurnRequest
+    from headrace.serve.events import Event
+    from headrace.serve.parsing.base import OutputParser, ParsedBlock
+    from headrace.serve.render import Renderer, TokenIds
+    from headrace.serve.rows import SessionReport
+    from headrace.serve.trie import Match, SampledNode
 
 SessionId = NewType("SessionId", str)
 
-
-class Masked(StrEnum):
-    """Why sampled tokens are not trained."""
-
-    ABORTED = "aborted"
-    """The turn was cut: agent gone, wall time over, engine failed after partial output. The tokens are in no row."""
-    SAMPLING = "sampling"
-    """Sampled with temperature 0, top_p or top_k: the engine's log-probabilities are not those of the behaviour
-    policy."""
-
-
-class Exhausted(StrEnum):
-    """The budget that ended the agent first."""
-
-    NONE = ""
-    """None: the agent ended by itself."""
-    TURNS = "turns"
-    """budgets.max_turns"""
-    CONTEXT = "context"
-    """budgets.max_context_tokens"""
-    WALL = "wall"
-    """budgets.wall_s"""
+FINAL_TEXT = "The budget of this session is used up, so I stop here."
+MAX_REPLAYS = 3
+REPLAY_S = 120.0
+"""A delivered answer that the agent asks for again within so long did not reach it; later, it wants another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,201 +60,274 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """What one agent may use. `max_context_tokens` counts prompt plus output; `wall_s` counts from the opening of the
-    session."""
+    """What one agent may use. `max_context_tokens` counts prompt plus output; `max_sampled_tokens` all turns together
+    (None: no limit); `wall_s` counts from the opening of the session. `final_text` is the normal answer that ends an
+    agent whose budget is spent; "" says so by an empty answer that was cut."""
 
     max_turns: int = 64
     max_tokens_per_turn: int = 4096
     max_context_tokens: int = 32768
+    max_sampled_tokens: int | None = None
     wall_s: float = 3600.0
+    final_text: str = FINAL_TEXT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
     """One session to open. `session_id` is the caller's, open at most once; `traceparent` is the agent span of the
-    rollout."""
+    rollout. `train_truncated`: whether turns that the end of the context cut are trained."""
 
     session_id: SessionId
     sampling: Sampling = field(default_factory=Sampling)
     budgets: Budgets = field(default_factory=Budgets)
     traceparent: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnPlan:
-    """What to ask the engine. `extends` is whether the prompt continues the current row."""
-
-    request: TurnRequest
-    prompt_ids: tuple[int, ...]
-    max_new_tokens: int
-    extends: bool
+    train_truncated: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SessionReport:
-    """What a session leaves. `trajectory` is None when nothing was sampled. `failures` are engine, gateway and network
-    failures that reached the agent: when there is one the outcome is infra, whatever is scored. `rerendered` counts
-    the rows after the first."""
+class TurnPlan:
+    """What to ask the engine. `truncates`: the end of the context, not a wish or a budget, sets `max_new_tokens`."""
 
-    session_id: SessionId
-    trajectory: Trajectory | None
-    turns: int
-    sampled_tokens: int
-    trained_tokens: int
-    masked: dict[str, int]
-    rerendered: int
-    exhausted: Exhausted
-    failures: tuple[str, ...]
-
-
-@dataclass(slots=True)
-class _GrowingRow:
-    """`logprobs` is aligned with `ids` (0 for what was not sampled); `sampled` are the output ranges `[start, end)`."""
-
-    ids: array[int] = field(default_factory=lambda: array("i"))
-    logprobs: array[float] = field(default_factory=lambda: array("f"))
-    sampled: list[tuple[int, int]] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-    messages: tuple[Message, ...] = ()
-
-    def extend_prompt(self, prompt_ids: tuple[int, ...]) -> None:
-        new = prompt_ids[len(self.ids) :]
-        self.ids.extend(new)
-        self.logprobs.frombytes(bytes(4 * len(new)))
-
-    def extend_output(self, completion: Completion) -> None:
-        start = len(self.ids)
-        self.ids.extend(completion.output_ids)
-        self.logprobs.extend(completion.logprobs)
-        self.sampled.append((start, len(self.ids)))
-        self.spans += [
-            VersionSpan(start=start + span.start, end=start + span.end, version=span.version)
-            for span in completion.spans
-        ]
-
-    def freeze(self, *, trained: bool) -> Row:
-        mask = np.zeros(len(self.ids), dtype=np.bool_)
-        for start, end in self.sampled:
-            mask[start:end] = trained
-        return Row(
-            tokens_T=np.array(self.ids, dtype=np.int32),
-            loss_mask_T=mask,
-            logprobs_T=np.array(self.logprobs, dtype=np.float32),
-            versions=tuple(self.spans),
-        )
+    match: Match
+    request: TurnRequest
+    delta: TokenIds
+    prompt_ids: TokenIds
+    max_new_tokens: int
+    truncates: bool
 
 
 class Session:
-    """One agent's conversation. Call `plan`, ask an engine, then exactly one of `record`, `cut` or `fail`."""
+    """One agent's conversations. A turn: `match`, `accepted`, `replay`, `delta`, `plan`; ask an engine; `recorded` or
+    `aborted`; what they return is applied with `apply`; `Delivered` when the last byte has left."""
 
     def __init__(self, spec: SessionSpec, opened_at: float) -> None:
         self.spec = spec
+        self.opened_at = opened_at
+        self.trie = Trie()
         self.turns = 0
-        self._opened_at = opened_at
-        self._rows: list[_GrowingRow] = []
-        self._recorded_tokens = 0
-        self._aborted_tokens = 0
-        self._exhausted = Exhausted.NONE
-        self._failures: list[str] = []
+        self.exhausted = Exhausted.NONE
+        self.failures: list[str] = []
+        self.drift: Counter[str] = Counter()
+        self.sampled_tokens = 0
+        self.lost_calls = 0
+        self._salt = blake2b(spec.session_id.encode(), digest_size=4).hexdigest()
+        self._turn_numbers = 0
 
     def wall_left_s(self, now: float) -> float:
-        return self._opened_at + self.spec.budgets.wall_s - now
+        return self.opened_at + self.spec.budgets.wall_s - now
 
-    def spent(self, now: float) -> Exhausted:
-        """The budget that forbids a further turn, remembered as the one that ended the agent; NONE when it may go
-        on."""
-        if self.turns >= self.spec.budgets.max_turns:
-            return self.exhaust(Exhausted.TURNS)
+    def spent(self, now: float, *, running: int = 0) -> Exhausted:
+        """The budget that forbids a turn beside `running` others; NONE when it may begin."""
+        budgets = self.spec.budgets
+        if self.turns + running >= budgets.max_turns:
+            return Exhausted.TURNS
+        if budgets.max_sampled_tokens is not None and self.sampled_tokens >= budgets.max_sampled_tokens:
+            return Exhausted.TOKENS
         if self.wall_left_s(now) <= 0:
-            return self.exhaust(Exhausted.WALL)
+            return Exhausted.WALL
         return Exhausted.NONE
 
-    def exhaust(self, budget: Exhausted) -> Exhausted:
-        """Remember the first budget that ran out; returns `budget`."""
-        self._exhausted = self._exhausted or budget
-        return budget
+    def final_answer(self) -> TurnAnswer:
+        """The normal answer that ends an agent whose budget is spent; nothing of it was sampled."""
+        text = self.spec.budgets.final_text
+        blocks = (Text(text),) if text else ()
+        end = TurnEnd.STOP if text else TurnEnd.LENGTH
+        return TurnAnswer(turn_id=f"t{self._salt}end", blocks=blocks, end=end)
 
-    def plan(self, request: TurnRequest, renderer: Renderer) -> TurnPlan:
-        """The prompt of the next turn. Changes nothing but the exhausted budget.
+    def match(self, request: TurnRequest, *, untrained: bool = False) -> Match:
+        """How far the request is known. Changes nothing.
 
         Raises:
-            ContextExceeded: the prompt leaves no room for one token.
+            ContextExceeded: the messages cannot fit, whatever they are rendered to.
         """
         self._refuse_hopeless(request)
-        row = self._rows[-1] if self._rows else None
-        known = len(row.messages) if row else 0
-        extends = row is not None and len(request.messages) > known and request.messages[:known] == row.messages
-        if row is not None and extends:
-            history = tuple(row.ids)
-            prompt = history + renderer.bridge(history[-1], request.messages[known:])
-        else:
-            prompt = renderer.render(request.messages)
-        return TurnPlan(
-            request=request, prompt_ids=prompt, max_new_tokens=self._room(len(prompt), request), extends=extends
-        )
+        return self.trie.match(request, untrained=untrained)
 
     def _refuse_hopeless(self, request: TurnRequest) -> None:
         """Megabytes that cannot fit anyway are not rendered: that takes seconds in which no other session is served."""
         most = self.spec.budgets.max_context_tokens
-        characters = sum(len(message.content) for message in request.messages)
+        characters = sum(len(message.text) for message in request.messages)
         if len(request.messages) > most or characters > most * MAX_TOKEN_CHARACTERS:
-            self.exhaust(Exhausted.CONTEXT)
             raise ContextExceeded(
                 f"This model's maximum context length is {most} tokens. However, your {len(request.messages)} messages "
                 f"have {characters} characters. Please reduce the length of the messages.",
                 "messages",
+                limit=most,
             )
 
-    def _room(self, prompt_tokens: int, request: TurnRequest) -> int:
+    def accepted(self, match: Match) -> list[Accepted]:
+        """The events of a request that echoes turns for the first time: they reached the agent."""
+        return [
+            Accepted(turn_id=echo.node.turn_id, drift=echo.drift)
+            for echo in match.echoes
+            if echo.node.status is not Status.ACCEPTED
+        ]
+
+    def replay(self, match: Match, now: float) -> SampledNode | None:
+        """A finished turn that answers exactly this request and did not reach the agent, as far as we know."""
+        for node in reversed(match.prompt.children if match.prompt else []):
+            if node.answer is None or node.replays >= MAX_REPLAYS:
+                continue
+            if node.status is Status.FINISHED or (
+                node.status is Status.DELIVERED and now - node.delivered_at < REPLAY_S
+            ):
+                return node
+        return None
+
+    def delta(self, match: Match, request: TurnRequest, renderer: Renderer) -> TokenIds:
+        """The ids that are new, for `plan`. A pure function of its arguments; may take long for a first turn.
+
+        Raises TemplateRefused.
+        """
+        if match.prompt is not None:
+            return match.prompt.ids
+        if match.parent is None:
+            return renderer.render(match.rest, request.tools)
+        return renderer.bridge(match.parent.ids[-1], match.parent.calls, match.rest)
+
+    def plan(self, match: Match, request: TurnRequest, delta: TokenIds) -> TurnPlan:
+        """The prompt of the turn and how much it may sample.
+
+        Raises:
+            ContextExceeded: the prompt leaves no room for one token.
+        """
+        ids = self.trie.prompt_ids(match, delta)
         budgets = self.spec.budgets
-        left = budgets.max_context_tokens - prompt_tokens
+        left = budgets.max_context_tokens - len(ids)
         if left < 1:
-            self.exhaust(Exhausted.CONTEXT)
             raise ContextExceeded(
                 f"This model's maximum context length is {budgets.max_context_tokens} tokens. However, your messages "
-                f"resulted in {prompt_tokens} tokens. Please reduce the length of the messages.",
+                f"resulted in {len(ids)} tokens. Please reduce the length of the messages.",
                 "messages",
+                tokens=len(ids),
+                limit=budgets.max_context_tokens,
             )
-        return min(left, budgets.max_tokens_per_turn, request.max_tokens or left)
+        wishes = [budgets.max_tokens_per_turn, request.max_tokens or left]
+        if budgets.max_sampled_tokens is not None:
+            wishes.append(max(1, budgets.max_sampled_tokens - self.sampled_tokens))
+        return TurnPlan(
+            match=match,
+            request=request,
+            delta=delta,
+            prompt_ids=ids,
+            max_new_tokens=min(left, *wishes),
+            truncates=left <= min(wishes),
+        )
 
-    def record(self, plan: TurnPlan, completion: Completion) -> TurnAnswer:
-        """Append a finished turn to its row; the answer the agent gets."""
-        if not plan.extends:
-            self._rows.append(_GrowingRow())
-        row = self._rows[-1]
-        row.extend_prompt(plan.prompt_ids)
-        row.extend_output(completion)
-        row.messages = (*plan.request.messages, Message(role=Role.ASSISTANT, content=completion.text))
-        self.turns += 1
-        self._recorded_tokens += len(completion.output_ids)
-        return TurnAnswer(
-            text=completion.text,
-            end=TurnEnd.STOP if completion.finish is FinishReason.STOP else TurnEnd.LENGTH,
+    def next_turn_id(self) -> str:
+        """An id for the next turn to begin; differs from all others of the session."""
+        self._turn_numbers += 1
+        return f"t{self._salt}{self._turn_numbers}"
+
+    def recorded(
+        self, turn_id: str, plan: TurnPlan, completion: Completion, renderer: Renderer, parser: OutputParser
+    ) -> Recorded:
+        """The event of a finished turn, with the answer the agent gets."""
+        request = plan.request
+        text, stop_string = visible_output(completion, request.stop, renderer)
+        tools = request.tools if request.calls_allowed else ()
+        parsed = parser.parse(text, tools, in_reasoning=renderer.opens_reasoning)
+        answer = TurnAnswer(
+            turn_id=turn_id,
+            blocks=_blocks(turn_id, parsed.blocks, renderer),
+            end=_end(completion, parsed.blocks, stop_string),
+            stop_string=stop_string,
             prompt_tokens=len(plan.prompt_ids),
             completion_tokens=len(completion.output_ids),
             cached_tokens=completion.cached_tokens,
         )
+        truncated = plan.truncates and completion.finish is FinishReason.LENGTH
+        return self._event(plan, completion, answer, truncated=truncated, lost_calls=parsed.lost_calls)
 
-    def cut(self, sampled_tokens: int) -> None:
-        """A turn ended without an answer after so many tokens: they are counted and trained nowhere."""
-        self._aborted_tokens += sampled_tokens
+    def aborted(self, turn_id: str, plan: TurnPlan, completion: Completion) -> Recorded:
+        """The event of a turn that was cut after some tokens: they are kept, and trained nowhere."""
+        answer = TurnAnswer(turn_id=turn_id, blocks=(), end=TurnEnd.LENGTH)
+        return self._event(plan, completion, answer, status=Status.ABORTED)
 
-    def fail(self, failure: str) -> None:
-        """A failure that reached the agent."""
-        self._failures.append(failure)
+    def _event(
+        self,
+        plan: TurnPlan,
+        completion: Completion,
+        answer: TurnAnswer,
+        *,
+        status: Status = Status.FINISHED,
+        truncated: bool = False,
+        lost_calls: int = 0,
+    ) -> Recorded:
+        match = plan.match
+        return Recorded(
+            parent=match.parent.turn_id if match.parent else "",
+            parts=match.parts,
+            delta=plan.delta,
+            origin=match.origin,
+            answer=answer,
+            ids=completion.output_ids,
+            logprobs=completion.logprobs,
+            spans=completion.spans,
+            status=status,
+            truncated=truncated,
+            lost_calls=lost_calls,
+        )
+
+    def apply(self, event: Event) -> None:
+        """Change the session by an event, a new one or one that was kept."""
+        match event:
+            case Recorded():
+                self._add(event)
+            case Accepted(turn_id=turn_id, drift=drift):
+                if (node := self.trie.by_turn(turn_id)) is not None:
+                    self.trie.accept(node)
+                    self.drift[drift] += 1
+            case Delivered(turn_id=turn_id, at=at):
+                if (node := self.trie.by_turn(turn_id)) is not None and node.status is not Status.ACCEPTED:
+                    node.replays += node.status is Status.DELIVERED
+                    node.status, node.delivered_at = Status.DELIVERED, at
+            case Failed(failure=failure):
+                self.failures.append(failure)
+            case Spent(budget=budget):
+                self.exhausted = self.exhausted or budget
+
+    def _add(self, event: Recorded) -> None:
+        self.trie.add(event)
+        self.sampled_tokens += len(event.ids)
+        self.lost_calls += event.lost_calls
+        self.turns += event.status is not Status.ABORTED
+        number = event.answer.turn_id.removeprefix(f"t{self._salt}")
+        self._turn_numbers = max(self._turn_numbers, int(number) if number.isdigit() else 0)
 
     def report(self) -> SessionReport:
-        trained = self.spec.sampling.exact
-        rows = tuple(row.freeze(trained=trained) for row in self._rows)
-        masked = {Masked.ABORTED: self._aborted_tokens, Masked.SAMPLING: 0 if trained else self._recorded_tokens}
-        return SessionReport(
-            session_id=self.spec.session_id,
-            trajectory=Trajectory(rows=rows, temperature=self.spec.sampling.temperature) if rows else None,
-            turns=self.turns,
-            sampled_tokens=self._recorded_tokens + self._aborted_tokens,
-            trained_tokens=self._recorded_tokens if trained else 0,
-            masked={str(reason): tokens for reason, tokens in masked.items() if tokens},
-            rerendered=max(0, len(self._rows) - 1),
-            exhausted=self._exhausted,
-            failures=tuple(self._failures),
-        )
+        """What the session leaves."""
+        return report_of(self)
+
+
+def visible_output(completion: Completion, stop: Sequence[str], renderer: Renderer) -> tuple[str, str]:
+    """The sampled text without what ended it, and the stop string that did ("" for none)."""
+    ids = completion.output_ids
+    if ids and ids[-1] in renderer.stop_ids:
+        return renderer.decode(ids[:-1]), ""
+    text = renderer.decode(ids)
+    if completion.finish is FinishReason.STOP:
+        found = [(text.rfind(string), string) for string in stop if string in text]
+        if found:
+            position, string = max(found)
+            return text[:position], string
+    return text, ""
+
+
+def _blocks(turn_id: str, parsed: Sequence[ParsedBlock], renderer: Renderer) -> tuple[Block, ...]:
+    """The blocks with ids of ours; spellings of special tokens are no text for an agent."""
+    blocks: list[Block] = []
+    for block in parsed:
+        if isinstance(block, ParsedCall):
+            blocks.append(ToolCall(f"call_{turn_id}_{len(blocks)}", block.name, block.arguments))
+        elif text := renderer.visible(block.text):
+            blocks.append(Text(text) if isinstance(block, Text) else Reasoning(text, turn_id))
+    return tuple(blocks)
+
+
+def _end(completion: Completion, parsed: Sequence[ParsedBlock], stop_string: str) -> TurnEnd:
+    if completion.finish is not FinishReason.STOP:
+        return TurnEnd.LENGTH
+    if any(isinstance(block, ParsedCall) for block in parsed):
+        return TurnEnd.CALLS
+    return TurnEnd.STOP_STRING if stop_string else TurnEnd.STOP

@@ -1,27 +1,36 @@
 """One turn of an agent: budgets, prompt, engine, record. The thin async shell around the session core.
 
 Invariants:
-- One turn of a session runs at a time; further requests wait for it, a bounded number of them.
-- A turn is recorded whole or not at all; what was sampled without being recorded is counted as aborted.
+- A finished turn is in the session's log before anybody is answered with it; a turn is recorded whole, or as what was
+  sampled before it was cut.
+- The same request of one session is one turn: asked again while it runs it waits for the same answer, asked again
+  because the answer was lost it gets the same answer.
+- A turn that nobody waits for any more is aborted on its engine. Turns of one session run side by side, a bounded
+  number of them.
 - A turn that is broken off (wall, agent gone, session closed) after `held_after_s` without one sampled token was held
   up by us: the session is marked, so that its outcome is infra and never a budget that the agent used up.
-- Closing a session ends its running turn and aborts it on the engine before the report is made.
+- Closing a session ends its running turns and aborts them on their engines before the report is made.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.policies.engine import GenerateRequest, RequestId
 from headrace.policies.tokenizer_errors import TemplateRefused
 from headrace.serve import span_names
-from headrace.serve.conversation import TurnAnswer, TurnEnd
-from headrace.serve.errors import BadRequest, SessionUnknown
-from headrace.serve.session import Exhausted, SessionReport
+from headrace.serve.engines import join_pieces
+from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown
+from headrace.serve.events import Delivered, Exhausted, Failed, Spent
+from headrace.serve.joining import Joined
+from headrace.serve.routing import Lineage
 from headrace.serve.tracing import context_from
+from headrace.serve.trie import path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,124 +39,225 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
     from headrace.policies.engine import Completion
-    from headrace.serve.conversation import TurnRequest
+    from headrace.serve.conversation import TurnAnswer, TurnRequest
     from headrace.serve.engines import EnginePool
-    from headrace.serve.render import Renderer
+    from headrace.serve.events import Event
+    from headrace.serve.parsing.base import OutputParser
+    from headrace.serve.render import Renderer, TokenIds
+    from headrace.serve.rows import SessionReport
     from headrace.serve.session import Session, TurnPlan
+    from headrace.serve.session_log import SessionLog
+    from headrace.serve.trie import Match
 
-MAX_WAITING_TURNS = 16
+MAX_RUNNING_TURNS = 64
 VERSIONS_KEPT = 64
-SPENT = TurnAnswer(text="", end=TurnEnd.LENGTH)
-"""The normal final answer that ends an agent whose budget is spent."""
+LONG_TEXT_CHARACTERS = 16_384
+"""Longer new text is rendered in a thread: it takes milliseconds in which no other agent would be served."""
+
+
+class TurnKey(NamedTuple):
+    """What makes two requests the same turn."""
+
+    parent: str
+    parts: tuple[bytes, ...]
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    calls_allowed: bool
 
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """A session and what the shell needs beside it: its lock, its trace context and the scope of its running turn."""
+    """A session and what the shell needs beside it: its log, its trace context and its running turns."""
 
     core: Session
     token: str
+    log: SessionLog | None
+    running: Joined[TurnAnswer]
     closed: bool = False
-    waiting: int = 0
-    turn_numbers: int = 0
-    scope: asyncio.Timeout | None = None
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     context: Context = field(init=False)
 
     def __post_init__(self) -> None:
         self.context = context_from(self.core.spec.traceparent)
 
+    def happened(self, event: Event) -> None:
+        """Keep an event, then apply it. Raises LogBroken, with nothing applied."""
+        if self.log is not None:
+            self.log.append(self.core.spec.session_id, event)
+        self.core.apply(event)
+
+    def fail(self, failure: str) -> None:
+        """Remember a failure that reaches the agent, in memory when nothing can be written."""
+        event = Failed(failure=failure)
+        try:
+            self.happened(event)
+        except LogBroken:
+            self.core.apply(event)
+
+    def exhaust(self, budget: Exhausted) -> None:
+        if not self.core.exhausted:
+            self.happened(Spent(budget=budget))
+
 
 class Turns:
-    """Runs turns over an engine pool. `sampled_tokens` counts every recorded token since the start,
-    `tokens_by_version` those of the last `VERSIONS_KEPT` versions seen."""
+    """Runs turns over an engine pool. `sampled_tokens` counts every recorded token since the
+    start, `tokens_by_version` those of the last `VERSIONS_KEPT` versions seen, `lost_calls` call markup that gave no
+    call."""
 
     def __init__(
         self,
         pool: EnginePool,
         renderer: Renderer,
+        parser: OutputParser,
         clock: Callable[[], float],
         tracer: Tracer,
         *,
         held_after_s: float,
+        incarnation: str,
     ) -> None:
-        self._held_after_s = held_after_s
         self.sampled_tokens = 0
+        self.lost_calls = 0
         self.tokens_by_version: Counter[str] = Counter()
         self._pool = pool
         self._renderer = renderer
+        self._parser = parser
         self._clock = clock
         self._tracer = tracer
+        self._held_after_s = held_after_s
+        self._incarnation = incarnation
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
 
-    async def run(self, live: LiveSession, request: TurnRequest) -> TurnAnswer:
+    def aclose(self) -> None:
+        """After the last session was closed."""
+        self._threads.shutdown(cancel_futures=True)
+
+    async def answer(self, live: LiveSession, request: TurnRequest, *, untrained: bool) -> TurnAnswer:
         """The agent's answer.
 
         Raises:
             ContextExceeded, SessionUnknown, BadRequest: for the agent.
             InfraError: for the agent; the boundary above marks the session.
         """
-        if live.waiting >= MAX_WAITING_TURNS:
-            raise BadRequest(f"This session has {MAX_WAITING_TURNS} requests waiting already.")
-        live.waiting += 1
+        match = self._match(live, request, untrained=untrained)
+        key = TurnKey(
+            parent=match.parent.turn_id if match.parent else "",
+            parts=match.parts,
+            max_tokens=request.max_tokens,
+            stop=request.stop,
+            calls_allowed=request.calls_allowed,
+        )
+        if (known := self._known(live, key, match)) is not None:
+            return known
         try:
-            async with live.lock:
-                return await self._run_alone(live, request)
-        finally:
-            live.waiting -= 1
+            return await live.running(key, lambda: self._run(live, match, request))
+        except asyncio.CancelledError:
+            if live.closed and not _current_task().cancelling():
+                raise SessionUnknown("This session was closed while the turn was running.") from None
+            raise
 
-    async def _run_alone(self, live: LiveSession, request: TurnRequest) -> TurnAnswer:
+    def _known(self, live: LiveSession, key: TurnKey, match: Match) -> TurnAnswer | None:
+        """An answer for which no engine is asked: one that was lost on its way, or the final one."""
+        if key in live.running:
+            return None
+        if (node := live.core.replay(match, self._clock())) is not None:
+            return node.answer
+        if (budget := live.core.spent(self._clock(), running=len(live.running))) is not Exhausted.NONE:
+            live.exhaust(budget)
+            return live.core.final_answer()
+        if len(live.running) >= MAX_RUNNING_TURNS:
+            raise BadRequest(f"This session has {MAX_RUNNING_TURNS} requests running already.")
+        return None
+
+    async def count_tokens(self, live: LiveSession, request: TurnRequest) -> int:
+        """How long the prompt of this request would be. Raises BadRequest, SessionUnknown."""
+        match = live.core.match(request)
+        match, delta = await self._render(live, match, request)
+        return len(live.core.trie.prompt_ids(match, delta))
+
+    def delivered(self, live: LiveSession, answer: TurnAnswer) -> None:
+        """The last byte of the answer has left."""
+        if not live.closed:
+            live.happened(Delivered(turn_id=answer.turn_id, at=self._clock()))
+
+    def _match(self, live: LiveSession, request: TurnRequest, *, untrained: bool) -> Match:
         if live.closed:
             raise SessionUnknown("This session is closed.")
-        if live.core.spent(self._clock()):
-            return SPENT
+        try:
+            match = live.core.match(request, untrained=untrained)
+        except ContextExceeded:
+            live.exhaust(Exhausted.CONTEXT)
+            raise
+        for event in live.core.accepted(match):
+            live.happened(event)
+        return match
+
+    async def _run(self, live: LiveSession, match: Match, request: TurnRequest) -> TurnAnswer:
+        turn_id = live.core.next_turn_id()
         with self._tracer.start_as_current_span(span_names.TURN, context=live.context) as span:
             with self._tracer.start_as_current_span(span_names.RENDER):
-                plan = self._plan(live, request)
-            completion = await self._sample(live, plan)
+                plan = await self._plan(live, match, request)
+            completion = await self._sample(live, turn_id, plan)
             if completion is None:
-                return SPENT
-            answer = live.core.record(plan, completion)
-            self._count(completion)
-            _describe(span, live, plan, answer)
-            return answer
+                return live.core.final_answer()
+            event = live.core.recorded(turn_id, plan, completion, self._renderer, self._parser)
+            live.happened(event)
+            self._count(completion, event.lost_calls)
+            _describe(span, live, plan, event.answer)
+            return event.answer
 
-    def _plan(self, live: LiveSession, request: TurnRequest) -> TurnPlan:
+    async def _plan(self, live: LiveSession, match: Match, request: TurnRequest) -> TurnPlan:
+        match, delta = await self._render(live, match, request)
         try:
-            return live.core.plan(request, self._renderer)
+            return live.core.plan(match, request, delta)
+        except ContextExceeded:
+            live.exhaust(Exhausted.CONTEXT)
+            raise
+
+    async def _render(self, live: LiveSession, match: Match, request: TurnRequest) -> tuple[Match, TokenIds]:
+        """What is new of the request, as ids. A history that the template cannot continue is rendered again, as a row
+        of its own."""
+        if match.parent is not None and match.prompt is None:
+            if self._renderer.bridges:
+                with suppress(TemplateRefused):
+                    return match, await self._delta(live, match, request)
+            match = live.core.trie.as_root(match, request)
+        try:
+            return match, await self._delta(live, match, request)
         except TemplateRefused as error:
             raise BadRequest(f"These messages cannot be rendered: {error}", "messages") from None
 
-    async def _sample(self, live: LiveSession, plan: TurnPlan) -> Completion | None:
+    async def _delta(self, live: LiveSession, match: Match, request: TurnRequest) -> TokenIds:
+        if match.prompt is None and sum(len(message.text) for message in match.rest) > LONG_TEXT_CHARACTERS:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, live.core.delta, match, request, self._renderer)
+        return live.core.delta(match, request, self._renderer)
+
+    async def _sample(self, live: LiveSession, turn_id: str, plan: TurnPlan) -> Completion | None:
         """The completion; None when the wall budget ended meanwhile."""
         pieces: list[Completion] = []
         recorded, asked_at = False, self._clock()
         try:
-            async with asyncio.timeout(live.core.wall_left_s(self._clock())) as live.scope:
-                completion = await self._pool.sample(live.core.spec.session_id, self._ask(live, plan), pieces)
+            async with asyncio.timeout(live.core.wall_left_s(self._clock())):
+                completion = await self._pool.sample(_lineage(live, plan.match), self._ask(live, turn_id, plan), pieces)
             recorded = True
             return completion
         except TimeoutError:
-            if live.closed:
-                raise SessionUnknown("This session was closed while the turn was running.") from None
-            live.core.exhaust(Exhausted.WALL)
+            live.exhaust(Exhausted.WALL)
             return None
         finally:
-            live.scope = None
             if not recorded:
-                self._cut(live, pieces, held_s=self._clock() - asked_at)
+                self._cut(live, turn_id, plan, pieces, held_s=self._clock() - asked_at)
 
-    def _cut(self, live: LiveSession, pieces: list[Completion], *, held_s: float) -> None:
-        """A turn was broken off: count what was sampled, and say whose doing it was."""
-        sampled = sum(len(piece.output_ids) for piece in pieces)
-        live.core.cut(sampled)
-        if not sampled and held_s >= self._held_after_s:
-            live.core.fail(f"held: no engine sampled a token of the turn in {held_s:.1f} s")
+    def _cut(self, live: LiveSession, turn_id: str, plan: TurnPlan, pieces: list[Completion], *, held_s: float) -> None:
+        """A turn was broken off: keep what was sampled, and say whose doing it was."""
+        if any(piece.output_ids for piece in pieces):
+            live.happened(live.core.aborted(turn_id, plan, join_pieces(pieces)))
+        elif held_s >= self._held_after_s:
+            live.fail(f"held: no engine sampled a token of the turn in {held_s:.1f} s")
 
-    def _ask(self, live: LiveSession, plan: TurnPlan) -> GenerateRequest:
-        live.turn_numbers += 1
+    def _ask(self, live: LiveSession, turn_id: str, plan: TurnPlan) -> GenerateRequest:
         sampling = live.core.spec.sampling
         return GenerateRequest(
-            request_id=RequestId(f"{live.core.spec.session_id}-{live.token[:8]}-{live.turn_numbers}"),
+            request_id=RequestId(f"{live.core.spec.session_id}-{self._incarnation}-{turn_id}"),
             input_ids=plan.prompt_ids,
             max_new_tokens=plan.max_new_tokens,
             temperature=sampling.temperature,
@@ -157,21 +267,34 @@ class Turns:
             stop_token_ids=self._renderer.stop_ids,
         )
 
-    def _count(self, completion: Completion) -> None:
+    def _count(self, completion: Completion, lost_calls: int) -> None:
         for span in completion.spans:
             self.tokens_by_version[str(span.version)] += span.end - span.start
         self.sampled_tokens += len(completion.output_ids)
+        self.lost_calls += lost_calls
         while len(self.tokens_by_version) > VERSIONS_KEPT:
             del self.tokens_by_version[next(iter(self.tokens_by_version))]
 
     async def close(self, live: LiveSession) -> SessionReport:
-        """End the running turn, if any, and report."""
+        """End the running turns, if any, and report."""
         live.closed = True
-        if live.scope is not None and not live.scope.expired():
-            live.scope.reschedule(0.0)
-        async with live.lock:
-            self._pool.router.forget(live.core.spec.session_id)
-            return live.core.report()
+        live.running.cancel_all()
+        await live.running.ended()
+        self._pool.router.forget(live.core.spec.session_id)
+        return live.core.report()
+
+
+def _lineage(live: LiveSession, match: Match) -> Lineage:
+    """Where the turn's prefix is cached: the conversations of one session share little."""
+    root = path(match.parent)[0][0].parts if match.parent else match.parts
+    return Lineage(session=live.core.spec.session_id, head=root[0])
+
+
+def _current_task() -> asyncio.Task[object]:
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("not in a task")
+    return task
 
 
 def _describe(span: Span, live: LiveSession, plan: TurnPlan, answer: TurnAnswer) -> None:
@@ -186,6 +309,6 @@ def _describe(span: Span, live: LiveSession, plan: TurnPlan, answer: TurnAnswer)
                 span_names.MAX_TOKENS: plan.max_new_tokens,
                 span_names.TEMPERATURE: live.core.spec.sampling.temperature,
                 span_names.FINISH_REASONS: [answer.end.value],
-                span_names.RERENDERED: not plan.extends and live.core.turns > 1,
+                span_names.RERENDERED: plan.match.parent is None and live.core.turns > 1,
             }
         )

@@ -1,160 +1,205 @@
-"""OpenAI Chat Completions, both ways, not streamed.
+"""OpenAI Chat Completions, both ways: `POST /v1/chat/completions`.
 
 Invariants:
-- Unknown fields never break a run; what this form cannot honour (streams, tools, images, n above 1) is refused with a
-  plain sentence and status 400 in OpenAI's error shape.
-- Sampling fields are read by nobody: the session's sampling is law.
+- Reasoning travels as `reasoning_content`, which agents echo; the wire has no place for a signature.
+- Consecutive messages of the role tool answer one turn: they are one message for us.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import orjson
-
-from headrace.serve.conversation import Message, Role, TurnRequest
-from headrace.serve.errors import BadRequest, InfraError
+from headrace.serve.conversation import (
+    Block,
+    Message,
+    Reasoning,
+    Role,
+    ToolCall,
+    ToolResult,
+    ToolSpec,
+    TurnEnd,
+    TurnRequest,
+    say,
+)
+from headrace.serve.dialects import events, fields, openai
+from headrace.serve.dialects.dialect import WireRequest
+from headrace.serve.errors import BadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from headrace.serve.conversation import TurnAnswer
+    from headrace.serve.dialects.fields import JsonObject
     from headrace.serve.errors import WireError
 
-MAX_STOP_STRINGS = 4
-MAX_STOP_CHARACTERS = 256
 _ROLES = {role.value: role for role in Role} | {"developer": Role.SYSTEM}
+_FINISH_REASONS = {
+    TurnEnd.STOP: "stop",
+    TurnEnd.STOP_STRING: "stop",
+    TurnEnd.CALLS: "tool_calls",
+    TurnEnd.LENGTH: "length",
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """`model` is echoed: any name is served by the policy."""
+class ChatCompletions:
+    """`POST /v1/chat/completions`."""
 
-    turn: TurnRequest
-    model: str
+    @property
+    def ping(self) -> bytes:
+        return events.COMMENT
 
-
-def parse(body: bytes) -> ChatRequest:
-    """Read a request body. Raises BadRequest, whose `field` names the JSON path at fault."""
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"The body is not valid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise BadRequest("The body must be a JSON object.")
-    _refuse_unavailable(document)
-    model = document.get("model", "")
-    if not isinstance(model, str):
-        raise BadRequest("model must be a string.", "model")
-    turn = TurnRequest(
-        messages=_messages(document.get("messages")), max_tokens=_max_tokens(document), stop=_stop(document)
-    )
-    return ChatRequest(turn=turn, model=model or "policy")
-
-
-def _refuse_unavailable(document: Mapping[str, object]) -> None:
-    if document.get("stream"):
-        raise BadRequest("Streaming is not available yet; send stream: false.", "stream")
-    if document.get("n") not in (None, 1):
-        raise BadRequest("n must be 1: one answer per request.", "n")
-    if document.get("tools") or document.get("functions"):
-        raise BadRequest("Tool calls are not available yet; send no tools and read commands from the text.", "tools")
-
-
-def _messages(value: object) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise BadRequest("messages must be a list of at least one message.", "messages")
-    messages = tuple(_message(entry, f"messages[{index}]") for index, entry in enumerate(value))
-    if messages[-1].role is Role.ASSISTANT:
-        raise BadRequest(
-            "The last message must not be the assistant's: prefilled answers are not available.", "messages"
+    def parse(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
+        document = fields.read_body(body)
+        if document.get("n") not in (None, 1):
+            raise BadRequest("n must be 1: one answer per request.", "n")
+        model = fields.string(document, "model")
+        turn = TurnRequest(
+            messages=fields.checked(_conversation(document), "messages"),
+            tools=tuple(_tools(document.get("tools"))),
+            calls_allowed=fields.calls_allowed(document.get("tool_choice"), none="none", auto="auto"),
+            max_tokens=fields.max_tokens(document, "max_completion_tokens", "max_tokens"),
+            stop=fields.stop_strings(document, "stop"),
+            model=model,
         )
-    return messages
+        return WireRequest(
+            turn=turn,
+            stream=fields.boolean(document, "stream"),
+            model=model or fields.DEFAULT_MODEL,
+            include_usage=_include_usage(document.get("stream_options")),
+        )
+
+    def answer(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> dict[str, object]:
+        choice = {
+            "index": 0,
+            "message": _answer_message(turn),
+            "logprobs": None,
+            "finish_reason": _FINISH_REASONS[turn.end],
+        }
+        head = _head(request, turn, "chat.completion", created_s)
+        return head | {"choices": [choice], "usage": _usage(turn)}
+
+    def stream(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> bytes:
+        head = _head(request, turn, "chat.completion.chunk", created_s)
+        if request.include_usage:
+            head["usage"] = None
+        parts = [_chunk(head, delta, None) for delta in _deltas(turn)]
+        parts.append(_chunk(head, {}, _FINISH_REASONS[turn.end]))
+        if request.include_usage:
+            parts.append(events.data(head | {"choices": [], "usage": _usage(turn)}))
+        return b"".join([*parts, events.DONE])
+
+    def status(self, failure: WireError) -> int:
+        return openai.status(failure)
+
+    def error(self, failure: WireError) -> dict[str, object]:
+        return openai.error(failure)
+
+    def refuses_in_stream(self, failure: WireError) -> bool:
+        return False
+
+    def stream_error(self, request: WireRequest, failure: WireError) -> bytes:
+        return events.data(openai.error(failure))
+
+    def models(self, created_s: int) -> dict[str, object]:
+        return openai.models(created_s)
 
 
-def _message(entry: object, where: str) -> Message:
-    if not isinstance(entry, dict):
-        raise BadRequest(f"{where} must be an object with role and content.", where)
-    role = entry.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise BadRequest(f"{where}.role must be one of {', '.join(sorted(_ROLES))}.", f"{where}.role")
-    if entry.get("tool_calls"):
-        raise BadRequest(f"{where}.tool_calls: tool calls are not available yet.", f"{where}.tool_calls")
-    return Message(role=_ROLES[role], content=_content(entry.get("content"), f"{where}.content"))
+def _include_usage(options: object) -> bool:
+    return options is not None and fields.as_object(options, "stream_options").get("include_usage") is True
 
 
-def _content(value: object, where: str) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise BadRequest(f"{where} must be a string or a list of text parts.", where)
-    texts = []
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise BadRequest(f"{where} may hold text parts only: this model reads no images, audio or files.", where)
-        texts.append(part["text"])
-    return "".join(texts)
+def _conversation(document: JsonObject) -> Iterator[Message]:
+    for index, entry in enumerate(fields.as_list(document.get("messages"), "messages")):
+        where = f"messages[{index}]"
+        message = fields.as_object(entry, where)
+        name = message.get("role")
+        role = _ROLES.get(name) if isinstance(name, str) else None
+        if role is None:
+            raise BadRequest(f"{where}.role must be one of {', '.join(sorted(_ROLES))}.", f"{where}.role")
+        content = message.get("content")
+        if role is Role.ASSISTANT:
+            yield Message(role, tuple(_assistant(message, where)))
+        elif role is Role.TOOL:
+            text = fields.joined(content, f"{where}.content")
+            yield Message(role, (ToolResult(fields.string(message, "tool_call_id", where), text),))
+        elif role is Role.USER:
+            yield Message(role, fields.texts(content, f"{where}.content"))
+        elif text := fields.joined(content, f"{where}.content", "\n\n"):
+            yield say(role, text)
 
 
-def _max_tokens(document: Mapping[str, object]) -> int | None:
-    for name in ("max_completion_tokens", "max_tokens"):
-        value = document.get(name)
-        if value is None:
+def _assistant(message: JsonObject, where: str) -> Iterator[Block]:
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if reasoning and isinstance(reasoning, str):
+        yield Reasoning(reasoning)
+    yield from fields.texts(message.get("content"), f"{where}.content")
+    for index, entry in enumerate(fields.as_list(message.get("tool_calls"), f"{where}.tool_calls")):
+        path = f"{where}.tool_calls[{index}]"
+        call = fields.as_object(entry, path)
+        if call.get("type") not in (None, "function"):
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise BadRequest(f"{name} must be a whole number of at least 1.", name)
-        return value
-    return None
+        function = fields.as_object(call.get("function"), f"{path}.function")
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str):
+            arguments = "{}" if arguments is None else fields.json_text(arguments, f"{path}.function.arguments")
+        yield ToolCall(fields.string(call, "id", path), fields.string(function, "name", f"{path}.function"), arguments)
 
 
-def _stop(document: Mapping[str, object]) -> tuple[str, ...]:
-    value = document.get("stop")
-    if value is None:
-        return ()
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or len(strings) > MAX_STOP_STRINGS:
-        raise BadRequest(f"stop must be a string or a list of at most {MAX_STOP_STRINGS} strings.", "stop")
-    if not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARACTERS for text in strings):
-        raise BadRequest(f"A stop string has 1 to {MAX_STOP_CHARACTERS} characters.", "stop")
-    return tuple(strings)
+def _tools(value: object) -> Iterator[ToolSpec]:
+    for index, entry in enumerate(fields.as_list(value, "tools")):
+        tool = fields.as_object(entry, f"tools[{index}]")
+        if tool.get("type") not in (None, "function"):
+            continue
+        where = f"tools[{index}].function"
+        function = fields.as_object(tool.get("function"), where)
+        parameters = fields.tool_parameters(function.get("parameters"), f"{where}.parameters")
+        yield ToolSpec(fields.tool_name(function, where), fields.string(function, "description", where), parameters)
 
 
-def answer(request: ChatRequest, turn: TurnAnswer, *, answer_id: str, created_s: int) -> dict[str, object]:
-    """The `chat.completion` object."""
+def _head(request: WireRequest, turn: TurnAnswer, kind: str, created_s: int) -> dict[str, object]:
+    return {"id": f"chatcmpl-{turn.turn_id}", "object": kind, "created": created_s, "model": request.model}
+
+
+def _usage(turn: TurnAnswer) -> dict[str, object]:
     return {
-        "id": f"chatcmpl-{answer_id}",
-        "object": "chat.completion",
-        "created": created_s,
-        "model": request.model,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": turn.text, "refusal": None},
-                "finish_reason": turn.end.value,
-                "logprobs": None,
-            }
-        ],
-        "usage": {
-            "prompt_tokens": turn.prompt_tokens,
-            "completion_tokens": turn.completion_tokens,
-            "total_tokens": turn.prompt_tokens + turn.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
-        },
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": turn.completion_tokens,
+        "total_tokens": turn.prompt_tokens + turn.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
     }
 
 
-def models(created_s: int) -> dict[str, object]:
-    """`GET /v1/models`: one name stands for all, every name is accepted."""
-    return {
-        "object": "list",
-        "data": [{"id": "policy", "object": "model", "created": created_s, "owned_by": "headrace"}],
-    }
+def _call(call: ToolCall) -> dict[str, object]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def error(failure: WireError) -> dict[str, object]:
-    """OpenAI's error shape."""
-    kind = "server_error" if isinstance(failure, InfraError) else "invalid_request_error"
-    return {"error": {"message": str(failure), "type": kind, "param": failure.field, "code": failure.code}}
+def _answer_message(turn: TurnAnswer) -> dict[str, object]:
+    reasoning = [block.text for block in turn.blocks if isinstance(block, Reasoning)]
+    calls = [_call(block) for block in turn.blocks if isinstance(block, ToolCall)]
+    message: dict[str, object] = {"role": "assistant", "content": turn.text, "refusal": None}
+    if calls:
+        message |= {"content": turn.text or None, "tool_calls": calls}
+    if reasoning:
+        message["reasoning_content"] = "\n".join(reasoning)
+    return message
+
+
+def _chunk(head: dict[str, object], delta: Mapping[str, object], finish_reason: str | None) -> bytes:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    return events.data(head | {"choices": [choice]})
+
+
+def _deltas(turn: TurnAnswer) -> Iterator[Mapping[str, object]]:
+    yield {"role": "assistant", "content": "" if turn.text else None}
+    calls = 0
+    thought = ""
+    for block in turn.blocks:
+        if isinstance(block, Reasoning):
+            # Clients join the deltas: the same text as in the answer that is not streamed.
+            yield {"reasoning_content": thought + block.text}
+            thought = "\n"
+        elif isinstance(block, ToolCall):
+            yield {"tool_calls": [{"index": calls} | _call(block)]}
+            calls += 1
+        else:
+            yield {"content": block.text}

@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -19,14 +19,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallShape:
+    """How a wire spells the calls of a tool that is no plain function there. `freeform`: the call carries one text
+    instead of a JSON object (for us the argument `input`)."""
+
+    name: str
+    namespace: str = ""
+    freeform: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WireRequest:
     """A parsed body. `model` is the name that is echoed; `include_usage`: the stream ends with a usage chunk where the
-    wire makes that a choice."""
+    wire makes that a choice; `call_shapes`: by the names of `turn.tools`, those that are no plain functions."""
 
     turn: TurnRequest
     stream: bool
     model: str
     include_usage: bool = True
+    call_shapes: Mapping[str, CallShape] = field(default_factory=dict)
 
 
 class Dialect(Protocol):
@@ -34,7 +45,8 @@ class Dialect(Protocol):
 
     @property
     def ping(self) -> bytes:
-        """What may be written while a stream waits for its turn, before `stream`; ignored by every client."""
+        """What may be written while a stream waits for its turn, before `stream`; agents pass over it, and count it as
+        a sign of life."""
         ...
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
@@ -58,6 +70,15 @@ class Dialect(Protocol):
         """The error body."""
         ...
 
+    def refuses_in_stream(self, failure: WireError) -> bool:
+        """Whether a request for a stream is told of this failure by status 200 and `stream_error`, even if nothing was
+        written yet."""
+        ...
+
     def stream_error(self, request: WireRequest, failure: WireError) -> bytes:
         """The error as an event, for a stream that has begun (with pings alone); the connection is closed after it."""
+        ...
+
+    def models(self, created_s: int) -> dict[str, object]:
+        """`GET /v1/models`: one name stands for all, every name is accepted."""
         ...

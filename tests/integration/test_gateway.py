@@ -23,7 +23,9 @@ from headrace.serve.client import GatewayClient
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
 from headrace.serve.gateway import Gateway, GatewayConfig
 from headrace.serve.routing import EngineRoute, RoutingTable
-from headrace.serve.session import Budgets, Exhausted, Sampling, SessionId, SessionReport, SessionSpec
+from headrace.serve.events import Exhausted
+from headrace.serve.rows import SessionReport
+from headrace.serve.session import Budgets, Sampling, SessionId, SessionSpec
 from headrace.serve.telemetry import TelemetryConfig, configure
 from headrace.serve.tracing import start_rollout_span, trace_id_for, traceparent_of
 

@@ -15,7 +15,8 @@ from headrace.policies.tiny import model_config, write_description
 from headrace.serve.client import GatewayClient
 from headrace.serve.gateway import Gateway, GatewayConfig
 from headrace.serve.routing import EngineRoute, RoutingTable
-from headrace.serve.session import Budgets, Sampling, SessionId, SessionReport, SessionSpec
+from headrace.serve.rows import SessionReport
+from headrace.serve.session import Budgets, Sampling, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -17,7 +17,8 @@ from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 from headrace.serve.client import OpenedSession
-from headrace.serve.session import Session, SessionId, SessionReport, SessionSpec
+from headrace.serve.rows import SessionReport
+from headrace.serve.session import Session, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Hashable
 
 R = TypeVar("R")
 
@@ -31,9 +31,9 @@ class Joined(Generic[R]):
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
-        self._running: dict[str, _Work[R]] = {}
+        self._running: dict[Hashable, _Work[R]] = {}
 
-    async def __call__(self, key: str, work: Callable[[], Awaitable[R]]) -> R:
+    async def __call__(self, key: Hashable, work: Callable[[], Awaitable[R]]) -> R:
         running = self._running.get(key)
         if running is None:
             result: asyncio.Future[R] = asyncio.get_running_loop().create_future()
@@ -47,7 +47,7 @@ class Joined(Generic[R]):
             if running.waiters == 0 and not running.result.done():
                 running.task.cancel()
 
-    def cancel(self, key: str) -> None:
+    def cancel(self, key: Hashable) -> None:
         """End the work for `key`; its waiters are cancelled. Nothing when none runs."""
         if running := self._running.get(key):
             running.task.cancel()
@@ -57,7 +57,19 @@ class Joined(Generic[R]):
         for running in self._running.values():
             running.task.cancel()
 
-    async def _run(self, key: str, work: Callable[[], Awaitable[R]], result: asyncio.Future[R]) -> None:
+    async def ended(self) -> None:
+        """Wait until nothing runs any more."""
+        if self._running:
+            await asyncio.wait([running.task for running in self._running.values()])
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._running
+
+    def __len__(self) -> int:
+        """Number of keys whose work is running."""
+        return len(self._running)
+
+    async def _run(self, key: Hashable, work: Callable[[], Awaitable[R]], result: asyncio.Future[R]) -> None:
         try:
             result.set_result(await work())
         except asyncio.CancelledError:

@@ -1,0 +1,217 @@
+"""Reading what the wires have in common: JSON, headers, content parts, limits.
+
+Invariants:
+- The only exception that leaves is BadRequest; its `field` is the path at fault, as in `messages[3].content`.
+- null, "" and a missing field mean the same. Unknown fields, part types and tool types are passed over.
+- Every string returned can be encoded as UTF-8, every value written as JSON again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import orjson
+
+from headrace.serve.conversation import Message, Role, Text
+from headrace.serve.errors import BadRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+JsonObject: TypeAlias = "dict[str, Any]"
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_AGENT_CHARACTERS = 256
+DEFAULT_MODEL = "policy"
+SPARE_LEVELS = 32
+"""Levels of nesting left to whoever writes a value of a body inside another document; orjson writes at most 254."""
+
+NO_MEDIA = "This model reads text only: no images, audio, video or files."
+_MEDIA = frozenset(
+    (
+        "image",
+        "image_url",
+        "input_image",
+        "audio",
+        "input_audio",
+        "video",
+        "video_url",
+        "document",
+        "file",
+        "input_file",
+    )
+)
+_TEXT = frozenset(("text", "input_text", "output_text", "summary_text", "reasoning_text"))
+
+
+def read_body(body: bytes) -> JsonObject:
+    """The body as a JSON object. What orjson refuses (NaN, lone surrogates, more than 1024 levels) is refused."""
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"The body is not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise BadRequest("The body must be a JSON object.")
+    return document
+
+
+def as_object(value: object, where: str) -> JsonObject:
+    if not isinstance(value, dict):
+        raise BadRequest(f"{where} must be an object.", where)
+    return value
+
+
+def as_list(value: object, where: str) -> list[Any]:
+    """null is an empty list."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise BadRequest(f"{where} must be a list.", where)
+    return value
+
+
+def string(document: JsonObject, name: str, where: str = "") -> str:
+    """A string field of the object at the path `where`."""
+    value = document.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        path = f"{where}.{name}" if where else name
+        raise BadRequest(f"{path} must be a string.", path)
+    return value
+
+
+def boolean(document: JsonObject, name: str) -> bool:
+    value = document.get(name)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise BadRequest(f"{name} must be true or false.", name)
+    return value
+
+
+def max_tokens(document: JsonObject, *names: str) -> int | None:
+    """The first of the fields that is there."""
+    for name in names:
+        value = document.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise BadRequest(f"{name} must be a whole number of at least 1.", name)
+        return value
+    return None
+
+
+def stop_strings(document: JsonObject, name: str) -> tuple[str, ...]:
+    value = document.get(name)
+    if value is None:
+        return ()
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or len(strings) > MAX_STOP_STRINGS:
+        raise BadRequest(f"{name} must be a string or a list of at most {MAX_STOP_STRINGS} strings.", name)
+    if not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARACTERS for text in strings):
+        raise BadRequest(f"{name}: a stop string has 1 to {MAX_STOP_CHARACTERS} characters.", name)
+    return tuple(strings)
+
+
+def calls_allowed(choice: object, none: object, auto: object) -> bool:
+    """Whether `tool_choice` leaves calls to the policy. Raises BadRequest for one that would force a call."""
+    if choice is None or choice == auto:
+        return True
+    if choice == none:
+        return False
+    raise BadRequest(
+        "tool_choice cannot be honoured: the policy decides itself whether it calls a tool; send auto or none.",
+        "tool_choice",
+    )
+
+
+def json_text(value: object, where: str) -> str:
+    """The value as compact JSON."""
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:  # too many levels
+        raise BadRequest(f"{where} is nested too deeply.", where) from None
+
+
+def check_depth(value: object, where: str) -> None:
+    """Raises BadRequest for a value that could not be written as part of another document."""
+    for _ in range(SPARE_LEVELS):
+        value = [value]
+    json_text(value, where)
+
+
+def tool_name(tool: JsonObject, where: str) -> str:
+    name = string(tool, "name", where)
+    if not name:
+        raise BadRequest(f"{where}.name must be the name of the tool.", f"{where}.name")
+    return name
+
+
+def tool_parameters(value: object, where: str) -> JsonObject:
+    """A JSON schema; a tool without one takes no arguments."""
+    if value is None:
+        return {"type": "object", "properties": {}}
+    schema = as_object(value, where)
+    check_depth(schema, where)
+    return schema
+
+
+def part_text(part: JsonObject, where: str) -> str:
+    """The text of a content part; "" for one of a type we do not know. Raises BadRequest for media."""
+    kind = string(part, "type", where)
+    if kind in _MEDIA:
+        raise BadRequest(f"{where}: {NO_MEDIA}", where)
+    if kind == "refusal":
+        return string(part, "refusal", where)
+    if kind in _TEXT:
+        return string(part, "text", where)
+    text = part.get("text")
+    return text if isinstance(text, str) else ""
+
+
+def texts(content: object, where: str) -> tuple[Text, ...]:
+    """The texts of a content that is a string or a list of parts, empty ones left out."""
+    if content is None or content == "":
+        return ()
+    if isinstance(content, str):
+        return (Text(content),)
+    if not isinstance(content, list):
+        raise BadRequest(f"{where} must be a string or a list of parts.", where)
+    found = []
+    for index, part in enumerate(content):
+        path = f"{where}[{index}]"
+        if text := part_text(as_object(part, path), path):
+            found.append(Text(text))
+    return tuple(found)
+
+
+def joined(content: object, where: str, separator: str = "\n") -> str:
+    """The same as one string."""
+    return separator.join(block.text for block in texts(content, where))
+
+
+def checked(messages: Iterable[Message], where: str, *, prefill: bool = False) -> tuple[Message, ...]:
+    """A whole conversation: consecutive tool results stand in one message, and unless `prefill` the policy speaks
+    next."""
+    whole: list[Message] = []
+    for message in messages:
+        if message.role is Role.TOOL and whole and whole[-1].role is Role.TOOL:
+            whole[-1] = Message(Role.TOOL, whole[-1].blocks + message.blocks)
+        else:
+            whole.append(message)
+    if not whole:
+        raise BadRequest(f"{where} must hold at least one message.", where)
+    if whole[-1].role is Role.ASSISTANT and not prefill:
+        raise BadRequest("The last message must not be the assistant's: an answer cannot be prefilled.", where)
+    return tuple(whole)
+
+
+def header(headers: Mapping[str, str], name: str) -> str:
+    """A header by its lower-case name, whatever the mapping makes of case; "" when it is missing."""
+    value = headers.get(name)
+    if value is None:
+        value = next((other for key, other in headers.items() if key.lower() == name), "")
+    # Servers hand over bytes that are no UTF-8 as surrogates, which nothing can encode later.
+    return value.encode("utf-8", "replace").decode()

@@ -1,0 +1,332 @@
+"""The token trie of a session: prompts and sampled turns, as the engines saw them.
+
+Invariants:
+- A path from a root alternates prompt and sampled nodes; its ids, concatenated, are exactly what an engine was sent and
+  what it answered. No id of a node ever changes.
+- Below a sampled node a prompt node holds what closed that turn, the new messages and the opening of the next turn. A
+  root holds a whole rendered conversation.
+- Nodes are numbered in the order in which turns were recorded; a node outlives whatever branches off.
+- No text is kept: messages are known by their digests (matching.py).
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from headrace.serve.conversation import Purpose, Role, ToolCall
+from headrace.serve.matching import (
+    Drift,
+    Served,
+    covers,
+    head_digest,
+    in_order_of,
+    message_parts,
+    plain_digest,
+    without_echoes_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from headrace.policies.engine import TokenSpan
+    from headrace.serve.conversation import Message, TurnAnswer, TurnRequest
+    from headrace.serve.events import Recorded
+    from headrace.serve.render import TokenIds
+
+
+class Status(StrEnum):
+    """What became of a sampled turn."""
+
+    FINISHED = "finished"
+    """Sampled to its end; its last byte has not left yet."""
+    DELIVERED = "delivered"
+    """Its last byte was handed to the connection."""
+    ACCEPTED = "accepted"
+    """The agent came back with it."""
+    ABORTED = "aborted"
+    """Cut: agent gone, wall time over, engine failed after partial output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What tells one lineage from another; `untrained`: the model name is served, not trained."""
+
+    agent: str = ""
+    purpose: Purpose = Purpose.TURN
+    has_tools: bool = False
+    knows_us: bool = False
+    """Its messages echo a turn of this session that is not on its path."""
+    untrained: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class PromptNode:
+    """Ids that were rendered. `parts` are the digests of its messages; `length` counts the ids from the root to its
+    end."""
+
+    parent: SampledNode | None
+    parts: tuple[bytes, ...]
+    ids: TokenIds
+    origin: Origin
+    length: int
+    number: int
+    children: list[SampledNode] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class SampledNode:
+    """A sampled turn; `logprobs` and `spans` are aligned with `ids`. `answer` is kept until the agent has accepted
+    it."""
+
+    parent: PromptNode
+    turn_id: str
+    ids: TokenIds
+    logprobs: array[float]
+    spans: tuple[TokenSpan, ...]
+    served: Served
+    plain: bytes
+    calls: tuple[ToolCall, ...]
+    answer: TurnAnswer | None
+    status: Status
+    truncated: bool
+    number: int
+    delivered_at: float = 0.0
+    replays: int = 0
+    children: list[PromptNode] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return self.parent.length + len(self.ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Echo:
+    """An assistant message of a request that is a turn of ours."""
+
+    node: SampledNode
+    drift: Drift
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Match:
+    """How far a request is known. `parent` is the deepest sampled node it continues (None: a new root), `rest` what
+    comes after it, in its one form, with its `parts`. `prompt` is there when exactly this was asked before."""
+
+    parent: SampledNode | None
+    rest: tuple[Message, ...]
+    parts: tuple[bytes, ...]
+    prompt: PromptNode | None
+    echoes: tuple[Echo, ...]
+    origin: Origin
+
+
+class Trie:
+    """One session's forest."""
+
+    def __init__(self) -> None:
+        self.roots: list[PromptNode] = []
+        self.sampled: list[SampledNode] = []
+        self._numbers = 0
+        self._by_call: dict[str, SampledNode] = {}
+        self._by_turn: dict[str, SampledNode] = {}
+
+    def match(self, request: TurnRequest, *, untrained: bool) -> Match:
+        """Walk as deep as the request goes. Changes nothing."""
+        head = head_digest(request.tools, request.agent)
+        walk = _Walk(self, head)
+        walk.run(request.messages)
+        parts = _parts_of(walk.rest, () if walk.parent else (head,))
+        siblings = walk.parent.children if walk.parent else self.roots
+        return Match(
+            parent=walk.parent,
+            rest=walk.rest,
+            parts=parts,
+            prompt=next((prompt for prompt in siblings if prompt.parts == parts), None),
+            echoes=tuple(walk.echoes),
+            origin=Origin(
+                agent=request.agent,
+                purpose=request.purpose,
+                has_tools=bool(request.tools),
+                knows_us=any(self.node_of(message) for message in walk.rest if message.role is Role.ASSISTANT),
+                untrained=untrained,
+            ),
+        )
+
+    def as_root(self, match: Match, request: TurnRequest) -> Match:
+        """The same request as a root of its own, for a history that has to be rendered again."""
+        parts = _parts_of(request.messages, (head_digest(request.tools, request.agent),))
+        return Match(
+            parent=None,
+            rest=request.messages,
+            parts=parts,
+            prompt=next((prompt for prompt in self.roots if prompt.parts == parts), None),
+            echoes=match.echoes,
+            origin=match.origin,
+        )
+
+    def accept(self, node: SampledNode) -> None:
+        """The agent has this turn and all before it; their answers need not be kept."""
+        for _, sampled in path(node):
+            if sampled.status is not Status.ABORTED:
+                sampled.status, sampled.answer = Status.ACCEPTED, None
+
+    def node_of(self, message: Message) -> SampledNode | None:
+        """The turn an assistant message names by an id of ours, whatever its words."""
+        for block in message.blocks:
+            turn = self._by_call.get(getattr(block, "id", "")) or self._by_turn.get(getattr(block, "signature", ""))
+            if turn is not None:
+                return turn
+        return None
+
+    def by_turn(self, turn_id: str) -> SampledNode | None:
+        return self._by_turn.get(turn_id)
+
+    def prompt_ids(self, match: Match, delta: TokenIds) -> TokenIds:
+        """All ids to send: the path to the parent, and what is new."""
+        ids = self.path_ids(match.parent) if match.parent else array("i")
+        ids.extend(delta)
+        return ids
+
+    @staticmethod
+    def path_ids(node: SampledNode) -> TokenIds:
+        """The ids from the root to the end of a sampled node."""
+        ids = array("i")
+        for prompt, sampled in path(node):
+            ids.extend(prompt.ids)
+            ids.extend(sampled.ids)
+        return ids
+
+    def _prompt_node(
+        self, parent: SampledNode | None, parts: tuple[bytes, ...], delta: TokenIds, origin: Origin
+    ) -> PromptNode:
+        siblings = parent.children if parent else self.roots
+        known = next((prompt for prompt in siblings if prompt.parts == parts), None)
+        if known is not None:
+            return known
+        length = (parent.length if parent else 0) + len(delta)
+        prompt = PromptNode(
+            parent=parent, parts=parts, ids=delta, origin=origin, length=length, number=self._next_number()
+        )
+        siblings.append(prompt)
+        return prompt
+
+    def add(self, event: Recorded) -> SampledNode:
+        """A sampled turn, below a prompt that is made when nobody asked it before."""
+        parent, answer = self._by_turn[event.parent] if event.parent else None, event.answer
+        prompt = self._prompt_node(parent, event.parts, event.delta, event.origin)
+        served = Served.of(answer.blocks)
+        node = SampledNode(
+            parent=prompt,
+            turn_id=answer.turn_id,
+            ids=array("i", event.ids),
+            logprobs=array("f", event.logprobs),
+            spans=event.spans,
+            served=served,
+            plain=plain_digest(answer.blocks),
+            calls=tuple(block for block in answer.blocks if isinstance(block, ToolCall)),
+            answer=answer if event.status is not Status.ABORTED else None,
+            status=event.status,
+            truncated=event.truncated,
+            number=self._next_number(),
+        )
+        prompt.children.append(node)
+        self.sampled.append(node)
+        self._by_turn[node.turn_id] = node
+        self._by_call.update(dict.fromkeys(served.call_ids, node))
+        return node
+
+    def _next_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+
+def path(node: SampledNode) -> list[tuple[PromptNode, SampledNode]]:
+    """The pairs from the root down to `node`."""
+    pairs = [(node.parent, node)]
+    while (above := pairs[-1][0].parent) is not None:
+        pairs.append((above.parent, above))
+    return pairs[::-1]
+
+
+def below(prompt: PromptNode) -> Iterator[SampledNode]:
+    """All sampled nodes under a prompt."""
+    waiting = [prompt]
+    while waiting:
+        for node in waiting.pop().children:
+            yield node
+            waiting += node.children
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One walk from the roots down. `rest` begins after the last message that is known."""
+
+    trie: Trie
+    head: bytes
+    parent: SampledNode | None = None
+    rest: tuple[Message, ...] = ()
+    echoes: list[Echo] = field(default_factory=list)
+
+    def run(self, messages: Sequence[Message]) -> None:
+        self.rest = tuple(messages)
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        """Go one sampled turn deeper, if the rest says so: the longest known segment that an echo follows."""
+        prefix = () if self.parent else (self.head,)
+        prompts = [prompt for prompt in self._below() if prompt.parts[: len(prefix)] == prefix and prompt.children]
+        if not prompts:
+            return False
+        best: tuple[int, Echo] | None = None
+        parts = list(prefix)
+        for index, message in enumerate(self.rest):
+            if message.role is Role.ASSISTANT:
+                echo = self._echo_of(message, prompts, parts)
+                best = (index, echo) if echo else best
+                if all(len(prompt.parts) <= len(parts) for prompt in prompts):
+                    break
+            parts += message_parts(message)
+        if best is None:
+            return False
+        self._go_down(*best)
+        return True
+
+    def _below(self) -> list[PromptNode]:
+        return self.parent.children if self.parent else self.trie.roots
+
+    def _go_down(self, index: int, echo: Echo) -> None:
+        self.parent = echo.node
+        self.echoes.append(echo)
+        after = without_echoes_of(echo.node.served.call_ids, self.rest[index + 1 :])
+        self.rest = in_order_of(echo.node.calls, after)
+
+    def _echo_of(self, message: Message, prompts: Sequence[PromptNode], parts: Sequence[bytes]) -> Echo | None:
+        candidates = [
+            node
+            for prompt in prompts
+            if covers(prompt.parts, parts)
+            for node in reversed(prompt.children)
+            if node.status is not Status.ABORTED
+        ]
+        if not candidates:
+            return None
+        echo = Served.of(message.blocks)
+        named = self.trie.node_of(message)
+        if named is not None:
+            return Echo(named, named.served.drift_to(echo)) if named in candidates else None
+        for node in candidates:
+            if node.served.exact == echo.exact:
+                return Echo(node, Drift.NONE)
+        plain = plain_digest(message.blocks)
+        for node in candidates:
+            if node.plain == plain:
+                return Echo(node, node.served.drift_to(echo))
+        return None
+
+
+def _parts_of(messages: Sequence[Message], prefix: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    return prefix + tuple(part for message in messages for part in message_parts(message))
