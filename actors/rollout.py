@@ -28,7 +28,7 @@ from headrace.sandboxes.errors import QueueTimeout
 from headrace.sandboxes.pool.booting import LeaseRequest
 from headrace.serve import span_names as names
 from headrace.serve.errors import ServeError
-from headrace.serve.session import Exhausted
+from headrace.serve.events import Exhausted
 from headrace.serve.tracing import traceparent_of
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from headrace.actors.worker import RolloutWorker, WorkerParts
 from headrace.buffer.tasks import load_tasks
 from headrace.serve.gateway import GatewayConfig
 from headrace.serve.progress import Progress
-from headrace.serve.session import Budgets, Sampling
+from headrace.serve.session import FINAL_TEXT, Budgets, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -270,7 +270,11 @@ class Service(Owning):
                 self._spawn(
                     "gateway",
                     GatewayActor,
-                    GatewayConfig(tokenizer_dir=config.model.path, **config.gateway.model_dump()),
+                    GatewayConfig(
+                        tokenizer_dir=config.model.path,
+                        session_log_dir=directory.path / "sessions",
+                        **config.gateway.model_dump(),
+                    ),
                     address_file=directory.path / "gateway.json",
                     observing=self._observing,
                 )
@@ -342,6 +346,7 @@ class Service(Owning):
                 max_tokens_per_turn=config.sampling.max_tokens_per_turn,
                 max_context_tokens=config.sampling.max_context_tokens,
                 wall_s=config.rollout.agent_timeout_s,
+                final_text=FINAL_TEXT if config.agent.program else "",
             ),
             rollout=config.rollout,
             observing=self._observing,

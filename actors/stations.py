@@ -77,11 +77,7 @@ class WorkerStations(Owning):
     async def _open_session(gateway: GatewayClient, spec: SessionSpec) -> OpenedSession:
         """Wait for a gateway that is restarting: a rollout that fails at once would be issued again at once, and be
         poison before the gateway is back. The phase's deadline ends the waiting."""
-        policy = AsyncRetrying(
-            retry=retry_if_exception(lambda error: isinstance(error, GatewayUnreachable) and not error.answered),
-            wait=wait_random_exponential(multiplier=0.1, max=2.0),
-        )
-        opened: list[OpenedSession] = await policy(gateway.open, [spec])
+        opened: list[OpenedSession] = await _until_reached()(gateway.open, [spec])
         return opened[0]
 
     async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
@@ -95,7 +91,8 @@ class WorkerStations(Owning):
     async def finish_session(self, session: OpenedSession) -> SessionReport:
         if self._gateway is None:
             return Session(SessionSpec(session_id=session.session_id), opened_at=0.0).report()
-        [report] = await self._gateway.finish([session.session_id])
+        # A gateway that restarts knows its sessions again, also those it had finished when its answer was lost.
+        [report] = await _until_reached()(self._gateway.finish, [session.session_id])
         if isinstance(report, SessionUnknown):
             raise report
         return report
@@ -103,6 +100,14 @@ class WorkerStations(Owning):
     async def evaluate(self, request: EvaluationRequest) -> Verdict:
         # With the sandbox: an attempt that a reset worker runs again is another evaluation.
         return await self._evaluate(f"{request.key}.{request.sandbox.id}", request)
+
+
+def _until_reached() -> AsyncRetrying:
+    """Again while the gateway is away; not when it refuses."""
+    return AsyncRetrying(
+        retry=retry_if_exception(lambda error: isinstance(error, GatewayUnreachable) and not error.answered),
+        wait=wait_random_exponential(multiplier=0.1, max=2.0),
+    )
 
 
 async def _nothing_to_give_back(_: Verdict) -> None:

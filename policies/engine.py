@@ -48,8 +48,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """`input_ids` (a tuple, or an array of int32: prompts are long) are validated against the vocabulary before they are
-    sent: one bad id kills an SGLang server."""
+    """`input_ids` (a tuple, or an array of int32: prompts are long) are validated against the vocabulary before they
+    are sent: one bad id kills an SGLang server."""
 
     request_id: RequestId
     input_ids: Sequence[int]

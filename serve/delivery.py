@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import orjson
 from aiohttp import web
 
-from headrace.serve.errors import ContextExceeded, WireError
+from headrace.serve.errors import WireError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -57,7 +57,7 @@ class Delivery:
         try:
             answer = await self._hold(request, response, work)
         except WireError as failure:
-            if not response.prepared and not self._refused_in_stream(failure):
+            if not response.prepared and not self.dialect.refuses_in_stream(failure):
                 raise
             return await self._break(request, response, failure)
         if not response.prepared:
@@ -77,9 +77,6 @@ class Delivery:
                     await response.prepare(request)
                 await response.write(self.dialect.ping)
             return await task
-
-    def _refused_in_stream(self, failure: WireError) -> bool:
-        return self.dialect.refuses_in_stream and isinstance(failure, ContextExceeded)
 
     async def _break(
         self, request: web.Request, response: web.StreamResponse, failure: WireError

@@ -27,7 +27,6 @@ from headrace.serve import span_names
 from headrace.serve.engines import join_pieces
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown
 from headrace.serve.events import Delivered, Exhausted, Failed, Spent
-from headrace.serve.joining import Joined
 from headrace.serve.routing import Lineage
 from headrace.serve.tracing import context_from
 from headrace.serve.trie import path
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from headrace.serve.conversation import TurnAnswer, TurnRequest
     from headrace.serve.engines import EnginePool
     from headrace.serve.events import Event
+    from headrace.serve.joining import Joined
     from headrace.serve.parsing.base import OutputParser
     from headrace.serve.render import Renderer, TokenIds
     from headrace.serve.rows import SessionReport

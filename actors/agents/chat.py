@@ -1,21 +1,29 @@
-"""A Chat Completions client for white-box agents: one request, one answer, no retries.
+"""A Chat Completions client for white-box agents: one request, one answer.
 
 Invariants:
 - What the service says is passed on typed: a full context ends an agent, every other refusal or failure is an error.
-- There are no retries here: the gateway retries engines, and a second request would be a second turn.
+- A request is sent again only while nobody answers (the gateway restarts): the gateway knows it as the same turn. What
+  it answered is final, it retries engines itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import aiohttp
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONTEXT_CODES = frozenset({"context_length_exceeded"})
+_UNTIL_ANSWERED = AsyncRetrying(
+    retry=retry_if_exception_type((aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)),
+    wait=wait_random_exponential(multiplier=0.1, max=2.0),
+    reraise=True,
+)
 
 
 class ChatFailed(Exception):
@@ -87,16 +95,19 @@ class ChatClient:
         }
         if self._max_tokens is not None:
             body["max_tokens"] = self._max_tokens
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         try:
-            async with self._session.post(self.url, json=body, timeout=timeout) as response:
-                answer = await response.json(content_type=None)
-                status = response.status
+            async with asyncio.timeout(self._timeout_s):
+                return parse_answer(*await _UNTIL_ANSWERED(self._post, body))
         except TimeoutError as error:
             raise ChatFailed(f"no answer from {self.url} within {self._timeout_s:g} s (timeout_s)") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise ChatFailed(f"no usable answer from {self.url}: {type(error).__name__}: {error}") from error
-        return parse_answer(status, answer)
+
+    async def _post(self, body: dict[str, object]) -> tuple[int, object]:
+        """Status and decoded body."""
+        no_timeout = aiohttp.ClientTimeout(total=None)
+        async with self._session.post(self.url, json=body, timeout=no_timeout) as response:
+            return response.status, await response.json(content_type=None)
 
 
 def parse_answer(status: int, answer: object) -> ChatReply:

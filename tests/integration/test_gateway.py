@@ -21,9 +21,9 @@ from headrace.policies.tiny import write_description
 from headrace.policies.tokenizer import ChatTokenizer
 from headrace.serve.client import GatewayClient
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
+from headrace.serve.events import Exhausted
 from headrace.serve.gateway import Gateway, GatewayConfig
 from headrace.serve.routing import EngineRoute, RoutingTable
-from headrace.serve.events import Exhausted
 from headrace.serve.rows import SessionReport
 from headrace.serve.session import Budgets, Sampling, SessionId, SessionSpec
 from headrace.serve.telemetry import TelemetryConfig, configure

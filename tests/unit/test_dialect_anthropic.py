@@ -130,7 +130,11 @@ def test_a_system_of_nothing_but_the_billing_line_is_none() -> None:
 def test_tool_results_stand_before_the_text_of_their_message_in_the_order_sent() -> None:
     results = [
         {"type": "text", "text": "first"},
-        {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]},
+        {
+            "type": "tool_result",
+            "tool_use_id": "b",
+            "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}],
+        },
         {"type": "tool_result", "tool_use_id": "a", "content": "z", "is_error": True},
         {"type": "tool_result", "tool_use_id": "c"},
         {"type": "text", "text": " "},
@@ -290,9 +294,7 @@ def test_the_answer_is_a_message() -> None:
         (TurnEnd.LENGTH, "", "max_tokens"),
     ],
 )
-def test_the_stream_says_the_same_as_the_answer(
-    wires: ModuleType, end: TurnEnd, stop_string: str, reason: str
-) -> None:
+def test_the_stream_says_the_same_as_the_answer(wires: ModuleType, end: TurnEnd, stop_string: str, reason: str) -> None:
     request, turn = parse(), answered(end=end, stop_string=stop_string)
     folded = wires.fold_anthropic(DIALECT.stream(request, turn, created_s=0))
     assert folded == DIALECT.answer(request, turn, created_s=0)

@@ -17,7 +17,6 @@ from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 from headrace.serve.client import OpenedSession
-from headrace.serve.rows import SessionReport
 from headrace.serve.session import Session, SessionId, SessionSpec
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest
+    from headrace.serve.rows import SessionReport
 
 CONFIG = RolloutConfig(
     queue_timeout_s=10,
