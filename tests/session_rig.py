@@ -1,0 +1,116 @@
+"""One session core without a gateway: agents' requests in, prompts and reports out, with completions as the test says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import Completion, FinishReason, TokenSpan
+from headrace.serve.conversation import Message, Role, TurnAnswer, TurnRequest, say
+from headrace.serve.events import Delivered
+from headrace.serve.session import Session
+from headrace.serve.trie import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.serve.events import Event
+    from headrace.serve.parsing.base import OutputParser
+    from headrace.serve.render import Renderer
+    from headrace.serve.session import TurnPlan
+
+
+@dataclass
+class Rig:
+    """Plays turns on a core; `events` are what a log would keep, `prompts` and `outputs` what an engine saw, in order."""
+
+    core: Session
+    renderer: Renderer
+    parser: OutputParser
+    events: list[Event] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+
+    def happened(self, event: Event) -> None:
+        self.events.append(event)
+        self.core.apply(event)
+
+    def plan(self, request: TurnRequest, *, untrained: bool = False) -> TurnPlan:
+        """As the shell does it, the way back to a full render included."""
+        match = self.core.match(request, untrained=untrained)
+        for event in self.core.accepted(match):
+            self.happened(event)
+        if match.parent is not None and match.prompt is None and not self.renderer.bridges:
+            match = self.core.trie.as_root(match, request)
+        return self.core.plan(match, request, self.core.delta(match, request, self.renderer))
+
+    def turn(
+        self,
+        request: TurnRequest,
+        output: str | Sequence[int],
+        *,
+        finish: FinishReason = FinishReason.STOP,
+        deliver: bool = True,
+        untrained: bool = False,
+    ) -> TurnAnswer:
+        """One whole turn. A text ends with the stop token where the finish says so; ids are taken as they are."""
+        plan = self.plan(request, untrained=untrained)
+        completion = self.completion(output, finish)
+        self.prompts.append(list(plan.prompt_ids))
+        self.outputs.append(list(completion.output_ids))
+        event = self.core.recorded(self.core.next_turn_id(), plan, completion, self.renderer, self.parser)
+        self.happened(event)
+        if deliver:
+            self.happened(Delivered(turn_id=event.answer.turn_id, at=0.0))
+        return event.answer
+
+    def cut(self, request: TurnRequest, ids: Sequence[int]) -> None:
+        """A turn that ends in the middle."""
+        plan = self.plan(request)
+        self.happened(self.core.aborted(self.core.next_turn_id(), plan, self.completion(ids, FinishReason.ABORT)))
+
+    def completion(self, output: str | Sequence[int], finish: FinishReason = FinishReason.STOP) -> Completion:
+        number = len(self.outputs)
+        if isinstance(output, str):
+            ids = self.encode(output)
+            if finish is FinishReason.STOP:
+                ids = (*ids, self.renderer.stop_ids[0])
+        else:
+            ids = tuple(output)
+        middle = len(ids) // 2
+        spans = (
+            TokenSpan(start=0, end=middle, version=PolicyVersion(1, number)),
+            TokenSpan(start=middle, end=len(ids), version=PolicyVersion(1, number + 1)),
+        )
+        return Completion(
+            output_ids=ids,
+            logprobs=tuple(-0.5 - 0.25 * (number % 4) - index % 7 for index in range(len(ids))),
+            spans=tuple(span for span in spans if span.end > span.start),
+            finish=finish,
+            text="",
+            prompt_tokens=0,
+            cached_tokens=0,
+            retractions=0,
+        )
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of sampled text: special tokens in it are what they spell."""
+        return self.renderer.encode(text)  # type: ignore[attr-defined, no-any-return]
+
+
+def asks(*messages: Message, **fields: object) -> TurnRequest:
+    return TurnRequest(messages=messages, **fields)  # type: ignore[arg-type]
+
+
+def user(text: str) -> Message:
+    return say(Role.USER, text)
+
+
+def echo(answer: TurnAnswer) -> Message:
+    """The answer as a faithful client sends it back."""
+    return Message(Role.ASSISTANT, answer.blocks)
+
+
+def statuses(core: Session) -> list[Status]:
+    return [node.status for node in core.trie.sampled]
