@@ -346,7 +346,7 @@ class Service(Owning):
                 max_tokens_per_turn=config.sampling.max_tokens_per_turn,
                 max_context_tokens=config.sampling.max_context_tokens,
                 wall_s=config.rollout.agent_timeout_s,
-                final_text=FINAL_TEXT if config.agent.program else "",
+                final_text=FINAL_TEXT if config.agent.is_program else "",
             ),
             rollout=config.rollout,
             observing=self._observing,

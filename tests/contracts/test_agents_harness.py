@@ -13,7 +13,7 @@ from aiohttp import web
 
 from headrace.actors.agents.agent import AgentNotStarted, AgentSession, StopReason
 from headrace.actors.agents.chat import ChatFailed
-from headrace.actors.agents.cli_agent import CliAgent, CliAgentConfig, Ending, Launch
+from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch, ProgramConfig
 from headrace.buffer.repositories import Command, RepositorySpec
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes import doctor
@@ -55,11 +55,7 @@ exec python3 /tmp/look.py "$1" "$2"
 """
 
 
-class ProbeConfig(CliAgentConfig):
-    script: str = "exit 0"
-
-
-class Probe(CliAgent[ProbeConfig]):
+class Probe(CliAgent):
     """Runs a script that is its whole installation."""
 
     name = "probe"
@@ -111,7 +107,7 @@ class World:
     def agent(self, script: str, **settings: Any) -> Probe:
         (self.folder / "probe").write_text(f"#!/bin/bash\n{script}\n")
         (self.folder / "probe").chmod(0o755)
-        return Probe(ProbeConfig(folder=self.folder, **settings))
+        return Probe(ProgramConfig(folder=self.folder, **settings))
 
     async def run(self, script: str, task: Task = TASK, **settings: Any) -> AgentReport:
         return await self.agent(script, **settings).run(session=self.session, sandbox=self.sandbox, task=task)
@@ -131,7 +127,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     service = Service()
     async with LocalProvider() as provider, serving(service) as url:
         session = AgentSession(base_url=f"{url}/s/token", chat=no_chat)
-        agent = Probe(ProbeConfig(folder=tmp_path / "agent"))
+        agent = Probe(ProgramConfig(folder=tmp_path / "agent"))
         sandbox = await provider.attach(await provider.create(SandboxSpec(folders=agent.folders)))
         yield World(sandbox, service, session, tmp_path / "agent")
 
@@ -212,7 +208,7 @@ async def test_a_flood_of_output_is_kept_to_its_end(world: World) -> None:
     ("script", "settings", "said"),
     [
         ("exec /does/not/exist", {}, "127"),
-        ("exit 0", {"program": "/does/not/exist"}, "there is no /does/not/exist"),
+        ("exit 0", {"in_image": "/does/not/exist"}, "there is no /does/not/exist"),
         ("exit 0", {"working_directory": "/missing"}, "there is no folder /missing"),
         ("exit 0", {"user": "nobody-known"}, "is not in the sandbox"),
         ("exit 0", {"working_directory": "/usr"}, "not writable"),

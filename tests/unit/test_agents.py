@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import pickle
 import tomllib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from pydantic import ValidationError
 
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
-from headrace.actors.agents.cli_agent import CliAgent, CliAgentConfig, Place, Printed, target_of
+from headrace.actors.agents.cli_agent import CliAgent, Place, Printed, ProgramConfig, target_of
 from headrace.actors.agents.codex import Codex, CodexConfig
 from headrace.actors.agents.installing import AgentMissing
-from headrace.actors.agents.mini_swe_agent import MiniSweAgent, MiniSweAgentConfig
-from headrace.actors.agents.opencode import Opencode, OpencodeConfig
-from headrace.actors.agents.qwen_code import QwenCode, QwenCodeConfig
+from headrace.actors.agents.mini_swe_agent import MiniMode, MiniSweAgent, MiniSweAgentConfig
+from headrace.actors.agents.opencode import Opencode
+from headrace.actors.agents.qwen_code import QwenCode
 from headrace.actors.evaluators.verdict import Verdict
 from headrace.actors.rollout import outcome_of
 from headrace.buffer.types import Cause
@@ -25,15 +25,16 @@ from headrace.sandboxes.base import HostPort, Stream
 from headrace.serve.events import Exhausted
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-KINDS: list[tuple[type[CliAgent[Any]], type[CliAgentConfig]]] = [
-    (ClaudeCode, ClaudeCodeConfig),
-    (Codex, CodexConfig),
-    (MiniSweAgent, MiniSweAgentConfig),
-    (QwenCode, QwenCodeConfig),
-    (Opencode, OpencodeConfig),
-]
+KINDS: dict[str, Callable[[ProgramConfig], CliAgent]] = {
+    "claude-code": lambda program: ClaudeCode(program, ClaudeCodeConfig()),
+    "codex": lambda program: Codex(program, CodexConfig()),
+    "mini-swe-agent": lambda program: MiniSweAgent(program, MiniSweAgentConfig()),
+    "qwen-code": QwenCode,
+    "opencode": Opencode,
+}
 PROMPT = '--fix "it" {now}\n/please'
 PLACE = Place(
     folder="/opt/headrace/agents/x",
@@ -53,11 +54,9 @@ def printed(*lines: object, max_bytes: int = 4096) -> Printed:
     return out
 
 
-@pytest.mark.parametrize(("kind", "config"), KINDS)
-def test_what_every_agent_is_started_with(
-    kind: type[CliAgent[Any]], config: type[CliAgentConfig], tmp_path: Path
-) -> None:
-    agent = kind(config(folder=tmp_path, arguments=("--more",), model='a "name"'))
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_every_agent_is_started_with(kind: str, tmp_path: Path) -> None:
+    agent = KINDS[kind](ProgramConfig(folder=tmp_path, arguments=("--more",), model='a "name"'))
     launch = agent.launch(PLACE)
     told = json.dumps([launch.command, dict(launch.environment), [text.decode() for text in launch.files.values()]])
     assert "127.0.0.1:47123/s/secret" in told
@@ -65,30 +64,26 @@ def test_what_every_agent_is_started_with(
     assert "--more" in launch.command[:-1]
     assert all(path.startswith("/home/agent/") for path in launch.files)
     [folder] = agent.folders
-    assert (folder.source, folder.target) == (str(tmp_path), f"/opt/headrace/agents/{agent.name}")
+    assert (folder.source, folder.target) == (str(tmp_path), f"/opt/headrace/agents/{kind}")
     assert pickle.loads(pickle.dumps(agent)).launch(PLACE) == launch
 
 
-@pytest.mark.parametrize(("kind", "config"), KINDS)
-def test_an_agent_of_the_image_needs_nothing_of_the_host(
-    kind: type[CliAgent[Any]], config: type[CliAgentConfig]
-) -> None:
-    agent = kind(config(program="/usr/local/bin/it"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_agent_of_the_image_needs_nothing_of_the_host(kind: str) -> None:
+    agent = KINDS[kind](ProgramConfig(in_image="/usr/local/bin/it"))
     assert agent.folders == ()
     assert agent.launch(PLACE).command[0] == "/usr/local/bin/it"
 
 
-@pytest.mark.parametrize(("kind", "config"), KINDS)
-def test_an_agent_that_is_not_installed(
-    kind: type[CliAgent[Any]], config: type[CliAgentConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_agent_that_is_not_installed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(AgentMissing, match=f"scripts/install_agents {kind.name}"):
-        kind(config())
+    with pytest.raises(AgentMissing, match=f"scripts/install_agents {kind}"):
+        KINDS[kind](ProgramConfig())
 
 
 def test_settings_of_claude_code(tmp_path: Path) -> None:
-    launch = ClaudeCode(ClaudeCodeConfig(folder=tmp_path, bare=True)).launch(PLACE)
+    launch = ClaudeCode(ProgramConfig(folder=tmp_path), ClaudeCodeConfig(bare=True)).launch(PLACE)
     assert launch.environment["ANTHROPIC_BASE_URL"] == PLACE.url
     assert launch.environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "30000"
     assert "IS_SANDBOX" in launch.setup
@@ -97,7 +92,7 @@ def test_settings_of_claude_code(tmp_path: Path) -> None:
 
 
 def test_settings_of_codex(tmp_path: Path) -> None:
-    launch = Codex(CodexConfig(folder=tmp_path, model='a "b" \x7f', compact_at=0.5)).launch(PLACE)
+    launch = Codex(ProgramConfig(folder=tmp_path, model='a "b" \x7f'), CodexConfig(compact_at=0.5)).launch(PLACE)
     settings = tomllib.loads(launch.files["/home/agent/.codex/config.toml"].decode())
     assert settings["model"] == 'a "b" \x7f'
     assert (settings["model_context_window"], settings["model_auto_compact_token_limit"]) == (30000, 15000)
@@ -107,7 +102,7 @@ def test_settings_of_codex(tmp_path: Path) -> None:
 
 
 def test_settings_of_opencode(tmp_path: Path) -> None:
-    launch = Opencode(OpencodeConfig(folder=tmp_path)).launch(PLACE)
+    launch = Opencode(ProgramConfig(folder=tmp_path)).launch(PLACE)
     settings = json.loads(launch.files["/home/agent/.config/opencode/opencode.json"])
     provider, _, model = settings["model"].partition("/")
     assert settings["small_model"] == settings["model"]
@@ -116,37 +111,36 @@ def test_settings_of_opencode(tmp_path: Path) -> None:
 
 
 def test_settings_of_mini_swe_agent(tmp_path: Path) -> None:
-    launch = MiniSweAgent(MiniSweAgentConfig(folder=tmp_path, mode="text", command_timeout_s=7)).launch(PLACE)
-    settings = json.loads(launch.files[launch.command[-1]])
-    assert (settings["mode"], settings["task"], settings["command_timeout_s"]) == ("text", PROMPT, 7)
+    settings = MiniSweAgentConfig(mode=MiniMode.TEXT, command_timeout_s=7)
+    launch = MiniSweAgent(ProgramConfig(folder=tmp_path), settings).launch(PLACE)
+    told = json.loads(launch.files[launch.command[-1]])
+    assert (told["mode"], told["task"], told["command_timeout_s"]) == ("text", PROMPT, 7)
     assert "secret" not in json.dumps(dict(launch.environment)), "commands of the policy inherit it"
     with pytest.raises(ValidationError):
-        MiniSweAgentConfig(mode="other")
+        MiniSweAgentConfig.model_validate({"mode": "other"})
 
 
 def test_a_prompt_says_where_the_instruction_belongs() -> None:
     with pytest.raises(ValidationError, match="instruction"):
-        CliAgentConfig(prompt="do it")
+        ProgramConfig(prompt="do it")
 
 
 CLAUDE_END = {"type": "result", "subtype": "success", "is_error": False, "num_turns": 5, "result": "done"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "lines", "ending"),
+    ("kind", "lines", "ending"),
     [
-        (ClaudeCode, ClaudeCodeConfig, [{"type": "assistant"}, CLAUDE_END], ("done", 5, False)),
+        ("claude-code", [{"type": "assistant"}, CLAUDE_END], ("done", 5, False)),
         (
-            ClaudeCode,
-            ClaudeCodeConfig,
+            "claude-code",
             [CLAUDE_END | {"subtype": "error_during_execution", "is_error": True, "result": None}],
             ("error_during_execution", 5, True),
         ),
-        (ClaudeCode, ClaudeCodeConfig, ["not json", {"type": "assistant"}], ("", 0, True)),
-        (QwenCode, QwenCodeConfig, [CLAUDE_END], ("done", 5, False)),
+        ("claude-code", ["not json", {"type": "assistant"}], ("", 0, True)),
+        ("qwen-code", [CLAUDE_END], ("done", 5, False)),
         (
-            Codex,
-            CodexConfig,
+            "codex",
             [
                 {"type": "error", "message": "once"},
                 {"type": "item.completed", "item": {"type": "agent_message", "text": "first"}},
@@ -155,37 +149,33 @@ CLAUDE_END = {"type": "result", "subtype": "success", "is_error": False, "num_tu
             ],
             ("last", 0, False),
         ),
-        (Codex, CodexConfig, [{"type": "turn.failed", "error": {"message": "no"}}], ("no", 0, True)),
-        (Codex, CodexConfig, [], ("", 0, True)),
+        ("codex", [{"type": "turn.failed", "error": {"message": "no"}}], ("no", 0, True)),
+        ("codex", [], ("", 0, True)),
         (
-            Opencode,
-            OpencodeConfig,
+            "opencode",
             [{"type": "step_finish"}, {"type": "text", "part": {"text": "done"}}, {"type": "step_finish"}],
             ("done", 2, False),
         ),
-        (Opencode, OpencodeConfig, [{"type": "error", "error": {"name": "x"}}], ('{"name": "x"}', 0, True)),
+        ("opencode", [{"type": "error", "error": {"name": "x"}}], ('{"name": "x"}', 0, True)),
         (
-            MiniSweAgent,
-            MiniSweAgentConfig,
+            "mini-swe-agent",
             [{"type": "result", "status": "Submitted", "result": "", "turns": 3}],
             ("Submitted", 3, False),
         ),
         (
-            MiniSweAgent,
-            MiniSweAgentConfig,
+            "mini-swe-agent",
             [{"type": "result", "status": "ContextWindowExceededError", "result": "long", "turns": 3}],
             ("long", 3, True),
         ),
     ],
 )
 def test_endings(
-    kind: type[CliAgent[Any]],
-    config: type[CliAgentConfig],
+    kind: str,
     lines: list[object],
     ending: tuple[str, int, bool],
     tmp_path: Path,
 ) -> None:
-    found = kind(config(folder=tmp_path)).ending(printed(*lines))
+    found = KINDS[kind](ProgramConfig(folder=tmp_path)).ending(printed(*lines))
     assert (found.result, found.turns, found.error) == ending
 
 
