@@ -64,7 +64,9 @@ def message_parts(message: Message) -> tuple[bytes, ...]:
         return tuple(result_digest(block) for block in message.blocks if isinstance(block, ToolResult))
     if message.role is Role.ASSISTANT:
         return (Served.of(message.blocks).exact,)
-    return (digest(message.role, message.text),) if message.text else ()
+    # Agents add and drop blanks around their own words.
+    text = message.text.strip()
+    return (digest(message.role, text),) if text else ()
 
 
 def result_digest(result: ToolResult) -> bytes:

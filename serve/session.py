@@ -159,7 +159,7 @@ class Session:
         """The events of a request that echoes turns for the first time: they reached the agent."""
         return [
             Accepted(turn_id=echo.node.turn_id, drift=echo.drift)
-            for echo in match.echoes
+            for echo in (*match.echoes, *match.elsewhere)
             if echo.node.status is not Status.ACCEPTED
         ]
 

@@ -222,9 +222,9 @@ def _block(document: dict[str, str]) -> Block:
     return kinds[document.pop("kind")](**document)
 
 
-def _opened(document: dict[str, Any]) -> Opened:
-    if document.get("schema") != SCHEMA:
-        raise ValueError(f"schema {document.get('schema')!r}")
+def _opened(document: Any) -> Opened:
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise ValueError(f"its first line does not begin a session of schema {SCHEMA}")
     spec = document["spec"]
     spec |= {"sampling": Sampling(**spec["sampling"]), "budgets": Budgets(**spec["budgets"])}
     return Opened(spec=SessionSpec(**spec), token=document["token"], opened_at=document["opened_at"])

@@ -15,7 +15,6 @@ import os
 import secrets
 import signal
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
@@ -30,6 +29,7 @@ from headrace.serve.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
 logger = logging.getLogger(__name__)
 

@@ -1,33 +1,106 @@
-"""One session core without a gateway: agents' requests in, prompts and reports out, with completions as the test says."""
+"""One session core without a gateway: agents' requests in, prompts and reports out, completions as the test says.
+
+`ByteChat` is a renderer whose ids can be read by eye (bytes, and a token for each role), `LineParser` a parser of lines
+`CALL name {json}` and `THINK text`: the core knows neither templates nor markup.
+"""
 
 from __future__ import annotations
 
+import json
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason, TokenSpan
-from headrace.serve.conversation import Message, Role, TurnAnswer, TurnRequest, say
+from headrace.serve.conversation import (
+    Message,
+    Reasoning,
+    Role,
+    Text,
+    ToolCall,
+    ToolResult,
+    TurnAnswer,
+    TurnRequest,
+    say,
+)
 from headrace.serve.events import Delivered
-from headrace.serve.session import Session
-from headrace.serve.trie import Status
+from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.serve.conversation import ToolSpec
     from headrace.serve.events import Event
     from headrace.serve.parsing.base import OutputParser
-    from headrace.serve.render import Renderer
-    from headrace.serve.session import TurnPlan
+    from headrace.serve.render import Renderer, TokenIds
+    from headrace.serve.session import Session, TurnPlan
+    from headrace.serve.trie import Status
+
+END = 256
+OPENINGS = {Role.SYSTEM: 257, Role.USER: 258, Role.ASSISTANT: 259, Role.TOOL: 260}
+TOOLS = 261
+
+
+class ByteChat:
+    """Bytes between a role's opening token and `END`. `bridges` can be switched off, as a template would."""
+
+    vocab_size, stop_ids, opens_reasoning, template = 262, (END,), False, ""
+
+    def __init__(self, *, bridges: bool = True) -> None:
+        self.bridges = bridges
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
+        ids = array("i", [TOOLS, *",".join(tool.name for tool in tools).encode(), END] if tools else [])
+        for message in messages:
+            ids.extend(self._one(message))
+        return array("i", [*ids, OPENINGS[Role.ASSISTANT]])
+
+    def bridge(self, last_id: int, calls: Sequence[ToolCall], messages: Sequence[Message]) -> TokenIds:
+        closing = [] if last_id == END else [END]
+        return array("i", [*closing, *self.render(messages, ())])
+
+    def _one(self, message: Message) -> list[int]:
+        words = [
+            f"CALL {block.name} {block.arguments}" if isinstance(block, ToolCall) else block.text
+            for block in message.blocks
+        ]
+        return [OPENINGS[message.role], *"".join(words).encode(), END]
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(item for item in ids if item < 256).decode(errors="replace")
+
+    def visible(self, text: str) -> str:
+        return text
+
+
+class LineParser:
+    """Lines, kept with their ends."""
+
+    def parse(self, text: str, tools: Sequence[ToolSpec], *, in_reasoning: bool) -> ParsedOutput:
+        blocks: list[ParsedBlock] = []
+        for line in text.splitlines(keepends=True):
+            if line.startswith("CALL ") and tools:
+                name, _, arguments = line.removeprefix("CALL ").strip().partition(" ")
+                blocks.append(ParsedCall(name, arguments))
+            elif line.startswith("THINK "):
+                blocks.append(Reasoning(line.removeprefix("THINK ")))
+            else:
+                blocks.append(Text(line))
+        return ParsedOutput(tuple(blocks))
 
 
 @dataclass
 class Rig:
-    """Plays turns on a core; `events` are what a log would keep, `prompts` and `outputs` what an engine saw, in order."""
+    """Plays turns on a core; `events` are what a log would keep, `prompts` and `outputs` what an engine saw, in
+    order."""
 
     core: Session
-    renderer: Renderer
-    parser: OutputParser
+    renderer: Renderer = field(default_factory=ByteChat)
+    parser: OutputParser = field(default_factory=LineParser)
     events: list[Event] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
@@ -101,6 +174,15 @@ class Rig:
 
 def asks(*messages: Message, **fields: object) -> TurnRequest:
     return TurnRequest(messages=messages, **fields)  # type: ignore[arg-type]
+
+
+def results(*pairs: tuple[str, str]) -> Message:
+    return Message(Role.TOOL, tuple(ToolResult(call_id, text) for call_id, text in pairs))
+
+
+def call(name: str, **arguments: object) -> str:
+    """A call as LineParser reads it."""
+    return f"CALL {name} {json.dumps(arguments)}\n"
 
 
 def user(text: str) -> Message:
