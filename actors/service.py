@@ -347,7 +347,7 @@ class Service(Owning):
                 max_context_tokens=config.sampling.max_context_tokens,
                 max_sampled_tokens=config.sampling.max_sampled_tokens,
                 wall_s=config.rollout.agent_timeout_s,
-                final_text=FINAL_TEXT if config.agent.program else "",
+                final_text=FINAL_TEXT if config.agent.is_program else "",
             ),
             train_truncated=config.sampling.train_truncated,
             rollout=config.rollout,

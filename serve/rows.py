@@ -92,7 +92,7 @@ def report_of(session: Session) -> SessionReport:
         exhausted=session.exhausted,
         failures=tuple(session.failures),
         lineages=lineages,
-        drift={kind: number for kind, number in session.drift.items() if kind},
+        drift={str(kind): number for kind, number in session.drift.items() if kind},
         lost_calls=session.lost_calls,
     )
 
