@@ -86,7 +86,9 @@ class ScriptedEngine:
     def encode(self, text: str) -> list[int]:
         """Ids of a text, cut into pieces that are tokenized one by one; special tokens stay whole."""
         special = sorted((str(token) for token in self._special()), key=len, reverse=True)
-        pattern = "|".join([*map(re.escape, special), f"(?:(?!{'|'.join(map(re.escape, special))}).){{1,{PIECE_CHARACTERS}}}"])
+        pattern = "|".join(
+            [*map(re.escape, special), f"(?:(?!{'|'.join(map(re.escape, special))}).){{1,{PIECE_CHARACTERS}}}"]
+        )
         pieces = re.findall(pattern, text, re.DOTALL) if special else [text]
         assert "".join(pieces) == text
         return [token for piece in pieces for token in self.tokenizer.encode(piece, add_special_tokens=False).ids]

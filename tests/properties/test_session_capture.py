@@ -163,7 +163,7 @@ def test_a_repeated_request_is_answered_with_the_same_tokens_while_it_may_be_los
         text, finish = data.draw(SAMPLED)
         answer = played.turn(request, f"{number} {text}", finish=finish, deliver=data.draw(st.booleans()))
         for _ in range(data.draw(st.integers(0, 3))):
-            found = played.core.replay(played.core.match(request), now=1.0)
+            found = played.core.replay(played.core.match(request), request, now=1.0)
             assert found is not None
             assert found.answer == answer
             played.happened(Delivered(turn_id=answer.turn_id, at=0.5))

@@ -410,7 +410,7 @@ def test_an_answer_that_was_not_delivered_is_replayed_and_abandoned_otherwise() 
     played = rig()
     request = asks(user("a"))
     answer = played.turn(request, "x", deliver=False)
-    found = played.core.replay(played.core.match(request), now=1e6)
+    found = played.core.replay(played.core.match(request), request, now=1e6)
     assert found is not None
     assert found.answer == answer
     assert check(played.core.report()).masked == {"abandoned": 2}
@@ -420,18 +420,29 @@ def test_a_delivered_answer_is_replayed_a_few_times_for_a_while() -> None:
     played = rig()
     request = asks(user("a"))
     answer = played.turn(request, "x")
-    assert played.core.replay(played.core.match(request), now=REPLAY_S + 1) is None, "too late: it wants another one"
+    assert played.core.replay(played.core.match(request), request, now=REPLAY_S + 1) is None, (
+        "too late: it wants another one"
+    )
     for _ in range(MAX_REPLAYS):
-        assert played.core.replay(played.core.match(request), now=1.0) is not None
+        assert played.core.replay(played.core.match(request), request, now=1.0) is not None
         played.happened(Delivered(turn_id=answer.turn_id, at=0.0))
-    assert played.core.replay(played.core.match(request), now=1.0) is None
+    assert played.core.replay(played.core.match(request), request, now=1.0) is None
+
+
+def test_an_agent_that_asks_again_for_more_tokens_gets_another_answer() -> None:
+    played = rig()
+    played.turn(asks(user("a"), max_tokens=2), "xy", finish=FinishReason.LENGTH)
+    more = asks(user("a"), max_tokens=50)
+    assert played.core.replay(played.core.match(more), more, now=0.0) is None
+    played.turn(more, "xyz")
+    assert check(played.core.report()).masked == {"abandoned": 2}
 
 
 def test_an_accepted_answer_is_never_replayed() -> None:
     played = rig()
     answer = played.turn(asks(user("a")), "x")
     played.turn(asks(user("a"), echo(answer), user("b")), "y")
-    assert played.core.replay(played.core.match(asks(user("a"))), now=0.0) is None
+    assert played.core.replay(played.core.match(asks(user("a"))), asks(user("a")), now=0.0) is None
 
 
 def test_of_two_answers_to_one_request_the_one_gone_on_with_is_trained() -> None:
