@@ -191,6 +191,9 @@ class Turns:
         return match
 
     async def _run(self, live: LiveSession, match: Match, request: TurnRequest) -> TurnAnswer:
+        if live.closed:
+            # While this waited for the end of the same turn, which its agent had left.
+            raise SessionUnknown("This session is closed.")
         turn_id = live.core.next_turn_id()
         with self._tracer.start_as_current_span(span_names.TURN, context=live.context) as span:
             with self._tracer.start_as_current_span(span_names.RENDER):
