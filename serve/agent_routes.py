@@ -176,8 +176,13 @@ def mark(live: LiveSession | None, failure: WireError) -> None:
 
 def token_of(request: web.Request) -> str:
     """The session's token: in the path, else a bearer token, else an API key; "" when there is none."""
-    given = request.match_info.get("token") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-    return given or request.headers.get("x-api-key", "")
+    return request.match_info.get("token", "") or bearer_of(request) or request.headers.get("x-api-key", "")
+
+
+def bearer_of(request: web.Request) -> str:
+    """The bearer token; "" when there is none. The scheme's case does not matter (RFC 9110, 11.1)."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 async def read_body(request: web.Request, max_bytes: int) -> bytes:
