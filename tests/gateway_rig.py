@@ -9,6 +9,7 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -19,6 +20,7 @@ from tests.wires import fold_anthropic, fold_chat, fold_responses
 from headrace.policies.engine import EngineId
 from headrace.serve.client import GatewayClient
 from headrace.serve.gateway import Gateway, GatewayConfig
+from headrace.serve.render import load_renderer
 from headrace.serve.routing import EngineRoute, RoutingTable
 from headrace.serve.rows import SessionReport
 from headrace.serve.session import SessionId, SessionSpec
@@ -400,6 +402,10 @@ class World:
             return response.status, await response.json()
 
 
+# Its probes of the template take a quarter of a second.
+renderer_of = lru_cache(load_renderer)
+
+
 @asynccontextmanager
 async def world(
     model_dir: Path,
@@ -412,7 +418,7 @@ async def world(
     """A gateway and an engine for each script (one that says `ls` for ever when there is none)."""
     settings = GatewayConfig(**{"tokenizer_dir": model_dir, "abort_grace_s": 1.0} | config)
     engines = [Engine.of(model_dir, end, script) for script in scripts or (Lines("ls"),)]
-    gateway = Gateway(settings, ADMIN, renderer=renderer, tracer=tracer)
+    gateway = Gateway(settings, ADMIN, renderer=renderer or renderer_of(model_dir), tracer=tracer)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=GUARD_S)) as http, _all_serving(engines):
         url = await gateway.start()
         try:
