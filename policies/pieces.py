@@ -109,7 +109,7 @@ def _cut(text: str, start: int) -> int:
     """End of the piece that begins at `start`: after a line, chosen by the text that follows."""
     forced = start + PIECE_MAX_CHARACTERS
     for end in _line_ends(text, start + PIECE_MIN_CHARACTERS, forced):
-        if zlib.crc32(text[end : end + 16].encode(errors="replace")) % 4 == 0:
+        if zlib.crc32(text[end : end + 16].encode(errors="replace")) % 16 == 0:
             return end
     if forced >= len(text):
         return len(text)

@@ -82,8 +82,8 @@ def sentencepiece() -> Tokenizer:
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """`plain` tokens are added without the flag `special`. `spell` writes a turn as the policy would sample it, without
-    its end; None where the template shows a turn otherwise than it was sampled. `end` ends a turn, `end_of_calls` one
-    with calls."""
+    its end; None where the template shows a turn otherwise than it was sampled. `end_of_turn` and, with calls,
+    `end_of_calls` are how the policy ends it, where it is not `eos`."""
 
     name: str
     template: str
@@ -94,6 +94,7 @@ class Family:
     bos: str | None = None
     tokenizer: Callable[[], Tokenizer] = field(default=lambda: byte_level(QWEN_WORDS, normalized=True))
     spell: Callable[[Message], str] | None = None
+    end_of_turn: str = ""
     end_of_calls: str = ""
 
     def write(self, folder: Path) -> Path:
@@ -347,6 +348,7 @@ GLM4 = Family(
     stops=("<|endoftext|>", "<|user|>", "<|observation|>"),
     tokenizer=lambda: byte_level(QWEN_WORDS),
     spell=_spell_glm,
+    end_of_turn="<|user|>",
     end_of_calls="<|observation|>",
 )
 
