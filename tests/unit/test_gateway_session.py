@@ -378,7 +378,7 @@ def test_what_rows_share_is_trained_in_the_longest() -> None:
     played = rig()
     first = played.turn(asks(user("a")), "one ")
     shown = (user("a"), echo(first))
-    played.turn(asks(*shown, user("Summarise."), purpose=Purpose.COMPACTION), "short")
+    played.turn(asks(*shown, user("Sum up"), purpose=Purpose.COMPACTION), "short")
     second = played.turn(asks(*shown, user("b")), "two ")
     played.turn(asks(*shown, user("b"), echo(second), user("c")), "three")
     report = check(played.core.report())
