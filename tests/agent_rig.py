@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,16 @@ import pytest
 from headrace.actors.agents.agent import AgentSession
 from headrace.actors.agents.chat import ChatFailed
 from headrace.actors.agents.installing import AgentMissing, installed_folder
+from headrace.actors.evaluators.verdict import Verdict
+from headrace.actors.rollout import RolloutConfig, run_rollout
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder
 from headrace.policies.engine import EngineId
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.pool.booting import Lease
 from headrace.serve.client import GatewayClient
 from headrace.serve.gateway import Gateway, GatewayConfig
 from headrace.serve.routing import EngineRoute, RoutingTable
@@ -34,7 +38,11 @@ if TYPE_CHECKING:
     from headrace.actors.agents.agent import AgentReport
     from headrace.actors.agents.chat import ChatMessage, ChatReply
     from headrace.actors.agents.cli_agent import CliAgent
-    from headrace.sandboxes.base import Sandbox
+    from headrace.actors.evaluators.verdict import EvaluationRequest
+    from headrace.buffer.types import RolloutResult
+    from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
+    from headrace.sandboxes.pool.booting import LeaseRequest
+    from headrace.serve.client import OpenedSession
 
 ADMIN = "an admin token of enough letters"
 STOP = "<|im_end|>"
@@ -194,6 +202,55 @@ class Rig:
         [record] = await self.client.finish([opened.session_id])
         assert isinstance(record, SessionReport)
         return Ran(report, record, sandbox)
+
+
+@dataclass
+class Stations:
+    """The stations of a rollout over a rig; every verdict is `solved`."""
+
+    rig: Rig
+    agent: CliAgent
+    reports: list[AgentReport] = field(default_factory=list)
+    records: list[SessionReport] = field(default_factory=list)
+
+    @property
+    def folders(self) -> tuple[HostFolder, ...]:
+        return self.agent.folders
+
+    async def lease(self, request: LeaseRequest) -> Lease:
+        return Lease(ref=await self.rig.provider.create(request.spec))
+
+    async def attach(self, ref: SandboxRef) -> Sandbox:
+        return await self.rig.provider.attach(ref)
+
+    async def release(self, sandbox: SandboxId) -> None:
+        await self.rig.provider.destroy(sandbox)
+
+    async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession:
+        spec = SessionSpec(session_id=SessionId(order.rollout_id), budgets=Budgets(max_context_tokens=200_000))
+        [opened] = await self.rig.client.open([spec])
+        return opened
+
+    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
+        given = AgentSession(base_url=session.base_url, chat=no_chat, context_tokens=200_000)
+        self.reports.append(await self.agent.run(session=given, sandbox=sandbox, task=order.task))
+        return self.reports[-1]
+
+    async def finish_session(self, session: OpenedSession) -> SessionReport:
+        [record] = await self.rig.client.finish([session.session_id])
+        assert isinstance(record, SessionReport)
+        self.records.append(record)
+        return record
+
+    async def evaluate(self, request: EvaluationRequest) -> Verdict:
+        return Verdict(reward=1.0, cause=Cause.SOLVED)
+
+
+async def rollout(rig: Rig, agent: CliAgent, *, agent_timeout_s: float) -> tuple[RolloutResult, Stations]:
+    """One rollout by the worker's own code, and what its stations saw."""
+    stations = Stations(rig, agent)
+    order = RolloutOrder(rollout_id=RolloutId("r"), group_id=GroupId("g"), attempt=1, task=task())
+    return await run_rollout(order, stations, RolloutConfig(agent_timeout_s=agent_timeout_s)), stations
 
 
 @asynccontextmanager

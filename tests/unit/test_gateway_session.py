@@ -276,6 +276,21 @@ def test_parallel_calls_echoed_one_by_one_are_one_turn() -> None:
     )
     played.turn(request, "done")
     assert len(check(played.core.report()).lineages) == 1
+    assert bytes(item for item in played.prompts[1] if item < 256).count(b"CALL") == 2, "neither call stands twice"
+
+
+def test_a_message_that_went_missing_is_another_history() -> None:
+    played = rig()
+    first = played.turn(asks(user("a"), user("b"), user("c")), "x")
+    request = asks(user("a"), user("c"), echo(first), user("on"))
+    assert played.core.match(request).parent is None
+
+
+def test_an_empty_echo_is_not_the_turn_that_was_cut() -> None:
+    played = rig()
+    played.cut(asks(user("a")), [*b"xy"])
+    request = asks(user("a"), Message(Role.ASSISTANT, ()), user("on"))
+    assert played.core.match(request).parent is None
 
 
 # Branches.
@@ -357,6 +372,26 @@ def test_compaction_is_a_branch_and_its_continuation_a_new_row() -> None:
     assert report.masked == {}
     assert len(report.lineages) == 3, "the way so far, the summary, what came after"
     assert sum(text.count("CALL") for text in trained(report)) == 2, "the kept turn is context in the new row"
+
+
+def test_what_rows_share_is_trained_in_the_longest() -> None:
+    played = rig()
+    first = played.turn(asks(user("a")), "one ")
+    shown = (user("a"), echo(first))
+    played.turn(asks(*shown, user("Sum up"), purpose=Purpose.COMPACTION), "short")
+    second = played.turn(asks(*shown, user("b")), "two ")
+    played.turn(asks(*shown, user("b"), echo(second), user("c")), "three")
+    report = check(played.core.report())
+    assert trained(report) == ["short", "one two three"]
+    assert report.masked == {}
+
+
+def test_a_conversation_without_tools_that_quotes_ours_is_no_side_call() -> None:
+    played = rig()
+    first = played.turn(asks(SYSTEM, user("go"), tools=TOOLS), call("bash", command="1"))
+    shown = (user("go"), echo(first), results((first.blocks[0].id, "x")))  # type: ignore[union-attr]
+    played.turn(asks(say(Role.SYSTEM, "You summarise."), *shown), "summary")
+    assert check(played.core.report()).masked == {}
 
 
 def test_a_summary_asked_for_without_tools_is_trained_and_a_title_is_not() -> None:
