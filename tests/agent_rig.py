@@ -14,7 +14,12 @@ import pytest
 
 from headrace.actors.agents.agent import AgentSession
 from headrace.actors.agents.chat import ChatFailed
+from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
+from headrace.actors.agents.codex import Codex, CodexConfig
 from headrace.actors.agents.installing import AgentMissing, installed_folder
+from headrace.actors.agents.mini_swe_agent import MiniSweAgent, MiniSweAgentConfig
+from headrace.actors.agents.opencode import Opencode
+from headrace.actors.agents.qwen_code import QwenCode
 from headrace.actors.evaluators.verdict import Verdict
 from headrace.actors.rollout import RolloutConfig, run_rollout
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
@@ -32,12 +37,12 @@ from headrace.serve.rows import SessionReport
 from headrace.serve.session import Budgets, SessionId, SessionSpec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
     from types import ModuleType
 
     from headrace.actors.agents.agent import AgentReport
     from headrace.actors.agents.chat import ChatMessage, ChatReply
-    from headrace.actors.agents.cli_agent import CliAgent
+    from headrace.actors.agents.cli_agent import CliAgent, ProgramConfig
     from headrace.actors.evaluators.verdict import EvaluationRequest
     from headrace.buffer.types import RolloutResult
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
@@ -115,6 +120,33 @@ def task(instruction: str = INSTRUCTION) -> Task:
 def call(name: str, **arguments: Any) -> str:
     """A call as models of the Qwen and Hermes families write it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+AGENTS: dict[str, Callable[[ProgramConfig], CliAgent]] = {
+    "claude-code": lambda program: ClaudeCode(program, ClaudeCodeConfig(bare=True)),
+    "codex": lambda program: Codex(program, CodexConfig()),
+    "mini-swe-agent": lambda program: MiniSweAgent(program, MiniSweAgentConfig()),
+    "qwen-code": QwenCode,
+    "opencode": Opencode,
+}
+"""Each in its plainest form."""
+
+
+def command_of(agent: str, command: str) -> str:
+    """The call with which a policy has that agent run a command."""
+    return {
+        "claude-code": call("Bash", command=command, description="do it"),
+        "codex": call("exec_command", cmd=command),
+        "mini-swe-agent": call("bash", command=command),
+        "qwen-code": call("run_shell_command", command=command, is_background=False),
+        "opencode": call("bash", command=command, description="do it"),
+    }[agent]
+
+
+def ending_of(agent: str) -> str:
+    """What a policy says at the end."""
+    submits = command_of("mini-swe-agent", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    return submits if agent == "mini-swe-agent" else "It is done."
 
 
 def write_tokenizer(folder: Path) -> None:
