@@ -31,6 +31,7 @@ from headrace.policies.push import PushConfig
 from headrace.sandboxes.local.provider import LocalSandboxConfig
 from headrace.sandboxes.oci.provider import OciSandboxConfig
 from headrace.sandboxes.pool.pool import PoolConfig
+from headrace.serve.model_use import ModelUse
 from headrace.serve.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
@@ -127,10 +128,22 @@ class SamplingSection(_Section):
     max_tokens_per_turn: int = Field(default=48, ge=1)
     """Tokens one answer may have."""
     max_context_tokens: int = Field(default=256, ge=16)
-    """Prompt and answers of one session together."""
+    """Prompt and answers of one conversation together."""
+    max_sampled_tokens: int | None = Field(default=None, ge=1)
+    """Tokens sampled in one session, all its conversations together; None for no limit."""
+    train_truncated: bool = True
+    """Whether turns that the end of the context cut are trained; false masks them as `truncated`."""
 
 
 class GatewaySection(_Section):
+    parser: str = "auto"
+    """How tool calls and reasoning are read: auto (by the chat template), hermes, qwen3_coder, none, or sglang:NAME
+    with a parser of SGLang's."""
+    model_policy: tuple[tuple[str, ModelUse], ...] = ()
+    """Pairs of a pattern and a use, e.g. [["*haiku*", "serve"]]: what the names that agents ask for are. `train` (any
+    name that no pattern fits), `serve` (sampled, masked as `side`) or `refuse`."""
+    ping_s: float = Field(default=10.0, gt=0)
+    """How often a stream that waits for its turn gets a ping; below 15 s, or some agents give up."""
     gate_wait_s: float = Field(default=20.0, gt=0)
     """How long a turn waits while every engine's gate is closed before the agent gets an infra error."""
     turn_timeout_s: float = Field(default=20.0, gt=0)

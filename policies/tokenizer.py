@@ -2,33 +2,36 @@
 
 Invariants:
 - A conversation is rendered once; later turns only append: history, sampled ids, `bridge`, sampled ids, and so on.
-- Contents are data: text that spells a special token is broken up by a space before it is rendered, so it never
+- Contents are data: text that spells a control token is broken up by a space before it is rendered, so it never
   becomes one.
 - Ids equal those of transformers' AutoTokenizer on the same directory.
-- A template that does not close what it opens, or whose beginning depends on what follows, is refused.
+- What the template cannot do is known at the start: `shape`, `bridges`.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any, Protocol
 
-import jinja2
-import jinja2.sandbox
 from tokenizers import Tokenizer
 
-from headrace.policies.tokenizer_errors import TemplateRefused, TokenizerInvalid, TokenizerMismatch
+from headrace.policies.added_tokens import ControlTokens
+from headrace.policies.chat_template import ChatTemplate, token_text
+from headrace.policies.continuation import Continuation
+from headrace.policies.pieces import CACHE_BYTES, PieceEncoder
+from headrace.policies.template_shape import USER, shape_of
+from headrace.policies.tokenizer_errors import TokenizerInvalid, TokenizerMismatch
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Sequence
     from pathlib import Path
 
-_PROBE = "x"
+    from headrace.policies.chat_template import SharedTool, TemplateMessage
 
 
 class ChatMessage(Protocol):
-    """What a message must have."""
+    """What a plain message must have."""
 
     @property
     def role(self) -> str: ...
@@ -37,56 +40,53 @@ class ChatMessage(Protocol):
     def content(self) -> str: ...
 
 
-class _Said:
-    """A message of our own, for probes of the template."""
-
-    __slots__ = ("content", "role")
-
-    def __init__(self, role: str, content: str) -> None:
-        self.role = role
-        self.content = content
-
-
 class ChatTokenizer:
     """Loads `tokenizer.json`, `tokenizer_config.json`, the chat template and, where they exist, the model's configs.
+    `cache_bytes` bounds what is kept of texts tokenized before.
+
+    `vocab_size`: ids, added tokens included, are in `[0, vocab_size)`. `stop_ids` end a turn of the policy. `bridges`:
+    `bridge` may be used. `opens_reasoning`: a turn of the policy begins inside its reasoning.
 
     Raises:
         TokenizerInvalid: a file is missing or unreadable; the message names it.
         TokenizerMismatch: the ids do not fit the model in `config.json`.
-        TemplateRefused: the chat template cannot be extended turn by turn.
+        TemplateRefused: the chat template refuses even one message of a user.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
         self._tokenizer = _load_tokenizer(folder / "tokenizer.json")
         config = _read_json(folder / "tokenizer_config.json")
-        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        """Number of ids, added tokens included; ids are in `[0, vocab_size)`."""
-        self.eos_token = _token_text(config.get("eos_token"), folder)
+        added = self._tokenizer.get_added_tokens_decoder()
+        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocab_size: int = max(size, *(token_id + 1 for token_id in added), 0)
+        self.eos_token = _eos_token(config, folder)
         self.eos_id = self._id_of(self.eos_token, folder)
         self.stop_ids: tuple[int, ...] = (self.eos_id,)
-        """Ids that end a turn of the policy."""
-        self._special = _special_pattern(self._tokenizer)
-        self._template = _compile_template(folder, config)
+        self.control = ControlTokens(self._tokenizer)
+        self.template = ChatTemplate(folder, config)
         self._check_model(folder)
-        self._opening, self._closing = self._probe_turn()
+        self.shape = shape_of(self.template)
+        stops = [added[token_id].content for token_id in self.stop_ids if token_id in added]
+        self._continuation = Continuation(self.template, self.shape, stops or [self.eos_token])
+        self.bridges = self._continuation.history_free
+        self.opens_reasoning = _opens_reasoning(self.template)
+        self._pieces = PieceEncoder(self._tokenizer, cache_bytes=cache_bytes)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a text. Special tokens in it are recognised: for contents of strangers use `render` and `bridge`."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Ids of a text. Control tokens in it are recognised: for contents of strangers use `render` and `bridge`."""
+        return tuple(self._pieces.ids(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids without special tokens; bytes that are no UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """The same with special tokens as they are spelled."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
     def text(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> str:
         """The conversation as the template writes it. Raises TemplateRefused."""
-        shown = [{"role": str(message.role), "content": self._as_data(message.content)} for message in messages]
-        try:
-            return self._template.render(
-                messages=shown, add_generation_prompt=add_generation_prompt, eos_token=self.eos_token
-            )
-        except jinja2.TemplateError as error:
-            raise TemplateRefused(f"the chat template refuses the messages: {error}") from error
+        return self.template.text(self._shown(messages), add_generation_prompt=add_generation_prompt)
 
     def render(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         """Ids of the conversation up to where the policy begins to speak. Raises TemplateRefused."""
@@ -98,34 +98,26 @@ class ChatTokenizer:
         `last_id` is a stop id when the policy closed its turn itself; otherwise the bridge closes it.
         Raises TemplateRefused.
         """
-        asked = [_Said("user", _PROBE), _Said("assistant", _PROBE)]
-        before = self.text(asked, add_generation_prompt=False)
-        after = self.text([*asked, *messages], add_generation_prompt=True)
-        if not after.startswith(before):
-            raise TemplateRefused(
-                "the chat template rewrites earlier turns when messages follow: history cannot be kept"
-            )
-        closing = self._closing
-        if last_id in self.stop_ids:
-            closing = closing[len(self.eos_token) :]
-        return self.encode(closing + after[len(before) :])
+        return tuple(self.bridge_shown(last_id, [], self._shown(messages)))
 
-    def _as_data(self, content: str) -> str:
-        return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", content)
+    def render_shown(self, messages: Sequence[TemplateMessage], tools: Sequence[SharedTool]) -> array[int]:
+        """`render` for messages and tools that are data already, as the template takes them. Raises TemplateRefused."""
+        return self._pieces.ids(self.template.text(messages, tools, add_generation_prompt=True))
 
-    def _probe_turn(self) -> tuple[str, str]:
-        """What the template writes before and after the content of an assistant turn."""
-        asked = [_Said("user", _PROBE)]
-        prompt = self.text(asked, add_generation_prompt=True)
-        turn = self.text([*asked, _Said("assistant", _PROBE)], add_generation_prompt=False)
-        if not turn.startswith(prompt + _PROBE):
-            raise TemplateRefused(
-                "the chat template renders an assistant turn otherwise than its generation prompt begins it"
-            )
-        opening, closing = self.text(asked, add_generation_prompt=False), turn[len(prompt + _PROBE) :]
-        if not closing.startswith(self.eos_token):
-            raise TemplateRefused(f"the chat template must close an assistant turn with eos_token {self.eos_token!r}")
-        return prompt[len(opening) :], closing
+    def bridge_shown(
+        self, last_id: int, calls: Sequence[dict[str, Any]], messages: Sequence[TemplateMessage]
+    ) -> array[int]:
+        """`bridge` for messages that are data already; `calls` are the tool calls of the sampled turn, for templates
+        that name them beside their results. Raises TemplateRefused."""
+        closes, text = self._continuation.after(calls, messages)
+        ids = self._pieces.ids(text)
+        # A stop token that the template writes too stands once. GLM's turns end with the token of the next role.
+        if last_id in self.stop_ids and ids and (ids[0] in self.stop_ids if closes else ids[0] == last_id):
+            del ids[0]
+        return ids
+
+    def _shown(self, messages: Sequence[ChatMessage]) -> list[TemplateMessage]:
+        return [{"role": str(said.role), "content": self.control.as_data(said.content)} for said in messages]
 
     def _id_of(self, token: str, folder: Path) -> int:
         found = self._tokenizer.token_to_id(token)
@@ -169,6 +161,12 @@ def check_fits(tokenizer: ChatTokenizer, model_config: dict[str, Any], *, source
         )
 
 
+def _opens_reasoning(template: ChatTemplate) -> bool:
+    asked = template.text([USER], add_generation_prompt=False)
+    opening = template.text([USER], add_generation_prompt=True).removeprefix(asked)
+    return opening.rstrip().endswith("<think>")
+
+
 def _as_ids(value: object) -> tuple[int, ...]:
     if isinstance(value, int):
         return (value,)
@@ -181,9 +179,12 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerInvalid(f"{path}: cannot be read ({error}): a model directory needs tokenizer.json") from error
     try:
-        return Tokenizer.from_str(content)
+        tokenizer = Tokenizer.from_str(content)
     except Exception as error:
         raise TokenizerInvalid(f"{path}: is no tokenizer.json of the tokenizers library: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -196,35 +197,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def _token_text(value: object, folder: Path) -> str:
-    """A token of tokenizer_config.json: a string, or the older object with `content`."""
-    text = value.get("content") if isinstance(value, dict) else value
-    if not isinstance(text, str) or not text:
-        raise TokenizerInvalid(f"{folder / 'tokenizer_config.json'}: eos_token must be a string, found {value!r}")
-    return text
-
-
-def _special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    contents = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-    return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or r"(?!)")
-
-
-def _compile_template(folder: Path, config: dict[str, Any]) -> jinja2.Template:
-    """`chat_template.jinja`, else `chat_template` of tokenizer_config.json, in the environment transformers uses."""
-    path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
-    if not isinstance(source, str):
-        raise TokenizerInvalid(f"{folder}: has no chat template: add chat_template.jinja")
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    environment.globals["raise_exception"] = _raise_from_template
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise TokenizerInvalid(f"{folder}: the chat template does not compile: {error}") from error
-
-
-def _raise_from_template(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _eos_token(config: dict[str, Any], folder: Path) -> str:
+    if text := token_text(config.get("eos_token")):
+        return text
+    found = config.get("eos_token")
+    raise TokenizerInvalid(f"{folder / 'tokenizer_config.json'}: eos_token must be a string, found {found!r}")

@@ -22,7 +22,7 @@ from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from headrace.serve.conversation import Block, ToolSpec
+    from headrace.serve.conversation import Block, ToolSpec, TurnRequest
 
 _CHANGE_OF_FOLDER: Final = re.compile(r"^\s*cd \S+ *&& *")
 """Some agents drop it from a command that starts in that folder already."""
@@ -56,6 +56,12 @@ def head_digest(tools: Sequence[ToolSpec], agent: str) -> bytes:
     """What a conversation begins with besides its messages."""
     described = [[tool.name, tool.description, tool.parameters] for tool in tools]
     return digest("head", agent, orjson.dumps(described, option=orjson.OPT_SORT_KEYS))
+
+
+def wishes_of(request: TurnRequest) -> str:
+    """What else than its messages makes a request the same as another; agents that run out of tokens ask again for
+    more."""
+    return digest(str(request.max_tokens), str(request.calls_allowed), *request.stop).hex()
 
 
 def message_parts(message: Message) -> tuple[bytes, ...]:

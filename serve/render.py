@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from headrace.policies.tokenizer import ChatTokenizer
+from headrace.serve.template_renderer import TemplateRenderer
+
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Sequence
@@ -69,4 +72,4 @@ class Renderer(Protocol):
 
 def load_renderer(tokenizer_dir: Path) -> Renderer:
     """The renderer of a model directory. Raises TokenizerInvalid that names the file."""
-    raise NotImplementedError(tokenizer_dir)
+    return TemplateRenderer(ChatTokenizer(tokenizer_dir))

@@ -180,6 +180,7 @@ def _recorded_document(event: Recorded) -> dict[str, Any]:
         "parts": [part.hex() for part in event.parts],
         "delta": _encode(event.delta),
         "origin": asdict(origin),
+        "wishes": event.wishes,
         "answer": asdict(answer) | {"blocks": [_block_document(block) for block in answer.blocks]},
         "ids": _encode(array("i", event.ids)),
         "logprobs": _encode(array("f", event.logprobs)),

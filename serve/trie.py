@@ -89,6 +89,7 @@ class SampledNode:
     served: Served
     plain: bytes
     calls: tuple[ToolCall, ...]
+    wishes: str
     answer: TurnAnswer | None
     status: Status
     truncated: bool
@@ -242,6 +243,7 @@ class Trie:
             served=served,
             plain=plain_digest(answer.blocks),
             calls=tuple(block for block in answer.blocks if isinstance(block, ToolCall)),
+            wishes=event.wishes,
             answer=answer if event.status is not Status.ABORTED else None,
             status=event.status,
             truncated=event.truncated,

@@ -28,7 +28,7 @@ from headrace.serve.events import Delivered
 from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from headrace.serve.conversation import ToolSpec
     from headrace.serve.events import Event
@@ -67,9 +67,6 @@ class ByteChat:
         ]
         return [OPENINGS[message.role], *"".join(words).encode(), END]
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        return tuple(text.encode())
-
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(item for item in ids if item < 256).decode(errors="replace")
 
@@ -101,6 +98,7 @@ class Rig:
     core: Session
     renderer: Renderer = field(default_factory=ByteChat)
     parser: OutputParser = field(default_factory=LineParser)
+    tokenize: Callable[[str], Sequence[int]] = lambda text: tuple(text.encode())
     events: list[Event] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
@@ -146,7 +144,7 @@ class Rig:
     def completion(self, output: str | Sequence[int], finish: FinishReason = FinishReason.STOP) -> Completion:
         number = len(self.outputs)
         if isinstance(output, str):
-            ids = self.encode(output)
+            ids = tuple(self.tokenize(output))
             if finish is FinishReason.STOP:
                 ids = (*ids, self.renderer.stop_ids[0])
         else:
@@ -166,10 +164,6 @@ class Rig:
             cached_tokens=0,
             retractions=0,
         )
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Ids of sampled text: special tokens in it are what they spell."""
-        return self.renderer.encode(text)  # type: ignore[attr-defined, no-any-return]
 
 
 def asks(*messages: Message, **fields: object) -> TurnRequest:

@@ -120,7 +120,7 @@ def _conversation(document: JsonObject) -> Iterator[Message]:
         if role is Role.ASSISTANT:
             yield Message(role, tuple(_assistant(message, where)))
         elif role is Role.TOOL:
-            text = fields.joined(content, f"{where}.content")
+            text = fields.result_text(content, f"{where}.content")
             yield Message(role, (ToolResult(fields.string(message, "tool_call_id", where), text),))
         elif role is Role.USER:
             yield Message(role, fields.texts(content, f"{where}.content"))

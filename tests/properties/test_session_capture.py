@@ -5,19 +5,26 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.chat_templates import DEEPSEEK3, GLM4, LLAMA31, QWEN3, QWEN3_THINKING, QWEN25
 from tests.session_rig import END, ByteChat, Rig, asks, results, user
 
 from headrace.policies.engine import FinishReason
+from headrace.policies.tokenizer import ChatTokenizer
 from headrace.serve import codec
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
 from headrace.serve.events import Delivered
+from headrace.serve.render import Renderer, load_renderer
 from headrace.serve.rows import Masked, SessionReport
 from headrace.serve.session import Budgets, Sampling, Session, SessionId, SessionSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ROOM = Budgets(max_turns=1000, max_tokens_per_turn=10_000, max_context_tokens=1_000_000, wall_s=1e9)
 TOOLS = (ToolSpec("bash"), ToolSpec("edit"))
@@ -123,6 +130,35 @@ def test_a_mutated_echo_never_loses_a_token_or_splits_a_lineage(data: st.DataObj
     assert report.rerendered == 0
 
 
+@pytest.fixture(scope="module", params=[QWEN3, QWEN3_THINKING, QWEN25, LLAMA31, GLM4, DEEPSEEK3], ids=lambda f: f.name)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Renderer, ChatTokenizer]:
+    """A renderer and the tokenizer under it, in the shape of a family."""
+    folder: Path = request.param.write(tmp_path_factory.mktemp(request.param.name))
+    return load_renderer(folder), ChatTokenizer(folder)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_nor_does_it_under_the_templates_of_the_families(
+    model: tuple[Renderer, ChatTokenizer], data: st.DataObject
+) -> None:
+    renderer, tokenizer = model
+    assert renderer.bridges
+    spec = SessionSpec(session_id=SessionId("rollout-1"), budgets=ROOM)
+    played = Rig(Session(spec, opened_at=0.0), renderer, tokenize=tokenizer.encode)
+    history: tuple[Message, ...] = (say(Role.SYSTEM, "s"), user("task"))
+    for number in range(data.draw(st.integers(1, 4))):
+        text, finish = data.draw(SAMPLED)
+        answer = played.turn(asks(*history, tools=TOOLS), f"{number} {text}", finish=finish)
+        history += (data.draw(echoes(answer)), *data.draw(following(answer, number)))
+    for (prompt, output), (after, _) in pairwise(zip(played.prompts, played.outputs, strict=True)):
+        assert after[: len(prompt) + len(output)] == prompt + output
+        joint = after[len(prompt) + len(output) - 1 : len(prompt) + len(output) + 1]
+        assert not (joint[0] == joint[1] and joint[0] in renderer.stop_ids), "a turn is closed once"
+    report = check(played)
+    assert (report.masked, len(report.lineages), report.rerendered) == ({}, 1, 0)
+
+
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_whatever_agents_do_to_their_history_the_sums_are_right(data: st.DataObject) -> None:
@@ -163,7 +199,7 @@ def test_a_repeated_request_is_answered_with_the_same_tokens_while_it_may_be_los
         text, finish = data.draw(SAMPLED)
         answer = played.turn(request, f"{number} {text}", finish=finish, deliver=data.draw(st.booleans()))
         for _ in range(data.draw(st.integers(0, 3))):
-            found = played.core.replay(played.core.match(request), now=1.0)
+            found = played.core.replay(played.core.match(request), request, now=1.0)
             assert found is not None
             assert found.answer == answer
             played.happened(Delivered(turn_id=answer.turn_id, at=0.5))

@@ -32,6 +32,9 @@ class Said:
     content: str
 
 
+OPEN_ENDED = (
+    "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 TALK = [Said("user", "write mango to the file named in elm"), Said("assistant", "cat elm"), Said("user", "ash")]
 
 
@@ -134,18 +137,46 @@ def test_a_broken_directory_is_refused_with_the_file(copy: Path, name: str, cont
     assert "\n" not in str(caught.value)
 
 
+def test_a_template_that_refuses_everything_is_refused(copy: Path) -> None:
+    (copy / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    with pytest.raises(TemplateRefused, match="refuses the messages: no"):
+        ChatTokenizer(copy)
+
+
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "bridges"),
     [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "must close an assistant turn"),
-        (
-            "{{ messages | length }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}",
-            "renders an assistant turn",
-        ),
-        ("{{ raise_exception('no') }}", "refuses the messages: no"),
+        (OPEN_ENDED, True),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", True),
+        ("{% for m in messages %}{{ loop.index }}{{ m.content }}<|end|>{% endfor %}", False),
+        ("{% for m in messages %}{{ m.content }}<|end|>{{ messages | length }}{% endfor %}", False),
+        ("{% for m in messages[::-1] %}{{ m.content }}<|end|>{% endfor %}", False),
+        ("{% for m in messages %}{{ m.content }}{% if loop.last %}<|end|>{% endif %}{% endfor %}", False),
     ],
 )
-def test_a_template_that_cannot_be_extended_is_refused(copy: Path, template: str, said: str) -> None:
+def test_a_template_bridges_when_what_follows_a_turn_depends_on_nothing_before_it(
+    copy: Path, template: str, bridges: bool
+) -> None:
     (copy / "chat_template.jinja").write_text(template)
-    with pytest.raises(TemplateRefused, match=said):
+    assert ChatTokenizer(copy).bridges is bridges
+
+
+def test_a_turn_without_an_end_of_its_own_is_followed_by_the_next_one(copy: Path) -> None:
+    (copy / "chat_template.jinja").write_text(OPEN_ENDED)
+    tokenizer = ChatTokenizer(copy)
+    expected = tokenizer.encode("<|user|>ash<|assistant|>")
+    assert tokenizer.bridge(tokenizer.eos_id, [Said("user", "ash")]) == expected
+    assert tokenizer.bridge(0, [Said("user", "ash")]) == expected
+
+
+def test_templates_by_name_and_the_tag_of_training_masks(copy: Path) -> None:
+    plain = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|end|>{% endfor %}"
+    (copy / "chat_template.jinja").unlink()
+    named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": "{{ tools | tojson }}"}]
+    edit(copy / "tokenizer_config.json", chat_template=named)
+    template = ChatTokenizer(copy).template
+    assert template.text([{"role": "user", "content": "ash"}], add_generation_prompt=True) == "ash<|end|>"
+    assert template.text([], [{"name": "<b>"}], add_generation_prompt=True) == '[{"name": "<b>"}]'
+    edit(copy / "tokenizer_config.json", chat_template=named[1:])
+    with pytest.raises(TokenizerInvalid, match="has no chat template"):
         ChatTokenizer(copy)

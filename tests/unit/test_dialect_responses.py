@@ -259,10 +259,6 @@ def test_codex_tells_its_agents_and_its_compactions_apart(
         ({"input": [{"type": 5}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]"),
-        (
-            {"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image"}]}]},
-            "input[0].output[0]",
-        ),
         ({"input": [USER, item("assistant", "I")]}, "input"),
         ({"input": [USER, {"type": "reasoning", "summary": []}]}, "input"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),

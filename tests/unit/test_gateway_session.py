@@ -276,6 +276,21 @@ def test_parallel_calls_echoed_one_by_one_are_one_turn() -> None:
     )
     played.turn(request, "done")
     assert len(check(played.core.report()).lineages) == 1
+    assert bytes(item for item in played.prompts[1] if item < 256).count(b"CALL") == 2, "neither call stands twice"
+
+
+def test_a_message_that_went_missing_is_another_history() -> None:
+    played = rig()
+    first = played.turn(asks(user("a"), user("b"), user("c")), "x")
+    request = asks(user("a"), user("c"), echo(first), user("on"))
+    assert played.core.match(request).parent is None
+
+
+def test_an_empty_echo_is_not_the_turn_that_was_cut() -> None:
+    played = rig()
+    played.cut(asks(user("a")), [*b"xy"])
+    request = asks(user("a"), Message(Role.ASSISTANT, ()), user("on"))
+    assert played.core.match(request).parent is None
 
 
 # Branches.
@@ -359,6 +374,26 @@ def test_compaction_is_a_branch_and_its_continuation_a_new_row() -> None:
     assert sum(text.count("CALL") for text in trained(report)) == 2, "the kept turn is context in the new row"
 
 
+def test_what_rows_share_is_trained_in_the_longest() -> None:
+    played = rig()
+    first = played.turn(asks(user("a")), "one ")
+    shown = (user("a"), echo(first))
+    played.turn(asks(*shown, user("Sum up"), purpose=Purpose.COMPACTION), "short")
+    second = played.turn(asks(*shown, user("b")), "two ")
+    played.turn(asks(*shown, user("b"), echo(second), user("c")), "three")
+    report = check(played.core.report())
+    assert trained(report) == ["short", "one two three"]
+    assert report.masked == {}
+
+
+def test_a_conversation_without_tools_that_quotes_ours_is_no_side_call() -> None:
+    played = rig()
+    first = played.turn(asks(SYSTEM, user("go"), tools=TOOLS), call("bash", command="1"))
+    shown = (user("go"), echo(first), results((first.blocks[0].id, "x")))  # type: ignore[union-attr]
+    played.turn(asks(say(Role.SYSTEM, "You summarise."), *shown), "summary")
+    assert check(played.core.report()).masked == {}
+
+
 def test_a_summary_asked_for_without_tools_is_trained_and_a_title_is_not() -> None:
     played = rig()
     played.turn(asks(say(Role.SYSTEM, "Name it."), user("go")), "A title")
@@ -410,7 +445,7 @@ def test_an_answer_that_was_not_delivered_is_replayed_and_abandoned_otherwise() 
     played = rig()
     request = asks(user("a"))
     answer = played.turn(request, "x", deliver=False)
-    found = played.core.replay(played.core.match(request), now=1e6)
+    found = played.core.replay(played.core.match(request), request, now=1e6)
     assert found is not None
     assert found.answer == answer
     assert check(played.core.report()).masked == {"abandoned": 2}
@@ -420,18 +455,29 @@ def test_a_delivered_answer_is_replayed_a_few_times_for_a_while() -> None:
     played = rig()
     request = asks(user("a"))
     answer = played.turn(request, "x")
-    assert played.core.replay(played.core.match(request), now=REPLAY_S + 1) is None, "too late: it wants another one"
+    assert played.core.replay(played.core.match(request), request, now=REPLAY_S + 1) is None, (
+        "too late: it wants another one"
+    )
     for _ in range(MAX_REPLAYS):
-        assert played.core.replay(played.core.match(request), now=1.0) is not None
+        assert played.core.replay(played.core.match(request), request, now=1.0) is not None
         played.happened(Delivered(turn_id=answer.turn_id, at=0.0))
-    assert played.core.replay(played.core.match(request), now=1.0) is None
+    assert played.core.replay(played.core.match(request), request, now=1.0) is None
+
+
+def test_an_agent_that_asks_again_for_more_tokens_gets_another_answer() -> None:
+    played = rig()
+    played.turn(asks(user("a"), max_tokens=2), "xy", finish=FinishReason.LENGTH)
+    more = asks(user("a"), max_tokens=50)
+    assert played.core.replay(played.core.match(more), more, now=0.0) is None
+    played.turn(more, "xyz")
+    assert check(played.core.report()).masked == {"abandoned": 2}
 
 
 def test_an_accepted_answer_is_never_replayed() -> None:
     played = rig()
     answer = played.turn(asks(user("a")), "x")
     played.turn(asks(user("a"), echo(answer), user("b")), "y")
-    assert played.core.replay(played.core.match(asks(user("a"))), now=0.0) is None
+    assert played.core.replay(played.core.match(asks(user("a"))), asks(user("a")), now=0.0) is None
 
 
 def test_of_two_answers_to_one_request_the_one_gone_on_with_is_trained() -> None:

@@ -69,7 +69,7 @@ def test_a_session_comes_back_as_it_was(tmp_path: Path) -> None:
     assert again.next_turn_id() == rig.core.next_turn_id()
     assert again.spec == SPEC
     request = asks(user("other"), tools=TOOLS)
-    found = again.replay(again.match(request), now=1e9)
+    found = again.replay(again.match(request), request, now=1e9)
     assert found is not None, "what was not delivered is replayed"
     assert found.answer == rig.core.trie.sampled[-1].answer
     assert (tmp_path / next(os.walk(tmp_path))[2][0]).stat().st_mode & 0o077 == 0

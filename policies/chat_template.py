@@ -1,0 +1,161 @@
+"""A chat template: from messages as Hugging Face's templates expect them to text, without transformers.
+
+Invariants:
+- The text equals that of transformers' apply_chat_template: same environment, same variables, `None` left out of
+  messages, reasoning under both its names.
+- Whatever a template does with messages it was not made for is TemplateRefused.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+from headrace.policies.tokenizer_errors import TemplateRefused, TokenizerInvalid
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from jinja2.parser import Parser
+
+TemplateMessage: TypeAlias = "dict[str, Any]"
+"""`role`, `content`, and where they apply `reasoning_content`, `tool_calls`, `tool_call_id`, `name`."""
+
+
+class SharedTool(dict[str, Any]):
+    """`{"type": "function", "function": {...}}`, never changed: its JSON is made once however often it is rendered."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._json: dict[tuple[object, ...], str] = {}
+
+    def json(
+        self,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        style = ensure_ascii, indent, separators, sort_keys
+        if (known := self._json.get(style)) is None:
+            known = self._json[style] = _dumps(self, *style)
+        return known
+
+
+class ChatTemplate:
+    """`chat_template.jinja`, else `chat_template` of tokenizer_config.json. Raises TokenizerInvalid."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        sources = _sources(folder, config)
+        self.source: str = sources["default"]
+        """The template's own text."""
+        environment = _environment()
+        try:
+            self._compiled = {name: environment.from_string(source) for name, source in sources.items()}
+        except jinja2.TemplateError as error:
+            raise TokenizerInvalid(f"{folder}: the chat template does not compile: {error}") from error
+        self._tokens = {
+            name: text for name, value in config.items() if name.endswith("_token") and (text := token_text(value))
+        }
+
+    def text(
+        self,
+        messages: Sequence[TemplateMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool,
+    ) -> str:
+        """The conversation as the template writes it. Raises TemplateRefused."""
+        template = self._compiled["tool_use" if tools and "tool_use" in self._compiled else "default"]
+        try:
+            return template.render(
+                self._tokens,
+                messages=[_filled(message) for message in messages],
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            reason = " ".join(str(error).split())
+            raise TemplateRefused(f"the chat template refuses the messages: {reason}") from error
+        except RecursionError as error:
+            raise TemplateRefused("the chat template refuses the messages: nested too deeply") from error
+
+
+def token_text(value: object) -> str:
+    """A token of tokenizer_config.json: a string, or the older object with `content`; "" for none."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else ""
+
+
+def _filled(message: TemplateMessage) -> TemplateMessage:
+    """Without None, and with the reasoning under the name that gpt-oss' template reads as well."""
+    shown = {name: value for name, value in message.items() if value is not None}
+    if "reasoning_content" in shown:
+        shown["thinking"] = shown["reasoning_content"]
+    return shown
+
+
+def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name. A template for conversations with tools may stand beside the default one."""
+    path = folder / "chat_template.jinja"
+    found = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template")
+    if isinstance(found, str):
+        return {"default": found}
+    named = {}
+    if isinstance(found, list):
+        named = {item["name"]: item["template"] for item in found if isinstance(item, dict) and "template" in item}
+    if not isinstance(named.get("default"), str):
+        raise TokenizerInvalid(f"{folder}: has no chat template: add chat_template.jinja")
+    return named
+
+
+def _environment() -> jinja2.Environment:
+    """The environment transformers uses."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_from_template
+    environment.globals["strftime_now"] = time.strftime
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the policy says, for masks that we do not need."""
+
+    tags = {"generation"}  # noqa: RUF012 the base class says so
+
+    def parse(self, parser: Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML."""
+    if isinstance(value, SharedTool):
+        return value.json(ensure_ascii, indent, (separators[0], separators[1]) if separators else None, sort_keys)
+    return _dumps(value, ensure_ascii, indent, separators, sort_keys)
+
+
+def _dumps(
+    value: object, ensure_ascii: bool, indent: int | None, separators: tuple[str, str] | None, sort_keys: bool
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_from_template(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,159 @@
+"""What a chat template writes after an assistant turn, without rendering what came before it.
+
+Invariants:
+- The text is taken from behind a mark inside the last assistant turn of a short conversation of our own: how the
+  template shows, rewrites or strips that turn does not matter.
+- `history_free` says whether every conversation we could think of goes on in the same way after such a turn. Where it
+  does not, nothing here may be used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from headrace.policies.template_shape import SYSTEM, TOOL, USER
+from headrace.policies.tokenizer_errors import TemplateRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from headrace.policies.chat_template import ChatTemplate, TemplateMessage
+    from headrace.policies.template_shape import TemplateShape
+
+_MARK = "quagmire4zt"
+_MAX_ENDS = 1024
+"""Names of tools come from the policy: without end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of an assistant turn that nothing follows: how often the mark stands in it, the text behind the last one,
+    and where in that the turn is closed (`closes`: by a stop token)."""
+
+    marks: int
+    text: str
+    closing: int
+    closes: bool
+
+
+class Continuation:
+    """`stops` are the spellings of the ids that end a turn."""
+
+    def __init__(self, template: ChatTemplate, shape: TemplateShape, stops: Sequence[str]) -> None:
+        self._template = template
+        self._shape = shape
+        self._stops = stops
+        self._ends: dict[tuple[str, ...], _End] = {}
+        self.history_free = self._is_history_free()
+
+    def after(self, calls: Sequence[dict[str, Any]], messages: Sequence[TemplateMessage]) -> tuple[bool, str]:
+        """Whether the template closes an assistant turn with a stop token of its own, and the text from there (from
+        the end of the turn, if not) up to where the next turn begins. Raises TemplateRefused."""
+        history = [USER, self._turn(calls)]
+        names = tuple(call["function"]["name"] for call in calls)
+        if (end := self._ends.get(names)) is None:
+            end = self._end_of(history, [])
+            if len(self._ends) < _MAX_ENDS:
+                self._ends[names] = end
+        return self._tail(end, history, messages, [])
+
+    def _end_of(self, history: Sequence[TemplateMessage], tools: Sequence[Any]) -> _End:
+        alone = self._template.text(history, tools, add_generation_prompt=False)
+        text = alone[alone.rfind(_MARK) + len(_MARK) :]
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        return _End(alone.count(_MARK), text, min(found, default=len(text)), bool(found))
+
+    def _tail(
+        self, end: _End, history: Sequence[TemplateMessage], messages: Sequence[TemplateMessage], tools: Sequence[Any]
+    ) -> tuple[bool, str]:
+        whole = self._template.text([*history, *messages], tools, add_generation_prompt=True)
+        behind = whole.split(_MARK, end.marks)
+        if not end.marks or len(behind) <= end.marks or not behind[-1].startswith(end.text):
+            raise TemplateRefused("the chat template rewrites earlier turns when messages follow")
+        return end.closes, behind[-1][end.closing :]
+
+    def _turn(self, calls: Sequence[dict[str, Any]]) -> TemplateMessage:
+        """An assistant turn with the mark in all places where it may end."""
+        turn: TemplateMessage = {"role": "assistant", "content": _MARK}
+        if calls and self._shape.calls:
+            shown = list(calls) if self._shape.parallel else [calls[-1]]
+            last = shown[-1]
+            shown[-1] = self._shape.call(last["id"], last["function"]["name"], {"text": _MARK})
+            turn["tool_calls"] = shown
+        return turn
+
+    def _is_history_free(self) -> bool:
+        for calls, messages in self._continuations():
+            try:
+                expected = self.after(calls, messages)
+            except TemplateRefused:
+                return False
+            for (history, tools), reasoned in product(self._histories(), (False, True)):
+                turn = self._turn(calls)
+                if reasoned:
+                    turn["reasoning_content"] = "mire"
+                try:
+                    end = self._end_of([*history, turn], tools)
+                    if self._tail(end, [*history, turn], messages, tools) != expected:
+                        return False
+                except TemplateRefused:
+                    if self._is_taken([*history, turn, *messages], tools):
+                        return False
+        return True
+
+    def _is_taken(self, messages: Sequence[TemplateMessage], tools: Sequence[Any]) -> bool:
+        try:
+            self._template.text(messages, tools, add_generation_prompt=True)
+        except TemplateRefused:
+            return False
+        return True
+
+    def _call(self, number: int) -> dict[str, Any]:
+        return self._shape.call(f"callprob{number}", "fern", {"rush": "sedge"})
+
+    def _result(self, number: int) -> TemplateMessage:
+        return {"role": "tool", "content": "bog", "tool_call_id": f"callprob{number}", "name": "fern"}
+
+    def _continuations(self) -> Iterator[tuple[list[dict[str, Any]], list[TemplateMessage]]]:
+        """Calls of the turn, and messages that may follow it."""
+        yield [], [USER]
+        if self._shape.repeated_users:
+            yield [], [USER, USER]
+        if not self._shape.results:
+            return
+        yield [self._call(1)], [self._result(1)]
+        yield [self._call(1)], [self._result(1), USER]
+        if self._shape.parallel:
+            yield [self._call(1), self._call(2)], [self._result(1), self._result(2)]
+
+    def _histories(self) -> Iterator[tuple[list[TemplateMessage], list[Any]]]:
+        """Messages and tools of conversations in which it is the policy's turn."""
+        said: TemplateMessage = {"role": "assistant", "content": "turf"}
+        reasoned: TemplateMessage = {**said, "reasoning_content": "mire"}
+        lead = [SYSTEM] if self._shape.system else []
+        plain = [[USER], [*lead, USER], [*lead, USER, said, USER, said, USER], [USER, reasoned, USER]]
+        if self._shape.results:
+            plain.extend(self._tool_histories(lead, said))
+        for history in plain:
+            yield history, []
+            if self._shape.tools:
+                yield history, [TOOL]
+
+    def _tool_histories(self, lead: list[TemplateMessage], said: TemplateMessage) -> Iterator[list[TemplateMessage]]:
+        called, result = self._shown_calls(1), self._result(1)
+        reasoned = {**called, "reasoning_content": "mire"}
+        yield [*lead, USER, called, result]
+        yield [*lead, USER, called, result, called, result]
+        yield [USER, called, result, said, USER]
+        yield [USER, reasoned, result, reasoned, result]
+        if self._shape.parallel:
+            yield [*lead, USER, self._shown_calls(1, 2), result, self._result(2)]
+            yield [*lead, USER, self._shown_calls(1, 2), result, self._result(2), said, USER]
+
+    def _shown_calls(self, *numbers: int) -> TemplateMessage:
+        turn: TemplateMessage = {"role": "assistant", "content": "turf"}
+        if self._shape.calls:
+            turn["tool_calls"] = [self._call(number) for number in numbers]
+        return turn

@@ -1,0 +1,127 @@
+"""What a chat template can show, found out by rendering.
+
+Invariant: a thing counts as shown when its text appears in the rendering; a template that silently drops it, or refuses
+it, does not show it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headrace.policies.chat_template import SharedTool
+from headrace.policies.tokenizer_errors import TemplateRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from headrace.policies.chat_template import ChatTemplate, TemplateMessage
+
+USER: TemplateMessage = {"role": "user", "content": "kelp"}
+SYSTEM: TemplateMessage = {"role": "system", "content": "moss"}
+TOOL = SharedTool(
+    {
+        "type": "function",
+        "function": {
+            "name": "fern",
+            "description": "reed",
+            "parameters": {"type": "object", "properties": {"sedge": {"type": "string"}}},
+        },
+    }
+)
+_IDS = ("callprobe1", "call1pro2")
+"""Mistral's templates take ids of nine letters and digits alone: the first is too long for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateShape:
+    """`calls`, `results` and `tools`: whether tool calls in an assistant turn, messages of the role `tool`, and tool
+    descriptions are shown. `parallel`: several calls in one turn. `text_arguments`: arguments must be JSON text, not an
+    object; `any_arguments`: text that is no JSON is taken as well. `short_ids`: a call id must have nine letters or
+    digits. `repeated_users`: two messages of the user may follow each other."""
+
+    system: bool
+    tools: bool
+    calls: bool
+    results: bool
+    parallel: bool
+    text_arguments: bool
+    any_arguments: bool
+    short_ids: bool
+    repeated_users: bool
+
+    def call(self, call_id: str, name: str, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
+        """A tool call as this template takes it. `arguments` is text when it is no JSON object."""
+        taken: object = arguments
+        if isinstance(arguments, str):
+            taken = arguments if self.any_arguments or self.text_arguments else {"arguments": arguments}
+        elif self.text_arguments:
+            taken = json.dumps(arguments, ensure_ascii=False)
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": taken}}
+
+
+def shape_of(template: ChatTemplate) -> TemplateShape:
+    """Raises TemplateRefused for a template that refuses even one message of a user."""
+    template.text([USER], add_generation_prompt=True)
+    style = _call_style(template)
+    text_arguments, call_id = style or (False, _IDS[0])
+    one = _turn(_call("fern", "sedge", text=text_arguments, call_id=call_id))
+    broken = _turn({**one["tool_calls"][0], "function": {"name": "fern", "arguments": "{peat"}})
+    other = _call("fern", "heath", text=text_arguments, call_id=call_id)
+    result: TemplateMessage = {"role": "tool", "content": "bog", "tool_call_id": call_id, "name": "fern"}
+    with_calls = style is not None
+    return TemplateShape(
+        system=_shows(template, [SYSTEM, USER], "moss"),
+        tools=_shows(template, [USER], "fern", tools=[TOOL]),
+        calls=with_calls,
+        results=_shows(template, [USER, one if with_calls else _said(), result], "bog"),
+        parallel=with_calls and _shows(template, [USER, _turn(*one["tool_calls"], other)], "sedge", "heath"),
+        text_arguments=text_arguments,
+        any_arguments=with_calls and _shows(template, [USER, broken], "{peat"),
+        short_ids=call_id == _IDS[1],
+        repeated_users=_shows(template, [USER, USER, _said(), USER, USER], "kelp"),
+    )
+
+
+def _call_style(template: ChatTemplate) -> tuple[bool, str] | None:
+    """How calls must be given to be shown: arguments as text or not, and an id the template takes."""
+    for text in (False, True):
+        for call_id in _IDS:
+            turn = _turn(_call("fern", "sedge", text=text, call_id=call_id))
+            result = {"role": "tool", "content": "bog", "tool_call_id": call_id, "name": "fern"}
+            if _shows(template, [USER, turn], "fern", "sedge") and _takes(template, [USER, turn, result]):
+                return text, call_id
+    for text in (False, True):
+        if _shows(template, [USER, _turn(_call("fern", "sedge", text=text, call_id=_IDS[0]))], "fern", "sedge"):
+            return text, _IDS[0]
+    return None
+
+
+def _shows(
+    template: ChatTemplate, messages: Sequence[TemplateMessage], *texts: str, tools: Sequence[SharedTool] = ()
+) -> bool:
+    try:
+        shown = template.text(messages, tools, add_generation_prompt=True)
+    except TemplateRefused:
+        return False
+    return all(text in shown for text in texts)
+
+
+def _takes(template: ChatTemplate, messages: Sequence[TemplateMessage]) -> bool:
+    return _shows(template, messages)
+
+
+def _said() -> TemplateMessage:
+    return {"role": "assistant", "content": "turf"}
+
+
+def _turn(*calls: dict[str, Any]) -> TemplateMessage:
+    return {"role": "assistant", "content": "turf", "tool_calls": list(calls)}
+
+
+def _call(name: str, value: str, *, text: bool, call_id: str) -> dict[str, Any]:
+    arguments: object = {"rush": value}
+    if text:
+        arguments = json.dumps(arguments)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

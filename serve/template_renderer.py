@@ -1,0 +1,66 @@
+"""The renderer of a model directory: its tokenizer and its chat template.
+
+Invariants: those of render.Renderer; what was tokenized once is not tokenized again, within the tokenizer's cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.policies.tokenizer_errors import TemplateRefused
+from headrace.serve.template_messages import TemplateMessages
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.policies.tokenizer import ChatTokenizer
+    from headrace.serve.conversation import Message, ToolCall, ToolSpec
+    from headrace.serve.render import TokenIds
+
+_TOO_DEEP = "arguments or tool descriptions are nested too deeply"
+
+
+class TemplateRenderer:
+    """Implements `render.Renderer`. Several threads may use one renderer."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._shown = TemplateMessages(tokenizer.shape, tokenizer.control)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._tokenizer.vocab_size
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self._tokenizer.stop_ids
+
+    @property
+    def template(self) -> str:
+        return self._tokenizer.template.source
+
+    @property
+    def bridges(self) -> bool:
+        return self._tokenizer.bridges
+
+    @property
+    def opens_reasoning(self) -> bool:
+        return self._tokenizer.opens_reasoning
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
+        try:
+            return self._tokenizer.render_shown(*self._shown.whole(messages, tools))
+        except RecursionError as error:
+            raise TemplateRefused(_TOO_DEEP) from error
+
+    def bridge(self, last_id: int, calls: Sequence[ToolCall], messages: Sequence[Message]) -> TokenIds:
+        try:
+            return self._tokenizer.bridge_shown(last_id, *self._shown.after(calls, messages))
+        except RecursionError as error:
+            raise TemplateRefused(_TOO_DEEP) from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.spell(ids)
+
+    def visible(self, text: str) -> str:
+        return self._tokenizer.control.removed(text)
