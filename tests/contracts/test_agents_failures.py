@@ -29,8 +29,7 @@ def load_rigs(load_support: Callable[[str], ModuleType]) -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer_dir(rigs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    rigs.write_tokenizer(folder)
+    folder: Path = rigs.write_tokenizer(tmp_path_factory.mktemp("model"))
     return folder
 
 

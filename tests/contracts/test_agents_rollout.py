@@ -90,6 +90,7 @@ async def running(
             agent=agent,
             gateway=await gateway.address(),
             sampling=Sampling(),
+            train_truncated=True,
             budgets=Budgets(max_context_tokens=200_000),
             rollout=RolloutConfig(),
             observing=observing,
