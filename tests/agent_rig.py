@@ -14,7 +14,12 @@ import pytest
 
 from headrace.actors.agents.agent import AgentSession
 from headrace.actors.agents.chat import ChatFailed
+from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
+from headrace.actors.agents.codex import Codex, CodexConfig
 from headrace.actors.agents.installing import AgentMissing, installed_folder
+from headrace.actors.agents.mini_swe_agent import MiniSweAgent, MiniSweAgentConfig
+from headrace.actors.agents.opencode import Opencode
+from headrace.actors.agents.qwen_code import QwenCode
 from headrace.actors.evaluators.verdict import Verdict
 from headrace.actors.rollout import RolloutConfig, run_rollout
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
@@ -32,12 +37,12 @@ from headrace.serve.rows import SessionReport
 from headrace.serve.session import Budgets, SessionId, SessionSpec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
     from types import ModuleType
 
     from headrace.actors.agents.agent import AgentReport
     from headrace.actors.agents.chat import ChatMessage, ChatReply
-    from headrace.actors.agents.cli_agent import CliAgent
+    from headrace.actors.agents.cli_agent import CliAgent, ProgramConfig
     from headrace.actors.evaluators.verdict import EvaluationRequest
     from headrace.buffer.types import RolloutResult
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
@@ -46,46 +51,6 @@ if TYPE_CHECKING:
 
 ADMIN = "an admin token of enough letters"
 STOP = "<|im_end|>"
-SPECIAL = ("<|endoftext|>", "<|im_start|>", STOP)
-MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-TEMPLATE = """
-{%- if tools %}<|im_start|>system
-{% if messages[0].role == 'system' %}{{ messages[0].content }}
-
-{% endif %}# Tools
-
-You may call one or more functions. Their signatures:
-<tools>
-{%- for tool in tools %}
-{{ tool | tojson }}
-{%- endfor %}
-</tools>
-
-For each call write a JSON object with name and arguments between <tool_call> and </tool_call>.<|im_end|>
-{% elif messages[0].role == 'system' %}<|im_start|>system
-{{ messages[0].content }}<|im_end|>
-{% endif %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
-<tool_response>
-{{ message.content }}
-</tool_response>
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
-{% endif %}
-{%- elif message.role == 'assistant' %}<|im_start|>assistant
-{{ message.content or '' }}
-{%- for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% elif not (loop.first and message.role == 'system') %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 BROKEN = "def add(a, b):\n    return a - b\n"
 TEST = "import unittest\nfrom calc import add\n\n\nclass T(unittest.TestCase):\n    def test_add(self):\n"
 FILES = {"/workspace/calc.py": BROKEN, "/workspace/test_calc.py": f"{TEST}        self.assertEqual(add(2, 3), 5)\n"}
@@ -117,27 +82,37 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A model's tokenizer: a few hundred merges, so that a text has many spellings in ids, and a template with tools
-    of the Qwen3 shape."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+AGENTS: dict[str, Callable[[ProgramConfig], CliAgent]] = {
+    "claude-code": lambda program: ClaudeCode(program, ClaudeCodeConfig(bare=True)),
+    "codex": lambda program: Codex(program, CodexConfig()),
+    "mini-swe-agent": lambda program: MiniSweAgent(program, MiniSweAgentConfig()),
+    "qwen-code": QwenCode,
+    "opencode": Opencode,
+}
+"""Each in its plainest form."""
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=800, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
-    )
-    tokenizer.train_from_iterator([Path(json.__file__).read_text(), Path(pytest.__file__).read_text()], trainer)
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    tokenizer.add_tokens([AddedToken(text, special=False) for text in MARKUP])
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"chat_template": TEMPLATE, "eos_token": STOP, "pad_token": SPECIAL[0]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    stop_id = tokenizer.token_to_id(STOP)
-    (folder / "config.json").write_text(json.dumps({"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": stop_id}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop_id}))
+
+def command_of(agent: str, command: str) -> str:
+    """The call with which a policy has that agent run a command."""
+    return {
+        "claude-code": call("Bash", command=command, description="do it"),
+        "codex": call("exec_command", cmd=command),
+        "mini-swe-agent": call("bash", command=command),
+        "qwen-code": call("run_shell_command", command=command, is_background=False),
+        "opencode": call("bash", command=command, description="do it"),
+    }[agent]
+
+
+def ending_of(agent: str) -> str:
+    """What a policy says at the end."""
+    submits = command_of("mini-swe-agent", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+    return submits if agent == "mini-swe-agent" else "It is done."
+
+
+def write_tokenizer(folder: Path, family: str = "QWEN3") -> Path:
+    """A model's tokenizer and chat template, of the Qwen3 shape or another of `chat_templates` with its end token."""
+    written: Path = getattr(support("chat_templates"), family).write(folder)
+    return written
 
 
 def needs(agent: str) -> None:

@@ -85,16 +85,11 @@ class ScriptedEngine:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, cut into pieces that are tokenized one by one; special tokens stay whole."""
-        special = sorted((str(token) for token in self._special()), key=len, reverse=True)
-        pattern = "|".join(
-            [*map(re.escape, special), f"(?:(?!{'|'.join(map(re.escape, special))}).){{1,{PIECE_CHARACTERS}}}"]
-        )
-        pieces = re.findall(pattern, text, re.DOTALL) if special else [text]
+        added = (token.content for token in self.tokenizer.get_added_tokens_decoder().values())
+        special = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+        pieces = re.findall(f"{special}|(?:(?!{special}).){{1,{PIECE_CHARACTERS}}}", text, re.DOTALL)
         assert "".join(pieces) == text
         return [token for piece in pieces for token in self.tokenizer.encode(piece, add_special_tokens=False).ids]
-
-    def _special(self) -> list[Any]:
-        return [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

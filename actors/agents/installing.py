@@ -157,23 +157,27 @@ def _open_to_all(folder: Path) -> None:
             path = Path(parent, name)
             if not path.is_symlink():
                 mode = path.stat().st_mode
-                executable = 0o111 if path.is_dir() or mode & 0o100 else 0
+                # ripgrep comes without the permission where a script of npm's would give it.
+                executable = 0o111 if path.is_dir() or mode & 0o100 or name == "rg" else 0
                 path.chmod((mode | 0o444 | executable) & 0o755)
 
 
 def _install_npm(agent: str, cache: Path, *, latest: bool) -> Path:
     packages = npm_packages(agent, platform.machine())
-    name = PINNED[agent]
     if latest:
         packages = tuple(_newest(package) for package in packages)
-        name = "-".join(package.version for package in packages)
-    target = cache / f"{agent}-{name}"
+    target = cache / "-".join((agent, *map(_label, packages)))
     if not target.is_dir():
         with _building(cache) as building, tempfile.TemporaryDirectory(dir=cache, prefix=".npm-") as prefix:
             for package in packages:
                 _take(package, Path(prefix), building)
             _publish(building, target)
     return target
+
+
+def _label(package: NpmPackage) -> str:
+    """Its version in the folder's name."""
+    return f"node{package.version}" if package.name.startswith("node-") else package.version.partition("-linux-")[0]
 
 
 def _newest(package: NpmPackage) -> NpmPackage:

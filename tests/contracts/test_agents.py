@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ from headrace.actors.agents.codex import Codex, CodexConfig
 from headrace.actors.agents.mini_swe_agent import MiniMode, MiniSweAgent, MiniSweAgentConfig
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
+from headrace.serve.events import Exhausted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,9 +31,24 @@ def load_rigs(load_support: Callable[[str], ModuleType]) -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer_dir(rigs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    rigs.write_tokenizer(folder)
+    folder: Path = rigs.write_tokenizer(tmp_path_factory.mktemp("model"))
     return folder
+
+
+@dataclass
+class Model:
+    """A policy that thinks first writes its thoughts where the generation prompt has opened them already."""
+
+    folder: Path
+    thinks: bool
+
+    def lines(self, *lines: str) -> list[str]:
+        return [f"Let me think.\n</think>\n\n{line}" for line in lines] if self.thinks else list(lines)
+
+
+@pytest.fixture(params=["QWEN3", "QWEN3_THINKING"])
+def model(rigs: Any, request: pytest.FixtureRequest, tmp_path: Path) -> Model:
+    return Model(rigs.write_tokenizer(tmp_path / "model", request.param), thinks=request.param != "QWEN3")
 
 
 def check_whole(rigs: Any, ran: Any, engine: Any, *, rows: int) -> None:
@@ -45,6 +62,7 @@ def check_whole(rigs: Any, ran: Any, engine: Any, *, rows: int) -> None:
 
 
 MAIN, SUB = "MAIN-TASK", "SUB-TASK"
+SUMMARY_REQUEST = "CRITICAL: Respond with TEXT ONLY"
 
 
 async def test_claude_code(rigs: Any, tokenizer_dir: Path) -> None:
@@ -78,47 +96,52 @@ async def test_claude_code(rigs: Any, tokenizer_dir: Path) -> None:
         await ran.check_quiet()
 
 
-async def test_claude_code_compacts(rigs: Any, tokenizer_dir: Path) -> None:
+@pytest.mark.parametrize("refused", [False, True])
+async def test_claude_code_compacts(rigs: Any, tokenizer_dir: Path, *, refused: bool) -> None:
     """By its own count when the window is nearly full, and by the gateway's refusal when a turn was too long for that;
     what it keeps of the history is not trained again."""
     rigs.needs("claude-code")
+    flood = "line of much text " * 1000
+    command = f"python3 -c \"print('{flood[:18]}' * {len(flood) // 18})\""
+    mends = rigs.call("Bash", command="sed -i s/-/+/ calc.py", description="mend")
+    script = rigs.scripted.Parts(
+        {
+            "Only say hello": ["Hello."],
+            SUMMARY_REQUEST: ["<analysis>a</analysis><summary>THE-SUMMARY</summary>"],
+            "THE-SUMMARY": [mends, "Mended."],
+            "": [rigs.call("Bash", command=command, description=f"much {number}") for number in range(12)],
+        }
+    )
+    async with rigs.open_rig(tokenizer_dir, script) as rig:
+        blind = {"CLAUDE_CODE_AUTO_COMPACT_WINDOW": "1000000"} if refused else {}
+        agent = ClaudeCode(ProgramConfig(environment=blind), ClaudeCodeConfig())
+        await rig.run(agent, told=rigs.task("Only say hello"))
+        [hello] = rig.engine.sampled
+        turn = len(rig.engine.tokenizer.encode(flood).ids)
+        rig.engine.sampled.clear()
+        ran = await rig.run(agent, max_context_tokens=len(hello.prompt_ids) + int(4.5 * turn))
+        await ran.check_fixed()
+        summaries = script.played()[SUMMARY_REQUEST]
+        assert summaries >= 1
+        assert (ran.session.exhausted is Exhausted.CONTEXT) == refused
+        # The history, each summary beside it, and what follows each.
+        check_whole(rigs, ran, rig.engine, rows=1 + 2 * summaries)
 
-    def floods(characters: int, number: int) -> str:
-        words = f"print('line {number} of much text ' * {characters // 23})"
-        return str(rigs.call("Bash", command=f'python3 -c "{words}"', description="much"))
 
-    for characters, window in ((12_000, 90_000), (20_000, 60_000)):
-        script = rigs.scripted.Parts(
-            {
-                "CRITICAL: Respond with TEXT ONLY": ["<analysis>a</analysis><summary>THE-SUMMARY</summary>"],
-                "THE-SUMMARY": [rigs.call("Bash", command="sed -i s/-/+/ calc.py", description="mend"), "Mended."],
-                "": [floods(characters, number) for number in range(12)],
-            }
-        )
-        async with rigs.open_rig(tokenizer_dir, script) as rig:
-            ran = await rig.run(ClaudeCode(ProgramConfig(), ClaudeCodeConfig()), max_context_tokens=window)
-            await ran.check_fixed()
-            summaries = script.played()["CRITICAL: Respond with TEXT ONLY"]
-            assert summaries >= 1
-            # The history, each summary beside it, and what follows each.
-            check_whole(rigs, ran, rig.engine, rows=1 + 2 * summaries)
-            assert all(len(answer.prompt_ids) < window for answer in rig.engine.sampled)
-
-
-async def test_claude_code_bare(rigs: Any, tokenizer_dir: Path) -> None:
+async def test_claude_code_bare(rigs: Any, model: Model) -> None:
     rigs.needs("claude-code")
     call = rigs.call
     script = rigs.scripted.Parts(
         {
-            "": [
+            "": model.lines(
                 call("Read", file_path="/workspace/calc.py"),
                 call("Edit", file_path="/workspace/calc.py", old_string="a - b", new_string="a + b"),
                 call("Bash", command="python3 -B -m unittest", description="test"),
                 "It is mended.",
-            ]
+            )
         }
     )
-    async with rigs.open_rig(tokenizer_dir, script) as rig:
+    async with rigs.open_rig(model.folder, script) as rig:
         ran = await rig.run(ClaudeCode(ProgramConfig(user="root"), ClaudeCodeConfig(bare=True)))
         await ran.check_fixed()
         check_whole(rigs, ran, rig.engine, rows=1)
@@ -126,7 +149,7 @@ async def test_claude_code_bare(rigs: Any, tokenizer_dir: Path) -> None:
         await ran.check_quiet()
 
 
-async def test_codex(rigs: Any, tokenizer_dir: Path) -> None:
+async def test_codex(rigs: Any, model: Model) -> None:
     rigs.needs("codex")
     call = rigs.call
     patch = """apply_patch <<'EOF'
@@ -140,15 +163,15 @@ async def test_codex(rigs: Any, tokenizer_dir: Path) -> None:
 EOF"""
     script = rigs.scripted.Parts(
         {
-            "": [
+            "": model.lines(
                 "I look first.\n" + call("exec_command", cmd="cat calc.py") + call("exec_command", cmd="ls"),
                 call("exec_command", cmd=patch),
                 call("exec_command", workdir="/workspace", cmd="python3 -B -m unittest"),
                 "It is mended.",
-            ]
+            )
         }
     )
-    async with rigs.open_rig(tokenizer_dir, script) as rig:
+    async with rigs.open_rig(model.folder, script) as rig:
         ran = await rig.run(Codex(ProgramConfig(), CodexConfig()))
         await ran.check_fixed()
         check_whole(rigs, ran, rig.engine, rows=1)
@@ -158,7 +181,7 @@ EOF"""
 
 
 @pytest.mark.parametrize("mode", list(MiniMode))
-async def test_mini_swe_agent(rigs: Any, tokenizer_dir: Path, mode: MiniMode) -> None:
+async def test_mini_swe_agent(rigs: Any, model: Model, mode: MiniMode) -> None:
     rigs.needs("mini-swe-agent")
 
     def says(command: str) -> str:
@@ -168,14 +191,14 @@ async def test_mini_swe_agent(rigs: Any, tokenizer_dir: Path, mode: MiniMode) ->
 
     script = rigs.scripted.Parts(
         {
-            "": [
+            "": model.lines(
                 says("cat calc.py"),
                 says("sed -i s/a.-.b/a+b/ calc.py && python3 -B -m unittest"),
                 says("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
-            ]
+            )
         }
     )
-    async with rigs.open_rig(tokenizer_dir, script) as rig:
+    async with rigs.open_rig(model.folder, script) as rig:
         ran = await rig.run(MiniSweAgent(ProgramConfig(), MiniSweAgentConfig(mode=mode)))
         await ran.check_fixed()
         check_whole(rigs, ran, rig.engine, rows=1)
@@ -185,20 +208,20 @@ async def test_mini_swe_agent(rigs: Any, tokenizer_dir: Path, mode: MiniMode) ->
 
 
 @pytest.mark.slow
-async def test_qwen_code(rigs: Any, tokenizer_dir: Path) -> None:
+async def test_qwen_code(rigs: Any, model: Model) -> None:
     rigs.needs("qwen-code")
     call = rigs.call
     script = rigs.scripted.Parts(
         {
-            "": [
+            "": model.lines(
                 "I look. " + call("read_file", file_path="/workspace/calc.py"),
                 call("edit", new_string="a + b", old_string="a - b", file_path="/workspace/calc.py"),
                 call("run_shell_command", command="python3 -B -m unittest", is_background=False),
                 "It is mended.",
-            ]
+            )
         }
     )
-    async with rigs.open_rig(tokenizer_dir, script) as rig:
+    async with rigs.open_rig(model.folder, script) as rig:
         ran = await rig.run(QwenCode(ProgramConfig()))
         await ran.check_fixed()
         check_whole(rigs, ran, rig.engine, rows=1)
@@ -208,28 +231,28 @@ async def test_qwen_code(rigs: Any, tokenizer_dir: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_opencode(rigs: Any, tokenizer_dir: Path) -> None:
+async def test_opencode(rigs: Any, model: Model) -> None:
     """Its call for a title is a lineage of its own, and masked."""
     rigs.needs("opencode")
     call = rigs.call
     script = rigs.scripted.Parts(
         {
-            "title generator": ["Mending add"],
-            "": [
+            "title generator": model.lines("Mending add"),
+            "": model.lines(
                 "I look. " + call("read", filePath="/workspace/calc.py"),
                 call("edit", newString="a + b", oldString="a - b", filePath="/workspace/calc.py"),
                 call("bash", command="python3 -B -m unittest", description="tëst"),
                 "It is mended.",
-            ],
+            ),
         }
     )
-    async with rigs.open_rig(tokenizer_dir, script) as rig:
+    async with rigs.open_rig(model.folder, script) as rig:
         ran = await rig.run(Opencode(ProgramConfig()))
         await ran.check_fixed()
         assert ran.session.failures == ()
         rigs.scripted.check_exact(ran.session, [rig.engine])
         assert script.played() == {"title generator": 1, "": 4}
-        [title] = [answer for answer in rig.engine.sampled if answer.text == "Mending add"]
+        [title] = [answer for answer in rig.engine.sampled if answer.text.endswith("Mending add")]
         assert ran.session.masked == {"side": len(title.output_ids)}
         assert len(ran.session.trajectory.rows) == 1
         assert ran.agent.result == "It is mended."

@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.actors.agents.agent import StopReason
-from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
 from headrace.actors.agents.cli_agent import ProgramConfig
-from headrace.actors.agents.codex import Codex, CodexConfig
-from headrace.actors.agents.mini_swe_agent import MiniSweAgent, MiniSweAgentConfig
-from headrace.actors.agents.opencode import Opencode
-from headrace.actors.agents.qwen_code import QwenCode
 from headrace.buffer.types import Cause
 
 if TYPE_CHECKING:
@@ -20,27 +15,11 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
-    from headrace.actors.agents.cli_agent import CliAgent
-
 pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
-AGENTS: dict[str, Callable[[], CliAgent]] = {
-    "claude-code": lambda: ClaudeCode(ProgramConfig(), ClaudeCodeConfig(bare=True)),
-    "codex": lambda: Codex(ProgramConfig(), CodexConfig()),
-    "mini-swe-agent": lambda: MiniSweAgent(ProgramConfig(), MiniSweAgentConfig()),
-    "qwen-code": lambda: QwenCode(ProgramConfig()),
-    "opencode": lambda: Opencode(ProgramConfig()),
-}
-COMMANDS = {
-    "claude-code": ("Bash", {"command": "ls", "description": "look"}),
-    "codex": ("exec_command", {"cmd": "ls"}),
-    "mini-swe-agent": ("bash", {"command": "ls"}),
-    "qwen-code": ("run_shell_command", {"command": "ls", "is_background": False}),
-    "opencode": ("bash", {"command": "ls", "description": "look"}),
-}
 PATIENCE_S = {"claude-code": 8, "codex": 8, "mini-swe-agent": 20, "qwen-code": 40, "opencode": 40}
 """None has given up by then, and each has started."""
 SLOW = ("qwen-code", "opencode")
-KINDS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in AGENTS]
+KINDS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PATIENCE_S]
 
 
 @pytest.fixture(scope="module", name="rigs")
@@ -50,8 +29,7 @@ def load_rigs(load_support: Callable[[str], ModuleType]) -> Any:
 
 @pytest.fixture(scope="module")
 def tokenizer_dir(rigs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("model")
-    rigs.write_tokenizer(folder)
+    folder: Path = rigs.write_tokenizer(tmp_path_factory.mktemp("model"))
     return folder
 
 
@@ -59,10 +37,8 @@ class Failing:
     """Plays a command, then fails as told; `then` says whether it recovers."""
 
     def __init__(self, rigs: Any, agent: str, faults: list[Any], *, recovers: bool) -> None:
-        name, arguments = COMMANDS[agent]
-        self._command = str(rigs.call(name, **arguments))
-        self._end = str(rigs.call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"))
-        self._ending = self._end if agent == "mini-swe-agent" else "Done."
+        self._command = rigs.command_of(agent, "ls")
+        self._ending = rigs.ending_of(agent)
         self._left = list(faults)
         self._last = None if recovers else faults[-1]
         self.failed = 0
@@ -86,7 +62,7 @@ async def test_an_engine_that_fails_once_and_recovers(rigs: Any, tokenizer_dir: 
     faults = [fault.ERROR, fault.ERROR] if trouble == "error" else [fault.ABORT, fault.CUT, fault.CUT]
     script = Failing(rigs, agent, faults, recovers=True)
     async with rigs.open_rig(tokenizer_dir, script) as rig:
-        result, stations = await rigs.rollout(rig, AGENTS[agent](), agent_timeout_s=45)
+        result, stations = await rigs.rollout(rig, rigs.AGENTS[agent](ProgramConfig()), agent_timeout_s=45)
         assert script.failed == len(faults)
         [report], [record] = stations.reports, stations.records
         assert (report.stop, report.exit_code) == (StopReason.FINISHED, 0), "it hides what it was served"
@@ -99,7 +75,9 @@ async def test_an_engine_that_fails_for_ever(rigs: Any, tokenizer_dir: Path, age
     rigs.needs(agent)
     script = Failing(rigs, agent, [rigs.scripted.Fault.ERROR], recovers=False)
     async with rigs.open_rig(tokenizer_dir, script) as rig:
-        result, stations = await rigs.rollout(rig, AGENTS[agent](), agent_timeout_s=PATIENCE_S[agent])
+        result, stations = await rigs.rollout(
+            rig, rigs.AGENTS[agent](ProgramConfig()), agent_timeout_s=PATIENCE_S[agent]
+        )
         assert script.failed >= 2
         check_infra(result, *stations.records)
 

@@ -1,0 +1,152 @@
+"""Whole rollouts of live agents, from the dispatcher to the buffer: boot, agent, diff, clean sandbox, batch."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
+from headrace.actors.agents.cli_agent import ProgramConfig
+from headrace.actors.attachments import Attachments
+from headrace.actors.config import SandboxSection
+from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
+from headrace.actors.evaluator import Evaluator
+from headrace.actors.gateway import GatewayActor
+from headrace.actors.observing import Observing
+from headrace.actors.replay import Replay
+from headrace.actors.rollout import RolloutConfig
+from headrace.actors.run_directory import RunDirectory
+from headrace.actors.sandbox_pool import SandboxPool
+from headrace.actors.worker import RolloutWorker, WorkerParts
+from headrace.buffer.replay import BufferConfig
+from headrace.buffer.tasks import write_tasks
+from headrace.policies.engine import EngineId
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.pool.pool import PoolConfig
+from headrace.serve.gateway import GatewayConfig
+from headrace.serve.routing import EngineRoute, RoutingTable
+from headrace.serve.session import Budgets, Sampling
+from headrace.serve.telemetry import TelemetryConfig
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+    from types import ModuleType
+
+    from headrace.actors.agents.agent import Agent
+    from headrace.sandboxes.base import ImageRef
+
+pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
+
+
+@pytest.fixture(scope="module", name="rigs")
+def load_rigs(load_support: Callable[[str], ModuleType]) -> Any:
+    return load_support("agent_rig")
+
+
+@pytest.fixture(scope="module", name="repositories")
+def load_repositories(load_support: Callable[[str], ModuleType]) -> Any:
+    return load_support("repositories")
+
+
+async def image_with_pytest(pool: SandboxPool, repositories: Any) -> ImageRef:
+    """The task's image, prepared once in a sandbox."""
+    [ref] = await pool.lease([SandboxSpec()])
+    async with Attachments() as attachments:
+        sandbox = await attachments.attach(ref)
+        await repositories.install_pytest(sandbox)
+        return await sandbox.snapshot()
+
+
+@asynccontextmanager
+async def running(
+    directory: RunDirectory, engine: Any, tokenizer_dir: Path, agent: Agent, repositories: Any
+) -> AsyncIterator[Replay]:
+    """Every actor of a run but engines and learner, in this process, at work."""
+    observing = Observing(config=TelemetryConfig(enabled=False), run_dir=directory.path)
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        section = SandboxSection(pool=PoolConfig(max_live=8, evaluation_reserve=2))
+        pool = await enter(SandboxPool(section, directory=directory))
+        task = replace(repositories.repository_task(), image=await image_with_pytest(pool, repositories))
+        directory.train_tasks.parent.mkdir(parents=True, exist_ok=True)
+        write_tasks(directory.train_tasks, [task])
+        directory.identity.write_text("agents")
+        replay = await enter(Replay(BufferConfig(batch_size=2, group_size=2), directory=directory, seed=0))
+        await replay.open_epoch(None)
+        config = GatewayConfig(tokenizer_dir=tokenizer_dir)
+        gateway = await enter(GatewayActor(config, address_file=directory.path / "gateway.json", observing=observing))
+        assert await gateway.set_engines(
+            RoutingTable(version=1, engines=(EngineRoute(engine_id=EngineId("e"), url=engine.url),))
+        )
+        parts = WorkerParts(
+            pool=pool,
+            evaluator=await enter(Evaluator(pool, observing)),
+            replay=replay,
+            agent=agent,
+            gateway=await gateway.address(),
+            sampling=Sampling(),
+            train_truncated=True,
+            budgets=Budgets(max_context_tokens=200_000),
+            rollout=RolloutConfig(),
+            observing=observing,
+        )
+        worker = await enter(RolloutWorker(parts))
+        dispatching = DispatcherConfig(slots_per_worker=2)
+        dispatcher = await enter(Dispatcher(dispatching, replay=replay, pool=pool, workers=[worker]))
+        tasks = await enter(asyncio.TaskGroup())
+        stack.callback(tasks.create_task(dispatcher.run()).cancel)
+        yield replay
+
+
+class OneOfTwo:
+    """The first rollout mends the repository, every other one gives up."""
+
+    def __init__(self, rigs: Any, path: str) -> None:
+        wrong, right = "    return sum(numbers) /", "    if not numbers:\n        return 0.0\n    return sum(numbers) /"
+        self._mends = [
+            rigs.call("Read", file_path=path),
+            rigs.call("Edit", file_path=path, old_string=wrong, new_string=right),
+            rigs.call("Bash", command="git diff --stat; git status --short", description="look"),
+            "It is mended.",
+        ]
+        self._begun = 0
+
+    def __call__(self, ask: Any) -> str:
+        turn = ask.prompt.count("<tool_response>")
+        if turn == 0:
+            self._begun += 1
+            return self._mends[0] if self._begun == 1 else "I cannot."
+        return str(self._mends[turn])
+
+
+async def test_claude_code_fixes_a_repository_and_is_trained_on_it(
+    rigs: Any, repositories: Any, tmp_path: Path
+) -> None:
+    rigs.needs("claude-code")
+    rigs.write_tokenizer(tmp_path / "model")
+    script = OneOfTwo(rigs, f"{repositories.REPO}/calc.py")
+    agent = ClaudeCode(ProgramConfig(prompt="In this repository: {instruction}"), ClaudeCodeConfig(bare=True))
+    directory = RunDirectory(path=tmp_path / "run")
+    directory.path.mkdir()
+    engine = rigs.scripted.ScriptedEngine.of(tmp_path / "model", rigs.STOP, script)
+    async with (
+        rigs.scripted.serving(engine),
+        running(directory, engine, tmp_path / "model", agent, repositories) as replay,
+    ):
+        version = (await replay.status()).head
+        assert version is not None
+        batch = await replay.take(version, timeout_s=100)
+    assert batch is not None, [answer.text for answer in engine.sampled]
+    assert sorted(item.reward for item in batch.items) == [0.0, 1.0]
+    [mended] = [item for item in batch.items if item.reward == 1.0]
+    [row] = mended.trajectory.rows
+    assert len(rigs.scripted.segments(row.loss_mask_T)) == 4
+    said = engine.tokenizer.decode(row.tokens_T[row.loss_mask_T].tolist(), skip_special_tokens=False)
+    assert said == "".join(f"{text}{rigs.STOP}" for text in script._mends)
+    assert mended.advantage > 0
+    assert "In this repository: mean([]) raises" in engine.sampled[0].prompt

@@ -1,0 +1,76 @@
+"""Recipes that name an agent: those that come with headrace, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.actors.agents.immediate import ImmediateAgent
+from headrace.actors.agents.installing import PINNED
+from headrace.actors.agents.shell import ShellAgent
+from headrace.actors.choosing import make_agent
+from headrace.actors.config import AgentKind, AgentSection, load_recipe
+from headrace.actors.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.actors.agents.cli_agent import CliAgent
+
+RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
+PROGRAMS = tuple(kind for kind in AgentKind if AgentSection(kind=kind).is_program)
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_the_recipe_of_every_agent(kind: AgentKind, tmp_path: Path) -> None:
+    recipe = RECIPES / f"{kind.value.replace('-', '_')}.toml"
+    config = load_recipe(recipe, [f"agent.program.folder={tmp_path}"], tmp_path / "run")
+    agent: CliAgent = make_agent(config.agent)  # type: ignore[assignment]
+    assert (config.agent.kind, agent.name) == (kind, kind.value)
+    assert agent.folders[0].source == str(tmp_path)
+    assert config.agent.max_turns == config.agent.program.max_turns
+
+
+def test_every_agent_that_is_installed_has_a_kind() -> None:
+    assert set(PROGRAMS) == set(PINNED)
+
+
+def test_agents_that_are_no_programs() -> None:
+    shell = AgentSection()
+    assert isinstance(make_agent(shell), ShellAgent)
+    assert (shell.max_turns, make_agent(shell).folders) == (shell.shell.max_turns, ())
+    assert isinstance(make_agent(AgentSection(kind=AgentKind.IMMEDIATE)), ImmediateAgent)
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_one_that_is_not_installed_is_refused_at_the_start(
+    kind: AgentKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"agent.kind: .*scripts/install_agents {kind.value}"):
+        make_agent(AgentSection(kind=kind))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("agent.kind=claude", "agent.kind"),
+        ("agent.max_turns=3", "unknown key agent.max_turns"),
+        ("agent.program.prompt=do it", "instruction"),
+        ("agent.mini_swe_agent.mode=both", "agent.mini_swe_agent.mode"),
+        ("agent.program.port=0", "agent.program.port"),
+        ("sandbox.provider=subprocess", "set it to local or remote"),
+        ("sandbox.provider=oci", "set it to local or remote"),
+    ],
+)
+def test_what_cannot_work(override: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_recipe(RECIPES / "codex.toml", [override], tmp_path)
+
+
+def test_sandboxes_of_other_hosts_need_the_program_in_the_image(tmp_path: Path) -> None:
+    remote = ["sandbox.provider=remote", 'sandbox.remote.urls=["http://10.0.0.1:8800"]']
+    with pytest.raises(ConfigError, match=r"agent\.program\.in_image is empty"):
+        load_recipe(RECIPES / "codex.toml", remote, tmp_path)
+    named = load_recipe(RECIPES / "codex.toml", [*remote, "agent.program.in_image=codex"], tmp_path)
+    assert make_agent(named.agent).folders == ()
