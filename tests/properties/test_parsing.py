@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.serve.conversation import Reasoning, Text, ToolSpec
@@ -23,6 +23,8 @@ TAGS = (*MARKUP, *ELEMENTS, CALL, '{"name": "bash", "arguments": "', '"}', "{", 
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 outputs = st.lists(st.one_of(st.sampled_from(TAGS), words), max_size=14).map("".join)
 
+patient = settings(deadline=None)
+
 
 def without_blanks(text: str) -> str:
     return "".join(text.split())
@@ -39,6 +41,7 @@ def parse(name: str, text: str, *, in_reasoning: bool = False) -> ParsedOutput:
 
 
 @pytest.mark.parametrize("name", PARSERS)
+@patient
 @given(text=outputs, in_reasoning=st.booleans())
 def test_any_text_is_read_and_no_block_is_empty(name: str, text: str, in_reasoning: bool) -> None:
     parsed = parse(name, text, in_reasoning=in_reasoning)
@@ -51,6 +54,7 @@ def test_any_text_is_read_and_no_block_is_empty(name: str, text: str, in_reasoni
 
 
 @pytest.mark.parametrize("name", ["hermes", "plain"])
+@patient
 @given(text=outputs, in_reasoning=st.booleans())
 def test_every_character_but_markup_is_in_a_block_in_its_place(name: str, text: str, in_reasoning: bool) -> None:
     """What a block holds stands in the output in order, and what is left over is tags and the frame of calls."""
@@ -72,6 +76,7 @@ def test_every_character_but_markup_is_in_a_block_in_its_place(name: str, text: 
     assert len(left) - len(kept) <= frames + tags + escapes + 2 * len(parsed.blocks)
 
 
+@patient
 @given(text=outputs)
 def test_text_without_markup_is_itself(text: str) -> None:
     for tag in (*MARKUP, "<function=bash>", "<function="):
@@ -119,6 +124,7 @@ def spelled_for_coder(block: ParsedBlock) -> str:
     return f"<tool_call>\n<function={block.name}>\n{parameters}</function>\n</tool_call>"
 
 
+@patient
 @given(blocks=turns(values=json_values), opened=st.booleans())
 def test_hermes_reads_what_was_written(blocks: list[ParsedBlock], opened: bool) -> None:
     """Arguments come back as the very text they were."""
@@ -128,6 +134,7 @@ def test_hermes_reads_what_was_written(blocks: list[ParsedBlock], opened: bool) 
     assert parse("hermes", text, in_reasoning=opened) == ParsedOutput(tuple(blocks))
 
 
+@patient
 @given(blocks=turns(values=st.one_of(plain, words)))
 def test_coder_reads_what_was_written(blocks: list[ParsedBlock]) -> None:
     expected = tuple(
@@ -141,6 +148,7 @@ def test_coder_reads_what_was_written(blocks: list[ParsedBlock]) -> None:
     assert Qwen3CoderParser().parse(text, tools, in_reasoning=False) == ParsedOutput(expected)
 
 
+@patient
 @given(blocks=turns(values=json_values), cut=st.integers(0, 400))
 def test_a_cut_output_has_the_calls_that_were_whole(blocks: list[ParsedBlock], cut: int) -> None:
     text = "\n".join(map(spelled, blocks))[:cut]
