@@ -35,12 +35,12 @@ def _make(section: AgentSection) -> Agent:
         case AgentKind.IMMEDIATE:
             return ImmediateAgent()
         case AgentKind.CLAUDE_CODE:
-            return ClaudeCode(section.claude_code)
+            return ClaudeCode(section.program, section.claude_code)
         case AgentKind.CODEX:
-            return Codex(section.codex)
+            return Codex(section.program, section.codex)
         case AgentKind.MINI_SWE_AGENT:
-            return MiniSweAgent(section.mini_swe_agent)
+            return MiniSweAgent(section.program, section.mini_swe_agent)
         case AgentKind.QWEN_CODE:
-            return QwenCode(section.qwen_code)
+            return QwenCode(section.program)
         case AgentKind.OPENCODE:
-            return Opencode(section.opencode)
+            return Opencode(section.program)

@@ -160,6 +160,45 @@ def serve(context: typer.Context) -> None:
     os._exit(code)
 
 
+@app.command("gateway")
+def serve_gateway(
+    engine: Annotated[str, typer.Option(help="Base URLs of SGLang servers, with commas between.")],
+    tokenizer: Annotated[Path, typer.Option(help="Directory with the policy's tokenizer.json and chat template.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 takes a free port.")] = 0,
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    admin_token_file: Annotated[Path, typer.Option(help="Holds the admin token; made when it is missing.")] = Path(
+        "gateway-admin-token"
+    ),
+    advertise_url: Annotated[
+        str | None, typer.Option(help="Base of the URLs handed to agents that are not on this host.")
+    ] = None,
+    state: Annotated[Path | None, typer.Option(help="Folder of the session logs; in memory when left out.")] = None,
+    parser: Annotated[
+        str, typer.Option(help="How calls are read: auto, hermes, qwen3_coder, none, sglang:NAME.")
+    ] = "auto",
+    max_context_tokens: Annotated[
+        int | None, typer.Option(min=1, help="What a session may have; by default what the engines take.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Stand before engines as a token-exact proxy: Anthropic Messages, OpenAI Chat Completions and Responses for
+    agents; what was sampled, token for token, for you. POST /sessions opens, POST /sessions/ID/finish tells."""
+    from headrace.serve.standalone import StandaloneOptions, serve_gateway
+
+    options = StandaloneOptions(
+        engine_urls=tuple(url.strip().rstrip("/") for url in engine.split(",") if url.strip()),
+        tokenizer_dir=tokenizer,
+        admin_token_file=admin_token_file,
+        host=host,
+        port=port,
+        advertise_url=advertise_url,
+        state=state,
+        parser=parser,
+        max_context_tokens=max_context_tokens,
+    )
+    serve_gateway(options, lambda url: _announce(url, json))
+
+
 @sandbox_app.command("serve")
 def serve_sandboxes(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 takes a free port.")] = 0,
@@ -185,13 +224,6 @@ def serve_sandboxes(
     from headrace.actors.evaluators.foreign_patch import apply_patch
     from headrace.sandboxes.e2b_server.serving import ServeOptions, serve
 
-    def announce(url: str) -> None:
-        started = {"url": url, "pid": os.getpid()}
-        if json is None or str(json) == "-":
-            typer.echo(url if json is None else orjson.dumps(started).decode())
-        else:
-            _write_json(started, json)
-
     options = ServeOptions(
         host=host,
         port=port,
@@ -207,7 +239,7 @@ def serve_sandboxes(
         host_key=host_key,
         apply_patch=apply_patch,
     )
-    serve(options, announce)
+    serve(options, lambda url: _announce(url, json))
 
 
 def main() -> None:
@@ -233,6 +265,15 @@ def main() -> None:
         _console().print(f"headrace: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
         bad_input = not isinstance(error, RunError) or isinstance(error, ConfigError)
         sys.exit(EXIT_BAD_INPUT if bad_input else EXIT_FAILED)
+
+
+def _announce(url: str, json: Path | None) -> None:
+    """Say where a server listens, in one line."""
+    started = {"url": url, "pid": os.getpid()}
+    if json is None or str(json) == "-":
+        typer.echo(url if json is None else orjson.dumps(started).decode())
+    else:
+        _write_json(started, json)
 
 
 def _report(summary: RunSummary, json: Path | None) -> None:

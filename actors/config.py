@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headrace.actors.agents.claude_code import ClaudeCodeConfig
+from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.actors.agents.codex import CodexConfig
 from headrace.actors.agents.mini_swe_agent import MiniSweAgentConfig
-from headrace.actors.agents.opencode import OpencodeConfig
-from headrace.actors.agents.qwen_code import QwenCodeConfig
 from headrace.actors.agents.shell import ShellAgentConfig
 from headrace.actors.dispatcher import DispatcherConfig
 from headrace.actors.engines import EnginesConfig
@@ -32,12 +31,11 @@ from headrace.policies.push import PushConfig
 from headrace.sandboxes.local.provider import LocalSandboxConfig
 from headrace.sandboxes.oci.provider import OciSandboxConfig
 from headrace.sandboxes.pool.pool import PoolConfig
+from headrace.serve.model_use import ModelUse
 from headrace.serve.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from headrace.actors.agents.cli_agent import CliAgentConfig
 
 
 class _Section(BaseModel):
@@ -101,36 +99,27 @@ class TasksSection(_Section):
 class AgentSection(_Section):
     kind: AgentKind = AgentKind.SHELL
     """Which agent works on the tasks: `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`, `opencode`, or
-    `immediate`, which does nothing. Only the table of that one counts."""
+    `immediate`, which does nothing."""
     shell: ShellAgentConfig = ShellAgentConfig()
     """Settings of the shell agent."""
+    program: ProgramConfig = ProgramConfig()
+    """Settings of an agent that is a program, whichever."""
     claude_code: ClaudeCodeConfig = ClaudeCodeConfig()
-    """Settings of Claude Code."""
+    """Further settings of Claude Code."""
     codex: CodexConfig = CodexConfig()
-    """Settings of Codex."""
+    """Further settings of Codex."""
     mini_swe_agent: MiniSweAgentConfig = MiniSweAgentConfig()
-    """Settings of mini-swe-agent."""
-    qwen_code: QwenCodeConfig = QwenCodeConfig()
-    """Settings of qwen-code."""
-    opencode: OpencodeConfig = OpencodeConfig()
-    """Settings of opencode."""
+    """Further settings of mini-swe-agent."""
 
     @property
-    def program(self) -> CliAgentConfig | None:
-        """Settings of the chosen agent where it is a program in the sandbox."""
-        programs: dict[AgentKind, CliAgentConfig] = {
-            AgentKind.CLAUDE_CODE: self.claude_code,
-            AgentKind.CODEX: self.codex,
-            AgentKind.MINI_SWE_AGENT: self.mini_swe_agent,
-            AgentKind.QWEN_CODE: self.qwen_code,
-            AgentKind.OPENCODE: self.opencode,
-        }
-        return programs.get(self.kind)
+    def is_program(self) -> bool:
+        """Whether the agent is a program in the sandbox."""
+        return self.kind not in (AgentKind.SHELL, AgentKind.IMMEDIATE)
 
     @property
     def max_turns(self) -> int:
         """Answers of the policy in one session."""
-        return (self.program or self.shell).max_turns
+        return self.program.max_turns if self.is_program else self.shell.max_turns
 
 
 class SamplingSection(_Section):
@@ -139,10 +128,22 @@ class SamplingSection(_Section):
     max_tokens_per_turn: int = Field(default=48, ge=1)
     """Tokens one answer may have."""
     max_context_tokens: int = Field(default=256, ge=16)
-    """Prompt and answers of one session together."""
+    """Prompt and answers of one conversation together."""
+    max_sampled_tokens: int | None = Field(default=None, ge=1)
+    """Tokens sampled in one session, all its conversations together; None for no limit."""
+    train_truncated: bool = True
+    """Whether turns that the end of the context cut are trained; false masks them as `truncated`."""
 
 
 class GatewaySection(_Section):
+    parser: str = "auto"
+    """How tool calls and reasoning are read: auto (by the chat template), hermes, qwen3_coder, none, or sglang:NAME
+    with a parser of SGLang's."""
+    model_policy: tuple[tuple[str, ModelUse], ...] = ()
+    """Pairs of a pattern and a use, e.g. [["*haiku*", "serve"]]: what the names that agents ask for are. `train` (any
+    name that no pattern fits), `serve` (sampled, masked as `side`) or `refuse`."""
+    ping_s: float = Field(default=10.0, gt=0)
+    """How often a stream that waits for its turn gets a ping; below 15 s, or some agents give up."""
     gate_wait_s: float = Field(default=20.0, gt=0)
     """How long a turn waits while every engine's gate is closed before the agent gets an infra error."""
     turn_timeout_s: float = Field(default=20.0, gt=0)
@@ -286,18 +287,15 @@ def remote_hosts_are_named(config: RunConfig) -> str | None:
 
 
 def programs_fit_the_sandboxes(config: RunConfig) -> str | None:
-    program, provider = config.agent.program, config.sandbox.provider
-    if program is None:
-        return None
-    if provider not in (SandboxKind.LOCAL, SandboxKind.REMOTE):
+    agent, provider = config.agent, config.sandbox.provider
+    if agent.is_program and provider not in (SandboxKind.LOCAL, SandboxKind.REMOTE):
         return (
-            f"agent.kind {config.agent.kind.value} needs a way to the gateway from inside its sandbox, which "
-            f"sandbox.provider {provider.value} does not have; set it to local or remote"
+            f"agent.kind {agent.kind.value} needs a way to the gateway from inside its sandbox, which sandbox.provider "
+            f"{provider.value} does not have; set it to local or remote"
         )
-    if provider is SandboxKind.REMOTE and not program.program:
-        table = config.agent.kind.value.replace("-", "_")
+    if agent.is_program and provider is SandboxKind.REMOTE and not agent.program.in_image:
         return (
-            f"agent.{table}.program is empty, and sandboxes of sandbox.provider remote show no folders of this host; "
+            "agent.program.in_image is empty, and sandboxes of sandbox.provider remote show no folders of this host; "
             "name the program in the tasks' images"
         )
     return None

@@ -8,6 +8,7 @@ from headrace.buffer.task_errors import TaskFileError
 from headrace.policies.errors import PolicyError
 from headrace.policies.learner_errors import LearnerError
 from headrace.sandboxes.errors import SandboxError
+from headrace.serve.errors import ServeError
 
 EXPECTED: tuple[type[Exception], ...] = (
     RunError,
@@ -17,4 +18,5 @@ EXPECTED: tuple[type[Exception], ...] = (
     PolicyError,
     LearnerError,
     SandboxError,
+    ServeError,
 )

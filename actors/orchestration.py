@@ -141,6 +141,7 @@ def immediate_parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, 
         gateway=None,
         sampling=Sampling(),
         budgets=Budgets(),
+        train_truncated=True,
         rollout=RolloutConfig(),
         observing=without_spans(directory),
     )

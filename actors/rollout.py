@@ -28,6 +28,7 @@ from headrace.sandboxes.errors import QueueTimeout
 from headrace.sandboxes.pool.booting import LeaseRequest
 from headrace.serve import span_names as names
 from headrace.serve.errors import ServeError
+from headrace.serve.events import Exhausted
 from headrace.serve.tracing import traceparent_of
 
 if TYPE_CHECKING:
@@ -148,14 +149,13 @@ async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, p
         async with boundary(names.PREPARE, "prepare", phases, config.prepare_timeout_s):
             await prepare(order.task, sandbox)
         report, record = await _converse(order, stations, config, phases, sandbox)
-        if record.failures:
-            raise InfraFailure(f"agent: served a failure: {record.failures[0]}")
+        _check_agent(report, record)
         async with boundary(names.EVALUATE, "evaluate", phases, config.evaluate_timeout_s):
             verdict = await _evaluate(order, stations, ref, report)
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,
-        outcome=outcome_of(report, record, verdict),
+        outcome=outcome_of(report, record.exhausted, verdict),
         trajectory=record.trajectory,
         phases_s=tuple(phases.seconds),
         turns=record.turns,
@@ -234,13 +234,24 @@ async def _evaluate(order: RolloutOrder, stations: Stations, ref: SandboxRef, re
     )
 
 
-def outcome_of(report: AgentReport, record: SessionReport, verdict: Verdict) -> Outcome:
-    """The outcome of a scored rollout (DESIGN 6): the verdict's, or `budget` when agent or session ran out of
-    something."""
+def _check_agent(report: AgentReport, record: SessionReport) -> None:
+    """Raises InfraFailure for what the policy had no part in, however the agent took it."""
+    if record.failures:
+        raise InfraFailure(f"agent: served a failure: {record.failures[0]}")
+    if report.exit_code and record.turns == 0:
+        said = " ".join((report.result or report.log_tail[-400:]).split())
+        raise InfraFailure(f"agent: ended with exit code {report.exit_code} before its first turn: {said}")
+
+
+def outcome_of(report: AgentReport, exhausted: Exhausted, verdict: Verdict) -> Outcome:
+    """The outcome of a scored rollout (DESIGN 6): the verdict's, or `budget` when the agent ran out of something. A
+    full context counts only where it ended the agent."""
     if verdict.reward is None:
         return Outcome(reward=None, trainable=False, cause=verdict.cause, detail=verdict.detail)
-    ended_by_itself = report.stop is StopReason.FINISHED and not record.exhausted
-    cause = verdict.cause if ended_by_itself or verdict.cause is Cause.INVALID else Cause.BUDGET
+    finished = report.stop is StopReason.FINISHED
+    spent = exhausted is not Exhausted.NONE and not (finished and exhausted is Exhausted.CONTEXT)
+    by_itself = finished or report.stop is StopReason.ERROR
+    cause = Cause.BUDGET if (spent or not by_itself) and verdict.cause is not Cause.INVALID else verdict.cause
     return Outcome(reward=verdict.reward, trainable=True, cause=cause, detail=verdict.detail)
 
 

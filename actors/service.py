@@ -345,9 +345,11 @@ class Service(Owning):
                 max_turns=config.agent.max_turns,
                 max_tokens_per_turn=config.sampling.max_tokens_per_turn,
                 max_context_tokens=config.sampling.max_context_tokens,
+                max_sampled_tokens=config.sampling.max_sampled_tokens,
                 wall_s=config.rollout.agent_timeout_s,
-                final_text=FINAL_TEXT if config.agent.program else "",
+                final_text=FINAL_TEXT if config.agent.is_program else "",
             ),
+            train_truncated=config.sampling.train_truncated,
             rollout=config.rollout,
             observing=self._observing,
         )

@@ -68,6 +68,7 @@ class WorkerStations(Owning):
             sampling=self._parts.sampling,
             budgets=self._parts.budgets,
             traceparent=traceparent,
+            train_truncated=self._parts.train_truncated,
         )
         if self._gateway is None:
             return OpenedSession(session_id=spec.session_id, base_url="")
@@ -92,10 +93,12 @@ class WorkerStations(Owning):
         if self._gateway is None:
             return Session(SessionSpec(session_id=session.session_id), opened_at=0.0).report()
         # A gateway that restarts knows its sessions again, also those it had finished when its answer was lost.
-        [report] = await _until_reached()(self._gateway.finish, [session.session_id])
-        if isinstance(report, SessionUnknown):
-            raise report
-        return report
+        reports: list[SessionReport | SessionUnknown] = await _until_reached()(
+            self._gateway.finish, [session.session_id]
+        )
+        if isinstance(reports[0], SessionUnknown):
+            raise reports[0]
+        return reports[0]
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict:
         # With the sandbox: an attempt that a reset worker runs again is another evaluation.

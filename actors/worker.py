@@ -76,6 +76,7 @@ class WorkerParts:
     """None when the agent asks no policy."""
     sampling: Sampling
     budgets: Budgets
+    train_truncated: bool
     rollout: RolloutConfig
     observing: Observing
 

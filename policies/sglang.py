@@ -54,6 +54,8 @@ class SGLangConfig(BaseModel):
     """Formation of a group, and reception of one bucket."""
     abort_timeout_s: float = Field(default=2.0, gt=0)
     """The abort sent for a generation that was given up."""
+    foreign_version: str | None = None
+    """What a weight version that is not `epoch.step` is read as, for servers that nobody pushes to; None refuses it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ class SGLangEngine:
             with suppress(EngineError):
                 await self.abort(request.request_id)
             raise
-        return parse_completion(reply)
+        return parse_completion(reply, self._config.foreign_version)
 
     async def abort(self, request_id: RequestId) -> None:
         """End a request early; unknown ids are fine. Lost if the request arrived during a pause: repeat it then."""
@@ -102,7 +104,7 @@ class SGLangEngine:
         context = server.get("context_length") or read(server, "max_req_input_len", int) + SGLANG_RESERVED_TOKENS
         return EngineInfo(
             server_version=read(server, "version", str),
-            version=read_version(read(model, "weight_version", str)),
+            version=read_version(read(model, "weight_version", str), self._config.foreign_version),
             running=load.running,
             waiting=load.waiting,
             max_context_tokens=context,
@@ -229,7 +231,7 @@ def generate_body(request: GenerateRequest) -> dict[str, object]:
     }
 
 
-def parse_completion(reply: dict[str, Any]) -> Completion:
+def parse_completion(reply: dict[str, Any], foreign_version: str | None = None) -> Completion:
     """A Completion from a /generate reply; a request aborted in the queue lacks some keys. Raises
     EngineReplyInvalid."""
     meta = read(reply, "meta_info", dict)
@@ -237,7 +239,7 @@ def parse_completion(reply: dict[str, Any]) -> Completion:
     try:
         logprobs = tuple(float(entry[0]) for entry in read(meta, "output_token_logprobs", list))
         finish = FinishReason(read(meta, "finish_reason", dict)["type"])
-        spans = tuple(read_span(span) for span in read(meta, "weight_versions", list))
+        spans = _read_spans(meta, len(ids), foreign_version)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineReplyInvalid(f"/generate: {error!r} in meta_info (SGLang >= 0.5.21 is needed)") from error
     if len(logprobs) != len(ids) or not all(map(math.isfinite, logprobs)) or not covers(spans, len(ids)):
@@ -260,15 +262,25 @@ def covers(spans: tuple[TokenSpan, ...], length: int) -> bool:
     return all(span.start == edge for span, edge in zip(spans, edges, strict=False)) and edges[-1] == length
 
 
-def read_span(span: dict[str, Any]) -> TokenSpan:
-    return TokenSpan(start=int(span["start"]), end=int(span["end"]), version=read_version(span["version"]))
+def _read_spans(meta: dict[str, Any], length: int, foreign_version: str | None) -> tuple[TokenSpan, ...]:
+    """The server's own spans; where its versions mean nothing to us and it has none, one over the whole output."""
+    if foreign_version is not None and "weight_versions" not in meta:
+        return (TokenSpan(start=0, end=length, version=PolicyVersion.parse(foreign_version)),)[: bool(length)]
+    return tuple(
+        TokenSpan(
+            start=int(span["start"]), end=int(span["end"]), version=read_version(span["version"], foreign_version)
+        )
+        for span in read(meta, "weight_versions", list)
+    )
 
 
-def read_version(text: str) -> PolicyVersion:
-    """Raises EngineReplyInvalid for a label that is not one of ours."""
+def read_version(text: str, foreign_version: str | None = None) -> PolicyVersion:
+    """Raises EngineReplyInvalid for a label that is not one of ours, unless `foreign_version` stands for those."""
     try:
         return PolicyVersion.parse(text)
     except (ValueError, AttributeError) as error:
+        if foreign_version is not None:
+            return PolicyVersion.parse(foreign_version)
         raise EngineReplyInvalid(
             f"weight_version {text!r} is not epoch.step: start the server with --weight-version 1.0"
         ) from error

@@ -4,8 +4,8 @@ Invariants:
 - A turn is held whole: no byte of its content leaves before it is sampled to its end, so an engine failure is always
   before content. Meanwhile a stream gets a ping at least every `ping_s`.
 - Until the first ping is due not even the status has left: what fails early fails with the wire's own status.
-- A stream ends with the wire's terminator, or with its error event and a cut connection: never with a clean end that
-  an agent could take for an answer.
+- A stream ends with the wire's terminator or with its error event: never with a clean end that an agent could take for
+  an answer.
 - An answer counts as delivered when its last byte was handed to the connection.
 """
 
@@ -81,13 +81,13 @@ class Delivery:
     async def _break(
         self, request: web.Request, response: web.StreamResponse, failure: WireError
     ) -> web.StreamResponse:
-        """Say what failed in the stream, and leave it without an end."""
+        """Say what failed in the stream. It ends in order: agents take a cut after the error event for another fault,
+        and ask again."""
         self.failed(failure)
         if not response.prepared:
             await response.prepare(request)
         await response.write(self.dialect.stream_error(self.asked, failure))
-        if request.transport is not None:
-            request.transport.close()
+        await response.write_eof()
         return response
 
 

@@ -12,6 +12,7 @@
     │       ├── NoEngineOpen     503, every gate stayed closed until the deadline
     │       ├── LogBroken        500, the session log cannot be written or read
     │       └── GatewayBroken    500, a defect of ours
+    ├── OptionRefused            an option of the command line cannot be
     └── GatewayUnreachable       the worker's client could not reach the gateway, or got no usable answer
 
 Invariant: every error survives pickling (all arguments after the message have defaults and live in `__dict__`).
@@ -108,6 +109,10 @@ class GatewayBroken(InfraError):
 
     status = 500
     code = "gateway_error"
+
+
+class OptionRefused(ServeError):
+    """The message names the option and the fix."""
 
 
 class GatewayUnreachable(ServeError):

@@ -37,12 +37,14 @@ class Exhausted(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:
     """A turn was sampled, whole or (status ABORTED) in part. `parent` is the id of the turn it
-    continues; `delta` are the ids of its prompt below the parent."""
+    continues; `delta` are the ids of its prompt below the parent,
+    `wishes` is what `wishes_of` gives for its request."""
 
     parent: str
     parts: tuple[bytes, ...]
     delta: TokenIds
     origin: Origin
+    wishes: str
     answer: TurnAnswer
     ids: Sequence[int]
     logprobs: Sequence[float]

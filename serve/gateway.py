@@ -73,6 +73,8 @@ class GatewayConfig(BaseModel):
     """How often a stream that waits for its turn gets a ping; below 15 s, or some agents give up."""
     max_context_tokens: int | None = Field(default=None, ge=1)
     """What the engines can take, prompt and output together; no session may have more."""
+    foreign_version: str | None = None
+    """What a weight version of an engine that is not `epoch.step` is read as; None fails the turn."""
     gate_wait_s: float = Field(default=60.0, gt=0)
     """How long a turn waits while every engine's gate is closed before the agent gets an infra error."""
     turn_timeout_s: float = Field(default=300.0, gt=0)
@@ -228,6 +230,7 @@ class Gateway:
             # Ours ends first, so that an aborted call can hand over what it has.
             generate_timeout_s=self._config.turn_timeout_s + 2 * self._config.abort_grace_s,
             abort_timeout_s=self._config.abort_grace_s,
+            foreign_version=self._config.foreign_version,
         )
         return lambda route: SGLangEngine(route.engine_id, route.url, self._http, config)
 

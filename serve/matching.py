@@ -22,7 +22,7 @@ from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
-    from headrace.serve.conversation import Block, ToolSpec
+    from headrace.serve.conversation import Block, ToolSpec, TurnRequest
 
 _CHANGE_OF_FOLDER: Final = re.compile(r"^\s*cd \S+ *&& *")
 """Some agents drop it from a command that starts in that folder already."""
@@ -58,13 +58,21 @@ def head_digest(tools: Sequence[ToolSpec], agent: str) -> bytes:
     return digest("head", agent, orjson.dumps(described, option=orjson.OPT_SORT_KEYS))
 
 
+def wishes_of(request: TurnRequest) -> str:
+    """What else than its messages makes a request the same as another; agents that run out of tokens ask again for
+    more."""
+    return digest(str(request.max_tokens), str(request.calls_allowed), *request.stop).hex()
+
+
 def message_parts(message: Message) -> tuple[bytes, ...]:
     """Digests of a message that was not sampled; one for each result of a tool, none for an empty message."""
     if message.role is Role.TOOL:
         return tuple(result_digest(block) for block in message.blocks if isinstance(block, ToolResult))
     if message.role is Role.ASSISTANT:
         return (Served.of(message.blocks).exact,)
-    return (digest(message.role, message.text),) if message.text else ()
+    # Agents add and drop blanks around their own words.
+    text = message.text.strip()
+    return (digest(message.role, text),) if text else ()
 
 
 def result_digest(result: ToolResult) -> bytes:

@@ -92,7 +92,7 @@ def report_of(session: Session) -> SessionReport:
         exhausted=session.exhausted,
         failures=tuple(session.failures),
         lineages=lineages,
-        drift={kind: number for kind, number in session.drift.items() if kind},
+        drift={str(kind): number for kind, number in session.drift.items() if kind},
         lost_calls=session.lost_calls,
     )
 
@@ -132,7 +132,7 @@ def is_abandoned(node: SampledNode, trie: Trie) -> bool:
     """Whether the agent went on from before this turn, without it."""
     if node.status is Status.FINISHED:
         return True
-    if node.status is Status.ACCEPTED or node.children:
+    if node.status is Status.ACCEPTED or node.children or not _goes_on(node.parent):
         return False
     prompt = node.parent
     if any(sibling.number > node.number and sibling.status is not Status.ABORTED for sibling in prompt.children):
@@ -143,13 +143,13 @@ def is_abandoned(node: SampledNode, trie: Trie) -> bool:
 
 
 def _goes_on(prompt: PromptNode) -> bool:
-    """A summary of the history is asked for beside the agent's way."""
+    """A summary of the history is asked for beside the agent's way, and never echoed."""
     return prompt.origin.purpose is not Purpose.COMPACTION
 
 
 def _continues(prompt: PromptNode, other: PromptNode) -> bool:
     """Whether a later root is the same conversation without its first answer: only messages were appended."""
-    return len(other.parts) > len(prompt.parts) and other.parts[: len(prompt.parts)] == prompt.parts
+    return other.parts[: len(prompt.parts)] == prompt.parts
 
 
 def _rows(trie: Trie, verdicts: dict[SampledNode, Masked | None]) -> tuple[tuple[Row, ...], tuple[Lineage, ...]]:

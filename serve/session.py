@@ -21,6 +21,7 @@ from headrace.policies.engine import MAX_TOKEN_CHARACTERS, FinishReason
 from headrace.serve.conversation import Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.errors import ContextExceeded
 from headrace.serve.events import Accepted, Delivered, Exhausted, Failed, Recorded, Spent
+from headrace.serve.matching import wishes_of
 from headrace.serve.parsing.base import ParsedCall
 from headrace.serve.rows import report_of
 from headrace.serve.trie import Status, Trie
@@ -159,14 +160,15 @@ class Session:
         """The events of a request that echoes turns for the first time: they reached the agent."""
         return [
             Accepted(turn_id=echo.node.turn_id, drift=echo.drift)
-            for echo in match.echoes
+            for echo in (*match.echoes, *match.elsewhere)
             if echo.node.status is not Status.ACCEPTED
         ]
 
-    def replay(self, match: Match, now: float) -> SampledNode | None:
+    def replay(self, match: Match, request: TurnRequest, now: float) -> SampledNode | None:
         """A finished turn that answers exactly this request and did not reach the agent, as far as we know."""
+        wishes = wishes_of(request)
         for node in reversed(match.prompt.children if match.prompt else []):
-            if node.answer is None or node.replays >= MAX_REPLAYS:
+            if node.answer is None or node.wishes != wishes or node.replays >= MAX_REPLAYS:
                 continue
             if node.status is Status.FINISHED or (
                 node.status is Status.DELIVERED and now - node.delivered_at < REPLAY_S
@@ -260,6 +262,7 @@ class Session:
             parts=match.parts,
             delta=plan.delta,
             origin=match.origin,
+            wishes=wishes_of(plan.request),
             answer=answer,
             ids=completion.output_ids,
             logprobs=completion.logprobs,

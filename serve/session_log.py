@@ -180,6 +180,7 @@ def _recorded_document(event: Recorded) -> dict[str, Any]:
         "parts": [part.hex() for part in event.parts],
         "delta": _encode(event.delta),
         "origin": asdict(origin),
+        "wishes": event.wishes,
         "answer": asdict(answer) | {"blocks": [_block_document(block) for block in answer.blocks]},
         "ids": _encode(array("i", event.ids)),
         "logprobs": _encode(array("f", event.logprobs)),
@@ -222,9 +223,9 @@ def _block(document: dict[str, str]) -> Block:
     return kinds[document.pop("kind")](**document)
 
 
-def _opened(document: dict[str, Any]) -> Opened:
-    if document.get("schema") != SCHEMA:
-        raise ValueError(f"schema {document.get('schema')!r}")
+def _opened(document: Any) -> Opened:
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        raise ValueError(f"its first line does not begin a session of schema {SCHEMA}")
     spec = document["spec"]
     spec |= {"sampling": Sampling(**spec["sampling"]), "budgets": Budgets(**spec["budgets"])}
     return Opened(spec=SessionSpec(**spec), token=document["token"], opened_at=document["opened_at"])

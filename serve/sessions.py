@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SWEEP_EVERY_S = 30.0
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Finished:
@@ -62,7 +64,17 @@ class SessionTable:
         self._live: dict[SessionId, LiveSession] = {}
         self._asleep: dict[SessionId, Opened] = {}
         self._ids: dict[str, SessionId] = {}
-        for opened in log.known() if log else ():
+        self._sweep_at = 0.0
+        if log is not None:
+            self._recall(log)
+
+    def _recall(self, log: SessionLog) -> None:
+        """The sessions of the log; those of before the host's last start ended with it."""
+        now = self._clock()
+        for opened in list(log.known()):
+            if opened.opened_at > now:
+                log.remove(opened.spec.session_id)
+                continue
             self._asleep[opened.spec.session_id] = opened
             self._ids[opened.token] = opened.spec.session_id
 
@@ -151,7 +163,8 @@ class SessionTable:
             logger.warning("%d sessions were never finished and are closed", len(expired))
         for session_id in expired:
             await self.forget(session_id)
-        if self._log is not None:
+        if self._log is not None and now >= self._sweep_at:
+            self._sweep_at = now + SWEEP_EVERY_S
             self._log.remove_finished(self._finished_grace_s)
 
     async def end_turns(self) -> None:

@@ -89,6 +89,7 @@ class SampledNode:
     served: Served
     plain: bytes
     calls: tuple[ToolCall, ...]
+    wishes: str
     answer: TurnAnswer | None
     status: Status
     truncated: bool
@@ -113,13 +114,15 @@ class Echo:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Match:
     """How far a request is known. `parent` is the deepest sampled node it continues (None: a new root), `rest` what
-    comes after it, in its one form, with its `parts`. `prompt` is there when exactly this was asked before."""
+    comes after it, in its one form, with its `parts`. `prompt` is there when exactly this was asked before.
+    `echoes` are the turns on the way, `elsewhere` turns of ours that the rest quotes in another place."""
 
     parent: SampledNode | None
     rest: tuple[Message, ...]
     parts: tuple[bytes, ...]
     prompt: PromptNode | None
     echoes: tuple[Echo, ...]
+    elsewhere: tuple[Echo, ...]
     origin: Origin
 
 
@@ -132,6 +135,7 @@ class Trie:
         self._numbers = 0
         self._by_call: dict[str, SampledNode] = {}
         self._by_turn: dict[str, SampledNode] = {}
+        self._by_words: dict[bytes, SampledNode] = {}
 
     def match(self, request: TurnRequest, *, untrained: bool) -> Match:
         """Walk as deep as the request goes. Changes nothing."""
@@ -139,6 +143,7 @@ class Trie:
         walk = _Walk(self, head)
         walk.run(request.messages)
         parts = _parts_of(walk.rest, () if walk.parent else (head,))
+        elsewhere = tuple(self._quoted(walk.rest))
         siblings = walk.parent.children if walk.parent else self.roots
         return Match(
             parent=walk.parent,
@@ -146,11 +151,12 @@ class Trie:
             parts=parts,
             prompt=next((prompt for prompt in siblings if prompt.parts == parts), None),
             echoes=tuple(walk.echoes),
+            elsewhere=elsewhere,
             origin=Origin(
                 agent=request.agent,
                 purpose=request.purpose,
                 has_tools=bool(request.tools),
-                knows_us=any(self.node_of(message) for message in walk.rest if message.role is Role.ASSISTANT),
+                knows_us=bool(elsewhere),
                 untrained=untrained,
             ),
         )
@@ -164,8 +170,18 @@ class Trie:
             parts=parts,
             prompt=next((prompt for prompt in self.roots if prompt.parts == parts), None),
             echoes=match.echoes,
+            elsewhere=match.elsewhere,
             origin=match.origin,
         )
+
+    def _quoted(self, messages: Sequence[Message]) -> Iterator[Echo]:
+        """Turns of ours among messages that are not on their path: history was edited, or summarised."""
+        for message in messages:
+            if message.role is Role.ASSISTANT:
+                echo = Served.of(message.blocks)
+                node = self.node_of(message) or self._by_words.get(echo.exact)
+                if node is not None:
+                    yield Echo(node, node.served.drift_to(echo))
 
     def accept(self, node: SampledNode) -> None:
         """The agent has this turn and all before it; their answers need not be kept."""
@@ -227,6 +243,7 @@ class Trie:
             served=served,
             plain=plain_digest(answer.blocks),
             calls=tuple(block for block in answer.blocks if isinstance(block, ToolCall)),
+            wishes=event.wishes,
             answer=answer if event.status is not Status.ABORTED else None,
             status=event.status,
             truncated=event.truncated,
@@ -235,6 +252,8 @@ class Trie:
         prompt.children.append(node)
         self.sampled.append(node)
         self._by_turn[node.turn_id] = node
+        if answer.blocks:
+            self._by_words[served.exact] = node
         self._by_call.update(dict.fromkeys(served.call_ids, node))
         return node
 

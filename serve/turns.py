@@ -27,6 +27,7 @@ from headrace.serve import span_names
 from headrace.serve.engines import join_pieces
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown
 from headrace.serve.events import Delivered, Exhausted, Failed, Spent
+from headrace.serve.matching import wishes_of
 from headrace.serve.routing import Lineage
 from headrace.serve.tracing import context_from
 from headrace.serve.trie import path
@@ -60,9 +61,7 @@ class TurnKey(NamedTuple):
 
     parent: str
     parts: tuple[bytes, ...]
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    calls_allowed: bool
+    wishes: str
 
 
 @dataclass(slots=True, eq=False)
@@ -86,8 +85,11 @@ class LiveSession:
         self.core.apply(event)
 
     def fail(self, failure: str) -> None:
-        """Remember a failure that reaches the agent, in memory when nothing can be written."""
-        event = Failed(failure=failure)
+        """Remember a failure that reaches the agent."""
+        self.noted(Failed(failure=failure))
+
+    def noted(self, event: Event) -> None:
+        """As `happened`, but in memory alone when nothing can be written."""
         try:
             self.happened(event)
         except LogBroken:
@@ -141,11 +143,9 @@ class Turns:
         key = TurnKey(
             parent=match.parent.turn_id if match.parent else "",
             parts=match.parts,
-            max_tokens=request.max_tokens,
-            stop=request.stop,
-            calls_allowed=request.calls_allowed,
+            wishes=wishes_of(request),
         )
-        if (known := self._known(live, key, match)) is not None:
+        if (known := self._known(live, key, match, request)) is not None:
             return known
         try:
             return await live.running(key, lambda: self._run(live, match, request))
@@ -154,11 +154,11 @@ class Turns:
                 raise SessionUnknown("This session was closed while the turn was running.") from None
             raise
 
-    def _known(self, live: LiveSession, key: TurnKey, match: Match) -> TurnAnswer | None:
+    def _known(self, live: LiveSession, key: TurnKey, match: Match, request: TurnRequest) -> TurnAnswer | None:
         """An answer for which no engine is asked: one that was lost on its way, or the final one."""
         if key in live.running:
             return None
-        if (node := live.core.replay(match, self._clock())) is not None:
+        if (node := live.core.replay(match, request, self._clock())) is not None:
             return node.answer
         if (budget := live.core.spent(self._clock(), running=len(live.running))) is not Exhausted.NONE:
             live.exhaust(budget)
@@ -176,7 +176,7 @@ class Turns:
     def delivered(self, live: LiveSession, answer: TurnAnswer) -> None:
         """The last byte of the answer has left."""
         if not live.closed:
-            live.happened(Delivered(turn_id=answer.turn_id, at=self._clock()))
+            live.noted(Delivered(turn_id=answer.turn_id, at=self._clock()))
 
     def _match(self, live: LiveSession, request: TurnRequest, *, untrained: bool) -> Match:
         if live.closed:

@@ -8,29 +8,37 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from headrace.actors.agents.cli_agent import CliAgent, CliAgentConfig, Ending, Launch
+from pydantic import BaseModel, ConfigDict
+
+from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import Place, Printed
+    from headrace.actors.agents.cli_agent import Place, Printed, ProgramConfig
 
 # Root may skip permissions only where it is told that this is a sandbox.
 _ROOT_MAY: Final = '[ "$(id -u)" != 0 ] || export IS_SANDBOX=1'
 
 
-class ClaudeCodeConfig(CliAgentConfig):
+class ClaudeCodeConfig(BaseModel):
     """Settings of Claude Code."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     bare: bool = False
     """Start it with `--bare`: three tools and a prompt of a thousand tokens instead of twenty-four and twenty
     thousand."""
 
 
-class ClaudeCode(CliAgent[ClaudeCodeConfig]):
+class ClaudeCode(CliAgent):
     name = "claude-code"
+
+    def __init__(self, program: ProgramConfig, settings: ClaudeCodeConfig) -> None:
+        super().__init__(program)
+        self._settings = settings
 
     def launch(self, place: Place) -> Launch:
         flags = ("--output-format", "stream-json", "--verbose", "--dangerously-skip-permissions")
-        bare = ("--bare",) if self._config.bare else ()
+        bare = ("--bare",) if self._settings.bare else ()
         environment = {
             "ANTHROPIC_BASE_URL": place.url,
             "ANTHROPIC_AUTH_TOKEN": place.token,

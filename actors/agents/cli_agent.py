@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -55,18 +55,16 @@ exec "$@"
 """
 _DEFAULT_FOLDER: Final = "/workspace"
 
-C = TypeVar("C", bound="CliAgentConfig")
 
-
-class CliAgentConfig(BaseModel):
-    """Settings that every program has."""
+class ProgramConfig(BaseModel):
+    """Settings that all programs share."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: Path | None = None
     """Where the agent is installed on this host; None: where `scripts/install_agents` puts it."""
-    program: str = ""
-    """A program of the task's image to run instead, for sandboxes that cannot show folders of this host."""
+    in_image: str = ""
+    """A program of the tasks' images to run instead, for sandboxes that cannot show folders of this host."""
     user: str = "1000"
     """Who runs it: a name of the image or a number. The working directory becomes this user's, which copies every file
     of the image in there; `root` copies none."""
@@ -78,7 +76,7 @@ class CliAgentConfig(BaseModel):
     """What the agent is told; `{instruction}` is the task's."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the program, before the prompt."""
-    environment: dict[str, str] = Field(default_factory=dict)
+    environment: dict[str, str] = {}
     """Further environment of the program; outranks what the harness sets."""
     model: str = "policy"
     """The name by which the agent calls its model."""
@@ -162,16 +160,16 @@ class Printed:
         return "\n--- standard error ---\n".join(part for part in both if part)
 
 
-class CliAgent(ABC, Generic[C]):
+class CliAgent(ABC):
     """An agent that is a program; one subclass each. Holds no state between runs."""
 
     name: ClassVar[str]
     """As it is installed."""
 
-    def __init__(self, config: C) -> None:
+    def __init__(self, config: ProgramConfig) -> None:
         """Raises AgentMissing when the program is not installed on this host."""
         self._config = config
-        self._source = None if config.program else (config.folder or installed_folder(self.name))
+        self._source = None if config.in_image else (config.folder or installed_folder(self.name))
 
     @abstractmethod
     def launch(self, place: Place) -> Launch: ...
@@ -189,7 +187,7 @@ class CliAgent(ABC, Generic[C]):
 
     def program(self, place: Place, path: str) -> str:
         """The program to run: `path` below the agent's folder, or what the recipe names."""
-        return self._config.program or f"{place.folder}/{path}"
+        return self._config.in_image or f"{place.folder}/{path}"
 
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
         """See `Agent.run`. Raises SandboxError, AgentNotStarted."""

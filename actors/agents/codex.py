@@ -5,26 +5,32 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Final
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.cli_agent import CliAgent, CliAgentConfig, Ending, Launch
+from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import Place, Printed
+    from headrace.actors.agents.cli_agent import Place, Printed, ProgramConfig
 
 _KEY: Final = "GATEWAY_KEY"
 _PROVIDER: Final = "gateway"
 
 
-class CodexConfig(CliAgentConfig):
+class CodexConfig(BaseModel):
     """Settings of Codex."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     compact_at: float = Field(default=0.8, gt=0, le=1)
     """It has its history summarised when so much of the session's context is used."""
 
 
-class Codex(CliAgent[CodexConfig]):
+class Codex(CliAgent):
     name = "codex"
+
+    def __init__(self, program: ProgramConfig, settings: CodexConfig) -> None:
+        super().__init__(program)
+        self._compact_at = settings.compact_at
 
     def launch(self, place: Place) -> Launch:
         flags = ("--json", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check")
@@ -41,7 +47,7 @@ class Codex(CliAgent[CodexConfig]):
         if place.context_tokens is not None:
             lines += [
                 f"model_context_window = {place.context_tokens}",
-                f"model_auto_compact_token_limit = {int(place.context_tokens * self._config.compact_at)}",
+                f"model_auto_compact_token_limit = {int(place.context_tokens * self._compact_at)}",
             ]
         lines += [
             f"[model_providers.{_PROVIDER}]",

@@ -10,13 +10,13 @@ import json
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.cli_agent import CliAgent, CliAgentConfig, Ending, Launch
+from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch
 from headrace.actors.in_sandbox import source
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.cli_agent import Place, Printed
+    from headrace.actors.agents.cli_agent import Place, Printed, ProgramConfig
 
 
 class MiniMode(StrEnum):
@@ -28,36 +28,43 @@ class MiniMode(StrEnum):
     """As one block of code in its text."""
 
 
-class MiniSweAgentConfig(CliAgentConfig):
-    """Settings of mini-swe-agent. `program` is a Python of the image that has minisweagent and litellm itself."""
+class MiniSweAgentConfig(BaseModel):
+    """Settings of mini-swe-agent."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: MiniMode = MiniMode.TOOL
     """`tool` or `text`."""
     python: str = "python3"
-    """The image's Python that runs the installed packages; its version must be one they were installed for."""
+    """The image's Python that runs the installed packages; its version must be one they were installed for. With
+    `in_image`, which is then a Python that has minisweagent and litellm itself, it means nothing."""
     command_timeout_s: int = Field(default=60, ge=1)
     """Deadline of one command of the policy."""
 
 
-class MiniSweAgent(CliAgent[MiniSweAgentConfig]):
+class MiniSweAgent(CliAgent):
     name = "mini-swe-agent"
+
+    def __init__(self, program: ProgramConfig, settings: MiniSweAgentConfig) -> None:
+        super().__init__(program)
+        self._settings = settings
 
     def launch(self, place: Place) -> Launch:
         config, folder = self._config, f"{place.home}/.mini-swe-agent"
         driver, settings = f"{folder}/driver.py", f"{folder}/settings.json"
-        isolated = () if config.program else ("-I", "-S")
+        python = (config.in_image,) if config.in_image else (self._settings.python, "-I", "-S")
         told = {
-            "packages": "" if config.program else place.folder,
-            "mode": config.mode.value,
+            "packages": "" if config.in_image else place.folder,
+            "mode": self._settings.mode.value,
             "task": place.prompt,
             "model": f"openai/{config.model}",
             "url": f"{place.url}/v1",
             "key": place.token,
             "working_directory": place.working_directory,
-            "command_timeout_s": config.command_timeout_s,
+            "command_timeout_s": self._settings.command_timeout_s,
         }
         return Launch(
-            command=(config.program or config.python, *isolated, driver, *config.arguments, settings),
+            command=(*python, driver, *config.arguments, settings),
             environment={
                 "MSWEA_GLOBAL_CONFIG_DIR": folder,
                 "MSWEA_SILENT_STARTUP": "1",

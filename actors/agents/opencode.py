@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.actors.agents.cli_agent import CliAgent, CliAgentConfig, Ending, Launch
+from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch
 
 if TYPE_CHECKING:
     from headrace.actors.agents.cli_agent import Place, Printed
@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 _PROVIDER: Final = "gateway"
 
 
-class OpencodeConfig(CliAgentConfig):
-    """Settings of opencode."""
-
-
-class Opencode(CliAgent[OpencodeConfig]):
+class Opencode(CliAgent):
     name = "opencode"
 
     def launch(self, place: Place) -> Launch:

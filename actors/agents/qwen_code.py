@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.actors.agents.cli_agent import CliAgent, CliAgentConfig, Ending, Launch
+from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch
 
 if TYPE_CHECKING:
     from headrace.actors.agents.cli_agent import Place, Printed
 
 
-class QwenCodeConfig(CliAgentConfig):
-    """Settings of qwen-code. A `program` of the image is `qwen` itself."""
-
-
-class QwenCode(CliAgent[QwenCodeConfig]):
+class QwenCode(CliAgent):
     name = "qwen-code"
 
     def launch(self, place: Place) -> Launch:
         flags = ("--yolo", "--auth-type", "openai", "--output-format", "stream-json")
         installed = (f"{place.folder}/node", f"{place.folder}/qwen-code/cli.js")
-        program = (self._config.program,) if self._config.program else installed
+        program = (self._config.in_image,) if self._config.in_image else installed
         return Launch(
             # In one word: it would take a prompt that begins with a dash for an option.
             command=(*program, *flags, *self._config.arguments, f"--prompt={place.prompt}"),

@@ -171,7 +171,7 @@ def _user(content: object, where: str) -> Iterator[Message]:
         path = f"{where}[{index}]"
         block = fields.as_object(entry, path)
         if block.get("type") == "tool_result":
-            text = fields.joined(block.get("content"), f"{path}.content")
+            text = fields.result_text(block.get("content"), f"{path}.content")
             results.append(ToolResult(fields.string(block, "tool_use_id", path), text))
         elif text := fields.part_text(block, path):
             texts.append(Text(text))

@@ -120,7 +120,7 @@ def _conversation(document: JsonObject) -> Iterator[Message]:
         if role is Role.ASSISTANT:
             yield Message(role, tuple(_assistant(message, where)))
         elif role is Role.TOOL:
-            text = fields.joined(content, f"{where}.content")
+            text = fields.result_text(content, f"{where}.content")
             yield Message(role, (ToolResult(fields.string(message, "tool_call_id", where), text),))
         elif role is Role.USER:
             yield Message(role, fields.texts(content, f"{where}.content"))
@@ -173,12 +173,18 @@ def _call(call: ToolCall) -> dict[str, object]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
+def _content(turn: TurnAnswer) -> str | None:
+    """null where there are only calls, as OpenAI has it."""
+    only_calls = not turn.text and any(isinstance(block, ToolCall) for block in turn.blocks)
+    return None if only_calls else turn.text
+
+
 def _answer_message(turn: TurnAnswer) -> dict[str, object]:
     reasoning = [block.text for block in turn.blocks if isinstance(block, Reasoning)]
     calls = [_call(block) for block in turn.blocks if isinstance(block, ToolCall)]
-    message: dict[str, object] = {"role": "assistant", "content": turn.text, "refusal": None}
+    message: dict[str, object] = {"role": "assistant", "content": _content(turn), "refusal": None}
     if calls:
-        message |= {"content": turn.text or None, "tool_calls": calls}
+        message["tool_calls"] = calls
     if reasoning:
         message["reasoning_content"] = "\n".join(reasoning)
     return message
@@ -190,7 +196,7 @@ def _chunk(head: dict[str, object], delta: Mapping[str, object], finish_reason: 
 
 
 def _deltas(turn: TurnAnswer) -> Iterator[Mapping[str, object]]:
-    yield {"role": "assistant", "content": "" if turn.text else None}
+    yield {"role": "assistant", "content": None if _content(turn) is None else ""}
     calls = 0
     thought = ""
     for block in turn.blocks:

@@ -76,7 +76,8 @@ class Dialect(Protocol):
         ...
 
     def stream_error(self, request: WireRequest, failure: WireError) -> bytes:
-        """The error as an event, for a stream that has begun (with pings alone); the connection is closed after it."""
+        """The error as an event, for a stream that has begun (with pings alone). Nothing follows, and the body ends
+        cleanly: Codex takes a cut after it for a failure of the network, and tries again what was refused for good."""
         ...
 
     def models(self, created_s: int) -> dict[str, object]:

@@ -27,6 +27,7 @@ DEFAULT_MODEL = "policy"
 SPARE_LEVELS = 32
 """Levels of nesting left to whoever writes a value of a body inside another document; orjson writes at most 254."""
 
+MEDIA_LEFT_OUT = "[not shown: this model reads text only]"
 NO_MEDIA = "This model reads text only: no images, audio, video or files."
 _MEDIA = frozenset(
     (
@@ -185,6 +186,18 @@ def texts(content: object, where: str) -> tuple[Text, ...]:
         if text := part_text(as_object(part, path), path):
             found.append(Text(text))
     return tuple(found)
+
+
+def result_text(content: object, where: str) -> str:
+    """What a tool gave, as one string. A picture that the policy asked for cannot be shown to it, and ending the agent
+    for that would be harsher than to say so."""
+    if not isinstance(content, list):
+        return joined(content, where)
+    shown = [
+        {"type": "text", "text": MEDIA_LEFT_OUT} if isinstance(part, dict) and part.get("type") in _MEDIA else part
+        for part in content
+    ]
+    return joined(shown, where)
 
 
 def joined(content: object, where: str, separator: str = "\n") -> str:

@@ -354,7 +354,7 @@ def _output(item: JsonObject, where: str) -> str:
     return (
         fields.json_text(output, f"{where}.output")
         if isinstance(output, dict)
-        else fields.joined(output, f"{where}.output")
+        else fields.result_text(output, f"{where}.output")
     )
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace.actors.agents.agent import AgentSession, StopReason
 from headrace.actors.agents.chat import ChatReply
-from headrace.actors.agents.shell import ShellAgent, ShellAgentConfig, StopReason
+from headrace.actors.agents.shell import ShellAgent, ShellAgentConfig
 from headrace.actors.evaluators.evaluation import EvaluationRequest, evaluate
 from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.buffer.types import Cause
@@ -41,7 +42,8 @@ async def work(problem: Problem, *commands: str) -> tuple[list[str], Verdict]:
         ref = await provider.create(SandboxSpec(image=task.image))
         sandbox = await provider.attach(ref)
         await sandbox.write_many({path: text.encode() for path, text in task.files.items()})
-        report = await ShellAgent(ShellAgentConfig()).run(chat=chat, sandbox=sandbox, task=task)
+        session = AgentSession(base_url="", chat=chat)
+        report = await ShellAgent(ShellAgentConfig()).run(session=session, sandbox=sandbox, task=task)
         assert report.stop is StopReason.FINISHED
         verdict = await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), Rooms(provider, sandbox))
         await sandbox.kill()

@@ -1,153 +1,229 @@
-"""Whatever an engine samples and an agent appends, a row is prompt, output, bridge, output, token for token."""
+"""Whatever an engine samples and however an agent echoes it: rows are prompt, output, bridge, output, token for token,
+and each sampled token is trained once or masked for a reason."""
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.chat_templates import DEEPSEEK3, GLM4, LLAMA31, QWEN3, QWEN3_THINKING, QWEN25
+from tests.session_rig import END, ByteChat, Rig, asks, results, user
 
-from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import Completion, FinishReason, TokenSpan
-from headrace.policies.tiny import write_description
+from headrace.policies.engine import FinishReason
 from headrace.policies.tokenizer import ChatTokenizer
 from headrace.serve import codec
-from headrace.serve.conversation import Message, Role, TurnRequest
-from headrace.serve.session import Budgets, Sampling, Session, SessionId, SessionSpec, TurnPlan
+from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
+from headrace.serve.events import Delivered
+from headrace.serve.render import Renderer, load_renderer
+from headrace.serve.rows import Masked, SessionReport
+from headrace.serve.session import Budgets, Sampling, Session, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 ROOM = Budgets(max_turns=1000, max_tokens_per_turn=10_000, max_context_tokens=1_000_000, wall_s=1e9)
-TEXT = st.text(max_size=30)
-AGENT_MESSAGES = st.lists(
-    st.builds(Message, role=st.sampled_from([Role.USER, Role.TOOL, Role.SYSTEM]), content=TEXT), min_size=1, max_size=3
+TOOLS = (ToolSpec("bash"), ToolSpec("edit"))
+WORDS = st.text(
+    alphabet=st.characters(codec="utf-8", exclude_characters="\r\n\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"), max_size=12
 )
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["command", "description", "path", "new_string"]), WORDS | st.integers() | st.booleans(), max_size=3
+)
+CALLS = st.builds(lambda name, given: f"CALL {name} {json.dumps(given)}", st.sampled_from(["bash", "edit"]), ARGUMENTS)
+LINES = st.lists(CALLS | WORDS | WORDS.map("THINK {}".format), min_size=1, max_size=4)
+SAMPLED = st.tuples(LINES.map("\n".join), st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]))
+"""Text with calls and reasoning, and how it ended."""
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    write_description(folder)
-    return ChatTokenizer(folder)
+def rig(sampling: Sampling | None = None, *, bridges: bool = True) -> Rig:
+    spec = SessionSpec(session_id=SessionId("rollout-1"), budgets=ROOM, sampling=sampling or Sampling())
+    return Rig(Session(spec, opened_at=0.0), ByteChat(bridges=bridges))
+
+
+def check(played: Rig) -> SessionReport:
+    """What every report shows, whatever happened."""
+    report = played.core.report()
+    rows = report.trajectory.rows if report.trajectory else ()
+    assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())
+    assert report.sampled_tokens == sum(map(len, played.outputs))
+    assert set(report.masked) <= {reason.value for reason in Masked}
+    assert report.trained_tokens == sum(int(row.loss_mask_T.sum()) for row in rows)
+    seen = [played.prompts[i] + played.outputs[i] for i in range(len(played.outputs))]
+    for row in rows:
+        assert row.tokens_T.tolist() in seen, "a row is what an engine was sent and answered"
+        assert not row.logprobs_T[~row.loss_mask_T].any()
+        covered = np.zeros(len(row.tokens_T), dtype=bool)
+        for span in row.versions:
+            assert not covered[span.start : span.end].any()
+            covered[span.start : span.end] = True
+        assert np.array_equal(covered, row.loss_mask_T)
+    return report
+
+
+def rewritten(draw: st.DrawFn, call: ToolCall) -> ToolCall:
+    """The same call as agents write it back: keys moved, defaults added, types coerced, blanks trimmed."""
+    given: dict[str, Any] = json.loads(call.arguments)
+    kinds = draw(st.sets(st.sampled_from(["order", "default", "types", "blanks", "compact"])))
+    if "order" in kinds:
+        given = dict(reversed(given.items()))
+    if "default" in kinds:
+        given["replace_all"] = False
+    if "types" in kinds:
+        given = {key: str(value) if isinstance(value, int) else value for key, value in given.items()}
+    if "blanks" in kinds:
+        given = {key: value.strip() if isinstance(value, str) else value for key, value in given.items()}
+    separators = (",", ":") if "compact" in kinds else None
+    return ToolCall(call.id, call.name, json.dumps(given, separators=separators, ensure_ascii="compact" in kinds))
 
 
 @st.composite
-def completions(draw: st.DrawFn, vocab_size: int, stop_id: int) -> tuple[tuple[int, ...], bool, int]:
-    """Sampled ids, whether they end with the stop id, and where the version changes."""
-    ids = tuple(draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=12)))
-    closed = draw(st.booleans())
-    return (*ids, stop_id) if closed else ids, closed, draw(st.integers(0, len(ids)))
+def echoes(draw: st.DrawFn, answer: TurnAnswer) -> Message:
+    """The answer as some agent sends it back: anything may change but the ids of its calls, and words where there are
+    no calls."""
+    blocks: list[Any] = []
+    has_calls = any(isinstance(block, ToolCall) for block in answer.blocks)
+    for block in answer.blocks:
+        if isinstance(block, Reasoning):
+            kept = draw(st.sampled_from(["dropped", "kept", "summary"]))
+            blocks += [] if kept == "dropped" else [Reasoning("short" if kept == "summary" else block.text)]
+        elif isinstance(block, ToolCall):
+            blocks.append(rewritten(draw, block))
+        elif block.text.strip() or not draw(st.booleans()):
+            blocks.append(Text(block.text.strip() if has_calls and draw(st.booleans()) else block.text))
+    if has_calls and draw(st.booleans()):
+        blocks.sort(key=lambda block: isinstance(block, ToolCall))
+    return Message(Role.ASSISTANT, tuple(blocks))
 
 
-def completion_of(tokenizer: ChatTokenizer, drawn: tuple[tuple[int, ...], bool, int], number: int) -> Completion:
-    ids, closed, split = drawn
-    spans = (
-        TokenSpan(start=0, end=split, version=PolicyVersion(1, number)),
-        TokenSpan(start=split, end=len(ids), version=PolicyVersion(1, number + 1)),
-    )
-    return Completion(
-        output_ids=ids,
-        logprobs=tuple(-0.5 - 0.25 * (number % 4) - index for index in range(len(ids))),
-        spans=tuple(span for span in spans if span.end > span.start),
-        finish=FinishReason.STOP if closed else FinishReason.LENGTH,
-        text=tokenizer.decode(ids),
-        prompt_tokens=0,
-        cached_tokens=0,
-        retractions=0,
-    )
+@st.composite
+def following(draw: st.DrawFn, answer: TurnAnswer, number: int) -> tuple[Message, ...]:
+    """What an agent says after a turn: the results of its calls in some order, perhaps twice, or words."""
+    calls = [block.id for block in answer.blocks if isinstance(block, ToolCall)]
+    words = (user(f"go on {number}"), *([say(Role.SYSTEM, "a reminder")] if draw(st.booleans()) else []))
+    if not calls:
+        return words
+    given = draw(st.permutations([(call_id, f"result {number} {call_id}") for call_id in calls]))
+    twice = given[:1] if draw(st.booleans()) else []
+    return (results(*given, *twice), *(words if draw(st.booleans()) else ()))
 
 
-def session(sampling: Sampling | None = None) -> Session:
-    return Session(
-        SessionSpec(session_id=SessionId("rollout-1"), budgets=ROOM, sampling=sampling or Sampling()), opened_at=0.0
-    )
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_mutated_echo_never_loses_a_token_or_splits_a_lineage(data: st.DataObject) -> None:
+    played = rig()
+    history: tuple[Message, ...] = (say(Role.SYSTEM, "s"), user("task"))
+    for number in range(data.draw(st.integers(1, 6))):
+        text, finish = data.draw(SAMPLED)
+        answer = played.turn(asks(*history, tools=TOOLS), f"{number} {text}", finish=finish)
+        # Every request sends the whole history again; what differs from last time is the last echo.
+        history += (data.draw(echoes(answer)), *data.draw(following(answer, number)))
+    for (prompt, output), (after, _) in pairwise(zip(played.prompts, played.outputs, strict=True)):
+        assert after[: len(prompt) + len(output)] == prompt + output
+    report = check(played)
+    assert report.masked == {}
+    assert len(report.lineages) == 1
+    assert report.rerendered == 0
+
+
+@pytest.fixture(scope="module", params=[QWEN3, QWEN3_THINKING, QWEN25, LLAMA31, GLM4, DEEPSEEK3], ids=lambda f: f.name)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Renderer, ChatTokenizer]:
+    """A renderer and the tokenizer under it, in the shape of a family."""
+    folder: Path = request.param.write(tmp_path_factory.mktemp(request.param.name))
+    return load_renderer(folder), ChatTokenizer(folder)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_nor_does_it_under_the_templates_of_the_families(
+    model: tuple[Renderer, ChatTokenizer], data: st.DataObject
+) -> None:
+    renderer, tokenizer = model
+    assert renderer.bridges
+    spec = SessionSpec(session_id=SessionId("rollout-1"), budgets=ROOM)
+    played = Rig(Session(spec, opened_at=0.0), renderer, tokenize=tokenizer.encode)
+    history: tuple[Message, ...] = (say(Role.SYSTEM, "s"), user("task"))
+    for number in range(data.draw(st.integers(1, 4))):
+        text, finish = data.draw(SAMPLED)
+        answer = played.turn(asks(*history, tools=TOOLS), f"{number} {text}", finish=finish)
+        history += (data.draw(echoes(answer)), *data.draw(following(answer, number)))
+    for (prompt, output), (after, _) in pairwise(zip(played.prompts, played.outputs, strict=True)):
+        assert after[: len(prompt) + len(output)] == prompt + output
+        joint = after[len(prompt) + len(output) - 1 : len(prompt) + len(output) + 1]
+        assert not (joint[0] == joint[1] and joint[0] in renderer.stop_ids), "a turn is closed once"
+    report = check(played)
+    assert (report.masked, len(report.lineages), report.rerendered) == ({}, 1, 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_whatever_agents_do_to_their_history_the_sums_are_right(data: st.DataObject) -> None:
+    played = rig(bridges=data.draw(st.booleans()))
+    histories: list[tuple[Message, ...]] = [(user("task"),)]
+    for number in range(data.draw(st.integers(1, 8))):
+        history = data.draw(st.sampled_from(histories))
+        kind = data.draw(st.sampled_from(["turn", "turn", "turn", "cut", "lost", "edited", "agent", "side"]))
+        agent = "child" if kind == "agent" else ""
+        if kind == "edited":
+            history = (user(f"edited {number}"), *history[1:])
+        request = asks(*history, tools=() if kind == "side" else TOOLS, agent=agent)
+        text, finish = data.draw(SAMPLED)
+        if kind == "cut":
+            ids = [*f"{number} {text}".encode()]
+            played.prompts.append(list(played.plan(request).prompt_ids))
+            played.outputs.append(ids)
+            played.cut(request, ids)
+            continue
+        answer = played.turn(request, f"{number} {text}", finish=finish, deliver=kind != "lost")
+        histories.append((*history, data.draw(echoes(answer)), *data.draw(following(answer, number))))
+    report = check(played)
+    assert report.turns + sum(node.status == "aborted" for node in played.core.trie.sampled) == len(played.outputs)
+
+    again = Session(played.core.spec, 0.0)
+    for event in played.events:
+        again.apply(event)
+    assert codec.write_report(again.report()) == codec.write_report(report), "the events are the session"
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_the_prompt_of_a_turn_begins_with_prompt_and_output_of_the_one_before(
-    tokenizer: ChatTokenizer, data: st.DataObject
-) -> None:
-    core, messages = session(), tuple[Message, ...]()
-    turns: list[tuple[TurnPlan, Completion]] = []
-    for number in range(data.draw(st.integers(1, 5))):
-        messages += tuple(data.draw(AGENT_MESSAGES))
-        plan = core.plan(TurnRequest(messages=messages), tokenizer)
-        drawn = data.draw(completions(tokenizer.vocab_size, tokenizer.stop_ids[0]))
-        completion = completion_of(tokenizer, drawn, number)
-        answer = core.record(plan, completion)
-        turns.append((plan, completion))
-        messages += (Message(role=Role.ASSISTANT, content=answer.text),)
-
-    for (before, completion), (after, _) in pairwise(turns):
-        expected = before.prompt_ids + completion.output_ids
-        assert after.prompt_ids[: len(expected)] == expected
-
-    report = core.report()
-    assert report.trajectory is not None
-    [row] = report.trajectory.rows
-    last_plan, last = turns[-1]
-    assert tuple(row.tokens_T) == last_plan.prompt_ids + last.output_ids
-    sampled = [token for _, completion in turns for token in completion.output_ids]
-    assert row.tokens_T[row.loss_mask_T].tolist() == sampled
-    logprobs = np.array([value for _, completion in turns for value in completion.logprobs], dtype=np.float32)
-    assert np.array_equal(row.logprobs_T[row.loss_mask_T], logprobs)
-    assert not row.logprobs_T[~row.loss_mask_T].any()
-    covered = np.zeros(len(row.tokens_T), dtype=bool)
-    for span in row.versions:
-        covered[span.start : span.end] = True
-    assert np.array_equal(covered, row.loss_mask_T)
-    assert (report.turns, report.rerendered) == (len(turns), 0)
-    assert report.sampled_tokens == report.trained_tokens == len(sampled)
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_edited_history_opens_a_new_row_and_no_sampled_token_is_lost(
-    tokenizer: ChatTokenizer, data: st.DataObject
-) -> None:
-    core, messages, sampled, rows = session(), tuple[Message, ...](), 0, 0
-    for number in range(data.draw(st.integers(2, 5))):
-        edited = number > 0 and data.draw(st.booleans())
-        if edited:
-            messages = (Message(role=Role.USER, content=f"{messages[0].content}, edited {number}"), *messages[1:])
-        messages += tuple(data.draw(AGENT_MESSAGES))
-        plan = core.plan(TurnRequest(messages=messages), tokenizer)
-        rows += not plan.extends
-        assert plan.extends == (number > 0 and not edited)
-        drawn = data.draw(completions(tokenizer.vocab_size, tokenizer.stop_ids[0]))
-        answer = core.record(plan, completion_of(tokenizer, drawn, number))
-        sampled += len(drawn[0])
-        messages += (Message(role=Role.ASSISTANT, content=answer.text),)
-    report = core.report()
-    assert report.trajectory is not None
-    assert len(report.trajectory.rows) == rows == report.rerendered + 1
-    assert sum(int(row.loss_mask_T.sum()) for row in report.trajectory.rows) == sampled == report.trained_tokens
+def test_a_repeated_request_is_answered_with_the_same_tokens_while_it_may_be_lost(data: st.DataObject) -> None:
+    played = rig()
+    history: tuple[Message, ...] = (user("task"),)
+    for number in range(data.draw(st.integers(1, 4))):
+        request = asks(*history, tools=TOOLS)
+        text, finish = data.draw(SAMPLED)
+        answer = played.turn(request, f"{number} {text}", finish=finish, deliver=data.draw(st.booleans()))
+        for _ in range(data.draw(st.integers(0, 3))):
+            found = played.core.replay(played.core.match(request), request, now=1.0)
+            assert found is not None
+            assert found.answer == answer
+            played.happened(Delivered(turn_id=answer.turn_id, at=0.5))
+        history += (data.draw(echoes(answer)), *data.draw(following(answer, number)))
+    report = check(played)
+    assert len(report.lineages) <= 1
 
 
 @settings(max_examples=30, deadline=None)
-@given(data=st.data(), temperature=st.sampled_from([0.0, 0.7, 1.0]), cut=st.integers(0, 50))
-def test_the_report_survives_the_wire_and_its_counts_add_up(
-    tokenizer: ChatTokenizer, data: st.DataObject, temperature: float, cut: int
-) -> None:
-    core = session(Sampling(temperature=temperature))
-    plan = core.plan(TurnRequest(messages=(Message(role=Role.USER, content="x"),)), tokenizer)
-    drawn = data.draw(completions(tokenizer.vocab_size, tokenizer.stop_ids[0]))
-    core.record(plan, completion_of(tokenizer, drawn, 3))
-    core.cut(cut)
-    sent = core.report()
-    got = codec.ReportForm.model_validate(codec.write_report(sent)).to_report()
-    assert got.sampled_tokens == got.trained_tokens + sum(got.masked.values()) == len(drawn[0]) + cut
-    assert got.masked.get("sampling", 0) == (len(drawn[0]) if temperature == 0 else 0)
-    assert sent.trajectory is not None
-    assert got.trajectory is not None
-    for mine, theirs in zip(sent.trajectory.rows, got.trajectory.rows, strict=True):
-        assert np.array_equal(mine.tokens_T, theirs.tokens_T)
-        assert theirs.tokens_T.dtype == np.int32
-        assert np.array_equal(mine.loss_mask_T, theirs.loss_mask_T)
-        assert np.array_equal(mine.logprobs_T, theirs.logprobs_T)
-        assert mine.versions == theirs.versions
+@given(data=st.data(), temperature=st.sampled_from([0.0, 0.7, 1.0]), cut=st.integers(1, 50))
+def test_the_report_survives_the_wire(data: st.DataObject, temperature: float, cut: int) -> None:
+    played = rig(Sampling(temperature=temperature))
+    text, finish = data.draw(SAMPLED)
+    played.turn(asks(user("x")), text, finish=finish)
+    played.cut(asks(user("y")), [END] * cut)
+    report = played.core.report()
+    again = codec.ReportForm.model_validate(json.loads(json.dumps(codec.write_report(report)))).to_report()
+    assert again.sampled_tokens == again.trained_tokens + sum(again.masked.values())
+    assert (again.trajectory is None) == (report.trajectory is None)
+    for name in ("turns", "masked", "drift", "lineages", "failures", "exhausted", "lost_calls", "rerendered"):
+        assert getattr(again, name) == getattr(report, name)
+    if again.trajectory and report.trajectory:
+        for row, copy in zip(report.trajectory.rows, again.trajectory.rows, strict=True):
+            assert np.array_equal(row.tokens_T, copy.tokens_T)
+            assert np.array_equal(row.loss_mask_T, copy.loss_mask_T)
+            assert np.array_equal(row.logprobs_T, copy.logprobs_T)
+            assert row.versions == copy.versions

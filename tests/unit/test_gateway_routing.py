@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.policies.engine import EngineId
-from headrace.serve.routing import EngineRoute, Router, RoutingTable
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId, TokenSpan
+from headrace.serve.routing import EngineRoute, Lineage, Router, RoutingTable
 from headrace.serve.session import SessionId
 
 A, B = EngineId("a"), EngineId("b")
-ONE, TWO = SessionId("one"), SessionId("two")
+ONE, TWO = Lineage(SessionId("one")), Lineage(SessionId("two"))
 
 
 def table(version: int, *engines: EngineId, refused: tuple[EngineId, ...] = ()) -> RoutingTable:
@@ -88,3 +89,27 @@ def test_in_flight_counts_return_to_nothing(router: Router) -> None:
     router.end(A)
     router.end(A)
     assert router.in_flight == {}
+
+
+def test_lineages_of_one_session_stay_with_engines_of_their_own(router: Router) -> None:
+    main, child = Lineage(ONE.session, b"main"), Lineage(ONE.session, b"child")
+    assert router.choose(main, 0.0) == A
+    router.begin(A)
+    assert router.choose(child, 0.0) == B
+    assert router.choose(main, 0.0) == A
+    router.forget(ONE.session)
+    assert router.choose(main, 0.0) == B, "nothing is remembered of a closed session"
+
+
+def test_of_equally_busy_engines_the_newest_weights_are_taken(router: Router) -> None:
+    router.note(A, [TokenSpan(start=0, end=1, version=PolicyVersion(1, 4))])
+    router.note(
+        B,
+        [
+            TokenSpan(start=0, end=1, version=PolicyVersion(1, 4)),
+            TokenSpan(start=1, end=2, version=PolicyVersion(1, 5)),
+        ],
+    )
+    assert router.choose(ONE, 0.0) == B
+    router.begin(B)
+    assert router.choose(TWO, 0.0) == A, "load comes first"

@@ -1,126 +1,121 @@
-"""Budgets, sampling and failures of a session, without a clock or an engine."""
+"""The core of a session: budgets and sampling, and the token trie under all that agents do to their history."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import Any
 
+import orjson
 import pytest
+from tests.session_rig import END, ByteChat, Rig, asks, call, echo, results, statuses, user
 
-from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import Completion, FinishReason, TokenSpan
-from headrace.policies.tiny import write_description
-from headrace.policies.tokenizer import ChatTokenizer
+from headrace.policies.engine import FinishReason
 from headrace.serve import codec
-from headrace.serve.conversation import Message, Role, TurnEnd, TurnRequest
+from headrace.serve.conversation import (
+    Message,
+    Purpose,
+    Reasoning,
+    Role,
+    Text,
+    ToolCall,
+    ToolSpec,
+    TurnAnswer,
+    TurnEnd,
+    TurnRequest,
+    say,
+)
 from headrace.serve.errors import BadRequest, ContextExceeded
-from headrace.serve.session import Budgets, Exhausted, Sampling, Session, SessionId, SessionSpec
+from headrace.serve.events import Delivered, Exhausted
+from headrace.serve.rows import SessionReport, tree_of
+from headrace.serve.session import MAX_REPLAYS, REPLAY_S, Budgets, Sampling, Session, SessionId, SessionSpec
+from headrace.serve.trie import Status
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
-    folder: Path = tmp_path_factory.mktemp("tokenizer")
-    write_description(folder)
-    return ChatTokenizer(folder)
+TOOLS = (ToolSpec("bash"), ToolSpec("edit"))
+SYSTEM = say(Role.SYSTEM, "You repair things.")
 
 
-class _NeverAsked:
-    """A renderer that fails a test by being asked."""
-
-    vocab_size, stop_ids = 1, (0,)
-
-    def render(self, messages: object) -> tuple[int, ...]:
-        raise AssertionError(messages)
-
-    def bridge(self, last_id: int, messages: object) -> tuple[int, ...]:
-        raise AssertionError(messages)
-
-
-NEVER_ASKED = _NeverAsked()
-
-
-def session(*, opened_at: float = 0.0, **budgets: float) -> Session:
+def session(*, opened_at: float = 0.0, **budgets: Any) -> Session:
     form = codec.SpecForm.model_validate({"session_id": "r-1", "budgets": budgets})
     return Session(form.to_spec(), opened_at)
 
 
-def ask(text: str, max_tokens: int | None = None) -> TurnRequest:
-    return TurnRequest(messages=(Message(role=Role.USER, content=text),), max_tokens=max_tokens)
+def rig(**spec: Any) -> Rig:
+    return Rig(Session(SessionSpec(session_id=SessionId("r-1"), **spec), 0.0))
 
 
-def completion(ids: tuple[int, ...], finish: FinishReason = FinishReason.STOP) -> Completion:
-    return Completion(
-        output_ids=ids,
-        logprobs=(-1.0,) * len(ids),
-        spans=(TokenSpan(start=0, end=len(ids), version=PolicyVersion(1, 2)),),
-        finish=finish,
-        text="x",
-        prompt_tokens=3,
-        cached_tokens=1,
-        retractions=0,
-    )
+def check(report: SessionReport) -> SessionReport:
+    """What holds for every report."""
+    rows = report.trajectory.rows if report.trajectory else ()
+    assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())
+    assert report.trained_tokens == sum(int(row.loss_mask_T.sum()) for row in rows)
+    assert set(report.masked) <= {"aborted", "abandoned", "side", "sampling", "truncated"}
+    assert len(report.lineages) == len(rows)
+    return report
 
 
-def test_turns_are_counted_and_end_the_agent(tokenizer: ChatTokenizer) -> None:
-    core = session(max_turns=1)
-    assert core.spent(0.0) is Exhausted.NONE
-    core.record(core.plan(ask("a"), tokenizer), completion((65,)))
-    assert core.spent(0.0) is Exhausted.TURNS
-    assert core.report().exhausted is Exhausted.TURNS
+def trained(report: SessionReport) -> list[str]:
+    """The trained text of each row."""
+    rows = report.trajectory.rows if report.trajectory else ()
+    return [bytes(int(item) for item in row.tokens_T[row.loss_mask_T] if item < 256).decode() for row in rows]
 
 
-def test_wall_time_counts_from_the_opening(tokenizer: ChatTokenizer) -> None:
+# Budgets and sampling.
+
+
+def test_turns_end_the_agent() -> None:
+    played = Rig(session(max_turns=1))
+    assert played.core.spent(0.0) is Exhausted.NONE
+    assert played.core.spent(0.0, running=1) is Exhausted.TURNS, "a turn in flight counts"
+    played.turn(asks(user("a")), "x")
+    assert played.core.spent(0.0) is Exhausted.TURNS
+
+
+def test_sampled_tokens_end_the_agent_and_bound_its_last_turn() -> None:
+    played = Rig(session(max_sampled_tokens=5))
+    played.turn(asks(user("a")), "xy")
+    assert played.plan(asks(user("b"))).max_new_tokens == 2
+    played.turn(asks(user("b")), "z")
+    assert played.core.spent(0.0) is Exhausted.TOKENS
+
+
+def test_wall_time_counts_from_the_opening() -> None:
     core = session(opened_at=100.0, wall_s=10.0)
     assert core.spent(109.9) is Exhausted.NONE
     assert core.wall_left_s(104.0) == 6.0
     assert core.spent(110.0) is Exhausted.WALL
 
 
-def test_new_tokens_are_the_least_of_wish_budget_and_context(tokenizer: ChatTokenizer) -> None:
-    prompt = len(tokenizer.render(ask("a").messages))
-    core = session(max_tokens_per_turn=20, max_context_tokens=prompt + 30)
-    assert core.plan(ask("a"), tokenizer).max_new_tokens == 20
-    assert core.plan(ask("a", max_tokens=4), tokenizer).max_new_tokens == 4
-    assert core.plan(ask("a", max_tokens=64_000), tokenizer).max_new_tokens == 20
-    tight = session(max_tokens_per_turn=20, max_context_tokens=prompt + 3)
-    assert tight.plan(ask("a"), tokenizer).max_new_tokens == 3
+def test_a_spent_budget_is_a_normal_answer_or_a_cut_one() -> None:
+    said = session(final_text="Enough.").final_answer()
+    assert (said.text, said.end) == ("Enough.", TurnEnd.STOP)
+    assert (session(final_text="").final_answer().blocks, session(final_text="").final_answer().end) == (
+        (),
+        TurnEnd.LENGTH,
+    )
 
 
-def test_a_prompt_without_room_is_the_wires_own_context_error(tokenizer: ChatTokenizer) -> None:
-    prompt = len(tokenizer.render(ask("a").messages))
-    core = session(max_context_tokens=prompt)
-    with pytest.raises(ContextExceeded, match=f"maximum context length is {prompt} tokens"):
-        core.plan(ask("a"), tokenizer)
-    assert core.report().exhausted is Exhausted.CONTEXT
-    assert core.report().trajectory is None
+def test_new_tokens_are_the_least_of_wish_budget_and_context() -> None:
+    prompt = len(ByteChat().render([user("a")], ()))
+    played = Rig(session(max_tokens_per_turn=20, max_context_tokens=prompt + 30))
+    assert played.plan(asks(user("a"))).max_new_tokens == 20
+    assert played.plan(asks(user("a"), max_tokens=4)).max_new_tokens == 4
+    assert played.plan(asks(user("a"), max_tokens=64_000)).max_new_tokens == 20
+    tight = Rig(session(max_tokens_per_turn=20, max_context_tokens=prompt + 3)).plan(asks(user("a")))
+    assert (tight.max_new_tokens, tight.truncates) == (3, True)
+
+
+def test_a_prompt_without_room_says_how_long_it_is() -> None:
+    prompt = len(ByteChat().render([user("a")], ()))
+    with pytest.raises(ContextExceeded, match=f"maximum context length is {prompt} tokens") as refused:
+        Rig(session(max_context_tokens=prompt)).plan(asks(user("a")))
+    assert (refused.value.tokens, refused.value.limit) == (prompt, prompt)
 
 
 @pytest.mark.parametrize("messages", [["x" * 20 * 257], ["x"] * 21])
 def test_what_cannot_fit_is_refused_before_it_is_rendered(messages: list[str]) -> None:
-    core = session(max_context_tokens=20)
-    request = TurnRequest(messages=tuple(Message(role=Role.USER, content=text) for text in messages))
+    request = TurnRequest(messages=tuple(user(text) for text in messages))
     with pytest.raises(ContextExceeded, match="maximum context length is 20 tokens"):
-        core.plan(request, NEVER_ASKED)
-    assert core.report().exhausted is Exhausted.CONTEXT
-
-
-def test_a_turn_cut_by_length_is_trained_and_closed_by_the_bridge(tokenizer: ChatTokenizer) -> None:
-    core = session()
-    plan = core.plan(ask("a"), tokenizer)
-    answer = core.record(plan, completion((65, 66), FinishReason.LENGTH))
-    assert answer.end is TurnEnd.LENGTH
-    said = (Message(role=Role.ASSISTANT, content=answer.text), Message(role=Role.USER, content="b"))
-    following = core.plan(TurnRequest(messages=plan.request.messages + said), tokenizer)
-    bridge = following.prompt_ids[len(plan.prompt_ids) + 2 :]
-    assert bridge[0] == tokenizer.stop_ids[0]
-    core.record(following, completion((67, tokenizer.stop_ids[0])))
-    report = core.report()
-    assert report.trajectory is not None
-    row = report.trajectory.rows[0]
-    assert not row.loss_mask_T[row.tokens_T == tokenizer.stop_ids[0]][0], "the closing id was not sampled"
-    assert row.loss_mask_T[-1]
+        session(max_context_tokens=20).match(request)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +127,377 @@ def test_a_turn_cut_by_length_is_trained_and_closed_by_the_bridge(tokenizer: Cha
         (Sampling(top_k=5), False),
     ],
 )
-def test_only_exact_logprobs_are_trained(tokenizer: ChatTokenizer, sampling: Sampling, exact: bool) -> None:
-    core = Session(SessionSpec(session_id=SessionId("r-1"), sampling=sampling, budgets=Budgets()), 0.0)
-    core.record(core.plan(ask("a"), tokenizer), completion((65, 66)))
-    report = core.report()
+def test_only_exact_logprobs_are_trained(sampling: Sampling, exact: bool) -> None:
+    played = rig(sampling=sampling)
+    played.turn(asks(user("a")), "xy")
+    report = check(played.core.report())
     assert report.trajectory is not None
     assert report.trajectory.temperature == sampling.temperature
-    assert report.trained_tokens == int(report.trajectory.rows[0].loss_mask_T.sum()) == (2 if exact else 0)
-    assert report.masked == ({} if exact else {"sampling": 2})
+    assert report.masked == ({} if exact else {"sampling": 3})
+    assert report.trajectory.rows[0].versions, "also what is not trained says who sampled it"
+
+
+def test_a_turn_cut_by_the_context_is_flagged_and_masked_where_the_session_says_so() -> None:
+    prompt = len(ByteChat().render([user("a")], ()))
+    for train, masked in ((True, {}), (False, {"truncated": 2})):
+        played = rig(budgets=Budgets(max_context_tokens=prompt + 2), train_truncated=train)
+        played.turn(asks(user("a")), "xy", finish=FinishReason.LENGTH)
+        report = check(played.core.report())
+        assert (report.masked, report.lineages[0].truncated) == (masked, True)
+
+
+# What a faithful agent does.
+
+
+def test_each_prompt_begins_with_prompt_and_output_of_the_turn_before() -> None:
+    played = rig()
+    messages = [SYSTEM, user("go")]
+    for number in range(4):
+        answer = played.turn(asks(*messages, tools=TOOLS), f"THINK so {number}\n" + call("bash", command=str(number)))
+        messages += [echo(answer), results((answer.blocks[-1].id, f"out {number}"))]  # type: ignore[union-attr]
+    for (prompt, output), (following, _) in pairwise(zip(played.prompts, played.outputs, strict=True)):
+        assert following[: len(prompt) + len(output)] == prompt + output
+    report = check(played.core.report())
+    assert report.trajectory is not None
+    [row] = report.trajectory.rows
+    assert row.tokens_T.tolist() == played.prompts[-1] + played.outputs[-1]
+    assert row.tokens_T[row.loss_mask_T].tolist() == [token for output in played.outputs for token in output]
+    assert (report.turns, report.rerendered, report.masked, report.drift) == (4, 0, {}, {})
+    assert statuses(played.core) == [Status.ACCEPTED] * 3 + [Status.DELIVERED]
+
+
+def test_a_turn_cut_by_length_is_trained_and_closed_by_the_bridge() -> None:
+    played = rig()
+    answer = played.turn(asks(user("a")), "xy", finish=FinishReason.LENGTH)
+    assert answer.end is TurnEnd.LENGTH
+    played.turn(asks(user("a"), echo(answer), user("b")), "z")
+    bridge = played.prompts[1][len(played.prompts[0]) + 2 :]
+    assert bridge[0] == END
+    report = check(played.core.report())
+    assert report.trajectory is not None
+    row = report.trajectory.rows[0]
+    assert not row.loss_mask_T[len(played.prompts[0]) + 2], "the closing id was not sampled"
+    assert row.loss_mask_T[-1]
+
+
+def test_a_stop_string_is_trimmed_from_the_text_and_kept_in_the_ids() -> None:
+    played = rig()
+    answer = played.turn(asks(user("a"), stop=("###", "YY")), [*b"ab###"])
+    assert (answer.text, answer.end, answer.stop_string) == ("ab", TurnEnd.STOP_STRING, "###")
+    assert trained(check(played.core.report())) == ["ab###"]
+
+
+# Echoes that are not what was served.
+
+
+def dropped_reasoning(answer: TurnAnswer) -> Message:
+    return Message(Role.ASSISTANT, tuple(block for block in answer.blocks if not isinstance(block, Reasoning)))
+
+
+def rewritten_arguments(answer: TurnAnswer) -> Message:
+    blocks = [
+        ToolCall(block.id, block.name, '{"description":"x", "command":"ls"}') if isinstance(block, ToolCall) else block
+        for block in answer.blocks
+    ]
+    return Message(Role.ASSISTANT, tuple(blocks))
+
+
+def moved_text(answer: TurnAnswer) -> Message:
+    return Message(Role.ASSISTANT, tuple(sorted(answer.blocks, key=lambda block: isinstance(block, ToolCall))))
+
+
+def dropped_text(answer: TurnAnswer) -> Message:
+    return Message(Role.ASSISTANT, tuple(block for block in answer.blocks if not isinstance(block, Text)))
+
+
+def other_ids(answer: TurnAnswer) -> Message:
+    blocks = [
+        ToolCall(f"own{index}", block.name, '{"command": "ls -l ", "replace_all": false}')
+        if isinstance(block, ToolCall)
+        else block
+        for index, block in enumerate(answer.blocks)
+    ]
+    return Message(Role.ASSISTANT, tuple(blocks))
+
+
+@pytest.mark.parametrize("mutate", [dropped_reasoning, rewritten_arguments, moved_text, dropped_text, other_ids])
+def test_a_mutated_echo_is_the_same_turn_and_loses_nothing(mutate: Any) -> None:
+    played = rig()
+    output = "THINK hm\n" + call("bash", command="ls -l") + "after\n"
+    answer = played.turn(asks(user("a"), tools=TOOLS), output)
+    echoed = mutate(answer)
+    calls = echoed.calls
+    played.turn(asks(user("a"), echoed, results((calls[0].id, "out")), tools=TOOLS), "done")
+    assert played.prompts[1][: len(played.prompts[0]) + len(played.outputs[0])] == played.prompts[0] + played.outputs[0]
+    report = check(played.core.report())
+    assert (len(report.lineages), report.masked) == (1, {})
+
+
+def test_text_that_was_trimmed_or_reflowed_is_found_by_its_words() -> None:
+    played = rig()
+    played.turn(asks(user("a")), "  one\n two ")
+    played.turn(asks(user("a"), say(Role.ASSISTANT, "one two"), user("b")), "c")
+    report = check(played.core.report())
+    assert (len(report.lineages), report.drift) == (1, {"text": 1})
+
+
+def test_parallel_results_match_in_any_order_twice_or_missing() -> None:
+    played = rig()
+    first = played.turn(asks(user("a"), tools=TOOLS), call("bash", command="1") + call("bash", command="2"))
+    one, two = (block.id for block in first.blocks if isinstance(block, ToolCall))
+    shown = (user("a"), echo(first))
+    second = played.turn(asks(*shown, results((two, "y"), (one, "x")), tools=TOOLS), call("bash", command="3"))
+    third = second.blocks[0].id  # type: ignore[union-attr]
+    history = [
+        results((one, "x"), (two, "y")),
+        results((one, "x"), (two, "y"), (one, "x")),
+        results((two, "y")),
+    ]
+    for number, shape in enumerate(history):
+        request = asks(*shown, shape, echo(second), results((third, f"z{number}")), tools=TOOLS)
+        known = played.prompts[1] + played.outputs[1]
+        assert list(played.plan(request).prompt_ids[: len(known)]) == known
+    assert played.prompts[1].index(ord("x")) < played.prompts[1].index(ord("y")), "in the order of the calls"
+
+
+def test_parallel_calls_echoed_one_by_one_are_one_turn() -> None:
+    played = rig()
+    first = played.turn(asks(user("a"), tools=TOOLS), call("bash", command="1") + call("bash", command="2"))
+    one, two = first.blocks
+    assert isinstance(one, ToolCall)
+    assert isinstance(two, ToolCall)
+    request = asks(
+        user("a"),
+        Message(Role.ASSISTANT, (one,)),
+        results((one.id, "x")),
+        Message(Role.ASSISTANT, (two,)),
+        results((two.id, "y")),
+        tools=TOOLS,
+    )
+    played.turn(request, "done")
+    assert len(check(played.core.report()).lineages) == 1
+    assert bytes(item for item in played.prompts[1] if item < 256).count(b"CALL") == 2, "neither call stands twice"
+
+
+def test_a_message_that_went_missing_is_another_history() -> None:
+    played = rig()
+    first = played.turn(asks(user("a"), user("b"), user("c")), "x")
+    request = asks(user("a"), user("c"), echo(first), user("on"))
+    assert played.core.match(request).parent is None
+
+
+def test_an_empty_echo_is_not_the_turn_that_was_cut() -> None:
+    played = rig()
+    played.cut(asks(user("a")), [*b"xy"])
+    request = asks(user("a"), Message(Role.ASSISTANT, ()), user("on"))
+    assert played.core.match(request).parent is None
+
+
+# Branches.
+
+
+def test_edited_history_is_a_new_row_and_each_token_is_trained_once() -> None:
+    played = rig()
+    first = played.turn(asks(user("a"), tools=TOOLS), call("bash", command="1"))
+    shown = (user("a"), echo(first))
+    second = played.turn(asks(*shown, results((first.blocks[0].id, "long output")), tools=TOOLS), "then")  # type: ignore[union-attr]
+    pruned = results((first.blocks[0].id, "[pruned]"))  # type: ignore[union-attr]
+    played.turn(asks(*shown, pruned, echo(second), user("on"), tools=TOOLS), "more")
+    report = check(played.core.report())
+    assert (len(report.lineages), report.masked) == (2, {})
+    assert sum(text.count("CALL") for text in trained(report)) == 1
+
+
+def test_an_answer_that_the_agent_dropped_is_abandoned() -> None:
+    played = rig()
+    first = played.turn(asks(user("a"), tools=TOOLS), call("bash", command="1"))
+    result = results((first.blocks[0].id, "x"))  # type: ignore[union-attr]
+    played.turn(asks(user("a"), echo(first), result, tools=TOOLS), "garbled")
+    played.turn(asks(user("a"), echo(first), result, user("That was no call."), tools=TOOLS), "sorry")
+    report = check(played.core.report())
+    assert report.masked == {"abandoned": len(b"garbled") + 1}
+    assert len(report.lineages) == 1
+
+
+def test_a_first_answer_that_was_dropped_is_abandoned_too() -> None:
+    played = rig()
+    played.turn(asks(SYSTEM, user("a")), "garbled")
+    played.turn(asks(SYSTEM, user("a"), user("That was no call.")), "sorry")
+    assert check(played.core.report()).masked == {"abandoned": len(b"garbled") + 1}
+
+
+def test_two_agents_of_the_same_kind_abandon_nothing_of_one_another() -> None:
+    played = rig()
+    for task in ("one", "two"):
+        played.turn(asks(SYSTEM, user(task)), "done")
+    report = check(played.core.report())
+    assert (report.masked, len(report.lineages)) == ({}, 2)
+
+
+def test_subagents_are_rows_of_their_own_and_the_parent_goes_on() -> None:
+    played = rig()
+    parent = [SYSTEM, user("go")]
+    asked = played.turn(asks(*parent, tools=TOOLS), call("bash", command="sub 1") + call("bash", command="sub 2"))
+    children = [[say(Role.SYSTEM, "You explore."), user(f"part {number}")] for number in (1, 2)]
+    answers = [
+        played.turn(asks(*child, tools=TOOLS[:1], agent=f"child-{number}"), call("bash", command="look"))
+        for number, child in enumerate(children)
+    ]
+    for number, (child, answer) in enumerate(zip(children, answers, strict=True)):
+        said = (*child, echo(answer), results((answer.blocks[0].id, "seen")))  # type: ignore[union-attr]
+        played.turn(asks(*said, tools=TOOLS[:1], agent=f"child-{number}"), f"found {number}")
+    ids = [block.id for block in asked.blocks]  # type: ignore[union-attr]
+    played.turn(asks(*parent, echo(asked), results((ids[0], "1"), (ids[1], "2")), tools=TOOLS), "done")
+    report = check(played.core.report())
+    assert [lineage.name for lineage in report.lineages] == ["1.child-0", "2.child-1", "0"]
+    assert report.masked == {}
+    assert played.prompts[-1][: len(played.prompts[0])] == played.prompts[0]
+
+
+def test_compaction_is_a_branch_and_its_continuation_a_new_row() -> None:
+    played = rig()
+    messages = [SYSTEM, user("go")]
+    answers = []
+    for number in range(2):
+        answer = played.turn(asks(*messages, tools=TOOLS), call("bash", command=str(number)))
+        answers.append(answer)
+        messages += [echo(answer), results((answer.blocks[0].id, f"out {number}"))]  # type: ignore[union-attr]
+    # Refused for its length, so nothing is sampled; the last pair is then left out of the request for a summary.
+    for event in played.core.accepted(played.core.match(asks(*messages, tools=TOOLS))):
+        played.happened(event)
+    played.turn(asks(*messages[:-2], user("CRITICAL: summarise"), tools=TOOLS), "summary")
+    kept = (user("This is what happened: summary"), *messages[-2:])
+    played.turn(asks(SYSTEM, *kept, tools=TOOLS), "going on")
+    report = check(played.core.report())
+    assert report.masked == {}
+    assert len(report.lineages) == 3, "the way so far, the summary, what came after"
+    assert sum(text.count("CALL") for text in trained(report)) == 2, "the kept turn is context in the new row"
+
+
+def test_what_rows_share_is_trained_in_the_longest() -> None:
+    played = rig()
+    first = played.turn(asks(user("a")), "one ")
+    shown = (user("a"), echo(first))
+    played.turn(asks(*shown, user("Sum up"), purpose=Purpose.COMPACTION), "short")
+    second = played.turn(asks(*shown, user("b")), "two ")
+    played.turn(asks(*shown, user("b"), echo(second), user("c")), "three")
+    report = check(played.core.report())
+    assert trained(report) == ["short", "one two three"]
+    assert report.masked == {}
+
+
+def test_a_conversation_without_tools_that_quotes_ours_is_no_side_call() -> None:
+    played = rig()
+    first = played.turn(asks(SYSTEM, user("go"), tools=TOOLS), call("bash", command="1"))
+    shown = (user("go"), echo(first), results((first.blocks[0].id, "x")))  # type: ignore[union-attr]
+    played.turn(asks(say(Role.SYSTEM, "You summarise."), *shown), "summary")
+    assert check(played.core.report()).masked == {}
+
+
+def test_a_summary_asked_for_without_tools_is_trained_and_a_title_is_not() -> None:
+    played = rig()
+    played.turn(asks(say(Role.SYSTEM, "Name it."), user("go")), "A title")
+    first = played.turn(asks(SYSTEM, user("go"), tools=TOOLS), call("bash", command="1"))
+    shown = (SYSTEM, user("go"), echo(first), results((first.blocks[0].id, "x")))  # type: ignore[union-attr]
+    played.turn(asks(*shown, user("Summarise."), purpose=Purpose.COMPACTION), "summary")
+    report = check(played.core.report())
+    assert report.masked == {"side": len(b"A title") + 1}
+    assert [lineage.name for lineage in report.lineages] == ["1", "2.compaction"]
+
+
+def test_a_model_that_is_served_is_not_trained() -> None:
+    played = rig()
+    played.turn(asks(user("a")), "x", untrained=True)
+    assert check(played.core.report()).masked == {"side": 2}
+
+
+def test_a_fabricated_assistant_turn_is_context() -> None:
+    played = rig()
+    shown = (user("context"), say(Role.ASSISTANT, "Got it. Thanks for the context!"), user("go"))
+    answer = played.turn(asks(*shown), "x")
+    played.turn(asks(*shown, echo(answer), user("on")), "y")
+    report = check(played.core.report())
+    assert (len(report.lineages), trained(report)) == (1, ["xy"])
+
+
+def test_a_template_that_cannot_be_continued_opens_a_row_a_turn() -> None:
+    played = Rig(Session(SessionSpec(session_id=SessionId("r-1")), 0.0), ByteChat(bridges=False))
+    messages = [user("a")]
+    for number in range(3):
+        messages += [echo(played.turn(asks(*messages), f"x{number}")), user("on")]
+    report = check(played.core.report())
+    assert (len(report.lineages), report.rerendered, report.masked) == (3, 2, {})
+    assert trained(report) == ["x0", "x1", "x2"]
+
+
+# Cuts, retries and what was not delivered.
+
+
+def test_what_was_cut_is_kept_and_trained_nowhere() -> None:
+    played = rig()
+    played.cut(asks(user("a")), [*b"xy"])
+    played.turn(asks(user("a")), "whole")
+    report = check(played.core.report())
+    assert (report.masked, report.turns, len(report.lineages)) == ({"aborted": 2}, 1, 1)
+
+
+def test_an_answer_that_was_not_delivered_is_replayed_and_abandoned_otherwise() -> None:
+    played = rig()
+    request = asks(user("a"))
+    answer = played.turn(request, "x", deliver=False)
+    found = played.core.replay(played.core.match(request), request, now=1e6)
+    assert found is not None
+    assert found.answer == answer
+    assert check(played.core.report()).masked == {"abandoned": 2}
+
+
+def test_a_delivered_answer_is_replayed_a_few_times_for_a_while() -> None:
+    played = rig()
+    request = asks(user("a"))
+    answer = played.turn(request, "x")
+    assert played.core.replay(played.core.match(request), request, now=REPLAY_S + 1) is None, (
+        "too late: it wants another one"
+    )
+    for _ in range(MAX_REPLAYS):
+        assert played.core.replay(played.core.match(request), request, now=1.0) is not None
+        played.happened(Delivered(turn_id=answer.turn_id, at=0.0))
+    assert played.core.replay(played.core.match(request), request, now=1.0) is None
+
+
+def test_an_agent_that_asks_again_for_more_tokens_gets_another_answer() -> None:
+    played = rig()
+    played.turn(asks(user("a"), max_tokens=2), "xy", finish=FinishReason.LENGTH)
+    more = asks(user("a"), max_tokens=50)
+    assert played.core.replay(played.core.match(more), more, now=0.0) is None
+    played.turn(more, "xyz")
+    assert check(played.core.report()).masked == {"abandoned": 2}
+
+
+def test_an_accepted_answer_is_never_replayed() -> None:
+    played = rig()
+    answer = played.turn(asks(user("a")), "x")
+    played.turn(asks(user("a"), echo(answer), user("b")), "y")
+    assert played.core.replay(played.core.match(asks(user("a"))), asks(user("a")), now=0.0) is None
+
+
+def test_of_two_answers_to_one_request_the_one_gone_on_with_is_trained() -> None:
+    played = rig()
+    request = asks(user("a"))
+    first, second = played.turn(request, "first"), played.turn(request, "second")
+    played.turn(asks(user("a"), echo(second), user("b")), "on")
+    report = check(played.core.report())
+    assert report.masked == {"abandoned": len(b"first") + 1}
+    assert first.turn_id != second.turn_id
+
+
+def test_the_tree_names_every_turn_and_what_became_of_it() -> None:
+    played = rig()
+    played.cut(asks(user("a")), [*b"x"])
+    answer = played.turn(asks(user("a"), tools=TOOLS), call("bash", command="1"))
+    tree = tree_of(played.core)
+    assert [node["masked"] for node in tree] == ["aborted", None]
+    assert tree[1]["calls"] == [{"id": answer.blocks[0].id, "name": "bash"}]  # type: ignore[union-attr]
+    assert orjson.loads(orjson.dumps(tree)) == tree
 
 
 @pytest.mark.parametrize(
@@ -153,7 +511,5 @@ def test_only_exact_logprobs_are_trained(tokenizer: ChatTokenizer, sampling: Sam
     ],
 )
 def test_wrong_specs_are_refused_by_key(spec: dict[str, object], where: str) -> None:
-    import orjson
-
     with pytest.raises(BadRequest, match=where):
         codec.read_form(codec.OpenForm, orjson.dumps({"sessions": [spec]}))

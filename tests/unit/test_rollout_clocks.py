@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.actors.agents.shell import AgentReport, StopReason
+from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
 from headrace.actors.rollout import RolloutConfig, run_rollout
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
@@ -22,7 +22,7 @@ from headrace.serve.session import Session, SessionId, SessionSpec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
+    from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest
     from headrace.serve.rows import SessionReport
 
@@ -42,6 +42,11 @@ class Places:
 
     def __init__(self, pool: Pool, provider: SimulatedProvider, **takes_s: float) -> None:
         self.pool, self.provider, self.takes_s = pool, provider, takes_s
+        self.report = AgentReport(stop=StopReason.FINISHED, turns=1)
+
+    @property
+    def folders(self) -> tuple[HostFolder, ...]:
+        return ()
 
     async def _take(self, what: str) -> None:
         await asyncio.sleep(self.takes_s.get(what, 1.0))
@@ -65,7 +70,7 @@ class Places:
 
     async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
         await self._take("agent")
-        return AgentReport(stop=StopReason.FINISHED, turns=1)
+        return self.report
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict:
         await self._take("evaluate")

@@ -12,8 +12,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from headrace.actors.agents.agent import AgentSession, StopReason
 from headrace.actors.agents.chat import ChatClient, ChatContextExceeded, ChatFailed, ChatReply, parse_answer
-from headrace.actors.agents.shell import ShellAgent, ShellAgentConfig, StopReason, ends_session, unusable
+from headrace.actors.agents.shell import ShellAgent, ShellAgentConfig, ends_session, unusable
 from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.sandboxes.base import ExecResult
 from headrace.sandboxes.errors import ExecTimeout
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
     from pathlib import Path
 
-    from headrace.actors.agents.shell import AgentReport
+    from headrace.actors.agents.agent import AgentReport
 
 PROBLEM = next(problem for problem in problems(0, 4, Split.TRAIN) if problem.kind is Kind.WRITE)
 
@@ -97,7 +98,8 @@ async def play(
     service = Service(script)
     async with serving(service) as chat:
         agent = ShellAgent(ShellAgentConfig.model_validate(limits))
-        report = await agent.run(chat=chat, sandbox=Folder(folder), task=PROBLEM.task())
+        session = AgentSession(base_url="", chat=chat)
+        report = await agent.run(session=session, sandbox=Folder(folder), task=PROBLEM.task())
     return report, service.asked
 
 

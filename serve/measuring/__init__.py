@@ -1,0 +1,1 @@
+"""What the gateway costs: the parts of `scripts/bench gateway`."""

@@ -1,0 +1,237 @@
+"""Agents before a gateway process: agent-sized turns one after the other, small ones with pauses, and 2,000 at once.
+
+Invariants:
+- Agents and engine share this process; the gateway has its own, and only its processor time counts.
+- Sessions are opened before anything is measured, and finished after it: each must have trained what it sampled, in one
+  row.
+- The session log is on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+
+from headrace.serve.client import GatewayClient
+from headrace.serve.measuring.agent import MeasuredAgent, MeasurementBroken
+from headrace.serve.measuring.process import ADMIN_TOKEN, gateway_process
+from headrace.serve.measuring.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head
+from headrace.serve.rows import SessionReport
+from headrace.serve.session import Budgets, SessionId, SessionSpec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+    from typing import Any
+
+    from headrace.serve.measuring.engine import ScriptedEngine
+    from headrace.serve.measuring.process import GatewayProcess
+
+AT_ONCE: Final = 40
+BATCHES: Final = 5
+SMALL_AGENTS: Final = 64
+SMALL_TURNS: Final = 4
+ROUNDS: Final = 6
+ENGINE_S: Final = 0.2
+PAUSE_S: Final = 0.3
+MANY: Final = 2000
+TASK_CHARACTERS: Final = 500
+_OPEN_AT_ONCE: Final = 50
+_MANY_OUTPUTS: Final = (42_000, 42_000)
+"""What a session of 36,000 tokens is filled with after its first turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnCost:
+    """`cpu_ms` by batch; `direct_cpu_ms` is what agent and engine use up without a gateway. `session_cpu_ms`: to open
+    and finish a session."""
+
+    cpu_ms: tuple[float, ...]
+    direct_cpu_ms: float
+    memory_mb: float
+    session_cpu_ms: float
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latencies:
+    """Of a turn, in ms, engine included."""
+
+    p50_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """`callback_ms` and `collection_ms` are the longest during the burst of first turns; `memory_mb` and `tokens` when
+    all sessions have grown."""
+
+    callback_ms: float
+    collection_ms: float
+    burst_s: float
+    memory_mb: float
+    tokens: float
+
+
+class Bench:
+    """One tokenizer directory and one engine for all measurements."""
+
+    def __init__(self, tokenizer_dir: Path, engine: ScriptedEngine) -> None:
+        self._tokenizer_dir = tokenizer_dir
+        self._engine = engine
+        self._agents = 0
+
+    async def agent_sized(self) -> TurnCost:
+        """Batches of conversations, each of `TURNS` turns; all stay unfinished until the last has ended."""
+        self._engine.delay_s = 0.0
+        printed = [OUTPUT_CHARACTERS] * TURNS
+        async with self._gateway() as (gateway, client, http):
+            agents, ids = await self._open(http, client, AT_ONCE, request_head())
+            await _run(agents, printed)
+            await _finish(client, ids)
+            before, kept, cpu_ms = await gateway.probe(), [], []
+            for _ in range(BATCHES):
+                agents, ids = await self._open(http, client, AT_ONCE, request_head())
+                kept += ids
+                started = await gateway.probe()
+                await _run(agents, printed)
+                cpu_ms.append(1000 * ((await gateway.probe()).cpu_s - started.cpu_s) / (AT_ONCE * TURNS))
+            full = await gateway.probe()
+            await _finish(client, kept)
+            finish_s = (await gateway.probe()).cpu_s - full.cpu_s
+            tokens = statistics.mean(agent.prompt_tokens + agent.sampled_tokens for agent in agents)
+            direct_cpu_ms = await self._direct_cpu_ms(http, printed)
+        return TurnCost(
+            cpu_ms=tuple(cpu_ms),
+            direct_cpu_ms=direct_cpu_ms,
+            memory_mb=(full.memory_mb - before.memory_mb) / len(kept),
+            session_cpu_ms=1000 * finish_s / len(kept),
+            tokens=tokens,
+        )
+
+    async def _direct_cpu_ms(self, http: aiohttp.ClientSession, printed: Sequence[int]) -> float:
+        agents = self._direct(http, AT_ONCE, request_head())
+        started = time.process_time()
+        await _run(agents, printed)
+        return 1000 * (time.process_time() - started) / (AT_ONCE * TURNS)
+
+    async def latencies(self) -> tuple[Latencies, Latencies]:
+        """Direct ones and the gateway's, taken in turn so that a slow moment of the machine meets both."""
+        self._engine.delay_s = ENGINE_S
+        head = request_head(system_characters=300, tools=1)
+        direct: list[float] = []
+        through: list[float] = []
+        async with self._gateway() as (_, client, http):
+            await _paced(self._direct(http, SMALL_AGENTS, head), turns=2)
+            await _paced((await self._open(http, client, SMALL_AGENTS, head))[0], turns=2)
+            for _ in range(ROUNDS):
+                direct += await _paced(self._direct(http, SMALL_AGENTS, head), SMALL_TURNS)
+                agents, ids = await self._open(http, client, SMALL_AGENTS, head)
+                through += await _paced(agents, SMALL_TURNS)
+                await _finish(client, ids)
+        return _latencies(direct), _latencies(through)
+
+    async def crowd(self) -> Crowd:
+        """2,000 agents begin at once; then they all grow to 36,000 tokens."""
+        self._engine.delay_s = ENGINE_S
+        async with self._gateway(watch=True) as (gateway, client, http):
+            agents, _ = await self._open(http, client, MANY, request_head())
+            await gateway.probe()
+            started = time.perf_counter()
+            await _run(agents, _MANY_OUTPUTS[:1])
+            burst_s, burst = time.perf_counter() - started, await gateway.probe()
+            self._engine.delay_s = 0.0
+            for first in range(0, MANY, AT_ONCE):
+                await _run(agents[first : first + AT_ONCE], [*_MANY_OUTPUTS[1:], 1])
+            grown = await gateway.probe()
+        return Crowd(
+            callback_ms=burst.callback_ms,
+            collection_ms=burst.collection_ms,
+            burst_s=burst_s,
+            memory_mb=grown.memory_mb,
+            tokens=statistics.mean(agent.prompt_tokens + agent.sampled_tokens for agent in agents),
+        )
+
+    @asynccontextmanager
+    async def _gateway(
+        self, *, watch: bool = False
+    ) -> AsyncIterator[tuple[GatewayProcess, GatewayClient, aiohttp.ClientSession]]:
+        with tempfile.TemporaryDirectory(prefix="headrace-bench-") as log_dir:
+            async with (
+                gateway_process(self._tokenizer_dir, Path(log_dir), self._engine.url, watch=watch) as gateway,
+                GatewayClient(gateway.url, ADMIN_TOKEN) as client,
+                aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=300)
+                ) as http,
+            ):
+                yield gateway, client, http
+
+    async def _open(
+        self, http: aiohttp.ClientSession, client: GatewayClient, number: int, head: Mapping[str, Any]
+    ) -> tuple[list[MeasuredAgent], list[SessionId]]:
+        budgets = Budgets(max_context_tokens=131_072)
+        ids = [SessionId(f"measured-{self._agents + index}") for index in range(number)]
+        specs = [SessionSpec(session_id=session_id, budgets=budgets) for session_id in ids]
+        opened = [
+            session
+            for first in range(0, number, _OPEN_AT_ONCE)
+            for session in await client.open(specs[first : first + _OPEN_AT_ONCE])
+        ]
+        return [self._agent(http, session.base_url, head) for session in opened], ids
+
+    def _direct(self, http: aiohttp.ClientSession, number: int, head: Mapping[str, Any]) -> list[MeasuredAgent]:
+        return [self._agent(http, self._engine.url, head) for _ in range(number)]
+
+    def _agent(self, http: aiohttp.ClientSession, url: str, head: Mapping[str, Any]) -> MeasuredAgent:
+        self._agents += 1
+        return MeasuredAgent(http, url, head, Texts(self._agents).prose(TASK_CHARACTERS), seed=self._agents)
+
+
+async def _run(agents: Sequence[MeasuredAgent], printed: Sequence[int]) -> None:
+    """All at once, each as fast as it is served. `printed`: characters of tool output, turn by turn."""
+    async with asyncio.TaskGroup() as group:
+        for agent in agents:
+            group.create_task(_turns(agent, printed))
+
+
+async def _turns(agent: MeasuredAgent, printed: Sequence[int]) -> None:
+    for output in outputs(agent.seed, printed):
+        await agent.turn(output)
+
+
+async def _paced(agents: Sequence[MeasuredAgent], turns: int) -> list[float]:
+    """Seconds of every turn, with `PAUSE_S` after each; nobody begins with anybody else."""
+    starts = random.Random(0)
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(_paced_turns(agent, turns, starts.random())) for agent in agents]
+    return [latency_s for task in running for latency_s in task.result()]
+
+
+async def _paced_turns(agent: MeasuredAgent, turns: int, start: float) -> list[float]:
+    await asyncio.sleep(start * (ENGINE_S + PAUSE_S))
+    latencies_s = []
+    for output in outputs(agent.seed, [60] * turns):
+        latencies_s.append(await agent.turn(output))
+        await asyncio.sleep(PAUSE_S)
+    return latencies_s
+
+
+def _latencies(turns_s: Sequence[float]) -> Latencies:
+    percentiles = statistics.quantiles(turns_s, n=100)
+    return Latencies(p50_ms=1000 * percentiles[49], p99_ms=1000 * percentiles[98])
+
+
+async def _finish(client: GatewayClient, ids: Sequence[SessionId]) -> None:
+    for report in await client.finish(ids):
+        if not isinstance(report, SessionReport) or report.trajectory is None or len(report.trajectory.rows) != 1:
+            raise MeasurementBroken(f"a session did not end with one row: {report}")
+        if report.failures or not report.trained_tokens == report.sampled_tokens > 0:
+            raise MeasurementBroken(f"{report.sampled_tokens} sampled, {report.trained_tokens} trained: {report}")

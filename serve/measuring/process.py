@@ -1,0 +1,173 @@
+"""The gateway in a process of its own, that says what it has used: processor time, memory, its longest callback.
+
+Invariants:
+- Nothing runs in that process but the gateway and, when asked, a probe.
+- It runs asyncio's own event loop, whose callbacks can be watched; uvloop's cannot.
+- A callback's time is the processor time of the loop's thread from its begin to its end, garbage collection and system
+  calls included, other threads and other processes not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import resource
+import sys
+import time
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+import psutil
+
+from headrace.policies.engine import EngineId
+from headrace.serve.gateway import Gateway, GatewayConfig
+from headrace.serve.routing import EngineRoute, RoutingTable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+ADMIN_TOKEN: Final = "the measured gateway's own"
+_START_S: Final = 60.0
+_PROBE_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """`cpu_s`: of all threads since the start. `memory_mb`: resident, after a full garbage collection. The rest since
+    the last probe: the longest callback of the loop (thread time) and the longest garbage collection of any thread
+    (wall time)."""
+
+    cpu_s: float
+    memory_mb: float
+    callback_ms: float
+    collection_ms: float
+
+
+class GatewayProcess:
+    """The handle of the process."""
+
+    def __init__(self, url: str, process: asyncio.subprocess.Process) -> None:
+        self.url = url
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def probe(self) -> Probe:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        return Probe(**await _line(self._process, _PROBE_S))
+
+
+@asynccontextmanager
+async def gateway_process(
+    tokenizer_dir: Path, log_dir: Path, engine_url: str, *, watch: bool = False
+) -> AsyncIterator[GatewayProcess]:
+    """Start a gateway before one engine. `watch` times every callback, which itself costs some microseconds each."""
+    raise_open_files()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "headrace.serve.measuring.process", "--tokenizer", str(tokenizer_dir),
+        "--log", str(log_dir), "--engine", engine_url, *(["--watch"] if watch else []),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield GatewayProcess((await _line(process, _START_S))["url"], process)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def _line(process: asyncio.subprocess.Process, timeout_s: float) -> dict[str, Any]:
+    assert process.stdout is not None
+    async with asyncio.timeout(timeout_s):
+        document: dict[str, Any] = orjson.loads(await process.stdout.readline())
+    return document
+
+
+def raise_open_files() -> None:
+    """2,000 agents are 4,000 connections."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+class _Watch:
+    """Longest callback and longest garbage collection."""
+
+    def __init__(self) -> None:
+        self.callback_s = 0.0
+        self.collection_s = 0.0
+        self._collecting_since = 0.0
+
+    def collections(self) -> None:
+        gc.callbacks.append(self._collecting)
+
+    def _collecting(self, phase: str, _info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting_since = time.perf_counter()
+        else:
+            self.collection_s = max(self.collection_s, time.perf_counter() - self._collecting_since)
+
+    def callbacks(self) -> None:
+        """Every callback of asyncio's own loop, a step of a task too, is a handle that is run."""
+        run = asyncio.Handle._run  # noqa: SLF001 - the one place through which all callbacks go
+
+        def timed(handle: asyncio.Handle) -> None:
+            started = time.thread_time()
+            run(handle)
+            self.callback_s = max(self.callback_s, time.thread_time() - started)
+
+        asyncio.Handle._run = timed  # type: ignore[method-assign]  # noqa: SLF001
+
+    def probe(self) -> Probe:
+        cpu_s = time.process_time()
+        seen = self.callback_s, self.collection_s
+        gc.collect()
+        self.callback_s = self.collection_s = 0.0
+        return Probe(
+            cpu_s=cpu_s,
+            memory_mb=psutil.Process().memory_info().rss / 2**20,
+            callback_ms=1000 * seen[0],
+            collection_ms=1000 * seen[1],
+        )
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    """Serve until standard input ends; a line on it asks for a probe."""
+    watch = _Watch()
+    watch.collections()
+    if options.watch:
+        watch.callbacks()
+    gateway = Gateway(GatewayConfig(tokenizer_dir=options.tokenizer, session_log_dir=options.log), ADMIN_TOKEN)
+    url = await gateway.start()
+    async with gateway:
+        route = EngineRoute(engine_id=EngineId("scripted"), url=options.engine)
+        await gateway.set_engines(RoutingTable(version=1, engines=(route,)))
+        asked = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(asked), sys.stdin)
+        _write({"url": url})
+        while await asked.readline():
+            _write(asdict(watch.probe()))
+
+
+def _write(document: object) -> None:
+    sys.stdout.buffer.write(orjson.dumps(document) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="The gateway that is measured")
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--engine", required=True)
+    parser.add_argument("--watch", action="store_true")
+    raise_open_files()
+    asyncio.run(_serve(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Engines that fail under live agents: whatever an agent makes of it, the outcome is infra and never a reward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.actors.agents.agent import StopReason
+from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
+from headrace.actors.agents.cli_agent import ProgramConfig
+from headrace.actors.agents.codex import Codex, CodexConfig
+from headrace.actors.agents.mini_swe_agent import MiniSweAgent, MiniSweAgentConfig
+from headrace.actors.agents.opencode import Opencode
+from headrace.actors.agents.qwen_code import QwenCode
+from headrace.buffer.types import Cause
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from types import ModuleType
+
+    from headrace.actors.agents.cli_agent import CliAgent
+
+pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
+AGENTS: dict[str, Callable[[], CliAgent]] = {
+    "claude-code": lambda: ClaudeCode(ProgramConfig(), ClaudeCodeConfig(bare=True)),
+    "codex": lambda: Codex(ProgramConfig(), CodexConfig()),
+    "mini-swe-agent": lambda: MiniSweAgent(ProgramConfig(), MiniSweAgentConfig()),
+    "qwen-code": lambda: QwenCode(ProgramConfig()),
+    "opencode": lambda: Opencode(ProgramConfig()),
+}
+COMMANDS = {
+    "claude-code": ("Bash", {"command": "ls", "description": "look"}),
+    "codex": ("exec_command", {"cmd": "ls"}),
+    "mini-swe-agent": ("bash", {"command": "ls"}),
+    "qwen-code": ("run_shell_command", {"command": "ls", "is_background": False}),
+    "opencode": ("bash", {"command": "ls", "description": "look"}),
+}
+PATIENCE_S = {"claude-code": 8, "codex": 8, "mini-swe-agent": 20, "qwen-code": 40, "opencode": 40}
+"""None has given up by then, and each has started."""
+SLOW = ("qwen-code", "opencode")
+KINDS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in AGENTS]
+
+
+@pytest.fixture(scope="module", name="rigs")
+def load_rigs(load_support: Callable[[str], ModuleType]) -> Any:
+    return load_support("agent_rig")
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(rigs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("model")
+    rigs.write_tokenizer(folder)
+    return folder
+
+
+class Failing:
+    """Plays a command, then fails as told; `then` says whether it recovers."""
+
+    def __init__(self, rigs: Any, agent: str, faults: list[Any], *, recovers: bool) -> None:
+        name, arguments = COMMANDS[agent]
+        self._command = str(rigs.call(name, **arguments))
+        self._end = str(rigs.call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"))
+        self._ending = self._end if agent == "mini-swe-agent" else "Done."
+        self._left = list(faults)
+        self._last = None if recovers else faults[-1]
+        self.failed = 0
+
+    def __call__(self, ask: Any) -> Any:
+        if "title generator" in ask.prompt:
+            return "A title"
+        if "ls" not in ask.prompt.rpartition("MAIN-TASK")[2] or "test_calc.py" not in ask.prompt:
+            return self._command
+        fault = self._left.pop(0) if self._left else self._last
+        self.failed += fault is not None
+        return fault or self._ending
+
+
+@pytest.mark.parametrize("agent", KINDS)
+@pytest.mark.parametrize("trouble", ["error", "cut"])
+async def test_an_engine_that_fails_once_and_recovers(rigs: Any, tokenizer_dir: Path, agent: str, trouble: str) -> None:
+    """Before the first token, and after some: the gateway's own second try fails too."""
+    rigs.needs(agent)
+    fault = rigs.scripted.Fault
+    faults = [fault.ERROR, fault.ERROR] if trouble == "error" else [fault.ABORT, fault.CUT, fault.CUT]
+    script = Failing(rigs, agent, faults, recovers=True)
+    async with rigs.open_rig(tokenizer_dir, script) as rig:
+        result, stations = await rigs.rollout(rig, AGENTS[agent](), agent_timeout_s=45)
+        assert script.failed == len(faults)
+        [report], [record] = stations.reports, stations.records
+        assert (report.stop, report.exit_code) == (StopReason.FINISHED, 0), "it hides what it was served"
+        check_infra(result, record)
+        rigs.scripted.check_exact(record, [rig.engine])
+
+
+@pytest.mark.parametrize("agent", KINDS)
+async def test_an_engine_that_fails_for_ever(rigs: Any, tokenizer_dir: Path, agent: str) -> None:
+    rigs.needs(agent)
+    script = Failing(rigs, agent, [rigs.scripted.Fault.ERROR], recovers=False)
+    async with rigs.open_rig(tokenizer_dir, script) as rig:
+        result, stations = await rigs.rollout(rig, AGENTS[agent](), agent_timeout_s=PATIENCE_S[agent])
+        assert script.failed >= 2
+        check_infra(result, *stations.records)
+
+
+def check_infra(result: Any, record: Any) -> None:
+    assert record.failures, "it reached the agent"
+    assert (result.outcome.cause, result.outcome.reward, result.outcome.trainable) == (Cause.INFRA, None, False)
+    assert result.outcome.detail.startswith("agent: served a failure: engine_failed")

@@ -1,0 +1,255 @@
+"""What the harness of every program does in a real local sandbox, shown with a program of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from headrace.actors.agents.agent import AgentNotStarted, AgentSession, StopReason
+from headrace.actors.agents.chat import ChatFailed
+from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch, ProgramConfig
+from headrace.buffer.repositories import Command, RepositorySpec
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.sandboxes import doctor
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError
+from headrace.sandboxes.local.provider import LocalProvider
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from headrace.actors.agents.agent import AgentReport
+    from headrace.actors.agents.chat import ChatMessage, ChatReply
+    from headrace.actors.agents.cli_agent import Place, Printed
+    from headrace.sandboxes.base import Sandbox
+
+pytestmark = pytest.mark.namespaces
+TASK = Task(id=TaskId("t"), family="f", instruction="do it", evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE))
+LOOK = """
+cat > /tmp/look.py <<'EOF'
+import json, os, sys, urllib.request, urllib.error
+def get(url):
+    try:
+        return urllib.request.urlopen(url, timeout=5).read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError as error:
+        return type(error).__name__
+base = sys.argv[1]
+root = base.split("/s/")[0]
+print(json.dumps({
+    "user": os.getuid(), "home": os.environ["HOME"], "folder": os.getcwd(), "extra": os.environ["EXTRA"],
+    "stdin": sys.stdin.read(), "prompt": sys.argv[2], "setting": open(os.environ["HOME"] + "/setting").read(),
+    "session": get(base + "/v1/x"), "other": get(root + "/s/other/v1/x"), "admin": get(root + "/sessions"),
+    "away": get("http://192.0.2.1/"),
+}))
+EOF
+exec python3 /tmp/look.py "$1" "$2"
+"""
+
+
+class Probe(CliAgent):
+    """Runs a script that is its whole installation."""
+
+    name = "probe"
+
+    def launch(self, place: Place) -> Launch:
+        return Launch(
+            command=(self.program(place, "probe"), place.url, place.prompt),
+            files={f"{place.home}/setting": b"set"},
+            environment={"EXTRA": "harness"},
+        )
+
+    def ending(self, printed: Printed) -> Ending:
+        for event in printed.events():
+            return Ending(result=json.dumps(event))
+        return Ending()
+
+
+@dataclass
+class Service:
+    """Any HTTP service of the host; counts who came, and can keep them waiting."""
+
+    paths: list[str] = field(default_factory=list)
+    hold: bool = False
+    came: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.paths.append(request.path)
+        self.came.set()
+        try:
+            if self.hold:
+                await asyncio.get_running_loop().create_future()
+        finally:
+            self.left.set()
+        return web.Response(text="served")
+
+
+async def no_chat(_: Sequence[ChatMessage]) -> ChatReply:
+    raise ChatFailed("programs do not use it")
+
+
+@dataclass
+class World:
+    sandbox: Sandbox
+    service: Service
+    session: AgentSession
+    folder: Path
+
+    def agent(self, script: str, **settings: Any) -> Probe:
+        (self.folder / "probe").write_text(f"#!/bin/bash\n{script}\n")
+        (self.folder / "probe").chmod(0o755)
+        return Probe(ProgramConfig(folder=self.folder, **settings))
+
+    async def run(self, script: str, task: Task = TASK, **settings: Any) -> AgentReport:
+        return await self.agent(script, **settings).run(session=self.session, sandbox=self.sandbox, task=task)
+
+    async def out(self, command: str) -> str:
+        result = await self.sandbox.exec(command, timeout_s=30)
+        return (result.stdout + result.stderr).decode().strip()
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    try:
+        doctor.require_namespaces()
+    except NamespacesUnavailable as error:
+        pytest.skip(str(error))
+    (tmp_path / "agent").mkdir()
+    service = Service()
+    async with LocalProvider() as provider, serving(service) as url:
+        session = AgentSession(base_url=f"{url}/s/token", chat=no_chat)
+        agent = Probe(ProgramConfig(folder=tmp_path / "agent"))
+        sandbox = await provider.attach(await provider.create(SandboxSpec(folders=agent.folders)))
+        yield World(sandbox, service, session, tmp_path / "agent")
+
+
+@asynccontextmanager
+async def serving(service: Service) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", service.answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_what_a_program_finds(world: World) -> None:
+    report = await world.run(LOOK, prompt="Please: {instruction}!", environment={"EXTRA": "recipe"})
+    assert (report.stop, report.exit_code) == (StopReason.FINISHED, 0), report.log_tail
+    assert json.loads(report.result) == {
+        "user": 1000,
+        "home": "/home/agent",
+        "folder": "/workspace",
+        "stdin": "",
+        "prompt": "Please: do it!",
+        "session": "served",
+        "other": 403,
+        "admin": 403,
+        "away": "URLError",
+        "setting": "set",
+        "extra": "recipe",
+    }
+    assert world.service.paths == ["/s/token/v1/x"]
+
+
+async def test_the_way_to_the_gateway_is_closed_after_it(world: World) -> None:
+    await world.run("exit 0")
+    assert "refused" in await world.out("exec 3<> /dev/tcp/127.0.0.1/47123")
+
+
+@pytest.mark.parametrize("user", ["1000", "agent", "root", "1234:4321"])
+async def test_the_working_folder_is_the_users(world: World, user: str) -> None:
+    await world.sandbox.write_many({"/workspace/deep/file": b"before"})
+    await world.out("ln -s /etc/passwd /workspace/link")
+    report = await world.run("id -u; echo after > deep/file; git init -q .; git status --short | wc -l", user=user)
+    assert report.exit_code == 0, report.log_tail
+    assert await world.out("cat deep/file; stat -c %U /etc/passwd") == "after\nroot", "a link is not followed"
+
+
+async def test_in_an_image_without_that_user_and_its_home(world: World) -> None:
+    await world.out("rm -r /home; echo root:x:0:0::/root:/bin/bash > /etc/passwd")
+    report = await world.run('id -u; cd ~ && touch made && echo "$HOME"')
+    assert (report.exit_code, report.log_tail.split()) == (0, ["1000", "/home/agent"])
+
+
+async def test_a_repository_task_starts_in_its_repository(world: World) -> None:
+    await world.out("mkdir /repo")
+    repository = RepositorySpec(workdir="/repo", grader=Command(command="true"))
+    task = replace(TASK, evaluator=EvaluatorSpec(kind=EvaluatorKind.REPOSITORY, repository=repository))
+    assert (await world.run("pwd", task)).log_tail.strip() == "/repo"
+    assert (await world.run("pwd", task, working_directory="/tmp")).log_tail.strip() == "/tmp"
+
+
+async def test_a_program_that_fails_is_told_not_judged(world: World) -> None:
+    report = await world.run("echo out; echo trouble >&2; exit 3")
+    assert (report.stop, report.exit_code) == (StopReason.ERROR, 3)
+    assert report.log_tail == "out\n\n--- standard error ---\ntrouble\n"
+
+
+async def test_a_flood_of_output_is_kept_to_its_end(world: World) -> None:
+    report = await world.run("head -c 20000000 /dev/zero | tr '\\0' x; echo; echo '{\"last\": 1}'", max_log_bytes=4096)
+    assert report.result == '{"last": 1}'
+    assert len(report.log_tail) <= 4096
+
+
+@pytest.mark.parametrize(
+    ("script", "settings", "said"),
+    [
+        ("exec /does/not/exist", {}, "127"),
+        ("exit 0", {"in_image": "/does/not/exist"}, "there is no /does/not/exist"),
+        ("exit 0", {"working_directory": "/missing"}, "there is no folder /missing"),
+        ("exit 0", {"user": "nobody-known"}, "is not in the sandbox"),
+        ("exit 0", {"working_directory": "/usr"}, "not writable"),
+    ],
+)
+async def test_a_program_that_cannot_start_is_no_result(
+    world: World, script: str, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(AgentNotStarted, match=said):
+        await world.run(script, **settings)
+
+
+async def test_a_dead_sandbox_is_no_result_either(world: World) -> None:
+    await world.sandbox.kill()
+    with pytest.raises(SandboxError):
+        await world.run("exit 0")
+
+
+async def test_whoever_stops_waiting_kills_the_whole_tree(world: World) -> None:
+    world.service.hold = True
+    script = """
+(setsid sleep 1000 &)
+sleep 1000 &
+python3 -c "import sys, urllib.request; urllib.request.urlopen(sys.argv[1])" "$1"
+"""
+    running = asyncio.ensure_future(world.run(script))
+    await world.service.came.wait()
+    assert await world.out("pgrep -c 'sleep|python3'") == "3"
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await world.out("pgrep -c 'sleep|pyth|prob'") == "0"
+    async with asyncio.timeout(10):
+        await world.service.left.wait()
+
+
+async def test_a_port_that_a_task_uses_is_refused_by_name(world: World) -> None:
+    server = await world.sandbox.spawn(["python3", "-u", "-m", "http.server", "47123"])
+    async for piece in server.output():
+        if b"Serving" in piece.data:
+            break
+    with pytest.raises(SandboxError, match="47123"):
+        await world.run("exit 0")
+    assert (await world.run("exit 0", port=47124)).exit_code == 0

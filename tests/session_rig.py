@@ -1,0 +1,192 @@
+"""One session core without a gateway: agents' requests in, prompts and reports out, completions as the test says.
+
+`ByteChat` is a renderer whose ids can be read by eye (bytes, and a token for each role), `LineParser` a parser of lines
+`CALL name {json}` and `THINK text`: the core knows neither templates nor markup.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import Completion, FinishReason, TokenSpan
+from headrace.serve.conversation import (
+    Message,
+    Reasoning,
+    Role,
+    Text,
+    ToolCall,
+    ToolResult,
+    TurnAnswer,
+    TurnRequest,
+    say,
+)
+from headrace.serve.events import Delivered
+from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from headrace.serve.conversation import ToolSpec
+    from headrace.serve.events import Event
+    from headrace.serve.parsing.base import OutputParser
+    from headrace.serve.render import Renderer, TokenIds
+    from headrace.serve.session import Session, TurnPlan
+    from headrace.serve.trie import Status
+
+END = 256
+OPENINGS = {Role.SYSTEM: 257, Role.USER: 258, Role.ASSISTANT: 259, Role.TOOL: 260}
+TOOLS = 261
+
+
+class ByteChat:
+    """Bytes between a role's opening token and `END`. `bridges` can be switched off, as a template would."""
+
+    vocab_size, stop_ids, opens_reasoning, template = 262, (END,), False, ""
+
+    def __init__(self, *, bridges: bool = True) -> None:
+        self.bridges = bridges
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
+        ids = array("i", [TOOLS, *",".join(tool.name for tool in tools).encode(), END] if tools else [])
+        for message in messages:
+            ids.extend(self._one(message))
+        return array("i", [*ids, OPENINGS[Role.ASSISTANT]])
+
+    def bridge(self, last_id: int, calls: Sequence[ToolCall], messages: Sequence[Message]) -> TokenIds:
+        closing = [] if last_id == END else [END]
+        return array("i", [*closing, *self.render(messages, ())])
+
+    def _one(self, message: Message) -> list[int]:
+        words = [
+            f"CALL {block.name} {block.arguments}" if isinstance(block, ToolCall) else block.text
+            for block in message.blocks
+        ]
+        return [OPENINGS[message.role], *"".join(words).encode(), END]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(item for item in ids if item < 256).decode(errors="replace")
+
+    def visible(self, text: str) -> str:
+        return text
+
+
+class LineParser:
+    """Lines, kept with their ends."""
+
+    def parse(self, text: str, tools: Sequence[ToolSpec], *, in_reasoning: bool) -> ParsedOutput:
+        blocks: list[ParsedBlock] = []
+        for line in text.splitlines(keepends=True):
+            if line.startswith("CALL ") and tools:
+                name, _, arguments = line.removeprefix("CALL ").strip().partition(" ")
+                blocks.append(ParsedCall(name, arguments))
+            elif line.startswith("THINK "):
+                blocks.append(Reasoning(line.removeprefix("THINK ")))
+            else:
+                blocks.append(Text(line))
+        return ParsedOutput(tuple(blocks))
+
+
+@dataclass
+class Rig:
+    """Plays turns on a core; `events` are what a log would keep, `prompts` and `outputs` what an engine saw, in
+    order."""
+
+    core: Session
+    renderer: Renderer = field(default_factory=ByteChat)
+    parser: OutputParser = field(default_factory=LineParser)
+    tokenize: Callable[[str], Sequence[int]] = lambda text: tuple(text.encode())
+    events: list[Event] = field(default_factory=list)
+    prompts: list[list[int]] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+
+    def happened(self, event: Event) -> None:
+        self.events.append(event)
+        self.core.apply(event)
+
+    def plan(self, request: TurnRequest, *, untrained: bool = False) -> TurnPlan:
+        """As the shell does it, the way back to a full render included."""
+        match = self.core.match(request, untrained=untrained)
+        for event in self.core.accepted(match):
+            self.happened(event)
+        if match.parent is not None and match.prompt is None and not self.renderer.bridges:
+            match = self.core.trie.as_root(match, request)
+        return self.core.plan(match, request, self.core.delta(match, request, self.renderer))
+
+    def turn(
+        self,
+        request: TurnRequest,
+        output: str | Sequence[int],
+        *,
+        finish: FinishReason = FinishReason.STOP,
+        deliver: bool = True,
+        untrained: bool = False,
+    ) -> TurnAnswer:
+        """One whole turn. A text ends with the stop token where the finish says so; ids are taken as they are."""
+        plan = self.plan(request, untrained=untrained)
+        completion = self.completion(output, finish)
+        self.prompts.append(list(plan.prompt_ids))
+        self.outputs.append(list(completion.output_ids))
+        event = self.core.recorded(self.core.next_turn_id(), plan, completion, self.renderer, self.parser)
+        self.happened(event)
+        if deliver:
+            self.happened(Delivered(turn_id=event.answer.turn_id, at=0.0))
+        return event.answer
+
+    def cut(self, request: TurnRequest, ids: Sequence[int]) -> None:
+        """A turn that ends in the middle."""
+        plan = self.plan(request)
+        self.happened(self.core.aborted(self.core.next_turn_id(), plan, self.completion(ids, FinishReason.ABORT)))
+
+    def completion(self, output: str | Sequence[int], finish: FinishReason = FinishReason.STOP) -> Completion:
+        number = len(self.outputs)
+        if isinstance(output, str):
+            ids = tuple(self.tokenize(output))
+            if finish is FinishReason.STOP:
+                ids = (*ids, self.renderer.stop_ids[0])
+        else:
+            ids = tuple(output)
+        middle = len(ids) // 2
+        spans = (
+            TokenSpan(start=0, end=middle, version=PolicyVersion(1, number)),
+            TokenSpan(start=middle, end=len(ids), version=PolicyVersion(1, number + 1)),
+        )
+        return Completion(
+            output_ids=ids,
+            logprobs=tuple(-0.5 - 0.25 * (number % 4) - index % 7 for index in range(len(ids))),
+            spans=tuple(span for span in spans if span.end > span.start),
+            finish=finish,
+            text="",
+            prompt_tokens=0,
+            cached_tokens=0,
+            retractions=0,
+        )
+
+
+def asks(*messages: Message, **fields: object) -> TurnRequest:
+    return TurnRequest(messages=messages, **fields)  # type: ignore[arg-type]
+
+
+def results(*pairs: tuple[str, str]) -> Message:
+    return Message(Role.TOOL, tuple(ToolResult(call_id, text) for call_id, text in pairs))
+
+
+def call(name: str, **arguments: object) -> str:
+    """A call as LineParser reads it."""
+    return f"CALL {name} {json.dumps(arguments)}\n"
+
+
+def user(text: str) -> Message:
+    return say(Role.USER, text)
+
+
+def echo(answer: TurnAnswer) -> Message:
+    """The answer as a faithful client sends it back."""
+    return Message(Role.ASSISTANT, answer.blocks)
+
+
+def statuses(core: Session) -> list[Status]:
+    return [node.status for node in core.trie.sampled]

@@ -1,0 +1,223 @@
+"""Agents that are programs: what they are started with, and what is made of how they end."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import tomllib
+from typing import TYPE_CHECKING
+
+import pytest
+from pydantic import ValidationError
+
+from headrace.actors.agents.agent import AgentReport, StopReason
+from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
+from headrace.actors.agents.cli_agent import CliAgent, Place, Printed, ProgramConfig, target_of
+from headrace.actors.agents.codex import Codex, CodexConfig
+from headrace.actors.agents.installing import AgentMissing
+from headrace.actors.agents.mini_swe_agent import MiniMode, MiniSweAgent, MiniSweAgentConfig
+from headrace.actors.agents.opencode import Opencode
+from headrace.actors.agents.qwen_code import QwenCode
+from headrace.actors.evaluators.verdict import Verdict
+from headrace.actors.rollout import outcome_of
+from headrace.buffer.types import Cause
+from headrace.sandboxes.base import HostPort, Stream
+from headrace.serve.events import Exhausted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+KINDS: dict[str, Callable[[ProgramConfig], CliAgent]] = {
+    "claude-code": lambda program: ClaudeCode(program, ClaudeCodeConfig()),
+    "codex": lambda program: Codex(program, CodexConfig()),
+    "mini-swe-agent": lambda program: MiniSweAgent(program, MiniSweAgentConfig()),
+    "qwen-code": QwenCode,
+    "opencode": Opencode,
+}
+PROMPT = '--fix "it" {now}\n/please'
+PLACE = Place(
+    folder="/opt/headrace/agents/x",
+    home="/home/agent",
+    url="http://127.0.0.1:47123/s/secret",
+    token="secret",
+    working_directory="/repo",
+    prompt=PROMPT,
+    context_tokens=30000,
+)
+
+
+def printed(*lines: object, max_bytes: int = 4096) -> Printed:
+    out = Printed(max_bytes)
+    for line in lines:
+        out.add(Stream.STDOUT, (line if isinstance(line, str) else json.dumps(line)).encode() + b"\n")
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_every_agent_is_started_with(kind: str, tmp_path: Path) -> None:
+    agent = KINDS[kind](ProgramConfig(folder=tmp_path, arguments=("--more",), model='a "name"'))
+    launch = agent.launch(PLACE)
+    told = json.dumps([launch.command, dict(launch.environment), [text.decode() for text in launch.files.values()]])
+    assert "127.0.0.1:47123/s/secret" in told
+    assert launch.command[-1].removeprefix("--prompt=") == PROMPT or "driver.py" in launch.command[-3]
+    assert "--more" in launch.command[:-1]
+    assert all(path.startswith("/home/agent/") for path in launch.files)
+    [folder] = agent.folders
+    assert (folder.source, folder.target) == (str(tmp_path), f"/opt/headrace/agents/{kind}")
+    assert pickle.loads(pickle.dumps(agent)).launch(PLACE) == launch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_agent_of_the_image_needs_nothing_of_the_host(kind: str) -> None:
+    agent = KINDS[kind](ProgramConfig(in_image="/usr/local/bin/it"))
+    assert agent.folders == ()
+    assert agent.launch(PLACE).command[0] == "/usr/local/bin/it"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_agent_that_is_not_installed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(AgentMissing, match=f"scripts/install_agents {kind}"):
+        KINDS[kind](ProgramConfig())
+
+
+def test_settings_of_claude_code(tmp_path: Path) -> None:
+    launch = ClaudeCode(ProgramConfig(folder=tmp_path), ClaudeCodeConfig(bare=True)).launch(PLACE)
+    assert launch.environment["ANTHROPIC_BASE_URL"] == PLACE.url
+    assert launch.environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] == "30000"
+    assert "IS_SANDBOX" in launch.setup
+    assert "IS_SANDBOX" not in launch.environment, "only root needs it"
+    assert launch.command[-3:] == ("--bare", "--", PROMPT)
+
+
+def test_settings_of_codex(tmp_path: Path) -> None:
+    launch = Codex(ProgramConfig(folder=tmp_path, model='a "b" \x7f'), CodexConfig(compact_at=0.5)).launch(PLACE)
+    settings = tomllib.loads(launch.files["/home/agent/.codex/config.toml"].decode())
+    assert settings["model"] == 'a "b" \x7f'
+    assert (settings["model_context_window"], settings["model_auto_compact_token_limit"]) == (30000, 15000)
+    provider = settings["model_providers"][settings["model_provider"]]
+    assert (provider["base_url"], provider["wire_api"]) == (f"{PLACE.url}/v1", "responses")
+    assert launch.environment[provider["env_key"]] == "secret"
+
+
+def test_settings_of_opencode(tmp_path: Path) -> None:
+    launch = Opencode(ProgramConfig(folder=tmp_path)).launch(PLACE)
+    settings = json.loads(launch.files["/home/agent/.config/opencode/opencode.json"])
+    provider, _, model = settings["model"].partition("/")
+    assert settings["small_model"] == settings["model"]
+    assert settings["provider"][provider]["options"] == {"baseURL": f"{PLACE.url}/v1", "apiKey": "secret"}
+    assert settings["provider"][provider]["models"][model]["limit"]["context"] == 30000
+
+
+def test_settings_of_mini_swe_agent(tmp_path: Path) -> None:
+    settings = MiniSweAgentConfig(mode=MiniMode.TEXT, command_timeout_s=7)
+    launch = MiniSweAgent(ProgramConfig(folder=tmp_path), settings).launch(PLACE)
+    told = json.loads(launch.files[launch.command[-1]])
+    assert (told["mode"], told["task"], told["command_timeout_s"]) == ("text", PROMPT, 7)
+    assert "secret" not in json.dumps(dict(launch.environment)), "commands of the policy inherit it"
+    with pytest.raises(ValidationError):
+        MiniSweAgentConfig.model_validate({"mode": "other"})
+
+
+def test_a_prompt_says_where_the_instruction_belongs() -> None:
+    with pytest.raises(ValidationError, match="instruction"):
+        ProgramConfig(prompt="do it")
+
+
+CLAUDE_END = {"type": "result", "subtype": "success", "is_error": False, "num_turns": 5, "result": "done"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines", "ending"),
+    [
+        ("claude-code", [{"type": "assistant"}, CLAUDE_END], ("done", 5, False)),
+        (
+            "claude-code",
+            [CLAUDE_END | {"subtype": "error_during_execution", "is_error": True, "result": None}],
+            ("error_during_execution", 5, True),
+        ),
+        ("claude-code", ["not json", {"type": "assistant"}], ("", 0, True)),
+        ("qwen-code", [CLAUDE_END], ("done", 5, False)),
+        (
+            "codex",
+            [
+                {"type": "error", "message": "once"},
+                {"type": "item.completed", "item": {"type": "agent_message", "text": "first"}},
+                {"type": "item.completed", "item": {"type": "agent_message", "text": "last"}},
+                {"type": "turn.completed"},
+            ],
+            ("last", 0, False),
+        ),
+        ("codex", [{"type": "turn.failed", "error": {"message": "no"}}], ("no", 0, True)),
+        ("codex", [], ("", 0, True)),
+        (
+            "opencode",
+            [{"type": "step_finish"}, {"type": "text", "part": {"text": "done"}}, {"type": "step_finish"}],
+            ("done", 2, False),
+        ),
+        ("opencode", [{"type": "error", "error": {"name": "x"}}], ('{"name": "x"}', 0, True)),
+        (
+            "mini-swe-agent",
+            [{"type": "result", "status": "Submitted", "result": "", "turns": 3}],
+            ("Submitted", 3, False),
+        ),
+        (
+            "mini-swe-agent",
+            [{"type": "result", "status": "ContextWindowExceededError", "result": "long", "turns": 3}],
+            ("long", 3, True),
+        ),
+    ],
+)
+def test_endings(
+    kind: str,
+    lines: list[object],
+    ending: tuple[str, int, bool],
+    tmp_path: Path,
+) -> None:
+    found = KINDS[kind](ProgramConfig(folder=tmp_path)).ending(printed(*lines))
+    assert (found.result, found.turns, found.error) == ending
+
+
+def test_only_the_end_of_what_is_printed_is_kept() -> None:
+    out = printed(*({"n": number, "pad": "x" * 30} for number in range(100)), max_bytes=1024)
+    out.add(Stream.STDERR, b"e" * 10_000)
+    numbers = [event["n"] for event in out.events()]
+    assert numbers[0] == 99
+    assert 15 < len(numbers) < 30
+    assert len(out.text()) < 1024 + 8192 + 64
+    assert out.text().endswith("e" * 8192)
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "[1]", "\x00", '{"a":', "null"])
+def test_what_is_no_event_is_passed_over(line: str) -> None:
+    assert list(printed({"a": 1}, line, max_bytes=1 << 20).events()) == [{"a": 1}]
+
+
+def test_where_a_session_is() -> None:
+    assert target_of("http://127.0.0.1:80/s/a-b_c/") == (HostPort(host="127.0.0.1", port=80), "/s/a-b_c")
+    for url in ("https://h/s/x", "http://h:1", "http://h:1/", "", "/s/x"):
+        with pytest.raises(ValueError, match="base URL"):
+            target_of(url)
+
+
+SOLVED = Verdict(reward=1.0, cause=Cause.SOLVED)
+
+
+@pytest.mark.parametrize(
+    ("stop", "exhausted", "verdict", "cause"),
+    [
+        (StopReason.FINISHED, Exhausted.NONE, SOLVED, Cause.SOLVED),
+        (StopReason.FINISHED, Exhausted.CONTEXT, SOLVED, Cause.SOLVED),
+        (StopReason.FINISHED, Exhausted.TURNS, SOLVED, Cause.BUDGET),
+        (StopReason.ERROR, Exhausted.NONE, SOLVED, Cause.SOLVED),
+        (StopReason.ERROR, Exhausted.CONTEXT, SOLVED, Cause.BUDGET),
+        (StopReason.TIME, Exhausted.NONE, SOLVED, Cause.BUDGET),
+        (StopReason.TIME, Exhausted.NONE, Verdict(reward=0.0, cause=Cause.INVALID), Cause.INVALID),
+    ],
+)
+def test_what_an_end_means_for_the_outcome(
+    stop: StopReason, exhausted: Exhausted, verdict: Verdict, cause: Cause
+) -> None:
+    outcome = outcome_of(AgentReport(stop=stop, turns=1), exhausted, verdict)
+    assert (outcome.reward, outcome.trainable, outcome.cause) == (verdict.reward, True, cause)

@@ -1,0 +1,338 @@
+"""The Chat Completions dialect: requests of mini-swe-agent, qwen-code, opencode; answers as their clients read them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from headrace.serve.conversation import (
+    Message,
+    Reasoning,
+    Role,
+    Text,
+    ToolCall,
+    ToolResult,
+    ToolSpec,
+    TurnAnswer,
+    TurnEnd,
+    say,
+)
+from headrace.serve.dialects.chat import ChatCompletions
+from headrace.serve.errors import (
+    BadRequest,
+    BodyTooLarge,
+    ContextExceeded,
+    GatewayBroken,
+    InfraError,
+    NoEngineOpen,
+    SessionUnknown,
+    WireError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from headrace.serve.dialects.dialect import WireRequest
+
+DIALECT = ChatCompletions()
+USER = {"role": "user", "content": "hello"}
+PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+BASH = {"type": "function", "function": {"name": "bash", "description": "Runs", "parameters": PARAMETERS}}
+CALL = ToolCall("call_1", "bash", '{"command": "ls"}')
+WIRE_CALL = {"id": "call_1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
+
+
+@pytest.fixture(name="wires", scope="module")
+def wires_fixture(load_support: Callable[[str], ModuleType]) -> ModuleType:
+    return load_support("wires")
+
+
+def parse(**body: object) -> WireRequest:
+    return DIALECT.parse(orjson.dumps({"model": "gpt-x", "messages": [USER]} | body), {})
+
+
+def messages(*entries: object) -> tuple[Message, ...]:
+    return parse(messages=list(entries)).turn.messages
+
+
+def answered(*blocks: Any, end: TurnEnd = TurnEnd.CALLS) -> TurnAnswer:
+    return TurnAnswer(turn_id="t1", blocks=blocks, end=end, prompt_tokens=5, completion_tokens=2, cached_tokens=3)
+
+
+def test_a_tool_turn_of_mini_swe_agent_is_read() -> None:
+    said = {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "hm",
+        "tool_calls": [WIRE_CALL, WIRE_CALL | {"id": "call_2"}],
+        "function_call": None,
+        "provider_specific_fields": {"refusal": None, "reasoning_content": "hm"},
+        "annotations": [],
+    }
+    request = parse(
+        messages=[
+            {"role": "system", "content": "rules"},
+            USER,
+            said,
+            {"role": "tool", "tool_call_id": "call_1", "content": "a"},
+            {"role": "tool", "tool_call_id": "call_2", "content": [{"type": "text", "text": "b"}], "name": "bash"},
+        ],
+        tools=[BASH],
+        parallel_tool_calls=True,
+        temperature=0.0,
+        drop_params=True,
+    )
+    assert request.turn.messages == (
+        say(Role.SYSTEM, "rules"),
+        say(Role.USER, "hello"),
+        Message(Role.ASSISTANT, (Reasoning("hm"), Text("I look."), CALL, ToolCall("call_2", "bash", CALL.arguments))),
+        Message(Role.TOOL, (ToolResult("call_1", "a"), ToolResult("call_2", "b"))),
+    )
+    assert request.turn.tools == (ToolSpec("bash", "Runs", PARAMETERS),)
+    assert (request.stream, request.include_usage, request.turn.max_tokens) == (False, False, None)
+
+
+def test_a_streamed_request_of_qwen_code_is_read() -> None:
+    request = parse(
+        messages=[
+            {"role": "system", "content": "rules"},
+            {"role": "user", "content": [{"type": "text", "text": "This is the context."}]},
+            {"role": "assistant", "content": "Got it. Thanks for the context!"},
+            USER,
+        ],
+        tools=[BASH],
+        stream=True,
+        stream_options={"include_usage": True},
+        max_tokens=8000,
+        metadata={"sessionId": "1"},
+    )
+    assert (request.stream, request.include_usage, request.turn.max_tokens) == (True, True, 8000)
+    assert [message.role for message in request.turn.messages] == [Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.USER]
+
+
+def test_a_side_call_of_opencode_without_tools_is_read() -> None:
+    entries = [{"role": "system", "content": "title"}, USER, {"role": "user", "content": '"fix it"\n'}]
+    request = parse(messages=entries, stream=True, tool_choice=None, tools=None)
+    assert (request.turn.tools, len(request.turn.messages)) == ((), 3)
+
+
+def test_fields_of_a_request_are_read() -> None:
+    request = parse(max_tokens=9, max_completion_tokens=7, stop="END", tool_choice="none", surprise={"x": 1})
+    assert (request.turn.max_tokens, request.turn.stop, request.turn.calls_allowed) == (7, ("END",), False)
+    assert (request.model, request.turn.model) == ("gpt-x", "gpt-x")
+    unnamed = parse(model=None, tools=[{"type": "web_search"}, {"type": "custom", "custom": {"name": "x"}}])
+    assert (unnamed.model, unnamed.turn.model, unnamed.turn.tools) == ("policy", "", ())
+
+
+def test_developer_and_later_system_messages_stay_in_place() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert messages({"role": "developer", "content": parts}, USER, {"role": "system", "content": "c"}) == (
+        say(Role.SYSTEM, "a\n\nb"),
+        say(Role.USER, "hello"),
+        say(Role.SYSTEM, "c"),
+    )
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}, {"content": []}])
+def test_null_empty_and_missing_contents_are_equal(content: dict[str, object]) -> None:
+    said = messages({"role": "assistant", "tool_calls": [WIRE_CALL], "reasoning_content": ""} | content, USER)
+    assert said[0] == Message(Role.ASSISTANT, (CALL,))
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        ({"arguments": '{"a'}, '{"a'),
+        ({"arguments": ""}, ""),
+        ({"arguments": None}, "{}"),
+        ({}, "{}"),
+        ({"arguments": {"a": 1}}, '{"a":1}'),
+    ],
+)
+def test_arguments_are_taken_as_they_are(function: dict[str, object], arguments: str) -> None:
+    call = {"id": "1", "function": {"name": "bash"} | function}
+    said = messages({"role": "assistant", "tool_calls": [call, {"type": "custom", "custom": {}}]}, USER)
+    assert said[0].blocks == (ToolCall("1", "bash", arguments),)
+
+
+def test_reasoning_has_two_names() -> None:
+    for extra in ({"reasoning_content": "hm"}, {"reasoning": "hm"}, {"reasoning_content": "hm", "reasoning": "other"}):
+        assert messages({"role": "assistant", "content": "a"} | extra, USER)[0].blocks == (Reasoning("hm"), Text("a"))
+    assert messages({"role": "assistant", "content": "a", "reasoning": {"x": 1}}, USER)[0].blocks == (Text("a"),)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [USER, {"role": "wizard", "content": ""}]}, "messages[1].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
+        ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}, USER]}, "messages[0].tool_calls[0].function"),
+        ({"messages": [{"role": "assistant", "tool_calls": 1}, USER]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "tool", "tool_call_id": 7, "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"n": 2}, "n"),
+        ({"n": "1"}, "n"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+        ({"tools": [BASH, 3]}, "tools[1]"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "bash"}}}, "tool_choice"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": True}, "stream_options"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"max_completion_tokens": True}, "max_completion_tokens"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x" * 257]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"model": 3}, "model"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(wrong: dict[str, object], field: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse(**wrong)
+    assert caught.value.field == field
+    error = DIALECT.error(caught.value)["error"]
+    assert error == {
+        "message": str(caught.value),
+        "type": "invalid_request_error",
+        "param": field,
+        "code": "invalid_request",
+    }
+
+
+def test_the_answer_is_a_chat_completion() -> None:
+    turn = answered(Reasoning("hm"), Text("I look."), CALL)
+    assert DIALECT.answer(parse(), turn, created_s=7) == {
+        "id": "chatcmpl-t1",
+        "object": "chat.completion",
+        "created": 7,
+        "model": "gpt-x",
+        "choices": [
+            {
+                "index": 0,
+                "message": {
+                    "role": "assistant",
+                    "content": "I look.",
+                    "refusal": None,
+                    "tool_calls": [WIRE_CALL],
+                    "reasoning_content": "hm",
+                },
+                "finish_reason": "tool_calls",
+                "logprobs": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 5,
+            "completion_tokens": 2,
+            "total_tokens": 7,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (TurnEnd.STOP, "stop"),
+        (TurnEnd.STOP_STRING, "stop"),
+        (TurnEnd.CALLS, "tool_calls"),
+        (TurnEnd.LENGTH, "length"),
+    ],
+)
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        (Text("a\u2028b\x85c"), Text("d")),
+        (Reasoning("one"), Text("x"), Reasoning("two")),
+        (CALL, ToolCall("call_2", "bash", '{"a')),
+        (Reasoning("hm"), CALL),
+        (Reasoning("hm"),),
+        (),
+    ],
+)
+def test_the_stream_says_the_same_as_the_answer(
+    wires: ModuleType, blocks: tuple[Any, ...], end: TurnEnd, reason: str
+) -> None:
+    request, turn = parse(stream=True, stream_options={"include_usage": True}), answered(*blocks, end=end)
+    folded = wires.fold_chat(DIALECT.ping + DIALECT.stream(request, turn, created_s=7))
+    whole: Any = DIALECT.answer(request, turn, created_s=7)
+    (choice,) = whole["choices"]
+    assert folded["message"] | {"refusal": None} == choice["message"]
+    assert folded["finish_reason"] == choice["finish_reason"] == reason
+    assert folded["usage"] == whole["usage"]
+
+
+def test_contents_of_answers_without_text() -> None:
+    def content(*blocks: Any) -> object:
+        document: Any = DIALECT.answer(parse(), answered(*blocks), created_s=7)
+        return document["choices"][0]["message"]["content"]
+
+    assert content(CALL) is None
+    assert content(Reasoning("hm")) == ""
+    assert content() == ""
+
+
+@pytest.mark.parametrize("asked", [True, False, None])
+def test_usage_ends_a_stream_only_where_it_was_asked_for(wires: ModuleType, asked: bool | None) -> None:
+    request = parse(stream=True, stream_options={"include_usage": asked})
+    events = wires.read_events(DIALECT.stream(request, answered(Text("a")), created_s=7))
+    chunks = [data for _, data in events[:-1]]
+    assert [chunk["choices"] == [] for chunk in chunks].count(True) == (1 if asked else 0)
+    assert all(("usage" in chunk) is bool(asked) for chunk in chunks)
+
+
+def test_what_the_client_echoes_is_what_was_sampled(wires: ModuleType) -> None:
+    blocks = (Reasoning("hm"), Text("I look.\n"), CALL, ToolCall("call_2", "bash", '{"a'))
+    request, turn = parse(stream=True), answered(*blocks)
+    echo = wires.fold_chat(DIALECT.stream(request, turn, created_s=7))["message"]
+    assert messages(USER, echo, {"role": "tool", "tool_call_id": "call_1", "content": ""})[1].blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "kind"),
+    [
+        (BadRequest("no", "stop"), 400, "invalid_request_error"),
+        (SessionUnknown("gone"), 400, "invalid_request_error"),
+        (BodyTooLarge("big"), 413, "invalid_request_error"),
+        (InfraError("engine"), 503, "server_error"),
+        (NoEngineOpen("shut"), 503, "server_error"),
+        (GatewayBroken("bug"), 500, "server_error"),
+    ],
+)
+def test_errors_are_worded_for_this_wire(wires: ModuleType, failure: WireError, status: int, kind: str) -> None:
+    error = {"message": str(failure), "type": kind, "param": failure.field, "code": failure.code}
+    assert (DIALECT.status(failure), DIALECT.error(failure)) == (status, {"error": error})
+    assert not DIALECT.refuses_in_stream(failure)
+    # No [DONE]: a client must not take this for an end.
+    assert wires.read_events(DIALECT.stream_error(parse(), failure)) == [("", {"error": error})]
+
+
+def test_a_full_context_has_openais_code_and_wording() -> None:
+    failure = ContextExceeded("too long", tokens=70000, limit=60000)
+    error: Any = DIALECT.error(failure)["error"]
+    assert (DIALECT.status(failure), error["type"], error["code"]) == (
+        400,
+        "invalid_request_error",
+        "context_length_exceeded",
+    )
+    assert error["message"].startswith("This model's maximum context length is 60000 tokens. However,")
+    assert "70000 tokens" in error["message"]
+
+
+def test_the_list_of_models_has_openais_form() -> None:
+    assert DIALECT.models(7) == {
+        "object": "list",
+        "data": [{"id": "policy", "object": "model", "created": 7, "owned_by": "headrace"}],
+    }

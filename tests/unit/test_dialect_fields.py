@@ -1,0 +1,125 @@
+"""What all wires refuse and take alike: broken JSON, depth, odd strings; and that their errors travel."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from headrace.serve.conversation import Role, Text, TurnAnswer, TurnEnd, say
+from headrace.serve.dialects.anthropic import AnthropicMessages
+from headrace.serve.dialects.chat import ChatCompletions
+from headrace.serve.dialects.responses import Responses
+from headrace.serve.errors import BadRequest, ContextExceeded, NoEngineOpen, WireError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from headrace.serve.dialects.dialect import Dialect
+
+WIRES: list[Dialect] = [AnthropicMessages(), ChatCompletions(), Responses()]
+DEEPEST_SCHEMA = 200
+
+
+def body(dialect: Dialect, text: str = "hello", schema: object = None) -> dict[str, Any]:
+    user = {"role": "user", "content": text}
+    if isinstance(dialect, AnthropicMessages):
+        return {"messages": [user], "tools": [{"name": "a", "input_schema": schema}]}
+    if isinstance(dialect, ChatCompletions):
+        return {"messages": [user], "tools": [{"type": "function", "function": {"name": "a", "parameters": schema}}]}
+    return {"input": [user], "tools": [{"type": "function", "name": "a", "parameters": schema}]}
+
+
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"items": value}
+    return value
+
+
+@pytest.mark.parametrize("dialect", WIRES)
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b"\xef\xbb\xbf{}",
+        b"[" * 100_000,
+        b'{"a":' * 1100 + b"1" + b"}" * 1100,
+        b'{"messages": NaN}',
+        b'{"max_tokens": 1e999}',
+        b'{"input": "\\ud800", "messages": "\\ud800"}',
+        b'{"model": "\xed\xa0\x80"}',
+        b"{}",
+    ],
+    ids=lambda data: repr(data[:24]),
+)
+def test_a_body_that_says_nothing_is_refused(dialect: Dialect, data: bytes) -> None:
+    with pytest.raises(BadRequest):
+        dialect.parse(data, {})
+
+
+@pytest.mark.parametrize("dialect", WIRES)
+def test_a_schema_may_be_deep_but_not_deeper_than_it_can_be_written(dialect: Dialect) -> None:
+    read = dialect.parse(orjson.dumps(body(dialect, schema=nested(DEEPEST_SCHEMA))), {})
+    assert read.turn.tools[0].parameters == nested(DEEPEST_SCHEMA)
+    with pytest.raises(BadRequest, match="nested too deeply"):
+        dialect.parse(json.dumps(body(dialect, schema=nested(240))).encode(), {})
+
+
+@pytest.mark.parametrize("dialect", WIRES)
+@pytest.mark.parametrize("text", ["\x00", "\u2028", "\U0001f600", " \n"])
+def test_odd_characters_are_kept(dialect: Dialect, text: str) -> None:
+    asked = dialect.parse(orjson.dumps(body(dialect, text)), {})
+    assert asked.turn.messages == (say(Role.USER, text),)
+    turn = TurnAnswer(turn_id="t", blocks=(Text(text),), end=TurnEnd.STOP)
+    assert orjson.dumps(text)[1:-1] in orjson.dumps(dialect.answer(asked, turn, created_s=0))
+
+
+@pytest.mark.parametrize("dialect", WIRES)
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1])
+def test_a_huge_wish_for_tokens_is_a_wish(dialect: Dialect, number: int) -> None:
+    wish = {"max_tokens": number, "max_output_tokens": number}
+    assert dialect.parse(orjson.dumps(body(dialect) | wish), {}).turn.max_tokens == number
+    with pytest.raises(BadRequest, match="whole number"):
+        dialect.parse(json.dumps(body(dialect) | dict.fromkeys(wish, 2**64)).encode(), {})
+
+
+@pytest.mark.parametrize("dialect", WIRES)
+@pytest.mark.parametrize("name", ["cache_control", "betas", "temperature", "logit_bias", "store", "service_tier"])
+def test_unknown_fields_leave_no_trace(dialect: Dialect, name: str) -> None:
+    plain = dialect.parse(orjson.dumps(body(dialect)), {})
+    assert dialect.parse(orjson.dumps(body(dialect) | {name: {"x": [None]}}), {}) == plain
+
+
+@pytest.mark.parametrize("dialect", WIRES)
+def test_pings_are_no_part_of_the_turn(dialect: Dialect, load_support: Callable[[str], ModuleType]) -> None:
+    wires = load_support("wires")
+    for _, data in wires.read_events(dialect.ping + dialect.ping):
+        assert data["type"] in ("ping", "keepalive")
+
+
+@pytest.mark.parametrize("dialect", WIRES)
+@pytest.mark.parametrize(
+    "failure", [BadRequest("no", "stop"), ContextExceeded("long", "messages", tokens=7, limit=5), NoEngineOpen("shut")]
+)
+def test_errors_read_the_same_after_pickling(dialect: Dialect, failure: WireError) -> None:
+    copy = pickle.loads(pickle.dumps(failure))
+    assert type(copy) is type(failure)
+    assert dialect.error(copy) == dialect.error(failure)
+
+
+@pytest.mark.parametrize("dialect", WIRES)
+@pytest.mark.parametrize(("tokens", "said"), [(70, "70"), (None, "61"), (60, "61")])
+def test_a_full_context_is_never_told_as_one_that_fits(dialect: Dialect, tokens: int | None, said: str) -> None:
+    message = str(dialect.error(ContextExceeded("long", tokens=tokens, limit=60)))
+    assert f"{said} tokens" in message
+    assert "60" in message

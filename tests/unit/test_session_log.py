@@ -1,0 +1,119 @@
+"""What a killed gateway finds again: sessions from their logs, whole lines only."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from tests.session_rig import Rig, asks, call, echo, results, user
+
+from headrace.serve.conversation import ToolSpec
+from headrace.serve.errors import LogBroken
+from headrace.serve.events import Exhausted, Failed, Spent
+from headrace.serve.rows import SessionReport, tree_of
+from headrace.serve.session import Sampling, Session, SessionId, SessionSpec
+from headrace.serve.session_log import Opened, SessionLog
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SPEC = SessionSpec(session_id=SessionId("rollout/1"), sampling=Sampling(temperature=0.7), traceparent="00-a-b-01")
+TOOLS = (ToolSpec("bash"),)
+
+
+def played() -> Rig:
+    """A life with everything in it."""
+    rig = Rig(Session(SPEC, 12.5))
+    rig.cut(asks(user("a"), tools=TOOLS), [*b"xy"])
+    first = rig.turn(asks(user("a"), tools=TOOLS), "THINK hm\n" + call("bash", command="é"))
+    shown = (user("a"), echo(first), results((first.blocks[1].id, "out")))  # type: ignore[union-attr]
+    rig.turn(asks(*shown, tools=TOOLS), "garbled")
+    rig.turn(asks(*shown, user("again"), tools=TOOLS), "on")
+    rig.turn(asks(user("other"), tools=TOOLS), "late", deliver=False)
+    rig.happened(Failed(failure="engine_failed: x"))
+    rig.happened(Spent(budget=Exhausted.WALL))
+    return rig
+
+
+def kept(folder: Path, rig: Rig) -> SessionLog:
+    log = SessionLog(folder)
+    log.open(Opened(spec=SPEC, token="t" * 32, opened_at=12.5))
+    for event in rig.events:
+        log.append(SPEC.session_id, event)
+    return log
+
+
+def same(one: SessionReport, other: SessionReport) -> None:
+    for name in SessionReport.__dataclass_fields__:
+        if name != "trajectory":
+            assert getattr(one, name) == getattr(other, name), name
+    assert one.trajectory is not None
+    assert other.trajectory is not None
+    for row, copy in zip(one.trajectory.rows, other.trajectory.rows, strict=True):
+        for field in ("tokens_T", "loss_mask_T", "logprobs_T"):
+            assert np.array_equal(getattr(row, field), getattr(copy, field))
+        assert row.versions == copy.versions
+
+
+def test_a_session_comes_back_as_it_was(tmp_path: Path) -> None:
+    rig = played()
+    kept(tmp_path, rig)
+    log = SessionLog(tmp_path)
+    [opened] = log.known()
+    assert opened == Opened(spec=SPEC, token="t" * 32, opened_at=12.5)
+    again = log.load(SPEC.session_id)
+    same(again.report(), rig.core.report())
+    assert tree_of(again) == tree_of(rig.core)
+    assert again.next_turn_id() == rig.core.next_turn_id()
+    assert again.spec == SPEC
+    request = asks(user("other"), tools=TOOLS)
+    found = again.replay(again.match(request), request, now=1e9)
+    assert found is not None, "what was not delivered is replayed"
+    assert found.answer == rig.core.trie.sampled[-1].answer
+    assert (tmp_path / next(os.walk(tmp_path))[2][0]).stat().st_mode & 0o077 == 0
+
+
+def test_every_prefix_of_a_log_is_a_session(tmp_path: Path) -> None:
+    rig = played()
+    kept(tmp_path, rig)
+    [path] = tmp_path.iterdir()
+    data = path.read_bytes()
+    lines = data.count(b"\n")
+    for cut in range(data.index(b"\n") + 1, len(data) + 1, 97):
+        path.write_bytes(data[:cut])
+        log = SessionLog(tmp_path)
+        core = log.load(SPEC.session_id)
+        whole = data[:cut].count(b"\n")
+        assert len(core.trie.sampled) <= 5
+        log.append(SPEC.session_id, Failed(failure="after the restart"))
+        assert path.read_bytes().count(b"\n") == whole + 1 <= lines + 1, "a torn line is not continued"
+        assert log.load(SPEC.session_id).failures[-1] == "after the restart"
+
+
+def test_a_finished_session_is_not_open_but_reports_again(tmp_path: Path) -> None:
+    rig = played()
+    log = kept(tmp_path, rig)
+    log.finish(SPEC.session_id)
+    assert list(log.known()) == []
+    again = log.load_finished(SPEC.session_id)
+    assert again is not None
+    same(again.report(), rig.core.report())
+    log.remove_finished(older_than_s=-1)
+    assert log.load_finished(SPEC.session_id) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"\xff\n", b'{"schema": 99}\n', b"[1]\n"])
+def test_files_that_are_no_sessions_are_passed_over(tmp_path: Path, content: bytes) -> None:
+    log = kept(tmp_path, played())
+    (tmp_path / "stranger.jsonl").write_bytes(content)
+    assert len(list(log.known())) == 1
+
+
+def test_a_log_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    log = SessionLog(tmp_path)
+    with pytest.raises(LogBroken, match="cannot be written"):
+        log.append(SPEC.session_id, Failed(failure="x"))
+    with pytest.raises(LogBroken, match="cannot be read"):
+        log.load(SPEC.session_id)
