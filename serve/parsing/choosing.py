@@ -1,15 +1,58 @@
-"""The parser that a configuration names."""
+"""Which parser reads the outputs of a model."""
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
+from headrace.serve.parsing.errors import ParserUnknown
 from headrace.serve.parsing.hermes import HermesParser
+from headrace.serve.parsing.plain import PlainParser
+from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
+from headrace.serve.parsing.sglang_parsers import SGLANG, SGLangParser
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headrace.serve.parsing.base import OutputParser
 
+_OURS: dict[str, Callable[[], OutputParser]] = {
+    "hermes": HermesParser,
+    "qwen3_coder": Qwen3CoderParser,
+    "none": PlainParser,
+}
+_SIGNS = (
+    (r"<function=", "qwen3_coder"),
+    (r"<arg_key>.*['\"]<tool_call>['\"]\s*[+~]|['\"]<tool_call>['\"]\s*[+~].*<arg_key>", f"{SGLANG}glm47"),
+    (r"<arg_key>", f"{SGLANG}glm45"),
+    (r"<tool_call>", "hermes"),
+    ("\uff5cDSML\uff5cfunction_calls", f"{SGLANG}deepseekv32"),
+    ("\uff5cDSML\uff5ctool_calls", f"{SGLANG}deepseekv4"),
+    (
+        "<\uff5ctool\u2581calls\u2581begin\uff5c>.*```json|```json.*<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        f"{SGLANG}deepseekv3",
+    ),
+    ("<\uff5ctool\u2581calls\u2581begin\uff5c>", f"{SGLANG}deepseekv31"),
+    (r"<\|tool_calls_section_begin\|>", f"{SGLANG}kimi_k2"),
+    (r"<\|channel\|>", f"{SGLANG}gpt-oss"),
+    (r"<\|python_tag\|>|ipython", f"{SGLANG}llama3"),
+    (r"\[TOOL_CALLS\]", f"{SGLANG}mistral"),
+)
+"""What a template's text shows of its calls, the first that is found."""
 
-def choose_parser(name: str, template: str) -> OutputParser:
-    """The parser called `name`; "auto" looks at the chat template's own text."""
-    return HermesParser()
+
+def choose_parser(name: str, template_text: str) -> OutputParser:
+    """`name`: auto (by what the chat template says of calls), hermes, qwen3_coder, none, or sglang:NAME. A template
+    that says nothing of calls is shown tools in the form of Hermes (template_messages.py), so auto is hermes there.
+
+    Raises:
+        ParserUnknown: no such parser.
+        ParserMissing: SGLang's, and it is not installed.
+    """
+    if name == "auto":
+        name = next((parser for sign, parser in _SIGNS if re.search(sign, template_text, re.DOTALL)), "hermes")
+    if name.startswith(SGLANG):
+        return SGLangParser(name.removeprefix(SGLANG))
+    if name not in _OURS:
+        raise ParserUnknown(f"gateway.parser: no parser {name!r}; there are auto, {', '.join(_OURS)} and {SGLANG}NAME")
+    return _OURS[name]()

@@ -1,62 +1,61 @@
-"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` and `<think>...</think>`: Qwen2.5, Qwen3, Hermes."""
+"""Calls as Hermes, Qwen2.5 and Qwen3 write them: a JSON object between <tool_call> and </tool_call>.
+
+Invariant: the arguments of a call are the very text that was sampled.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-import orjson
-
-from headrace.serve.conversation import Reasoning, Text
-from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
+from headrace.serve.parsing.base import ParsedCall
+from headrace.serve.parsing.json_spans import after_blanks, encodable, object_text, read_object
+from headrace.serve.parsing.scanning import NOTHING, Found, scan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.serve.conversation import ToolSpec
+    from headrace.serve.parsing.base import ParsedOutput
+    from headrace.serve.parsing.json_spans import Value
 
-_CALL: Final = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """See the module."""
+    """Implements `base.OutputParser`."""
+
+    opening = re.escape(OPENING)
+    closing = re.escape(CLOSING)
+    wrapping = NOTHING
+    begins = r"\s*\{"
 
     def parse(self, text: str, tools: Sequence[ToolSpec], *, in_reasoning: bool) -> ParsedOutput:
-        reasoning, rest = split_reasoning(text, in_reasoning=in_reasoning)
-        blocks: list[ParsedBlock] = [Reasoning(reasoning)] if reasoning.strip() else []
-        if not tools:
-            return ParsedOutput((*blocks, Text(rest)) if rest else tuple(blocks))
-        lost, at = 0, 0
-        for found in _CALL.finditer(rest):
-            call = _call(found[1])
-            if call is None:
-                lost += 1
-                continue
-            if (between := rest[at : found.start()]).strip():
-                blocks.append(Text(between.strip()))
-            blocks.append(call)
-            at = found.end()
-        if rest[at:].strip():
-            blocks.append(Text(rest[at:].strip()))
-        return ParsedOutput(tuple(blocks), lost)
+        return scan(text, self if tools else None, in_reasoning=in_reasoning)
+
+    def read(self, text: str, start: int) -> Found | None:
+        """A call that lacks its closing tag counts when its JSON is whole and nothing but the next call follows."""
+        found = read_object(text, after_blanks(text, start + len(OPENING)))
+        if found is None:
+            return None
+        fields, end = found
+        edge = after_blanks(text, end)
+        if text.startswith(CLOSING, edge):
+            end = edge + len(CLOSING)
+        elif edge < len(text) and not text.startswith(OPENING, edge):
+            return None
+        call = _call_of(fields)
+        return Found((call,), end) if call else None
 
 
-def split_reasoning(text: str, *, in_reasoning: bool) -> tuple[str, str]:
-    """Reasoning and the rest."""
-    if text.lstrip().startswith("<think>"):
-        text, in_reasoning = text.lstrip().removeprefix("<think>"), True
-    before, closing, after = text.partition("</think>")
-    if closing:
-        return before.strip("\n"), after.lstrip("\n")
-    return (text, "") if in_reasoning else ("", text)
-
-
-def _call(body: str) -> ParsedCall | None:
-    try:
-        given = orjson.loads(body)
-        name, arguments = given["name"], given.get("arguments", {})
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+def _call_of(fields: dict[str, Value]) -> ParsedCall | None:
+    name = fields["name"].value if "name" in fields else None
+    given = fields.get("arguments") or fields.get("parameters")
+    arguments: str | None = "{}"
+    if given is not None and given.value is not None:
+        arguments = given.text if isinstance(given.value, dict) else None
+        if isinstance(given.value, str):
+            arguments = object_text(given.value)
+    if not isinstance(name, str) or not name or arguments is None or not encodable(name + arguments):
         return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return ParsedCall(name, orjson.dumps(arguments).decode())
+    return ParsedCall(name, arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.policies.added_tokens import pattern_of
 from headrace.policies.tiny import PIECES
 from headrace.policies.tokenizer import ChatTokenizer
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
@@ -147,7 +149,7 @@ def family_of(templates: ModuleType, name: str) -> Any:
     return next(family for family in templates.FAMILIES if family.name == name)
 
 
-modest = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+modest = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -217,20 +219,34 @@ def test_a_prompt_has_the_control_tokens_of_its_shape_alone(
     assert skeleton(talk) == skeleton([about_nothing(message) for message in talk])
 
 
-long_texts = st.lists(
+repeated = st.lists(
     st.tuples(
         st.one_of(words, st.sampled_from((*SPELLINGS, "\n", "a b", "x\ny", "it's\n'll", ".\n/", "1\n2"))),
         st.integers(1, 400),
     ),
     max_size=12,
-).map(lambda parts: "".join(text * times for text, times in parts))
+)
 
 
 @pytest.mark.parametrize("name", BRIDGING)
 @modest
-@given(text=long_texts)
-def test_ids_in_pieces_are_the_ids_of_the_whole(renderers: dict[str, Renderer], name: str, text: str) -> None:
+@given(parts=repeated)
+def test_ids_in_pieces_are_the_ids_of_the_whole(
+    renderers: dict[str, Renderer], name: str, parts: list[tuple[str, int]]
+) -> None:
+    text = "".join(part * times for part, times in parts)
     encoder: PieceEncoder = renderers[name]._tokenizer._pieces  # type: ignore[attr-defined]
     whole = encoder._tokenizer.encode(text, add_special_tokens=False).ids
     assert encoder.ids(text).tolist() == whole
     assert encoder.ids(text).tolist() == whole, "from the cache"
+
+
+tokens = st.lists(st.text("<|ab1>", min_size=1, max_size=5), min_size=1, max_size=12)
+
+
+@given(tokens=tokens, text=st.text("<|ab1>", max_size=40))
+def test_spellings_are_found_leftmost_and_longest(tokens: list[str], text: str) -> None:
+    longest_first = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+    assert [found.span() for found in pattern_of(tokens).finditer(text)] == [
+        found.span() for found in longest_first.finditer(text)
+    ]
