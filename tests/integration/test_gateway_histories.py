@@ -256,16 +256,19 @@ async def test_parallel_calls_keep_order_and_ids_however_the_results_come(
 
 
 @EVERY
-async def test_parallel_calls_without_all_their_results_are_found_all_the_same(model_dir: Path, wire: Wire) -> None:
+@pytest.mark.parametrize("dropped", [0, 1, 2])
+async def test_parallel_calls_without_all_their_results_are_found_all_the_same(
+    model_dir: Path, wire: Wire, dropped: int
+) -> None:
     async with world(model_dir, Lines(THREE, "Done.", "Bye.")) as w:
         client = await w.client(wire, tools=TOOLS)
         ids = [call_id for call_id, _, _ in (await client.say("go")).calls]
-        await client.give((ids[0], "zero"), (ids[1], "one"), (ids[2], "two"))
-        # A later request has dropped one: pruned to save context.
-        lost = wire.results((ids[0], "zero"), (ids[2], "two"))
-        start = len(wire.user("go")) + len(wire.echo(None if wire is not RESPONSES else [0, 0, 0]))
-        del client.history[start : start + len(wire.results(*((call_id, "") for call_id in ids)))]
-        client.history[start:start] = lost
+        before = len(client.history)
+        given = [(ids[0], "zero"), (ids[1], "one"), (ids[2], "two")]
+        await client.give(*given)
+        # A later request has left one out: pruned to save context.
+        left = [pair for index, pair in enumerate(given) if index != dropped]
+        client.history[before : before + len(wire.results(*given))] = wire.results(*left)
         await client.say("on")
         assert is_one_conversation(w)
         await finished(w)
@@ -362,6 +365,17 @@ async def test_a_compaction_that_the_wire_names_is_told_in_its_lineage(model_dir
         await client.say("go on")
         report = await finished(w, lineages=3)
         assert any(lineage.name.endswith("compaction") for lineage in report.lineages)
+
+
+async def test_a_summary_without_tools_is_no_side_call_when_it_quotes_our_turns(model_dir: Path) -> None:
+    async with world(model_dir, Parts({"Summarise": ["All is well."], "": ["one", "two"]})) as w:
+        client = await w.client(CHAT, tools=TOOLS)
+        await client.say("mend it")
+        await client.say("on")
+        summing_up = Client(w.http, client.base_url, CHAT, system="You sum up.", history=list(client.history))
+        await summing_up.say("Summarise.")
+        report = await finished(w, lineages=2)
+        assert report.trained_tokens == report.sampled_tokens
 
 
 @EVERY
