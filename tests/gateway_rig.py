@@ -26,7 +26,7 @@ from headrace.serve.rows import SessionReport
 from headrace.serve.session import SessionId, SessionSpec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
     from pathlib import Path
 
     from opentelemetry.trace import Tracer
@@ -42,8 +42,8 @@ GUARD_S = 20.0
 
 @dataclass(kw_only=True)
 class Engine(ScriptedEngine):
-    """Also tells about itself, as SGLang does, and can be held: while `may_answer` is clear it answers only what is
-    aborted, while `may_abort` is clear it aborts nothing. `latency_s` is the time a turn takes."""
+    """Also tells about itself and knows stop strings, as SGLang does, and can be held: while `may_answer` is clear it
+    answers only what is aborted, while `may_abort` is clear it aborts nothing. `latency_s` is the time a turn takes."""
 
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     may_abort: asyncio.Event = field(default_factory=asyncio.Event)
@@ -92,6 +92,16 @@ class Engine(ScriptedEngine):
         self.requests.append(body)
         prompt = self.tokenizer.decode(body["input_ids"], skip_special_tokens=False)
         return self._reply(body, prompt, "", [self.stop_id - 1], {"type": "abort", "message": "Aborted"})
+
+    def _reply(
+        self, body: dict[str, Any], prompt: str, text: str, ids: list[int], finish: Mapping[str, Any]
+    ) -> web.Response:
+        ends = [text.find(stop) + len(stop) for stop in body["sampling_params"]["stop"] if stop in text]
+        if ends:
+            # What completes the string is the last that is sampled.
+            text = text[: min(ends)]
+            ids, finish = self.encode(text), {"type": "stop", "matched": "its own"}
+        return super()._reply(body, prompt, text, ids, finish)
 
     async def server_info(self, _request: web.Request) -> web.Response:
         return web.json_response({"version": "0.5.21", "context_length": self.context_length})

@@ -1,0 +1,499 @@
+"""What agents do to their histories, over real HTTP with a template of Qwen3's shape: no sampled token is lost or
+trained twice, and rows are the conversations there truly were."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.chat_templates import QWEN3
+from tests.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Reply, Wire, World, call_text, world
+from tests.scripted_engine import Ask, Fault, Parts, check_exact
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from headrace.serve.rows import SessionReport
+
+EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
+TOOLS = ("bash", "edit", "agent")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
+
+
+async def finished(w: World, *, masked: set[str] = frozenset(), lineages: int = 1) -> SessionReport:  # type: ignore[assignment]
+    """The report, checked against what the engine saw."""
+    report = await w.finish()
+    check_exact(report, w.engines)
+    assert set(report.masked) == set(masked)
+    assert len(report.lineages) == lineages
+    assert report.failures == ()
+    return report
+
+
+def is_one_conversation(w: World) -> bool:
+    """Each prompt begins with prompt and output of the turn before."""
+    sampled = w.engines[0].sampled
+    return all(
+        after.prompt_ids[: len(before.prompt_ids + before.output_ids)] == before.prompt_ids + before.output_ids
+        for before, after in pairwise(sampled)
+    )
+
+
+# Echoes that are not what was served.
+
+EDIT = {"file_path": "a.py", "old_string": "x", "new_string": "def f():  \n    return 1 \n"}
+
+
+def call_block(blocks: list[Any]) -> Any:
+    return next(block for block in blocks if block["type"] == "tool_use")
+
+
+def edit_rewritten(blocks: list[Any]) -> list[Any]:
+    block = call_block(blocks)
+    lines = block["input"]["new_string"].split("\n")
+    stripped = "\n".join(line.rstrip() for line in lines)
+    block["input"] = {"replace_all": False, "new_string": stripped, "file_path": "a.py", "old_string": "x"}
+    return blocks
+
+
+def folder_dropped(blocks: list[Any]) -> list[Any]:
+    call_block(blocks)["input"] = {"timeout": 5000, "command": "ls", "run_in_background": False}
+    return blocks
+
+
+def text_moved(blocks: list[Any]) -> list[Any]:
+    return sorted(blocks, key=lambda block: block["type"] == "tool_use")
+
+
+def blank_dropped(blocks: list[Any]) -> list[Any]:
+    return [block for block in blocks if block["type"] != "text" or block["text"].strip()]
+
+
+def reasoning_dropped(blocks: list[Any]) -> list[Any]:
+    return [block for block in blocks if block["type"] != "thinking"]
+
+
+def not_parsed(blocks: list[Any]) -> list[Any]:
+    raw = json.dumps(call_block(blocks)["input"])
+    call_block(blocks)["input"] = {"__unparsedToolInput": {"raw": raw, "len": len(raw)}}
+    return blocks
+
+
+BASH = {"command": "cd /work && ls", "timeout": "5000", "run_in_background": "false"}
+REWRITTEN: dict[str, tuple[str, Callable[[list[Any]], list[Any]]]] = {
+    "defaults, order, blanks": (call_text("edit", **EDIT), edit_rewritten),
+    "folder, types": (call_text("bash", **BASH), folder_dropped),
+    "text after a call": (call_text("bash", **BASH) + "\nI wait.", text_moved),
+    "blank text": (" \n" + call_text("bash", **BASH), blank_dropped),
+    "no reasoning": ("<think>\nhm\n</think>\n\n" + call_text("bash", **BASH), reasoning_dropped),
+    "arguments unread": (call_text("bash", **BASH), not_parsed),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("kind", REWRITTEN)
+async def test_an_echo_that_was_rewritten_loses_nothing(model_dir: Path, kind: str, stream: bool) -> None:
+    said, rewrite = REWRITTEN[kind]
+    async with world(model_dir, Lines(said, said, "Done.")) as w:
+        client = await w.client(ANTHROPIC, stream=stream, tools=TOOLS)
+        reply = await client.say("mend it")
+        for _ in range(2):
+            client.history[-1]["content"] = rewrite(copy.deepcopy(client.history[-1]["content"]))
+            reply = await client.give((reply.calls[0][0], "output"))
+        assert reply.text == "Done."
+        assert is_one_conversation(w)
+        assert (await finished(w)).rerendered == 0
+
+
+def arguments_compact(message: dict[str, Any]) -> None:
+    function = message["tool_calls"][0]["function"]
+    function["arguments"] = json.dumps(json.loads(function["arguments"]), separators=(",", ":"), ensure_ascii=False)
+
+
+def fields_added(message: dict[str, Any]) -> None:
+    message |= {"provider_specific_fields": {"x": None}, "function_call": None, "content": ""}
+
+
+def reasoning_renamed(message: dict[str, Any]) -> None:
+    message["reasoning"] = message.pop("reasoning_content", "other words")
+
+
+@pytest.mark.parametrize("change", [arguments_compact, fields_added, reasoning_renamed])
+async def test_an_echo_of_another_openai_client_loses_nothing(
+    model_dir: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    said = "<think>\nhm\n</think>\n\n" + call_text("bash", command="echo é", n=1)
+    async with world(model_dir, Lines(said, said, "Done.")) as w:
+        client = await w.client(CHAT, tools=TOOLS)
+        reply = await client.say("mend it")
+        for _ in range(2):
+            change(client.history[-1])
+            reply = await client.give((reply.calls[0][0], "output"))
+        assert is_one_conversation(w)
+        assert (await finished(w)).rerendered == 0
+
+
+async def test_what_changes_from_request_to_request_matters_not(model_dir: Path) -> None:
+    """Cache marks that move, a billing line that counts, ids of items, provider fields."""
+    async with world(model_dir, Lines("a", "b", "c")) as w:
+        client = await w.client(ANTHROPIC, tools=TOOLS)
+        for number in range(3):
+            for message in client.history:
+                if isinstance(message["content"], list):
+                    message["content"][-1].pop("cache_control", None)
+            client.history += [{"role": "user", "content": [{"type": "text", "text": f"turn {number}"}]}]
+            client.history[-1]["content"][0]["cache_control"] = {"type": "ephemeral"}
+            billing = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.{number}; cch={number};"}
+            system = [billing, {"type": "text", "text": "You repair things."}]
+            reply = await client.send(client.body(system=system, metadata={"user_id": str(number)}))
+            client.history += ANTHROPIC.echo(reply.kept)
+        assert is_one_conversation(w)
+        await finished(w)
+
+
+async def test_ids_of_items_matter_not(model_dir: Path) -> None:
+    async with world(model_dir, Lines("<think>\nhm\n</think>\n\na", "b", "c")) as w:
+        client = await w.client(RESPONSES, tools=TOOLS)
+        for number in range(3):
+            await client.say(f"turn {number}")
+            for position, item in enumerate(client.history):
+                item |= {"id": f"rewritten_{number}_{position}", "status": None}
+        assert is_one_conversation(w)
+        await finished(w)
+
+
+async def test_system_messages_in_the_middle_only_append(model_dir: Path) -> None:
+    async with world(model_dir, Lines("a", "b", "c")) as w:
+        client = await w.client(ANTHROPIC, tools=TOOLS)
+        await client.ask({"role": "user", "content": "mend it"}, {"role": "system", "content": "a reminder"})
+        await client.ask({"role": "system", "content": "a notice"}, {"role": "user", "content": "on"})
+        await client.ask({"role": "user", "content": "and"}, {"role": "system", "content": "another"})
+        assert is_one_conversation(w)
+        assert "another" in w.engines[0].sampled[-1].prompt
+        await finished(w)
+
+
+async def test_leading_developer_messages_are_one_system_message(model_dir: Path) -> None:
+    async with world(model_dir, Lines("a", "b")) as w:
+        client = await w.client(RESPONSES, system="")
+        texts = ("rules", "and more rules")
+        client.history += [{"type": "message", "role": "developer", "content": text} for text in texts]
+        await client.say("environment")
+        await client.say("task")
+        assert w.engines[0].sampled[0].prompt.startswith("<|im_start|>system\nrules\n\nand more rules<|im_end|>")
+        assert is_one_conversation(w)
+        await finished(w)
+
+
+def stripped(blocks: list[Any]) -> list[Any]:
+    return [block for block in blocks if block["type"] != "thinking"]
+
+
+def summarised(blocks: list[Any]) -> list[Any]:
+    return [block | {"thinking": "shorter"} if block["type"] == "thinking" else block for block in blocks]
+
+
+@pytest.mark.parametrize("change", [list, stripped, summarised], ids=["echoed", "stripped", "summarised"])
+async def test_reasoning_stays_in_the_tokens_whatever_comes_back(
+    model_dir: Path, change: Callable[[list[Any]], list[Any]]
+) -> None:
+    async with world(model_dir, Lines("<think>\nlong thoughts\n</think>\n\nWell.", "Done.")) as w:
+        client = await w.client(ANTHROPIC)
+        await client.say("go")
+        client.history[-1]["content"] = change(client.history[-1]["content"])
+        await client.say("on")
+        assert is_one_conversation(w)
+        assert "long thoughts" in w.engines[0].sampled[1].prompt
+        await finished(w)
+
+
+# Calls and results.
+
+THREE = "\n".join(call_text("bash", command=str(number)) for number in range(3))
+
+
+def in_order(ids: list[str]) -> list[str]:
+    return ids
+
+
+def reordered(ids: list[str]) -> list[str]:
+    return ids[::-1]
+
+
+def doubled(ids: list[str]) -> list[str]:
+    return [*ids, ids[0]]
+
+
+@EVERY
+@pytest.mark.parametrize("change", [in_order, reordered, doubled])
+async def test_parallel_calls_keep_order_and_ids_however_the_results_come(
+    model_dir: Path, wire: Wire, change: Callable[[list[str]], list[str]]
+) -> None:
+    async with world(model_dir, Lines(THREE, "Done.", "Bye.")) as w:
+        client = await w.client(wire, tools=TOOLS)
+        reply = await client.say("go")
+        assert [given["command"] for _, _, given in reply.calls] == ["0", "1", "2"]
+        ids = [call_id for call_id, _, _ in reply.calls]
+        assert len(set(ids)) == 3
+        await client.give(*((call_id, f"output {call_id}") for call_id in change(ids)))
+        await client.say("on")
+        assert is_one_conversation(w)
+        prompt = w.engines[0].sampled[1].prompt
+        places = [prompt.find(f"output {call_id}") for call_id in ids]
+        assert places == sorted(places)
+        assert all(prompt.count(f"output {call_id}") == 1 for call_id in ids)
+        assert prompt.count("<|im_start|>user") == 2, "all results stand in one boundary"
+        await finished(w)
+
+
+@EVERY
+@pytest.mark.parametrize("dropped", [0, 1, 2])
+async def test_parallel_calls_without_all_their_results_are_found_all_the_same(
+    model_dir: Path, wire: Wire, dropped: int
+) -> None:
+    async with world(model_dir, Lines(THREE, "Done.", "Bye.")) as w:
+        client = await w.client(wire, tools=TOOLS)
+        ids = [call_id for call_id, _, _ in (await client.say("go")).calls]
+        before = len(client.history)
+        given = [(ids[0], "zero"), (ids[1], "one"), (ids[2], "two")]
+        await client.give(*given)
+        # A later request has left one out: pruned to save context.
+        left = [pair for index, pair in enumerate(given) if index != dropped]
+        client.history[before : before + len(wire.results(*given))] = wire.results(*left)
+        await client.say("on")
+        assert is_one_conversation(w)
+        await finished(w)
+
+
+async def test_parallel_calls_echoed_as_several_messages_are_one_turn(model_dir: Path) -> None:
+    async with world(model_dir, Lines(THREE, "Done.")) as w:
+        client = await w.client(CHAT, tools=TOOLS)
+        reply = await client.say("go")
+        message = client.history.pop()
+        for call in message["tool_calls"]:
+            client.history += [message | {"tool_calls": [call]}, *CHAT.results((call["id"], "output"))]
+        await client.say("on")
+        assert reply.calls
+        assert is_one_conversation(w)
+        await finished(w)
+
+
+# Several conversations.
+
+
+async def test_subagents_are_lineages_of_their_own(model_dir: Path) -> None:
+    """A parent calls two; they run side by side, and it goes on as if nothing had been."""
+    script = Parts(
+        {
+            "You explore A": [call_text("bash", command="A"), "A is so."],
+            "You explore B": [call_text("bash", command="B"), "B is so."],
+            "": ["\n".join(call_text("agent", task=name) for name in "AB"), "Both are so."],
+        }
+    )
+    async with world(model_dir, script) as w:
+        parent = await w.client(ANTHROPIC, tools=TOOLS)
+        reply = await parent.say("explore")
+
+        async def explore(name: str) -> str:
+            headers = {"x-claude-code-agent-id": f"agent-{name}"}
+            system = f"You explore {name}."
+            child = Client(w.http, parent.base_url, ANTHROPIC, tools=("bash",), system=system, headers=headers)
+            first = await child.say(f"look at {name}")
+            return (await child.give((first.calls[0][0], "out"))).text
+
+        found = await asyncio.gather(explore("A"), explore("B"))
+        await parent.give(*((call_id, text) for (call_id, _, _), text in zip(reply.calls, found, strict=True)))
+        report = await finished(w, lineages=3)
+        assert report.turns == 6
+        assert report.trained_tokens == report.sampled_tokens
+        names = [lineage.name for lineage in report.lineages]
+        assert sorted(name.partition(".")[2] for name in names) == ["", "agent-A", "agent-B"]
+
+
+async def test_a_side_call_is_masked(model_dir: Path) -> None:
+    """A title for the session, asked beside the first turn, without tools."""
+    async with world(model_dir, Parts({"title": ["Repairs"], "": ["one", "two"]})) as w:
+        client = await w.client(ANTHROPIC, tools=TOOLS)
+        side = Client(w.http, client.base_url, ANTHROPIC, system="Write a title.")
+        await asyncio.gather(side.say("mend it"), client.say("mend it"))
+        await client.say("on")
+        await finished(w, masked={"side"})
+
+
+async def test_a_compaction_continues_on_a_new_root_and_is_trained(model_dir: Path) -> None:
+    """As Claude Code does it: the last pair is removed, the order to summarise stands inside the last user message;
+    then comes the summary, and the kept tail."""
+    look, again = call_text("bash", command="look"), call_text("bash", command="again")
+    script = Parts({"CRITICAL": ["Summary: all is well."], "Summary: all": ["Done."], "": [look, again]})
+    async with world(model_dir, script) as w:
+        client = await w.client(ANTHROPIC, tools=TOOLS)
+        first = await client.say("mend it")
+        second = await client.give((first.calls[0][0], "out 1"))
+        client.history += ANTHROPIC.results((second.calls[0][0], "out 2"))
+        tail = client.history[-2:]
+        # The request that did not fit is not seen by any engine.
+        asked = copy.deepcopy(client.history[:-2])
+        asked[-1]["content"].append({"type": "text", "text": "CRITICAL: Respond with TEXT ONLY. Summarise."})
+        summary = await client.send(client.body(messages=asked))
+        assert summary.text == "Summary: all is well."
+        client.history = [*ANTHROPIC.user(summary.text), *tail]
+        assert (await client.say("go on")).text == "Done."
+        report = await finished(w, lineages=3)
+        assert (report.turns, report.trained_tokens) == (4, report.sampled_tokens)
+
+
+async def test_a_compaction_that_the_wire_names_is_told_in_its_lineage(model_dir: Path) -> None:
+    """As Codex does it: no tools, another user item, and a word in its metadata."""
+    script = Parts({"CHECKPOINT": ["Summary: fine."], "Summary: fine": ["Done."], "": ["one", "two"]})
+    async with world(model_dir, script) as w:
+        client = await w.client(RESPONSES, tools=TOOLS)
+        await client.say("mend it")
+        await client.say("on")
+        compact = Client(w.http, client.base_url, RESPONSES, history=list(client.history))
+        compact.headers = {"x-codex-turn-metadata": '{"request_kind": "compaction"}'}
+        summary = await compact.say("CONTEXT CHECKPOINT COMPACTION")
+        client.history = [*RESPONSES.user("mend it"), *RESPONSES.user(summary.text)]
+        await client.say("go on")
+        report = await finished(w, lineages=3)
+        assert any(lineage.name.endswith("compaction") for lineage in report.lineages)
+
+
+async def test_a_summary_without_tools_is_no_side_call_when_it_quotes_our_turns(model_dir: Path) -> None:
+    async with world(model_dir, Parts({"Summarise": ["All is well."], "": ["one", "two"]})) as w:
+        client = await w.client(CHAT, tools=TOOLS)
+        await client.say("mend it")
+        await client.say("on")
+        summing_up = Client(w.http, client.base_url, CHAT, system="You sum up.", history=list(client.history))
+        await summing_up.say("Summarise.")
+        report = await finished(w, lineages=2)
+        assert report.trained_tokens == report.sampled_tokens
+
+
+@EVERY
+async def test_tools_that_change_begin_another_row(model_dir: Path, wire: Wire) -> None:
+    async with world(model_dir, Lines("a", "b")) as w:
+        client = await w.client(wire, tools=("bash",))
+        await client.say("go")
+        client.tools = ("bash", "edit")
+        await client.say("on")
+        report = await finished(w, lineages=2)
+        assert report.rerendered == 1
+
+
+# Turns that agents drop.
+
+
+@EVERY
+async def test_a_turn_that_the_agent_dropped_is_abandoned_and_masked(model_dir: Path, wire: Wire) -> None:
+    """No visible output: its message is left out, and what comes next stands where it stood."""
+    look = call_text("bash", command="look")
+    async with world(model_dir, Lines(look, "<think>\nhm\n</think>\n\n", "Done.", "Bye.")) as w:
+        client = await w.client(wire, tools=TOOLS)
+        first = await client.say("go")
+        await client.give((first.calls[0][0], "out"))
+        del client.history[-len(wire.echo(client.history[-1:] if wire is RESPONSES else None)) :]
+        await client.say("There was no visible output.")
+        await client.say("on")
+        report = await finished(w, masked={"abandoned"})
+        assert report.masked["abandoned"] == len(w.engines[0].sampled[1].output_ids)
+
+
+async def test_a_nudge_inside_the_last_message_branches_below_the_result(model_dir: Path) -> None:
+    """As Claude Code does it after an empty answer."""
+    look = call_text("bash", command="look")
+    async with world(model_dir, Lines(look, "", "Done.")) as w:
+        client = await w.client(ANTHROPIC, tools=TOOLS)
+        first = await client.say("go")
+        await client.give((first.calls[0][0], "out"))
+        client.history.pop()
+        client.history[-1]["content"].append({"type": "text", "text": "No visible output. Continue."})
+        await client.send(client.body())
+        report = await finished(w, masked={"abandoned"})
+        assert report.rerendered == 0
+
+
+async def test_a_malformed_turn_that_is_left_out_is_never_merged(model_dir: Path) -> None:
+    """As mini-swe-agent does it: only an error of the user is appended."""
+    async with world(model_dir, Lines("no call at all", call_text("bash", command="ls"), "Done.")) as w:
+        client = await w.client(CHAT, tools=TOOLS)
+        await client.say("go")
+        client.history.pop()
+        reply = await client.say("There was no call in your answer.")
+        await client.give((reply.calls[0][0], "out"))
+        report = await finished(w, masked={"abandoned"})
+        assert "no call at all" not in w.engines[0].sampled[-1].prompt
+        assert report.turns == 3
+
+
+async def test_an_assistants_turn_that_somebody_made_up_is_never_trained(model_dir: Path) -> None:
+    async with world(model_dir, Lines("a", "b")) as w:
+        client = await w.client(CHAT)
+        client.history += [*CHAT.user("context"), {"role": "assistant", "content": "Got it. Thanks for the context!"}]
+        await client.say("task")
+        await client.say("on")
+        await finished(w)
+
+
+@EVERY
+async def test_an_edited_history_is_a_row_of_its_own(model_dir: Path, wire: Wire) -> None:
+    async with world(model_dir, Lines("a", "b", "c")) as w:
+        client = await w.client(wire)
+        await client.say("one")
+        await client.say("two")
+        client.history[0] = wire.user("another one")[0]
+        await client.say("three")
+        report = await finished(w, lineages=2)
+        assert report.rerendered == 1
+
+
+async def test_a_rewind_is_a_branch_that_shares_its_beginning(model_dir: Path) -> None:
+    async with world(model_dir, Lines("a", "b", "c", "d")) as w:
+        client = await w.client(CHAT)
+        await client.say("one")
+        beginning = list(client.history)
+        await client.say("two")
+        await client.say("three")
+        client.history = beginning
+        await client.say("another two")
+        report = await finished(w, lineages=2)
+        assert (report.rerendered, report.trained_tokens) == (0, report.sampled_tokens)
+
+
+async def test_the_tree_tells_what_became_of_every_turn(model_dir: Path) -> None:
+    def script(ask: Ask) -> str | Fault:
+        return Fault.HANG if "hang" in ask.prompt else f"answer {ask.number}"
+
+    async with world(model_dir, script) as w:
+        client = await w.client(CHAT, tools=TOOLS)
+        await client.say("one")
+        dropped: Reply = await client.say("two")
+        client.history[-2:] = []
+        await client.say("two, otherwise")
+        leaving = asyncio.ensure_future(client.send(client.body(messages=CHAT.user("hang"))))
+        async with asyncio.timeout(20):
+            while len(w.engines[0].requests) < 4:
+                w.engines[0].asked.clear()
+                await w.engines[0].asked.wait()
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        status, document = await w.post("/sessions/rollout-1/finish", {"tree": True})
+        assert (status, dropped.status) == (200, 200)
+        shown = [(turn["status"], turn["masked"]) for turn in document["tree"]]
+        assert shown == [
+            ("accepted", None),
+            ("delivered", "abandoned"),
+            ("delivered", None),
+            ("aborted", "aborted"),
+        ]
+        parents = [turn["parent"] for turn in document["tree"]]
+        first = document["tree"][0]["turn_id"]
+        assert parents == [None, first, first, None]

@@ -1,0 +1,502 @@
+"""Three wires before one session: the same tokens, true numbers, each wire's own words for how a turn ended."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.chat_templates import QWEN3
+from tests.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, Wire, World, call_text, soon, world
+from tests.scripted_engine import Fault, check_exact
+from tests.wires import read_events
+
+from headrace.serve.model_use import ModelUse
+from headrace.serve.session import FINAL_TEXT, Budgets, Sampling
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
+EITHER = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+TURNS = (
+    "<think>\nI should look.\n</think>\n\nI look.\n" + call_text("bash", command="ls  é"),
+    call_text("bash", command="a") + "\n" + call_text("edit", path="x", replace_all=False),
+    "Half of it is\n\ndone.  ",
+    "All of it.",
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
+
+
+async def play(client: Client) -> None:
+    """Four turns, with a call, two calls at once, and words."""
+    reply = await client.say("mend it")
+    assert [name for _, name, _ in reply.calls] == ["bash"]
+    reply = await client.give((reply.calls[0][0], "a.txt"))
+    assert [name for _, name, _ in reply.calls] == ["bash", "edit"]
+    assert reply.calls[1][2] == {"path": "x", "replace_all": False}
+    reply = await client.give((reply.calls[0][0], "done"), (reply.calls[1][0], ""))
+    assert "done." in reply.text
+    assert (await client.say("go on")).text == "All of it."
+
+
+async def test_the_same_engine_gives_the_same_tokens_on_every_wire(model_dir: Path) -> None:
+    seen = {}
+    for wire in WIRES:
+        for stream in (False, True):
+            async with world(model_dir, Lines(*TURNS)) as w:
+                await play(await w.client(wire, stream=stream, tools=("bash", "edit")))
+                report = await w.finish()
+                check_exact(report, w.engines)
+                assert (report.turns, report.rerendered, report.masked, report.lost_calls) == (4, 0, {}, 0)
+                assert report.trajectory is not None
+                [row] = report.trajectory.rows
+                seen[wire.name, stream] = (
+                    [one.prompt_ids for one in w.engines[0].sampled],
+                    row.tokens_T.tolist(),
+                    row.loss_mask_T.tolist(),
+                    row.logprobs_T.tolist(),
+                )
+    first = seen["anthropic", False]
+    assert all(tokens == first for tokens in seen.values())
+
+
+# Numbers.
+
+
+@EVERY
+@EITHER
+async def test_usage_counts_what_the_engine_saw_and_sampled(model_dir: Path, wire: Wire, stream: bool) -> None:
+    async with world(model_dir, Lines(*TURNS)) as w:
+        client = await w.client(wire, stream=stream, tools=("bash",))
+        replies = [await client.say("mend it"), await client.say("on"), await client.say("and on")]
+        for reply, sampled in zip(replies, w.engines[0].sampled, strict=True):
+            assert reply.input_tokens == len(sampled.prompt_ids)
+            assert reply.output_tokens == len(sampled.output_ids)
+        if wire is ANTHROPIC and stream:
+            [start] = [data for name, data in read_events(replies[2].raw) if name == "message_start"]
+            assert start["message"]["usage"]["input_tokens"] == len(w.engines[0].sampled[2].prompt_ids)
+
+
+async def count(client: Client, body: dict[str, Any]) -> Any:
+    async with client.http.post(f"{client.base_url}/v1/messages/count_tokens", json=body) as response:
+        assert response.status == 200, await response.text()
+        return (await response.json())["input_tokens"]
+
+
+async def test_count_tokens_is_the_length_of_the_prompt_that_follows(model_dir: Path) -> None:
+    async with world(model_dir, Lines(*TURNS)) as w:
+        client = await w.client(ANTHROPIC, tools=("bash", "edit"))
+        counted = []
+        for text in ("mend it", "on", "and " * 300):
+            body = client.body(messages=[*client.history, *ANTHROPIC.user(text)])
+            counted.append(await count(client, body))
+            await client.say(text)
+        assert counted == [len(one.prompt_ids) for one in w.engines[0].sampled]
+        # Counting changes nothing.
+        assert (await count(client, client.body(messages=client.history[:1]))) == counted[0]
+        report = await w.finish()
+        assert (report.turns, report.rerendered, report.drift.get("text")) == (3, 0, None)
+
+
+async def test_count_tokens_takes_an_assistants_message_at_the_end(model_dir: Path) -> None:
+    async with world(model_dir) as w:
+        client = await w.client(ANTHROPIC)
+        await client.say("go")
+        [sampled] = w.engines[0].sampled
+        counted = await count(client, client.body())
+        assert counted > len(sampled.prompt_ids) + len(sampled.output_ids)
+        async with w.http.post(f"{client.base_url}/v1/messages", json=client.body()) as response:
+            assert response.status == 400, "an answer cannot be prefilled"
+
+
+async def test_count_tokens_needs_a_session_and_a_body(model_dir: Path) -> None:
+    async with world(model_dir) as w:
+        client = await w.client(ANTHROPIC)
+        for base, body in ((w.url, b'{"messages": []}'), (client.base_url, b"{"), (client.base_url, b"[]")):
+            async with w.http.post(f"{base}/v1/messages/count_tokens", data=body) as response:
+                assert (response.status, (await response.json())["type"]) == (400, "error")
+
+
+# How a turn ended.
+
+WORDS = {
+    "anthropic": {"stop": "end_turn", "calls": "tool_use", "length": "max_tokens"},
+    "chat": {"stop": "stop", "calls": "tool_calls", "length": "length"},
+    "responses": {"stop": "completed", "calls": "completed", "length": "incomplete"},
+}
+
+
+@EVERY
+@EITHER
+async def test_every_end_has_the_word_of_its_wire(model_dir: Path, wire: Wire, stream: bool) -> None:
+    words = WORDS[wire.name]
+    async with world(model_dir, Lines("Well.", call_text("bash", command="ls"), "much too long an answer")) as w:
+        client = await w.client(wire, stream=stream, tools=("bash",))
+        assert (await client.say("go")).end == words["stop"]
+        reply = await client.say("look")
+        assert reply.end == words["calls"]
+        reply = await client.give((reply.calls[0][0], "out"), **{wire.limit_field: 3})
+        assert (reply.end, reply.output_tokens) == (words["length"], 3)
+        await client.say("on")
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert report.trajectory is not None
+        [row] = report.trajectory.rows
+        cut = w.engines[0].sampled[2]
+        end = len(cut.prompt_ids) + 3
+        assert row.loss_mask_T[end - 3 : end].all()
+        assert row.tokens_T[end] == w.engines[0].stop_id, "the turn that was cut is closed"
+        assert not row.loss_mask_T[end], "by an id that was not sampled"
+
+
+@pytest.mark.parametrize("wire", [ANTHROPIC, CHAT], ids=["anthropic", "chat"])
+@EITHER
+async def test_a_stop_string_is_trimmed_from_the_text_and_kept_in_the_ids(
+    model_dir: Path, wire: Wire, stream: bool
+) -> None:
+    field = {"anthropic": "stop_sequences", "chat": "stop"}[wire.name]
+    async with world(model_dir, Lines("one two STOP three", "later")) as w:
+        client = await w.client(wire, stream=stream)
+        reply = await client.say("go", **{field: ["END", "STOP"]})
+        assert reply.text == "one two "
+        assert reply.end == {"anthropic": "stop_sequence", "chat": "stop"}[wire.name]
+        assert reply.stop_string == ("STOP" if wire is ANTHROPIC else None)
+        assert reply.output_tokens == len(w.engines[0].encode("one two STOP"))
+        assert (await client.say("on", **{field: ["END"]})).text == "later"
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.masked, len(report.lineages)) == ({}, 1)
+
+
+@EVERY
+async def test_calls_that_are_not_allowed_stay_text(model_dir: Path, wire: Wire) -> None:
+    choice: Any = {"type": "none"} if wire is ANTHROPIC else "none"
+    said = call_text("bash", command="ls")
+    async with world(model_dir, Lines(said)) as w:
+        client = await w.client(wire, tools=("bash",))
+        reply = await client.say("go", tool_choice=choice)
+        assert (reply.calls, reply.end) == ((), WORDS[wire.name]["stop"])
+        assert reply.text.strip() == said
+
+
+@EVERY
+async def test_broken_markup_is_text_and_counted(model_dir: Path, wire: Wire) -> None:
+    broken = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"\n</tool_call>'
+    async with world(model_dir, Lines("Hm. " + broken, "sorry")) as w:
+        client = await w.client(wire, tools=("bash",))
+        reply = await client.say("go")
+        assert reply.calls == ()
+        assert "Hm." in reply.text
+        await client.say("that was no call")
+        assert (await w.gateway.in_flight()).lost_calls == 1
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.lost_calls, report.masked, len(report.lineages)) == (1, {}, 1)
+
+
+# Budgets and context.
+
+
+def last_of(w: World) -> dict[str, Any]:
+    sampling: dict[str, Any] = w.engines[0].requests[-1]["sampling_params"]
+    return sampling
+
+
+@EVERY
+@EITHER
+@pytest.mark.parametrize("budget", ["turns", "tokens"])
+async def test_a_spent_budget_ends_the_agent_with_a_normal_answer(
+    model_dir: Path, wire: Wire, stream: bool, budget: str
+) -> None:
+    budgets = Budgets(max_turns=2) if budget == "turns" else Budgets(max_sampled_tokens=5)
+    async with world(model_dir, Lines("abc")) as w:
+        client = await w.client(wire, stream=stream, spec={"budgets": budgets}, tools=("bash",))
+        await client.say("go")
+        await client.say("on")
+        if budget == "tokens":
+            assert last_of(w)["max_new_tokens"] == 5 - len(w.engines[0].sampled[0].output_ids)
+        before = len(w.engines[0].requests)
+        for _ in range(2):
+            reply = await client.say("more")
+            assert (reply.status, reply.text, reply.calls) == (200, FINAL_TEXT, ())
+            assert reply.end == WORDS[wire.name]["stop"]
+        assert len(w.engines[0].requests) == before == 2
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.turns, report.exhausted, report.failures) == (2, budget, ())
+
+
+@EVERY
+@EITHER
+async def test_a_final_text_may_be_empty(model_dir: Path, wire: Wire, stream: bool) -> None:
+    async with world(model_dir) as w:
+        client = await w.client(wire, stream=stream, spec={"budgets": Budgets(max_turns=1, final_text="")})
+        await client.say("go")
+        reply = await client.say("on")
+        assert (reply.status, reply.text, reply.end) == (200, "", WORDS[wire.name]["length"])
+
+
+@EVERY
+@EITHER
+async def test_the_end_of_the_wall_ends_a_running_turn_normally_and_aborts_it(
+    model_dir: Path, wire: Wire, stream: bool
+) -> None:
+    async with world(model_dir, Lines(Fault.HANG), ping_s=0.05) as w:
+        [engine] = w.engines
+        client = await w.client(wire, stream=stream, spec={"budgets": Budgets(wall_s=0.5)})
+        reply = await client.say("go")
+        assert (reply.status, reply.text, reply.end) == (200, FINAL_TEXT, WORDS[wire.name]["stop"])
+        assert engine.aborted[engine.requests[0]["rid"]].is_set()
+        assert (await client.say("on")).text == FINAL_TEXT
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.exhausted, report.masked, report.failures) == ("wall", {"aborted": 1}, ())
+
+
+@EVERY
+async def test_turns_in_flight_count_against_the_budget(model_dir: Path, wire: Wire) -> None:
+    async with world(model_dir) as w:
+        [engine] = w.engines
+        engine.may_answer.clear()
+        client = await w.client(wire, spec={"budgets": Budgets(max_turns=1)})
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(client.send(client.body(**question(wire, "one"))))
+            await soon(engine.asked)
+            assert (await client.send(client.body(**question(wire, "two")))).text == FINAL_TEXT
+            engine.may_answer.set()
+        assert first.result().text == "ls"
+        assert (await w.finish()).turns == 1
+
+
+def question(wire: Wire, text: str) -> dict[str, Any]:
+    """A conversation of one message, as fields of a body."""
+    return {"input" if wire is RESPONSES else "messages": wire.user(text)}
+
+
+@EVERY
+@EITHER
+async def test_what_is_left_of_the_context_is_the_most_a_turn_may_sample(
+    model_dir: Path, wire: Wire, stream: bool
+) -> None:
+    async with world(model_dir, Lines("much too long an answer")) as w:
+        probe = await w.client(wire, session_id="probe")
+        prompt = (await probe.say("go")).input_tokens
+        client = await w.client(wire, stream=stream, spec={"budgets": Budgets(max_context_tokens=prompt + 2)})
+        reply = await client.say("go", **{wire.limit_field: 64_000})
+        assert (reply.end, reply.output_tokens) == (WORDS[wire.name]["length"], 2)
+        assert last_of(w)["max_new_tokens"] == 2
+        _, document = await w.post("/sessions/rollout-1/finish")
+        assert [row["truncated"] for row in document["rows"]] == [True]
+        assert (document["masked"]["truncated"], document["trained_tokens"]) == (0, 2)
+
+
+async def test_turns_that_the_context_cut_are_not_trained_where_the_session_says_so(model_dir: Path) -> None:
+    async with world(model_dir, Lines("much too long an answer")) as w:
+        prompt = (await (await w.client(session_id="probe")).say("go")).input_tokens
+        budgets = Budgets(max_context_tokens=prompt + 2)
+        await (await w.client(spec={"budgets": budgets, "train_truncated": False})).say("go")
+        report = await w.finish()
+        assert (report.masked, report.trained_tokens, len(report.lineages)) == ({"truncated": 2}, 0, 1)
+
+
+@EVERY
+@EITHER
+@pytest.mark.parametrize("length", [60, 40_000], ids=["rendered", "hopeless"])
+async def test_a_full_context_is_told_in_the_words_that_make_agents_compact(
+    model_dir: Path, wire: Wire, stream: bool, length: int
+) -> None:
+    async with world(model_dir) as w:
+        budgets = Budgets(max_context_tokens=64)
+        client = await w.client(wire, stream=stream, spec={"budgets": budgets})
+        text = "word " * length
+        if wire is RESPONSES and stream:
+            async with w.http.post(client.base_url + wire.path, json=client.body(**question(wire, text))) as response:
+                assert response.status == 200
+                events = read_events(await response.read())
+            name, last = events[-1]
+            assert (name, last["response"]["error"]["code"]) == ("response.failed", "context_length_exceeded")
+            message = last["response"]["error"]["message"]
+        else:
+            reply = await client.send(client.body(**question(wire, text)))
+            assert reply.status == 400
+            message = reply.error["message"]
+            if wire is ANTHROPIC:
+                assert reply.error["type"] == "invalid_request_error"
+            else:
+                assert reply.error["code"] == "context_length_exceeded"
+        if wire is ANTHROPIC:
+            found = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", message)
+        else:
+            found = re.match(
+                r"This model's maximum context length is (?P<limit>\d+) tokens\. .* resulted in (\d+) tokens", message
+            )
+        assert found is not None, message
+        numbers = sorted(int(number) for number in found.groups())
+        assert numbers[0] == 64 < numbers[1]
+        assert w.engines[0].requests == []
+        report = await w.finish()
+        assert (report.exhausted, report.trajectory, report.failures) == ("context", None, ())
+
+
+async def test_a_session_without_room_can_go_on_with_less(model_dir: Path) -> None:
+    """As after a compaction: the refusal of one request ends nothing."""
+    async with world(model_dir) as w:
+        client = await w.client(ANTHROPIC, spec={"budgets": Budgets(max_context_tokens=64)})
+        assert (await client.send(client.body(**question(ANTHROPIC, "word " * 100)))).status == 400
+        assert (await client.say("a summary")).status == 200
+        assert (await w.finish()).turns == 1
+
+
+# Names and what nobody knows.
+
+POLICY = (("*haiku*", ModelUse.SERVE), ("gpt-4*", ModelUse.REFUSE), ("*", ModelUse.TRAIN))
+
+
+@EVERY
+async def test_a_model_name_may_be_trained_served_or_refused(model_dir: Path, wire: Wire) -> None:
+    async with world(model_dir, model_policy=POLICY) as w:
+        client = await w.client(wire, tools=("bash",))
+        assert (await client.say("go", model="anything at all")).status == 200
+        served = Client(w.http, client.base_url, wire, tools=("bash",), system="You explore.")
+        reply = await served.say("explore", model="claude-haiku-4-5-20251001")
+        assert reply.status == 200
+        reply = await client.send(client.body(**question(wire, "go")) | {"model": "gpt-4o"})
+        assert (reply.status, "gpt-4o" in reply.error["message"]) == (400, True)
+        report = await w.finish()
+        check_exact(report, w.engines)
+        trained, side = (len(one.output_ids) for one in w.engines[0].sampled)
+        assert (report.turns, report.trained_tokens, report.masked) == (2, trained, {"side": side})
+
+
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "anthropic": {
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "metadata": {"user_id": '{"session_id":"x"}'},
+        "service_tier": "auto",
+        "temperature": 1.7,
+        "top_k": 3,
+        "mcp_servers": [],
+        "container": None,
+        "tools": [
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 3},
+            {"name": "bash", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}, "eager": True},
+        ],
+    },
+    "chat": {
+        "temperature": 2,
+        "top_p": 0.1,
+        "frequency_penalty": 1.5,
+        "logit_bias": {"50256": -100},
+        "response_format": {"type": "text"},
+        "seed": 7,
+        "user": "x",
+        "parallel_tool_calls": True,
+        "reasoning_effort": "high",
+        "provider_specific": {"x": [1, 2]},
+        "n": 1,
+        "tools": [{"type": "web_search", "x": 1}, {"type": "function", "function": {"name": "bash", "strict": True}}],
+    },
+    "responses": {
+        "reasoning": {"effort": "high", "summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "x",
+        "client_metadata": {"x-codex-turn-metadata": "no json"},
+        "parallel_tool_calls": True,
+        "text": {"verbosity": "low"},
+        "truncation": "auto",
+        "tools": [
+            {"type": "web_search", "external_web_access": True},
+            {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]},
+            {
+                "type": "custom",
+                "name": "apply_patch",
+                "format": {"type": "grammar", "syntax": "lark", "definition": "x"},
+            },
+            {"type": "image_generation"},
+        ],
+    },
+}
+
+
+@EVERY
+@EITHER
+async def test_what_nobody_knows_breaks_nothing(model_dir: Path, wire: Wire, stream: bool) -> None:
+    headers = {
+        "anthropic-beta": "a-2099-01-01,b",
+        "anthropic-version": "1999",
+        "X-Stainless-Retry-Count": "0",
+        "OpenAI-Beta": "x",
+        "x-codex-turn-metadata": "{",
+        "X-Claude-Code-Session-Id": "é",
+    }
+    async with world(model_dir) as w:
+        client = await w.client(wire, stream=stream, headers=headers)
+        for _ in range(2):
+            client.history += wire.user("go")
+            reply = await client.send(client.body() | UNKNOWN[wire.name] | {"model": "no-such-model-99", "new": [{}]})
+            client.history += wire.echo(reply.kept)
+            assert (reply.status, reply.text) == (200, "ls")
+            assert last_of(w)["temperature"] == 1.0
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (len(report.lineages), report.masked) == (1, {})
+
+
+async def test_models_are_listed_under_one_name_for_each_client(model_dir: Path) -> None:
+    async with world(model_dir) as w:
+        base = await w.open()
+        async with w.http.get(f"{base}/v1/models") as response:
+            assert (await response.json())["object"] == "list"
+        async with w.http.get(f"{base}/v1/models", headers={"anthropic-version": "2023-06-01"}) as response:
+            assert (await response.json())["has_more"] is False
+        async with w.http.get(f"{w.url}/v1/models") as response:
+            assert (response.status, "unknown or closed" in await response.text()) == (400, True)
+
+
+@EVERY
+async def test_sampling_that_is_not_exact_is_masked(model_dir: Path, wire: Wire) -> None:
+    async with world(model_dir) as w:
+        client = await w.client(wire, spec={"sampling": Sampling(top_p=0.9)})
+        await client.say("go")
+        assert last_of(w)["top_p"] == 0.9
+        report = await w.finish()
+        assert (report.trained_tokens, report.masked) == (0, {"sampling": report.sampled_tokens})
+
+
+async def test_reasoning_that_the_prompt_opens_is_reasoning_on_the_wire(tmp_path: Path) -> None:
+    from tests.chat_templates import QWEN3_THINKING
+
+    folder = QWEN3_THINKING.write(tmp_path)
+    for wire in WIRES:
+        async with world(folder, Lines("so and so\n</think>\n\nDone.", "so\n</think>\n\nMore.")) as w:
+            client = await w.client(wire)
+            reply = await client.say("go")
+            assert reply.text == "Done."
+            assert "so and so" in json.dumps(reply.kept)
+            assert (await client.say("on")).text == "More."
+            report = await w.finish()
+            check_exact(report, w.engines)
+            assert (report.masked, len(report.lineages)) == ({}, 1)
+
+
+async def test_one_session_speaks_all_wires_at_once(model_dir: Path) -> None:
+    """Agents of one session need not be of one kind."""
+    async with world(model_dir, Lines("ls")) as w:
+        first = await w.client(ANTHROPIC)
+        clients = [first, *(dataclasses.replace(first, wire=wire, history=[]) for wire in (CHAT, RESPONSES))]
+        for client, text in zip(clients, ("a", "b", "c"), strict=True):
+            await client.say(text)
+            await client.say("on")
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.turns, len(report.lineages), report.masked) == (6, 3, {})
