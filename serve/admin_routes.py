@@ -17,9 +17,17 @@ import orjson
 from aiohttp import web
 
 from headrace.serve import codec
-from headrace.serve.agent_routes import read_body
+from headrace.serve.agent_routes import bearer_of, read_body
 from headrace.serve.delivery import json_response
-from headrace.serve.errors import AdminDenied, BadRequest, BodyTooLarge, GatewayBroken, SessionUnknown, WireError
+from headrace.serve.errors import (
+    AdminDenied,
+    BadRequest,
+    BodyTooLarge,
+    GatewayBroken,
+    LogBroken,
+    SessionUnknown,
+    WireError,
+)
 from headrace.serve.session import SessionId
 
 if TYPE_CHECKING:
@@ -58,12 +66,14 @@ class AdminRoutes:
         app.router.add_delete("/sessions/{session_id:.+}", self._guarded(self._forget))
 
     async def _open(self, request: web.Request) -> web.StreamResponse:
-        body = await self._body(request)
-        if b'"sessions"' in body:
+        body = await self._body(request) or b"{}"
+        if codec.opens_many(body):
             many = codec.read_form(codec.OpenForm, body)
-            return json_response({"sessions": self._opened([form.to_spec() for form in many.sessions])})
-        one = codec.read_form(codec.OpenOneForm, body or b"{}")
-        return json_response(self._opened([one.to_spec(SessionId(f"session-{secrets.token_hex(8)}"))])[0])
+            specs = [form.to_spec(self._max_context_tokens) for form in many.sessions]
+            return json_response({"sessions": self._opened(specs)})
+        one = codec.read_form(codec.OpenOneForm, body)
+        spec = one.to_spec(SessionId(f"session-{secrets.token_hex(8)}"), self._max_context_tokens)
+        return json_response(self._opened([spec])[0])
 
     def _opened(self, specs: Sequence[SessionSpec]) -> list[dict[str, str]]:
         if len({spec.session_id for spec in specs}) < len(specs):
@@ -86,14 +96,17 @@ class AdminRoutes:
     async def _finish_many(self, request: web.Request) -> web.StreamResponse:
         ids = codec.read_form(codec.FinishForm, await self._body(request)).session_ids
         async with asyncio.TaskGroup() as group:
-            closing = [group.create_task(self._sessions.finish(SessionId(name))) for name in dict.fromkeys(ids)]
-        left = {name: task.result() for name, task in zip(dict.fromkeys(ids), closing, strict=True)}
-        unknown: dict[str, object] = {"error": SessionUnknown.code}
-        reports = [
-            codec.write_report(finished.report) if (finished := left[name]) else unknown | {"session_id": name}
-            for name in ids
-        ]
-        return json_response({"reports": reports})
+            closing = {name: group.create_task(self._report(name)) for name in dict.fromkeys(ids)}
+        return json_response({"reports": [closing[name].result() for name in ids]})
+
+    async def _report(self, name: str) -> dict[str, object]:
+        """What a session left, or why it cannot be told: the others of the request are told all the same."""
+        try:
+            finished = await self._sessions.finish(SessionId(name))
+        except LogBroken as error:
+            logger.error("session %s: %s", name, error)
+            return {"error": error.code, "session_id": name}
+        return codec.write_report(finished.report) if finished else {"error": SessionUnknown.code, "session_id": name}
 
     async def _finish(self, request: web.Request) -> web.StreamResponse:
         form = codec.read_form(codec.FinishOneForm, await self._body(request) or b"{}")
@@ -129,7 +142,7 @@ class AdminRoutes:
         return guarded
 
     def _check_token(self, request: web.Request) -> None:
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
+        given = bearer_of(request).encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._admin_token):
             raise AdminDenied("This route needs Authorization: Bearer <admin token>.")
 

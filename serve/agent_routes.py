@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 
+_DEFECT = "The gateway failed; see its log."
 _ANTHROPIC, _CHAT, _RESPONSES = AnthropicMessages(), ChatCompletions(), Responses()
 
 
@@ -99,7 +100,17 @@ class AgentRoutes:
             failed=lambda failure: mark(live, failure),
         )
         untrained = self._use_of(asked.turn) is ModelUse.SERVE
-        return await delivery.run(request, self._turns.answer(live, asked.turn, untrained=untrained))
+        return await delivery.run(request, self._answer(live, asked.turn, untrained=untrained))
+
+    async def _answer(self, live: LiveSession, turn: TurnRequest, *, untrained: bool) -> TurnAnswer:
+        """Raises WireError only: a stream that has begun can tell nothing else."""
+        try:
+            return await self._turns.answer(live, turn, untrained=untrained)
+        except WireError:
+            raise
+        except Exception:
+            logger.exception("a turn failed")
+            raise GatewayBroken(_DEFECT) from None
 
     def _use_of(self, turn: TurnRequest) -> ModelUse:
         for pattern, use in self._model_policy:
@@ -138,7 +149,7 @@ class AgentRoutes:
                 return web.Response(status=499)
             except Exception:
                 logger.exception("request %s failed", request.path.rsplit("/", 1)[-1])
-                failure = GatewayBroken("The gateway failed; see its log.")
+                failure = GatewayBroken(_DEFECT)
             mark(self._session_of(request), failure)
             return json_response(dialect.error(failure), dialect.status(failure))
 
@@ -165,8 +176,13 @@ def mark(live: LiveSession | None, failure: WireError) -> None:
 
 def token_of(request: web.Request) -> str:
     """The session's token: in the path, else a bearer token, else an API key; "" when there is none."""
-    given = request.match_info.get("token") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-    return given or request.headers.get("x-api-key", "")
+    return request.match_info.get("token", "") or bearer_of(request) or request.headers.get("x-api-key", "")
+
+
+def bearer_of(request: web.Request) -> str:
+    """The bearer token; "" when there is none. The scheme's case does not matter (RFC 9110, 11.1)."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 async def read_body(request: web.Request, max_bytes: int) -> bytes:

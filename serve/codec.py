@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import base64
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import numpy as np
+import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.buffer.types import Row, Trajectory, VersionSpan
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._:/-]+$")]
 FormT = TypeVar("FormT", bound=BaseModel)
 _STRICT = ConfigDict(frozen=True, extra="forbid")
+_MOST: Final = 2**31 - 1
+"""Positions and ids are int32."""
 
 
 class SamplingForm(BaseModel):
@@ -36,19 +39,27 @@ class SamplingForm(BaseModel):
     model_config = _STRICT
     temperature: float = Field(default=1.0, ge=0, le=10)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, le=_MOST)
 
 
 class BudgetsForm(BaseModel):
     """As `Budgets`."""
 
     model_config = _STRICT
-    max_turns: int = Field(default=64, ge=1)
-    max_tokens_per_turn: int = Field(default=4096, ge=1)
-    max_context_tokens: int = Field(default=32768, ge=1)
-    max_sampled_tokens: int | None = Field(default=None, ge=1)
-    wall_s: float = Field(default=3600.0, gt=0)
+    max_turns: int = Field(default=64, ge=1, le=_MOST)
+    max_tokens_per_turn: int = Field(default=4096, ge=1, le=_MOST)
+    max_context_tokens: int = Field(default=32768, ge=1, le=_MOST)
+    max_sampled_tokens: int | None = Field(default=None, ge=1, le=_MOST)
+    wall_s: float = Field(default=3600.0, gt=0, allow_inf_nan=False)
     final_text: str = Field(default=FINAL_TEXT, max_length=4096)
+
+    def to_budgets(self, most_context: int | None, context: int | None = None) -> Budgets:
+        """Where neither `context` nor the form says how much context a session may have, it may have `most_context`
+        (None: our default)."""
+        fields = self.model_dump()
+        said = fields["max_context_tokens"] if "max_context_tokens" in self.model_fields_set else None
+        default = most_context or fields["max_context_tokens"]
+        return Budgets(**fields | {"max_context_tokens": context or said or default})
 
 
 class SpecForm(BaseModel):
@@ -61,11 +72,12 @@ class SpecForm(BaseModel):
     traceparent: str = Field(default="", max_length=64)
     train_truncated: bool = True
 
-    def to_spec(self) -> SessionSpec:
+    def to_spec(self, most_context: int | None = None) -> SessionSpec:
+        """`most_context`: what the engines take, where that is known."""
         return SessionSpec(
             session_id=SessionId(self.session_id),
             sampling=Sampling(**self.sampling.model_dump()),
-            budgets=Budgets(**self.budgets.model_dump()),
+            budgets=self.budgets.to_budgets(most_context),
             traceparent=self.traceparent,
             train_truncated=self.train_truncated,
         )
@@ -77,22 +89,20 @@ class OpenOneForm(BaseModel):
     model_config = _STRICT
     session_id: _Name | None = None
     sampling: SamplingForm = SamplingForm()
-    max_context_tokens: int | None = Field(default=None, ge=1)
+    max_context_tokens: int | None = Field(default=None, ge=1, le=_MOST)
     budgets: BudgetsForm = BudgetsForm()
     traceparent: str = Field(default="", max_length=64)
     train_truncated: bool = True
 
-    def to_spec(self, default_id: SessionId) -> SessionSpec:
-        budgets = self.budgets
-        if self.max_context_tokens is not None:
-            budgets = budgets.model_copy(update={"max_context_tokens": self.max_context_tokens})
-        return SpecForm(
-            session_id=self.session_id or default_id,
-            sampling=self.sampling,
-            budgets=budgets,
+    def to_spec(self, default_id: SessionId, most_context: int | None = None) -> SessionSpec:
+        """`most_context`: what the engines take, where that is known."""
+        return SessionSpec(
+            session_id=SessionId(self.session_id or default_id),
+            sampling=Sampling(**self.sampling.model_dump()),
+            budgets=self.budgets.to_budgets(most_context, self.max_context_tokens),
             traceparent=self.traceparent,
             train_truncated=self.train_truncated,
-        ).to_spec()
+        )
 
 
 class OpenForm(BaseModel):
@@ -114,6 +124,15 @@ class FinishOneForm(BaseModel):
 
     model_config = _STRICT
     tree: bool = False
+
+
+def opens_many(body: bytes) -> bool:
+    """Whether a body of `POST /sessions` is an OpenForm."""
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(document, dict) and "sessions" in document
 
 
 def read_form(form: type[FormT], body: bytes) -> FormT:

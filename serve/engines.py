@@ -15,7 +15,7 @@ import asyncio
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from headrace.policies.engine import Completion, FinishReason, RequestId, TokenSpan
 from headrace.policies.errors import EngineDown, EngineError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from headrace.policies.engine import Engine, EngineId, GenerateRequest
     from headrace.serve.routing import EngineRoute, Lineage, RoutingTable
 
+T = TypeVar("T")
 MAX_FAILURES = 1
 MAX_CONTINUATIONS = 16
 DOWN_S = 1.0
@@ -189,7 +190,10 @@ class EnginePool:
                 await self._abort(client, engine_id, request.request_id, call)
                 return EngineError(f"no answer within gateway.turn_timeout_s = {self._deadlines.call_s:g}")
             except asyncio.CancelledError:
-                partial = await self._abort(client, engine_id, request.request_id, call)
+                # The session may be finished, or its wall time end, while its agent leaves: the tokens count all the
+                # same.
+                abort = group.create_task(self._abort(client, engine_id, request.request_id, call))
+                partial = await _despite_cancellation(abort)
                 pieces += [partial] if partial else []
                 raise
         if isinstance(outcome, Completion):
@@ -217,6 +221,14 @@ class EnginePool:
         # An engine that cannot be told is dead or will be quarantined by the EngineGroup, which asks it itself.
         with suppress(EngineError):
             await engine.abort(request_id)
+
+
+async def _despite_cancellation(task: asyncio.Task[T]) -> T:
+    """What a task of bounded length gives, for a caller that is being cancelled and may be once more."""
+    while not task.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait({task})
+    return task.result()
 
 
 async def _outcome(engine: Engine, request: GenerateRequest) -> Completion | EngineError:

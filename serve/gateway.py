@@ -174,13 +174,16 @@ class Gateway:
         )
 
     async def _listen(self, host: str, port: int, stack: AsyncExitStack) -> str:
+        stack.push_async_callback(self._sessions.end_turns)
         # Cancellation of handlers is how a gone agent stops its engine call.
-        runner = web.AppRunner(self._application(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(self._application(), handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.TCPSite(runner, host, port, backlog=4096).start()
-        # Before the listener closes: nobody waits for turns that are ended.
-        stack.push_async_callback(self._sessions.end_turns)
+        if self._config.session_log_dir is None:
+            # Told before the listener closes, agents give up at once. Those of sessions that are kept are cut off as by
+            # a crash: they ask again, and a successor answers.
+            stack.push_async_callback(self._sessions.end_turns)
         return f"http://{host}:{runner.addresses[0][1]}"
 
     async def stop(self) -> None:

@@ -3,7 +3,7 @@
 Invariants:
 - For one key one piece of work runs at a time; a call that comes while it runs waits for the same result.
 - It ends with its last waiter's cancellation, or by `cancel`. The call of a dead caller counts as a waiter: nobody
-  cancels it.
+  cancels it. Who comes while work that its waiters left is ending, waits for that end and starts it anew.
 - Its error belongs to the waiters and disturbs nothing else.
 """
 
@@ -24,6 +24,7 @@ class _Work(Generic[R]):
     result: asyncio.Future[R]
     task: asyncio.Task[None]
     waiters: int = 0
+    left: bool = False
 
 
 class Joined(Generic[R]):
@@ -34,7 +35,8 @@ class Joined(Generic[R]):
         self._running: dict[Hashable, _Work[R]] = {}
 
     async def __call__(self, key: Hashable, work: Callable[[], Awaitable[R]]) -> R:
-        running = self._running.get(key)
+        while (running := self._running.get(key)) is not None and running.left:
+            await asyncio.wait({running.task})
         if running is None:
             result: asyncio.Future[R] = asyncio.get_running_loop().create_future()
             task = self._tasks.create_task(self._run(key, work, result))
@@ -45,6 +47,7 @@ class Joined(Generic[R]):
         finally:
             running.waiters -= 1
             if running.waiters == 0 and not running.result.done():
+                running.left = True
                 running.task.cancel()
 
     def cancel(self, key: Hashable) -> None:

@@ -28,6 +28,10 @@ _CHANGE_OF_FOLDER: Final = re.compile(r"^\s*cd \S+ *&& *")
 """Some agents drop it from a command that starts in that folder already."""
 
 
+MAX_LEVELS: Final = 64
+"""Of nested arguments: anybody may write any number."""
+
+
 class Drift(StrEnum):
     """How an echo differs from what was served."""
 
@@ -188,21 +192,28 @@ def plain_text(text: str) -> str:
     return "".join(text.split())
 
 
+class _TooDeep(ValueError):
+    """More than `MAX_LEVELS` of nesting."""
+
+
 def plain_arguments(call: ToolCall) -> bytes:
     """Arguments without blanks, order of keys, defaults (false, null, empty) and types; their text where it is no
-    JSON."""
+    JSON, or too deep."""
     try:
-        value = orjson.loads(call.arguments)
-    except orjson.JSONDecodeError:
+        plain = _plain(orjson.loads(call.arguments), MAX_LEVELS)
+    except (orjson.JSONDecodeError, _TooDeep):
         return plain_text(call.arguments).encode("utf-8", "surrogatepass")
-    return orjson.dumps(_plain(value), option=orjson.OPT_SORT_KEYS)
+    return orjson.dumps(plain, option=orjson.OPT_SORT_KEYS)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, levels: int) -> Any:
+    if not levels:
+        raise _TooDeep
     if isinstance(value, dict):
-        return {key: plain for key, entry in value.items() if (plain := _plain(entry)) not in ("", "false", None)}
+        entries = ((key, _plain(entry, levels - 1)) for key, entry in value.items())
+        return {key: plain for key, plain in entries if plain not in ("", "false", None)}
     if isinstance(value, list):
-        return [_plain(entry) for entry in value]
+        return [_plain(entry, levels - 1) for entry in value]
     if isinstance(value, str):
         return plain_text(_CHANGE_OF_FOLDER.sub("", value))
     return None if value is None else orjson.dumps(value).decode()

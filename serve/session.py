@@ -142,7 +142,12 @@ class Session:
             ContextExceeded: the messages cannot fit, whatever they are rendered to.
         """
         self._refuse_hopeless(request)
-        return self.trie.match(request, untrained=untrained)
+        match = self.trie.match(request, untrained=untrained)
+        if match.parent is not None and match.prompt is None and len(self.trie.roots) > 1:
+            # Where the template could not continue its parent it was asked, and recorded, as a root of its own.
+            whole = self.trie.as_root(match, request)
+            match = whole if whole.prompt is not None else match
+        return match
 
     def _refuse_hopeless(self, request: TurnRequest) -> None:
         """Megabytes that cannot fit anyway are not rendered: that takes seconds in which no other session is served."""

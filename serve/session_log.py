@@ -75,9 +75,13 @@ class SessionLog:
             self._path(session_id).replace(self._path(session_id, _FINISHED))
 
     def remove(self, session_id: SessionId) -> None:
-        """Forget a session, open or finished; nothing happens when it has no file."""
-        self._path(session_id).unlink(missing_ok=True)
-        self._path(session_id, _FINISHED).unlink(missing_ok=True)
+        """Forget a session, open or finished; nothing happens when it has no file. One that cannot be removed comes
+        back with a restart, until its wall budget ends."""
+        for suffix in (_OPEN, _FINISHED):
+            try:
+                self._path(session_id, suffix).unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("a session log cannot be removed: %s", error)
 
     def remove_finished(self, older_than_s: float) -> None:
         """Forget what was finished so long ago."""

@@ -129,8 +129,9 @@ class SessionTable:
         if live is None:
             known = self._log.load_finished(session_id) if self._log else None
             return Finished(known.report(), tree_of(known)) if known else None
-        report = await self._close(live)
-        if self._log is not None:
+        # It stays in the table until it has ended: whoever asked may be gone by then, and ask again.
+        report = await self._turns.close(live)
+        if self._drop(live) and self._log is not None:
             self._log.finish(session_id)
         return Finished(report, tree_of(live.core))
 
@@ -138,17 +139,22 @@ class SessionTable:
         """End a session without a report; False when there is none."""
         known = session_id in self._live or session_id in self._asleep
         if (live := self._live.get(session_id)) is not None:
-            await self._close(live)
+            await self._turns.close(live)
+            if not self._drop(live):
+                return known
         elif (opened := self._asleep.pop(session_id, None)) is not None:
             del self._ids[opened.token]
         if self._log is not None:
             self._log.remove(session_id)
         return known
 
-    async def _close(self, live: LiveSession) -> SessionReport:
-        self._live.pop(live.core.spec.session_id, None)
-        self._ids.pop(live.token, None)
-        return await self._turns.close(live)
+    def _drop(self, live: LiveSession) -> bool:
+        """False when somebody else did it."""
+        session_id = live.core.spec.session_id
+        if self._live.get(session_id) is not live:
+            return False
+        del self._live[session_id], self._ids[live.token]
+        return True
 
     async def expire(self) -> None:
         """Forget what nobody finished (its worker is dead), and old reports."""

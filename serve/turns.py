@@ -191,6 +191,9 @@ class Turns:
         return match
 
     async def _run(self, live: LiveSession, match: Match, request: TurnRequest) -> TurnAnswer:
+        if live.closed:
+            # While this waited for the end of the same turn, which its agent had left.
+            raise SessionUnknown("This session is closed.")
         turn_id = live.core.next_turn_id()
         with self._tracer.start_as_current_span(span_names.TURN, context=live.context) as span:
             with self._tracer.start_as_current_span(span_names.RENDER):
@@ -250,7 +253,7 @@ class Turns:
     def _cut(self, live: LiveSession, turn_id: str, plan: TurnPlan, pieces: list[Completion], *, held_s: float) -> None:
         """A turn was broken off: keep what was sampled, and say whose doing it was."""
         if any(piece.output_ids for piece in pieces):
-            live.happened(live.core.aborted(turn_id, plan, join_pieces(pieces)))
+            live.noted(live.core.aborted(turn_id, plan, join_pieces(pieces)))
         elif held_s >= self._held_after_s:
             live.fail(f"held: no engine sampled a token of the turn in {held_s:.1f} s")
 

@@ -13,15 +13,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import aiohttp
-from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONTEXT_CODES = frozenset({"context_length_exceeded"})
+UNREACHED_S = 30.0
+"""How long a service may be away; then the agent fails, before its own time is over: that would look like a budget."""
 _UNTIL_ANSWERED = AsyncRetrying(
     retry=retry_if_exception_type((aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)),
     wait=wait_random_exponential(multiplier=0.1, max=2.0),
+    stop=stop_after_delay(UNREACHED_S),
     reraise=True,
 )
 

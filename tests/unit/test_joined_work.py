@@ -57,6 +57,35 @@ async def test_it_goes_on_until_the_last_caller_leaves() -> None:
     assert (steps.runs, steps.cancelled) == (1, 1)
 
 
+async def test_who_comes_while_it_is_being_left_waits_and_starts_anew() -> None:
+    running, ending, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    runs = []
+
+    async def work() -> int:
+        runs.append(ending.is_set())
+        running.set()
+        if len(runs) > 1:
+            return len(runs)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ending.set()
+            await may_end.wait()
+        return 0
+
+    async with asyncio.TaskGroup() as tasks:
+        joined: Joined[int] = Joined(tasks)
+        first = tasks.create_task(joined("train", work))
+        await running.wait()
+        first.cancel()
+        await ending.wait()
+        second = tasks.create_task(joined("train", work))
+        await asyncio.wait([first])
+        assert len(runs) == 1
+        may_end.set()
+    assert (second.result(), runs) == (2, [False, True])
+
+
 async def test_it_can_be_ended_for_all_callers() -> None:
     steps = Steps()
     async with asyncio.TaskGroup() as tasks:

@@ -180,8 +180,8 @@ async def test_an_absent_service_is_an_error() -> None:
     async with serving(service) as chat:
         pass
     async with aiohttp.ClientSession() as session:
-        gone = ChatClient(session, chat.url.removesuffix("/v1/chat/completions"), timeout_s=5)
-        with pytest.raises(ChatFailed, match="no usable answer"):
+        gone = ChatClient(session, chat.url.removesuffix("/v1/chat/completions"), timeout_s=0.5)
+        with pytest.raises(ChatFailed, match="no answer"):
             await gone([])
 
 

@@ -1,0 +1,383 @@
+"""From an answer to bytes: turns are held whole, told once, replayed when they were lost, ended when nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import socket
+import struct
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.chat_templates import DEEPSEEK3_LEAKY, QWEN3
+from tests.gateway_rig import (
+    ANTHROPIC,
+    CHAT,
+    GUARD_S,
+    WIRES,
+    Client,
+    Lines,
+    Reply,
+    Wire,
+    World,
+    address_of,
+    request_bytes,
+    soon,
+    world,
+)
+from tests.scripted_engine import Fault, check_exact
+from tests.session_rig import ByteChat
+
+from headrace.serve.session import MAX_REPLAYS, Budgets
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+PATIENT = {"ping_s": 60.0}
+"""No ping comes: what happens, happens for another reason."""
+HASTY = {"ping_s": 0.05}
+RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER of a socket whose close is a reset."""
+EITHER = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
+
+
+@asynccontextmanager
+async def asked(w: World, client: Client, text: str) -> AsyncIterator[tuple[asyncio.StreamReader, Any]]:
+    """A question on a connection of its own, nothing of whose answer was read."""
+    body = json.dumps(client.wire.body(client.wire.user(text), client.tools, client.system) | {"stream": client.stream})
+    path = client.base_url.removeprefix(w.url) + client.wire.path
+    reader, writer = await asyncio.open_connection(*address_of(w.url))
+    try:
+        writer.write(request_bytes(path, body.encode()))
+        await writer.drain()
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def read_until(reader: asyncio.StreamReader, mark: bytes) -> bytes:
+    async with asyncio.timeout(GUARD_S):
+        return await reader.readuntil(mark)
+
+
+async def rest_of(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the body ends in order."""
+    return await read_until(reader, b"\r\n0\r\n\r\n")
+
+
+def only_log(folder: Path) -> bytes:
+    [log] = folder.glob("*.jsonl")
+    return log.read_bytes()
+
+
+# Held whole.
+
+
+@EVERY
+async def test_a_held_stream_gets_pings_and_no_byte_of_content(model_dir: Path, wire: Wire) -> None:
+    async with world(model_dir, Lines("the content"), **HASTY) as w:
+        [engine] = w.engines
+        engine.may_answer.clear()
+        client = await w.client(wire, stream=True)
+        async with asked(w, client, "go") as (reader, _):
+            seen = b""
+            for _ in range(3):
+                seen += await read_until(reader, wire.ping)
+            assert seen.startswith(b"HTTP/1.1 200")
+            assert b"text/event-stream" in seen
+            body = seen.split(b"\r\n\r\n", 1)[1]
+            events = [line for line in body.split(b"\n") if line.startswith((b"event:", b"data:", b":"))]
+            assert all(wire.ping in line or b"ping" in line or b"keepalive" in line for line in events), events
+            assert engine.sampled == []
+            engine.may_answer.set()
+            assert wire.terminator in await rest_of(reader)
+        assert len(engine.sampled) == 1
+
+
+@EVERY
+async def test_an_answer_that_needs_no_ping_is_one_burst(model_dir: Path, wire: Wire) -> None:
+    async with world(model_dir, **PATIENT) as w:
+        client = await w.client(wire, stream=True)
+        reply = await client.say("go")
+        assert wire.ping not in reply.raw
+        assert reply.text == "ls"
+
+
+# Failures.
+
+STATUSES = {"anthropic": 529, "chat": 503, "responses": 503}
+
+
+@EVERY
+@EITHER
+async def test_a_failure_before_the_first_ping_has_the_status_of_the_wire(
+    model_dir: Path, wire: Wire, stream: bool
+) -> None:
+    async with world(model_dir, Lines(Fault.ERROR, Fault.ERROR, "fine"), **PATIENT) as w:
+        client = await w.client(wire, stream=stream)
+        reply = await client.say("go")
+        assert reply.status == STATUSES[wire.name]
+        assert reply.error["type"] in ("overloaded_error", "server_error")
+        assert (await client.send(client.body())).text == "fine"
+        report = await w.finish()
+        assert len(report.failures) == 1
+        assert report.failures[0].startswith("engine_failed")
+
+
+@EVERY
+async def test_a_failure_after_a_ping_is_an_error_event_and_an_orderly_end(model_dir: Path, wire: Wire) -> None:
+    async with world(model_dir, Lines(Fault.ERROR), **HASTY) as w:
+        [engine] = w.engines
+        engine.may_answer.clear()
+        client = await w.client(wire, stream=True)
+        async with asked(w, client, "go") as (reader, _):
+            await read_until(reader, wire.ping)
+            engine.may_answer.set()
+            told = await rest_of(reader)
+        assert wire.terminator not in told
+        assert {"anthropic": b"event: error", "chat": b'"server_error"', "responses": b"event: response.failed"}[
+            wire.name
+        ] in told
+        assert len((await w.finish()).failures) == 1
+
+
+async def test_a_session_is_marked_before_a_byte_of_the_failure_leaves(model_dir: Path, tmp_path: Path) -> None:
+    """The log says so when the first byte is here: the file is read without asking the gateway anything."""
+    async with world(model_dir, Lines(Fault.ERROR), session_log_dir=tmp_path, **PATIENT) as w:
+        client = await w.client()
+        async with asked(w, client, "go") as (reader, _):
+            async with asyncio.timeout(GUARD_S):
+                await reader.readexactly(1)
+            assert b'{"failed":"engine_failed' in only_log(tmp_path)
+
+
+class BrokenDecoder(ByteChat):
+    """A defect of ours: what was sampled cannot be read."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        raise RuntimeError("a defect")
+
+
+@EVERY
+async def test_a_defect_of_ours_after_a_ping_is_an_error_event_too(model_dir: Path, wire: Wire) -> None:
+    async with world(model_dir, Lines(""), renderer=BrokenDecoder(), **HASTY) as w:
+        [engine] = w.engines
+        engine.may_answer.clear()
+        client = await w.client(wire, stream=True)
+        async with asked(w, client, "go") as (reader, _):
+            head = await read_until(reader, wire.ping)
+            engine.may_answer.set()
+            told = head + await rest_of(reader)
+        assert told.count(b"HTTP/1.1") == 1
+        assert wire.terminator not in told
+        assert (await w.finish()).failures[0].startswith("gateway_error")
+
+
+# Nobody waits any more.
+
+
+@EITHER
+async def test_a_client_that_leaves_ends_its_turn_at_once(model_dir: Path, stream: bool) -> None:
+    async with world(model_dir, Lines(Fault.HANG, "later"), **PATIENT) as w:
+        [engine] = w.engines
+        client = await w.client(stream=stream)
+        async with asked(w, client, "go"):
+            await soon(engine.asked)
+        await soon(engine.aborted[engine.requests[0]["rid"]])
+        assert (await client.say("again")).text == "later"
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.turns, report.masked, report.failures) == (1, {"aborted": 1}, ())
+        assert (await w.gateway.in_flight()).turns_in_flight == {}
+
+
+async def test_a_client_that_leaves_between_pings_ends_its_turn_before_the_next(model_dir: Path) -> None:
+    async with world(model_dir, Lines(Fault.HANG), ping_s=0.3) as w:
+        [engine] = w.engines
+        client = await w.client(ANTHROPIC, stream=True)
+        async with asked(w, client, "go") as (reader, _):
+            await read_until(reader, b"event: ping")
+        await soon(engine.aborted[engine.requests[0]["rid"]])
+        assert (await w.finish()).masked == {"aborted": 1}
+
+
+async def test_a_sandbox_that_dies_with_a_reset_is_a_client_that_left(model_dir: Path) -> None:
+    async with world(model_dir, Lines(Fault.HANG), **PATIENT) as w:
+        [engine] = w.engines
+        async with asked(w, await w.client(), "go") as (_, writer):
+            await soon(engine.asked)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            writer.transport.abort()
+        await soon(engine.aborted[engine.requests[0]["rid"]])
+        assert (await w.finish()).masked == {"aborted": 1}
+
+
+async def test_partial_tokens_are_kept_when_the_session_is_finished_as_its_agent_leaves(model_dir: Path) -> None:
+    """A worker kills the agent and finishes the session in one go: the abort on the engine is under way, and is not
+    broken off. Without its tokens the turn would look as if we had held it up."""
+    async with world(model_dir, Lines(Fault.HANG), held_after_s=0.01, abort_grace_s=10.0, **PATIENT) as w:
+        [engine] = w.engines
+        engine.may_abort.clear()
+        async with asked(w, await w.client(), "go"):
+            await soon(engine.asked)
+        await soon(engine.abort_asked)
+        async with asyncio.TaskGroup() as group:
+            finishing = group.create_task(w.finish())
+            async with w.http.get(f"{w.url}/healthz") as response:
+                assert response.status == 200, "the gateway has read the request before this one"
+            engine.may_abort.set()
+        report = finishing.result()
+        assert (report.masked, report.failures) == ({"aborted": 1}, ())
+
+
+# One turn, however often it is asked.
+
+
+async def test_the_same_request_in_flight_is_one_turn_whatever_its_stream_flag(model_dir: Path) -> None:
+    async with world(model_dir, Lines("once"), **PATIENT) as w:
+        [engine] = w.engines
+        engine.may_answer.clear()
+        client = await w.client(ANTHROPIC)
+        body = client.body(messages=client.wire.user("go"))
+        async with asyncio.TaskGroup() as group:
+            asking = [group.create_task(client.send(body | {"stream": stream})) for stream in (True, False, True)]
+            await soon(engine.asked)
+            await all_here(w, asking)
+            engine.may_answer.set()
+        replies = [one.result() for one in asking]
+        assert [reply.text for reply in replies] == ["once"] * 3
+        assert replies[0].kept == replies[1].kept
+        assert len(engine.requests) == 1
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.turns, report.masked) == (1, {})
+
+
+async def all_here(w: World, asking: Sequence[asyncio.Task[Reply]]) -> None:
+    """Every request that was sent before this has been read by the gateway: they came earlier, and are read in turn."""
+    assert not any(task.done() for task in asking)
+    for _ in range(3):
+        async with w.http.get(f"{w.url}/healthz") as response:
+            assert response.status == 200
+
+
+async def test_a_second_client_keeps_the_turn_alive_when_the_first_leaves(model_dir: Path) -> None:
+    async with world(model_dir, Lines("kept"), **PATIENT) as w:
+        [engine] = w.engines
+        engine.may_answer.clear()
+        client = await w.client(stream=True)
+        async with asyncio.TaskGroup() as group:
+            async with asked(w, client, "go"):
+                await soon(engine.asked)
+                second = group.create_task(client.say("go"))
+                await all_here(w, [second])
+            await all_here(w, [second])
+            assert not any(event.is_set() for event in engine.aborted.values())
+            engine.may_answer.set()
+        assert second.result().text == "kept"
+        report = await w.finish()
+        assert (report.turns, report.masked, len(engine.requests)) == (1, {}, 1)
+
+
+async def test_a_client_that_comes_back_while_its_turn_is_being_ended_gets_an_answer(model_dir: Path) -> None:
+    """It must not share the end of the turn that it left a moment ago."""
+    async with world(model_dir, Lines(Fault.HANG, "second try"), abort_grace_s=10.0, **PATIENT) as w:
+        [engine] = w.engines
+        engine.may_abort.clear()
+        client = await w.client()
+        async with asked(w, client, "go"):
+            await soon(engine.asked)
+        await soon(engine.abort_asked)
+        async with asyncio.TaskGroup() as group:
+            again = group.create_task(client.say("go"))
+            await all_here(w, [again])
+            engine.may_abort.set()
+        assert again.result().text == "second try"
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.turns, report.masked) == (1, {"aborted": 1})
+
+
+LONG = "blah " * 50
+"""One token: an answer of megabytes need not have millions of them."""
+FAT = dataclasses.replace(QWEN3, name="fat", plain=(*QWEN3.plain, LONG))
+
+
+@pytest.fixture(scope="module")
+def fat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return FAT.write(tmp_path_factory.mktemp("fat"))
+
+
+@asynccontextmanager
+async def deaf(w: World, client: Client, text: str) -> AsyncIterator[None]:
+    """A client whose window is full before its answer has left, and that ends with a reset."""
+    body = json.dumps(client.body(messages=client.wire.user(text)))
+    path = client.base_url.removeprefix(w.url) + client.wire.path
+    with socket.socket() as sock:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, address_of(w.url))
+        await loop.sock_sendall(sock, request_bytes(path, body.encode()))
+        async with asyncio.timeout(GUARD_S):
+            await loop.sock_recv(sock, 1)
+        yield
+
+
+@EITHER
+async def test_an_answer_whose_last_byte_never_left_is_replayed(fat_dir: Path, stream: bool) -> None:
+    budgets = Budgets(max_tokens_per_turn=10**6, max_context_tokens=2 * 10**6)
+    async with world(fat_dir, Lines(LONG * 24_000, "sampled again"), **PATIENT) as w:
+        [engine] = w.engines
+        client = await w.client(CHAT, stream=stream, system="", spec={"budgets": budgets})
+        for _ in range(MAX_REPLAYS + 1):
+            async with deaf(w, client, "go"):
+                pass
+        assert (await client.say("go")).text == LONG * 24_000
+        assert len(engine.requests) == 1, "nothing says that it arrived: it is replayed however often it is lost"
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.turns, report.masked) == (1, {})
+
+
+@EITHER
+async def test_an_answer_that_left_is_replayed_a_few_times_and_then_sampled_again(
+    model_dir: Path, stream: bool
+) -> None:
+    """An agent that asks the very same again for ever wants another answer, not the same one."""
+    async with world(model_dir, Lines("first", "second"), **PATIENT) as w:
+        client = await w.client(stream=stream)
+        body = client.body(messages=client.wire.user("go"))
+        replies = [await client.send(body) for _ in range(MAX_REPLAYS + 2)]
+        assert [reply.text for reply in replies] == ["first"] * (MAX_REPLAYS + 1) + ["second"]
+        assert len({json.dumps(reply.kept) for reply in replies[:-1]}) == 1
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.turns, set(report.masked)) == (2, {"abandoned"})
+
+
+async def test_a_replayed_answer_is_the_same_tokens_where_history_is_rendered_again(tmp_path: Path) -> None:
+    """Chat templates that cannot be continued make every turn a root of its own: found again all the same."""
+    folder = DEEPSEEK3_LEAKY.write(tmp_path)
+    async with world(folder, Lines("one", "two", "three"), end=DEEPSEEK3_LEAKY.eos, **PATIENT) as w:
+        [engine] = w.engines
+        client = await w.client()
+        await client.say("first")
+        await client.say("second")
+        assert len(engine.requests) == 2
+        lost = client.body(messages=client.body()["messages"][:-1])
+        assert (await client.send(lost)).text == "two"
+        assert len(engine.requests) == 2
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.turns, report.rerendered, report.masked) == (2, 1, {})
