@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from headrace.serve.client import OpenedSession
     from headrace.serve.rows import SessionReport
 
+RESULT_CHARACTERS, LOG_CHARACTERS = 500, 4000
+"""Of an agent's last words and of its log, kept in its span."""
 ANSWER_S = 5.0
 """How much later than its own clocks a pool may say so."""
 
@@ -204,12 +206,23 @@ async def _converse(
         session = await stations.open_session(order, traceparent_of(trace.get_current_span()))
         try:
             report = await _run_agent(order, stations, config, sandbox, session)
+            trace.get_current_span().set_attributes(_told(report))
         except BaseException:
             with suppress(ServeError):
                 await asyncio.shield(stations.finish_session(session))
             raise
     async with boundary(names.FINISH, "agent", phases, config.prepare_timeout_s):
         return report, await stations.finish_session(session)
+
+
+def _told(report: AgentReport) -> dict[str, str | int]:
+    """How the agent ended, for its span; the end of its log only where it says that it failed."""
+    told: dict[str, str | int] = {names.AGENT_STOP: report.stop.value}
+    if report.exit_code is not None:
+        told |= {names.AGENT_EXIT_CODE: report.exit_code, names.AGENT_RESULT: report.result[:RESULT_CHARACTERS]}
+    if report.stop is StopReason.ERROR:
+        told[names.AGENT_LOG_TAIL] = report.log_tail[-LOG_CHARACTERS:]
+    return told
 
 
 async def _run_agent(

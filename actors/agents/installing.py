@@ -225,7 +225,8 @@ def _pip(target: Path, python: str, arguments: Sequence[str]) -> None:
     compiler = sys.executable if python == ours else shutil.which(f"python{python}")
     if compiler is not None:
         # Some packages hold files for other versions of Python, which do not compile.
-        subprocess.run((compiler, "-m", "compileall", "-qq", str(target)), check=False, timeout=_TIMEOUT_S)
+        command = (compiler, "-m", "compileall", "-qq", str(target))
+        subprocess.run(command, check=False, capture_output=True, timeout=_TIMEOUT_S)
 
 
 def system_python() -> str:

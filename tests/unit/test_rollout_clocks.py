@@ -153,3 +153,26 @@ def test_the_guard_covers_what_no_clock_does(run_virtual: Any) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (None, Cause.INFRA)
 
     simulated(run_virtual, check, open=EVER_S)
+
+
+@pytest.mark.parametrize(("exit_code", "cause"), [(1, Cause.INFRA), (0, Cause.SOLVED), (None, Cause.SOLVED)])
+def test_a_program_that_fails_before_its_first_turn_is_infra(
+    run_virtual: Any, exit_code: int | None, cause: Cause
+) -> None:
+    """Whatever the evaluator would say: the policy was never asked."""
+
+    async def main() -> None:
+        provider = SimulatedProvider(SimulationConfig())
+        async with Pool({"host": provider}, PoolConfig(), clock=asyncio.get_running_loop().time) as pool:
+            places = Places(pool, provider)
+            places.report = AgentReport(
+                stop=StopReason.ERROR if exit_code else StopReason.FINISHED,
+                turns=0,
+                exit_code=exit_code,
+                log_tail="no such\nmodel",
+            )
+            outcome = (await run_rollout(order(), places, CONFIG)).outcome
+            assert outcome.cause is cause
+            assert ("exit code 1 before its first turn: no such model" in outcome.detail) == bool(exit_code)
+
+    run_virtual(main())
