@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 MAX_RUNNING_TURNS = 64
 VERSIONS_KEPT = 64
 LONG_TEXT_CHARACTERS = 16_384
-"""Longer new text is rendered in a thread: it takes milliseconds in which no other agent would be served."""
+"""Longer new text, and descriptions of tools, are rendered in a thread: it takes milliseconds in which no other agent would be served."""
 
 
 class TurnKey(NamedTuple):
@@ -229,7 +229,9 @@ class Turns:
             raise BadRequest(f"These messages cannot be rendered: {error}", "messages") from None
 
     async def _delta(self, live: LiveSession, match: Match, request: TurnRequest) -> TokenIds:
-        if match.prompt is None and sum(len(message.text) for message in match.rest) > LONG_TEXT_CHARACTERS:
+        shows_tools = match.parent is None and bool(request.tools)
+        is_long = shows_tools or sum(len(message.text) for message in match.rest) > LONG_TEXT_CHARACTERS
+        if match.prompt is None and is_long:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, live.core.delta, match, request, self._renderer)
         return live.core.delta(match, request, self._renderer)
