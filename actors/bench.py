@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,15 @@ def orchestration(json: Json = True, rollouts: Annotated[int, typer.Option(min=2
 
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         _print(measure(Path(folder), rollouts=rollouts))
+
+
+@app.command()
+def gateway(json: Json = True) -> None:
+    """Processor time and memory of agent-sized turns, bridges beside full re-renders, latency beside a direct
+    connection, 2,000 first turns at once."""
+    from headrace.serve.measuring.figures import measure
+
+    _print(asdict(measure()))
 
 
 @app.command()

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 MAX_RUNNING_TURNS = 64
 VERSIONS_KEPT = 64
 LONG_TEXT_CHARACTERS = 16_384
-"""Longer new text, and descriptions of tools, are rendered in a thread: it takes milliseconds in which no other agent would be served."""
+"""Longer new text, and descriptions of tools, are rendered in a thread: it takes milliseconds that all would wait."""
 
 
 class TurnKey(NamedTuple):

@@ -121,7 +121,7 @@ class _Watch:
             run(handle)
             self.callback_s = max(self.callback_s, time.thread_time() - started)
 
-        asyncio.Handle._run = timed  # type: ignore[method-assign]  # noqa: SLF001
+        asyncio.Handle._run = timed  # type: ignore[method-assign, assignment]  # noqa: SLF001
 
     def probe(self) -> Probe:
         cpu_s = time.process_time()

@@ -127,8 +127,7 @@ def _answer(tokenizer: Tokenizer, texts: Texts, number: int) -> Answer:
     call = orjson.dumps({"name": name, "arguments": arguments}).decode()
     reasoning, said = texts.prose(160).strip(), texts.prose(80).strip()
     text = f"<think>\n{reasoning}\n</think>\n\n{said}\n<tool_call>\n{call}\n</tool_call>"
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    return Answer(ids=(*ids, tokenizer.token_to_id(END)), text=text)
+    return Answer(ids=tuple(tokenizer.encode(text + END, add_special_tokens=False).ids), text=text)
 
 
 def outputs(seed: int, characters: Sequence[int]) -> list[str]:
