@@ -97,7 +97,7 @@ class SessionLog:
         for path in sorted(self._folder.glob(f"*{_OPEN}")):
             try:
                 with path.open("rb") as file:
-                    yield _opened(orjson.loads(file.readline()))
+                    yield _opened(file.readline())
             except (OSError, ValueError, TypeError, KeyError) as error:
                 logger.warning("session log %s is no session: %s", path.name, error)
 
@@ -115,7 +115,7 @@ class SessionLog:
     def _load(self, path: Path) -> Session:
         try:
             lines = path.read_bytes().split(b"\n")
-            opened = _opened(orjson.loads(lines[0]))
+            opened = _opened(lines[0] + b"\n" * (len(lines) > 1))
             session = Session(opened.spec, opened.opened_at)
             # What follows the last line end is empty, or torn.
             for line in lines[1:-1]:
@@ -233,7 +233,10 @@ def _block(document: dict[str, str]) -> Block:
     return kinds[document.pop("kind")](**document)
 
 
-def _opened(document: Any) -> Opened:
+def _opened(line: bytes) -> Opened:
+    if not line.endswith(b"\n"):
+        raise ValueError("its first line is torn")
+    document = orjson.loads(line)
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         raise ValueError(f"its first line does not begin a session of schema {SCHEMA}")
     spec = document["spec"]

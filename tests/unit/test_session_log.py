@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.session_rig import Rig, asks, call, echo, results, user
 
+from headrace.serve import codec
 from headrace.serve.conversation import ToolSpec
 from headrace.serve.errors import LogBroken
 from headrace.serve.events import Exhausted, Failed, Spent
@@ -73,6 +74,29 @@ def test_a_session_comes_back_as_it_was(tmp_path: Path) -> None:
     assert found is not None, "what was not delivered is replayed"
     assert found.answer == rig.core.trie.sampled[-1].answer
     assert (tmp_path / next(os.walk(tmp_path))[2][0]).stat().st_mode & 0o077 == 0
+
+
+def test_a_log_cut_anywhere_is_the_session_after_one_of_its_events(tmp_path: Path) -> None:
+    rig, again = played(), Session(SPEC, 12.5)
+    kept(tmp_path, rig)
+    [path] = tmp_path.iterdir()
+    data = path.read_bytes()
+    after = [codec.write_report(again.report())]
+    for event in rig.events:
+        again.apply(event)
+        after.append(codec.write_report(again.report()))
+    ends = [index + 1 for index, byte in enumerate(data) if byte == ord("\n")]
+    near = {end + offset for end in (0, *ends) for offset in range(-2, 3) if 0 <= end + offset <= len(data)}
+    for cut in sorted(near | set(range(0, len(data), 61))):
+        path.write_bytes(data[:cut])
+        log, whole = SessionLog(tmp_path), data[:cut].count(b"\n")
+        if whole:
+            assert codec.write_report(log.load(SPEC.session_id).report()) == after[whole - 1]
+            continue
+        assert list(log.known()) == [], "nobody was told of a session whose first line is torn"
+        with pytest.raises(LogBroken):
+            log.load(SPEC.session_id)
+        assert path.read_bytes() == data[:cut]
 
 
 def test_every_prefix_of_a_log_is_a_session(tmp_path: Path) -> None:
