@@ -108,7 +108,7 @@ def covers(known: Sequence[bytes], given: Sequence[bytes]) -> bool:
 
 def in_order_of(calls: Sequence[ToolCall], messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages after a sampled turn in their one form: its results first among the leading ones, in the order of
-    its calls, and none twice."""
+    its calls, and none twice (where ids tell them apart)."""
     leading = 0
     while leading < len(messages) and messages[leading].role is Role.TOOL:
         leading += 1
@@ -116,12 +116,14 @@ def in_order_of(calls: Sequence[ToolCall], messages: Sequence[Message]) -> tuple
         return tuple(messages)
     given = [block for message in messages[:leading] for block in message.blocks if isinstance(block, ToolResult)]
     rank = {call.id: index for index, call in enumerate(calls)}
-    results = sorted(dict.fromkeys(given), key=lambda result: rank.get(result.call_id, len(rank)))
+    once = {(result, index if not result.call_id else 0): result for index, result in enumerate(given)}
+    results = sorted(once.values(), key=lambda result: rank.get(result.call_id, len(rank)))
     return (Message(Role.TOOL, tuple(results)), *messages[leading:])
 
 
 def without_echoes_of(call_ids: Collection[str], messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Some agents echo the parallel calls of one turn as several messages, each with its result after it."""
+    """Some agents echo the parallel calls of one turn as several messages, each with its result after it. `call_ids`
+    are those that its first message did not show."""
     kept: list[Message] = []
     for index, message in enumerate(messages):
         if message.role is not Role.ASSISTANT:
@@ -151,7 +153,9 @@ class Served:
         said = [block for block in blocks if not isinstance(block, Reasoning)]
         text = "".join(block.text for block in said if isinstance(block, Text))
         calls = [block for block in said if isinstance(block, ToolCall)]
-        order = "".join("c" if isinstance(block, ToolCall) else "t" for block in said if not _is_blank(block))
+        kinds = ("c" if isinstance(block, ToolCall) else "t" for block in said if not _is_blank(block))
+        # Texts that reasoning stood between are one for those who drop it.
+        order = re.sub("t+", "t", "".join(kinds))
         call_words = [word for call in calls for word in (call.id, call.name, call.arguments)]
         return cls(
             exact=digest("assistant", order, text, *call_words),

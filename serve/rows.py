@@ -104,7 +104,7 @@ def verdicts_of(session: Session) -> dict[SampledNode, Masked | None]:
     for node in session.trie.sampled:
         if node.status is Status.ABORTED:
             verdicts[node] = Masked.ABORTED
-        elif node in side or node.parent.origin.untrained:
+        elif node in side or node.untrained:
             verdicts[node] = Masked.SIDE
         elif is_abandoned(node, session.trie):
             verdicts[node] = Masked.ABANDONED
@@ -120,12 +120,7 @@ def _side_turns(trie: Trie) -> set[SampledNode]:
     one of ours."""
     if not any(root.origin.has_tools for root in trie.roots):
         return set()
-    sides = [
-        root
-        for root in trie.roots
-        if not root.origin.has_tools and not root.origin.knows_us and root.origin.purpose is not Purpose.COMPACTION
-    ]
-    return {node for root in sides for node in below(root)}
+    return {node for root in trie.roots if not root.origin.is_ours for node in below(root)}
 
 
 def is_abandoned(node: SampledNode, trie: Trie) -> bool:

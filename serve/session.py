@@ -163,10 +163,11 @@ class Session:
 
     def accepted(self, match: Match) -> list[Accepted]:
         """The events of a request that echoes turns for the first time: they reached the agent."""
+        first = {echo.node: echo for echo in reversed((*match.echoes, *match.elsewhere))}
         return [
-            Accepted(turn_id=echo.node.turn_id, drift=echo.drift)
-            for echo in (*match.echoes, *match.elsewhere)
-            if echo.node.status is not Status.ACCEPTED
+            Accepted(turn_id=node.turn_id, drift=echo.drift)
+            for node, echo in reversed(first.items())
+            if node.status is not Status.ACCEPTED
         ]
 
     def replay(self, match: Match, request: TurnRequest, now: float) -> SampledNode | None:
@@ -190,7 +191,7 @@ class Session:
             return match.prompt.ids
         if match.parent is None:
             return renderer.render(match.rest, request.tools)
-        return renderer.bridge(match.parent.ids[-1], match.parent.calls, match.rest)
+        return renderer.bridge(match.parent.last_id, match.parent.calls, match.rest)
 
     def plan(self, match: Match, request: TurnRequest, delta: TokenIds) -> TurnPlan:
         """The prompt of the turn and how much it may sample.

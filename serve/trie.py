@@ -58,8 +58,14 @@ class Origin:
     purpose: Purpose = Purpose.TURN
     has_tools: bool = False
     knows_us: bool = False
-    """Its messages echo a turn of this session that is not on its path."""
+    """Its messages echo a turn of the session's agents that is not on its path."""
     untrained: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether its root is one of the session's agents, and no side call beside them: where there are agents with
+        tools, their conversations, summaries of these, and what quotes them."""
+        return self.has_tools or self.knows_us or self.purpose is Purpose.COMPACTION
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +85,7 @@ class PromptNode:
 @dataclass(slots=True, eq=False)
 class SampledNode:
     """A sampled turn; `logprobs` and `spans` are aligned with `ids`. `answer` is kept until the agent has accepted
-    it."""
+    it. `untrained` is the turn's own: its prompt may have been asked of a model that is trained as well."""
 
     parent: PromptNode
     turn_id: str
@@ -93,6 +99,7 @@ class SampledNode:
     answer: TurnAnswer | None
     status: Status
     truncated: bool
+    untrained: bool
     number: int
     delivered_at: float = 0.0
     replays: int = 0
@@ -101,6 +108,11 @@ class SampledNode:
     @property
     def length(self) -> int:
         return self.parent.length + len(self.ids)
+
+    @property
+    def last_id(self) -> int:
+        """The id at the end of the path; the prompt's where nothing was sampled."""
+        return self.ids[-1] if self.ids else self.parent.ids[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +127,8 @@ class Echo:
 class Match:
     """How far a request is known. `parent` is the deepest sampled node it continues (None: a new root), `rest` what
     comes after it, in its one form, with its `parts`. `prompt` is there when exactly this was asked before.
-    `echoes` are the turns on the way, `elsewhere` turns of ours that the rest quotes in another place."""
+    `echoes` are the turns on the way, `elsewhere` turns of ours that the rest quotes in another place, or that stand
+    in their place with words too different to be told by."""
 
     parent: SampledNode | None
     rest: tuple[Message, ...]
@@ -143,7 +156,7 @@ class Trie:
         walk = _Walk(self, head)
         walk.run(request.messages)
         parts = _parts_of(walk.rest, () if walk.parent else (head,))
-        elsewhere = tuple(self._quoted(walk.rest))
+        quoted = tuple(self._quoted(walk.rest))
         siblings = walk.parent.children if walk.parent else self.roots
         return Match(
             parent=walk.parent,
@@ -151,12 +164,12 @@ class Trie:
             parts=parts,
             prompt=next((prompt for prompt in siblings if prompt.parts == parts), None),
             echoes=tuple(walk.echoes),
-            elsewhere=elsewhere,
+            elsewhere=quoted or walk.rewritten(),
             origin=Origin(
                 agent=request.agent,
                 purpose=request.purpose,
                 has_tools=bool(request.tools),
-                knows_us=bool(elsewhere),
+                knows_us=any(path(echo.node)[0][0].origin.is_ours for echo in quoted),
                 untrained=untrained,
             ),
         )
@@ -219,7 +232,8 @@ class Trie:
         self, parent: SampledNode | None, parts: tuple[bytes, ...], delta: TokenIds, origin: Origin
     ) -> PromptNode:
         siblings = parent.children if parent else self.roots
-        known = next((prompt for prompt in siblings if prompt.parts == parts), None)
+        # Requests that mean the same may have been rendered to other ids, side by side.
+        known = next((prompt for prompt in siblings if prompt.parts == parts and prompt.ids == delta), None)
         if known is not None:
             return known
         length = (parent.length if parent else 0) + len(delta)
@@ -247,6 +261,7 @@ class Trie:
             answer=answer if event.status is not Status.ABORTED else None,
             status=event.status,
             truncated=event.truncated,
+            untrained=event.origin.untrained,
             number=self._next_number(),
         )
         prompt.children.append(node)
@@ -314,29 +329,35 @@ class _Walk:
         self._go_down(*best)
         return True
 
+    def rewritten(self) -> tuple[Echo, ...]:
+        """The turn in whose place the rest has another message of the assistant: the agent went on with it, in words
+        of its own."""
+        before = next((i for i, message in enumerate(self.rest) if message.role is Role.ASSISTANT), None)
+        if before is None:
+            return ()
+        parts = _parts_of(self.rest[:before], () if self.parent else (self.head,))
+        replaced = _answers_to(parts, self._below())[:1]
+        echo = Served.of(self.rest[before].blocks)
+        return tuple(Echo(node, node.served.drift_to(echo)) for node in replaced)
+
     def _below(self) -> list[PromptNode]:
         return self.parent.children if self.parent else self.trie.roots
 
     def _go_down(self, index: int, echo: Echo) -> None:
         self.parent = echo.node
         self.echoes.append(echo)
-        after = without_echoes_of(echo.node.served.call_ids, self.rest[index + 1 :])
+        shown = {call.id for call in self.rest[index].calls}
+        after = without_echoes_of(echo.node.served.call_ids - shown, self.rest[index + 1 :])
         self.rest = in_order_of(echo.node.calls, after)
 
     def _echo_of(self, message: Message, prompts: Sequence[PromptNode], parts: Sequence[bytes]) -> Echo | None:
-        candidates = [
-            node
-            for prompt in prompts
-            if covers(prompt.parts, parts)
-            for node in reversed(prompt.children)
-            if node.status is not Status.ABORTED
-        ]
+        candidates = _answers_to(parts, prompts)
         if not candidates:
             return None
         echo = Served.of(message.blocks)
         named = self.trie.node_of(message)
-        if named is not None:
-            return Echo(named, named.served.drift_to(echo)) if named in candidates else None
+        if named is not None and named in candidates:
+            return Echo(named, named.served.drift_to(echo))
         for node in candidates:
             if node.served.exact == echo.exact:
                 return Echo(node, Drift.NONE)
@@ -345,6 +366,17 @@ class _Walk:
             if node.plain == plain:
                 return Echo(node, node.served.drift_to(echo))
         return None
+
+
+def _answers_to(parts: Sequence[bytes], prompts: Sequence[PromptNode]) -> list[SampledNode]:
+    """The turns that these messages got, the latest of each prompt first."""
+    return [
+        node
+        for prompt in prompts
+        if covers(prompt.parts, parts)
+        for node in reversed(prompt.children)
+        if node.status is not Status.ABORTED
+    ]
 
 
 def _parts_of(messages: Sequence[Message], prefix: tuple[bytes, ...]) -> tuple[bytes, ...]:

@@ -1,0 +1,242 @@
+"""Where the core of a session could lose a token, train it twice, or show a row that no engine saw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.session_rig import Rig, asks, call, echo, results, user
+
+from headrace.policies.engine import FinishReason
+from headrace.serve.conversation import Message, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
+from headrace.serve.rows import SessionReport
+from headrace.serve.session import Session, SessionId, SessionSpec
+from headrace.serve.trie import Status
+
+TOOLS = (ToolSpec("bash"), ToolSpec("edit"))
+SYSTEM = say(Role.SYSTEM, "You repair things.")
+
+
+def rig() -> Rig:
+    return Rig(Session(SessionSpec(session_id=SessionId("r-1")), 0.0))
+
+
+def calls_of(answer: TurnAnswer) -> list[ToolCall]:
+    return [block for block in answer.blocks if isinstance(block, ToolCall)]
+
+
+def result_of(answer: TurnAnswer, text: str) -> Message:
+    return results(*((call.id, text) for call in calls_of(answer)))
+
+
+def check(played: Rig) -> SessionReport:
+    """Rows are what engines saw, every token is accounted for, and the events give the same session again."""
+    report = played.core.report()
+    rows = report.trajectory.rows if report.trajectory else ()
+    assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())
+    seen = [prompt + output for prompt, output in zip(played.prompts, played.outputs, strict=True)]
+    assert all(row.tokens_T.tolist() in seen for row in rows), "a row is what an engine was sent and answered"
+    for node, whole in zip(played.core.trie.sampled, seen, strict=True):
+        assert list(played.core.trie.path_ids(node)) == whole
+    again = Session(played.core.spec, 0.0)
+    for event in played.events:
+        again.apply(event)
+    assert (again.report().masked, again.report().lineages) == (report.masked, report.lineages)
+    return report
+
+
+# Requests that mean the same and are not the same.
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (asks(user("go")), asks(user("go\n\n"))),
+        (asks(user("go")), asks(user("go"), user(" "))),
+        (asks(say(Role.SYSTEM, " s"), user("go")), asks(say(Role.SYSTEM, "s"), user("go"))),
+    ],
+)
+def test_two_spellings_of_a_request_in_flight_are_two_prompts(one: Any, other: Any) -> None:
+    played = rig()
+    plans = [played.plan(one), played.plan(other)]
+    for plan in plans:
+        completion = played.completion("x")
+        played.prompts.append(list(plan.prompt_ids))
+        played.outputs.append(list(completion.output_ids))
+        turn_id = played.core.next_turn_id()
+        played.happened(played.core.recorded(turn_id, plan, completion, played.renderer, played.parser))
+    assert played.prompts[0] != played.prompts[1]
+    check(played)
+
+
+def test_one_after_the_other_they_are_one_prompt() -> None:
+    played = rig()
+    played.turn(asks(user("go")), "x")
+    played.turn(asks(user("go\n")), "y")
+    assert played.prompts[0] == played.prompts[1]
+    check(played)
+
+
+# Models that are served and not trained.
+
+
+@pytest.mark.parametrize(
+    ("untrained", "masked", "trained"),
+    [((True, False), {"side": 2}, 3), ((False, True), {"side": 3, "abandoned": 2}, 0)],
+)
+def test_the_model_of_each_turn_decides_whether_it_is_trained(
+    untrained: tuple[bool, bool], masked: dict[str, int], trained: int
+) -> None:
+    played = rig()
+    for text, flag in zip(("x", "yy"), untrained, strict=True):
+        played.turn(asks(user("go")), text, untrained=flag)
+    report = check(played)
+    assert (report.masked, report.trained_tokens) == (masked, trained)
+
+
+# Outputs of nothing.
+
+
+@pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])
+def test_a_turn_of_no_tokens_can_be_continued(finish: FinishReason) -> None:
+    played = rig()
+    answer = played.turn(asks(user("go")), [], finish=finish)
+    played.turn(asks(user("go"), echo(answer), user("on")), "x")
+    assert played.prompts[1][: len(played.prompts[0])] == played.prompts[0]
+    assert (check(played).masked, len(check(played).lineages)) == ({}, 1)
+
+
+# Echoes that agents wrote anew.
+
+
+def cut_short(answer: TurnAnswer) -> Message:
+    return say(Role.ASSISTANT, answer.text[: len(answer.text) // 2])
+
+
+def without_calls(answer: TurnAnswer) -> Message:
+    return Message(Role.ASSISTANT, tuple(block for block in answer.blocks if isinstance(block, Text)))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("rewrite", [cut_short, without_calls])
+def test_a_turn_that_stands_rewritten_in_its_place_was_not_abandoned(rewrite: Any, depth: int) -> None:
+    played = rig()
+    history: tuple[Message, ...] = (SYSTEM, user("go"))
+    for number in range(depth):
+        history += (echo(played.turn(asks(*history, tools=TOOLS), f"step {number}")), user("on"))
+    answer = played.turn(asks(*history, tools=TOOLS), "I look.\n" + call("bash", command="ls"))
+    history += (rewrite(answer), user("It printed calc.py."))
+    history += (echo(played.turn(asks(*history, tools=TOOLS), "Now I know.")), user("And?"))
+    played.turn(asks(*history, tools=TOOLS), "Done.")
+    report = check(played)
+    assert (report.masked, len(report.lineages)) == ({}, 2)
+    assert report.drift == {"calls": 1}
+    assert bytes(item for item in played.prompts[-1] if item < 256).count(b"CALL") == 0, "it is what the agent says"
+
+
+def test_another_answer_in_its_place_does_not_save_one_that_was_asked_for_again() -> None:
+    played = rig()
+    for text in ("first", "second"):
+        played.turn(asks(user("go")), text)
+    played.turn(asks(user("go"), say(Role.ASSISTANT, "sec"), user("on")), "x")
+    assert check(played).masked == {"abandoned": len(b"first") + 1}
+
+
+def test_ids_that_the_agent_gave_to_another_turn_do_not_hide_its_words() -> None:
+    played = rig()
+    first = played.turn(asks(user("go"), tools=TOOLS), call("bash", command="1"))
+    history = (user("go"), echo(first), result_of(first, "x"))
+    second = played.turn(asks(*history, tools=TOOLS), call("bash", command="2"))
+    reused = calls_of(first)[0].id
+    renamed = Message(Role.ASSISTANT, (ToolCall(reused, "bash", calls_of(second)[0].arguments),))
+    played.turn(asks(*history, renamed, results((reused, "y")), tools=TOOLS), "done")
+    report = check(played)
+    assert (report.masked, len(report.lineages)) == ({}, 1)
+
+
+def test_text_on_both_sides_of_reasoning_is_no_drift() -> None:
+    played = rig()
+    played.turn(asks(user("go")), "one\nTHINK hm\ntwo\n")
+    played.turn(asks(user("go"), say(Role.ASSISTANT, "one\ntwo\n"), user("on")), "x")
+    assert check(played).drift == {}
+
+
+def test_a_turn_that_is_quoted_twice_drifts_once() -> None:
+    played = rig()
+    answer = played.turn(asks(user("go"), tools=TOOLS), call("bash", command="1"))
+    changed = Message(Role.ASSISTANT, (ToolCall(calls_of(answer)[0].id, "bash", "{}"),))
+    quoted = (changed, result_of(answer, "x"))
+    played.turn(asks(user("other"), *quoted, *quoted, tools=TOOLS), "done")
+    assert check(played).drift == {"arguments": 1}
+
+
+def test_results_without_ids_are_all_shown() -> None:
+    played = rig()
+    answer = played.turn(asks(user("go"), tools=TOOLS), call("bash", command="1") + call("bash", command="2"))
+    played.turn(asks(user("go"), echo(answer), results(("", "same"), ("", "same")), tools=TOOLS), "done")
+    assert bytes(item for item in played.prompts[1] if item < 256).count(b"same") == 2
+    check(played)
+
+
+# The same words again and again.
+
+
+def test_identical_turns_in_a_row_are_told_apart_by_their_place() -> None:
+    played = rig()
+    history: tuple[Message, ...] = (user("go"),)
+    for _ in range(5):
+        history += (say(Role.ASSISTANT, played.turn(asks(*history), "ls").text), user("nothing"))
+    report = check(played)
+    assert (report.masked, len(report.lineages), report.rerendered) == ({}, 1, 0)
+
+
+@pytest.mark.parametrize("tools", [(), TOOLS])
+def test_a_first_message_that_changes_every_time_costs_rows_and_no_token(tools: tuple[ToolSpec, ...]) -> None:
+    played = rig()
+    history: tuple[Message, ...] = ()
+    for number in range(5):
+        answer = played.turn(asks(user(f"It is {number} o'clock."), *history, tools=tools), call("bash", command="ls"))
+        history += (echo(answer), result_of(answer, "x") if tools else user("x"))
+    report = check(played)
+    assert (report.masked, len(report.lineages)) == ({}, 5)
+    assert report.trajectory is not None
+    for row, output in zip(report.trajectory.rows, played.outputs, strict=True):
+        assert row.tokens_T[row.loss_mask_T].tolist() == output, "earlier turns are context"
+
+
+def test_twins_that_ask_the_same_continue_their_own_answers() -> None:
+    played = rig()
+    twins = [played.turn(asks(SYSTEM, user("look")), text) for text in ("left", "right")]
+    for answer in reversed(twins):
+        played.turn(asks(SYSTEM, user("look"), echo(answer), user("on")), f"on from {answer.text}")
+    report = check(played)
+    assert (report.masked, len(report.lineages)) == ({}, 2)
+
+
+# Side calls.
+
+
+def test_a_side_call_that_edits_its_own_history_stays_one() -> None:
+    played = rig()
+    played.turn(asks(SYSTEM, user("go"), tools=TOOLS), "x")
+    title = played.turn(asks(user("Name it.")), "A title")
+    played.turn(asks(user("Name it, please."), echo(title), user("Shorter.")), "Title")
+    assert check(played).masked == {"side": len(b"A title") + len(b"Title") + 2}
+
+
+def test_a_summary_of_a_summary_is_trained() -> None:
+    played = rig()
+    first = played.turn(asks(SYSTEM, user("go"), tools=TOOLS), call("bash", command="1"))
+    quoted = (user("go"), echo(first), result_of(first, "x"))
+    summary = played.turn(asks(say(Role.SYSTEM, "You summarise."), *quoted), "long summary")
+    played.turn(asks(say(Role.SYSTEM, "You shorten."), user("Shorten"), echo(summary), user("now")), "summary")
+    assert check(played).masked == {}
+
+
+def test_status_of_a_delivered_turn_that_was_rewritten_is_accepted() -> None:
+    played = rig()
+    answer = played.turn(asks(user("go")), "A long answer.")
+    request = asks(user("go"), cut_short(answer), user("on"))
+    played.turn(request, "x")
+    assert [node.status for node in played.core.trie.sampled] == [Status.ACCEPTED, Status.DELIVERED]
+    assert played.core.replay(played.core.match(asks(user("go"))), asks(user("go")), now=0.0) is None
