@@ -55,7 +55,8 @@ class Continuation:
         names = tuple(call["function"]["name"] for call in calls)
         if (end := self._ends.get(names)) is None:
             end = self._end_of(history, [])
-            if len(self._ends) < _MAX_ENDS:
+            # Mistral's templates write a call's id, which is another every time, behind its arguments.
+            if len(self._ends) < _MAX_ENDS and not any(call["id"] in end.text for call in calls):
                 self._ends[names] = end
         return self._tail(end, history, messages, [])
 

@@ -314,6 +314,8 @@ def test_ids_and_arguments_are_given_as_the_template_takes_them(
     call_id = shown.partition("[RESULT]")[2][:9]
     assert shown.count(call_id) == 2
     assert f"[RESULT]{call_id}" in bridged(renderer, "", [LS], DONE)
+    other = ToolCall("call_3", LS.name, LS.arguments)
+    assert "[RESULT]" in bridged(renderer, "", [other], Message(Role.TOOL, (ToolResult(other.id, "x"),)))
     (folder / "chat_template.jinja").write_text(TEXT_ARGUMENTS)
     renderer = load_renderer(folder)
     assert 'bash{"command": "ls \\"a b\\""}bash{' in renderer.decode(renderer.render(messages[:2], []))
