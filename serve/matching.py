@@ -90,6 +90,22 @@ def is_result(part: bytes) -> bool:
     return len(part) == 17
 
 
+class Frame:
+    """A running digest of parts without those that may be missing: what `covers` has the same frame."""
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        self._hasher = blake2b(digest_size=16)
+        self.add(parts)
+
+    def add(self, parts: Sequence[bytes]) -> None:
+        for part in parts:
+            if not is_result(part):
+                self._hasher.update(part)
+
+    def digest(self) -> bytes:
+        return self._hasher.digest()
+
+
 def covers(known: Sequence[bytes], given: Sequence[bytes]) -> bool:
     """Whether `given` is what was rendered as `known`: the same parts in order, but that results may be missing."""
     if len(known) == len(given):

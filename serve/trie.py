@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from headrace.serve.conversation import Purpose, Role, ToolCall
 from headrace.serve.matching import (
     Drift,
+    Frame,
     Served,
     covers,
     head_digest,
@@ -70,11 +71,12 @@ class Origin:
 
 @dataclass(slots=True, eq=False)
 class PromptNode:
-    """Ids that were rendered. `parts` are the digests of its messages; `length` counts the ids from the root to its
-    end."""
+    """Ids that were rendered. `parts` are the digests of its messages, `frame` what is the same for all that `covers`
+    takes for them; `length` counts the ids from the root to its end."""
 
     parent: SampledNode | None
     parts: tuple[bytes, ...]
+    frame: bytes
     ids: TokenIds
     origin: Origin
     length: int
@@ -164,7 +166,7 @@ class Trie:
             parts=parts,
             prompt=next((prompt for prompt in siblings if prompt.parts == parts), None),
             echoes=tuple(walk.echoes),
-            elsewhere=quoted or walk.rewritten(),
+            elsewhere=quoted or tuple(walk.rewritten),
             origin=Origin(
                 agent=request.agent,
                 purpose=request.purpose,
@@ -238,7 +240,13 @@ class Trie:
             return known
         length = (parent.length if parent else 0) + len(delta)
         prompt = PromptNode(
-            parent=parent, parts=parts, ids=delta, origin=origin, length=length, number=self._next_number()
+            parent=parent,
+            parts=parts,
+            frame=Frame(parts).digest(),
+            ids=delta,
+            origin=origin,
+            length=length,
+            number=self._next_number(),
         )
         siblings.append(prompt)
         return prompt
@@ -296,13 +304,15 @@ def below(prompt: PromptNode) -> Iterator[SampledNode]:
 
 @dataclass(slots=True)
 class _Walk:
-    """One walk from the roots down. `rest` begins after the last message that is known."""
+    """One walk from the roots down. `rest` begins after the last message that is known. `rewritten` are the turns in
+    whose place the rest has another message of the assistant: the agent went on with it, in words of its own."""
 
     trie: Trie
     head: bytes
     parent: SampledNode | None = None
     rest: tuple[Message, ...] = ()
     echoes: list[Echo] = field(default_factory=list)
+    rewritten: list[Echo] = field(default_factory=list)
 
     def run(self, messages: Sequence[Message]) -> None:
         self.rest = tuple(messages)
@@ -311,34 +321,23 @@ class _Walk:
 
     def _step(self) -> bool:
         """Go one sampled turn deeper, if the rest says so: the longest known segment that an echo follows."""
-        prefix = () if self.parent else (self.head,)
-        prompts = [prompt for prompt in self._below() if prompt.parts[: len(prefix)] == prefix and prompt.children]
-        if not prompts:
-            return False
+        segment = _Segment(() if self.parent else (self.head,), self._below())
         best: tuple[int, Echo] | None = None
-        parts = list(prefix)
+        self.rewritten = []
         for index, message in enumerate(self.rest):
-            if message.role is Role.ASSISTANT:
-                echo = self._echo_of(message, prompts, parts)
+            if segment.is_past:
+                break
+            if message.role is Role.ASSISTANT and (candidates := segment.answers()):
+                echo = self._echo_of(message, candidates)
                 best = (index, echo) if echo else best
-                if all(len(prompt.parts) <= len(parts) for prompt in prompts):
-                    break
-            parts += message_parts(message)
+                if echo is None:
+                    drift = candidates[0].served.drift_to(Served.of(message.blocks))
+                    self.rewritten.append(Echo(candidates[0], drift))
+            segment.add(message)
         if best is None:
             return False
         self._go_down(*best)
         return True
-
-    def rewritten(self) -> tuple[Echo, ...]:
-        """The turn in whose place the rest has another message of the assistant: the agent went on with it, in words
-        of its own."""
-        before = next((i for i, message in enumerate(self.rest) if message.role is Role.ASSISTANT), None)
-        if before is None:
-            return ()
-        parts = _parts_of(self.rest[:before], () if self.parent else (self.head,))
-        replaced = _answers_to(parts, self._below())[:1]
-        echo = Served.of(self.rest[before].blocks)
-        return tuple(Echo(node, node.served.drift_to(echo)) for node in replaced)
 
     def _below(self) -> list[PromptNode]:
         return self.parent.children if self.parent else self.trie.roots
@@ -350,10 +349,7 @@ class _Walk:
         after = without_echoes_of(echo.node.served.call_ids - shown, self.rest[index + 1 :])
         self.rest = in_order_of(echo.node.calls, after)
 
-    def _echo_of(self, message: Message, prompts: Sequence[PromptNode], parts: Sequence[bytes]) -> Echo | None:
-        candidates = _answers_to(parts, prompts)
-        if not candidates:
-            return None
+    def _echo_of(self, message: Message, candidates: Sequence[SampledNode]) -> Echo | None:
         echo = Served.of(message.blocks)
         named = self.trie.node_of(message)
         if named is not None and named in candidates:
@@ -368,15 +364,39 @@ class _Walk:
         return None
 
 
-def _answers_to(parts: Sequence[bytes], prompts: Sequence[PromptNode]) -> list[SampledNode]:
-    """The turns that these messages got, the latest of each prompt first."""
-    return [
-        node
-        for prompt in prompts
-        if covers(prompt.parts, parts)
-        for node in reversed(prompt.children)
-        if node.status is not Status.ABORTED
-    ]
+class _Segment:
+    """Messages since the last known turn, one after the other, and the prompts that say the same. What is looked at
+    for each does not grow with the number of prompts: agents that edit their history have hundreds."""
+
+    def __init__(self, prefix: tuple[bytes, ...], prompts: Sequence[PromptNode]) -> None:
+        self._parts = list(prefix)
+        self._frame = Frame(prefix)
+        self._prompts: dict[bytes, list[PromptNode]] = {}
+        self._longest = -1
+        for prompt in prompts:
+            if prompt.children and prompt.parts[: len(prefix)] == prefix:
+                self._prompts.setdefault(prompt.frame, []).append(prompt)
+                self._longest = max(self._longest, len(prompt.parts))
+
+    @property
+    def is_past(self) -> bool:
+        """Whether every prompt is shorter."""
+        return len(self._parts) > self._longest
+
+    def add(self, message: Message) -> None:
+        parts = message_parts(message)
+        self._parts += parts
+        self._frame.add(parts)
+
+    def answers(self) -> list[SampledNode]:
+        """The turns that these messages got, the latest of each prompt first."""
+        return [
+            node
+            for prompt in self._prompts.get(self._frame.digest(), ())
+            if covers(prompt.parts, self._parts)
+            for node in reversed(prompt.children)
+            if node.status is not Status.ABORTED
+        ]
 
 
 def _parts_of(messages: Sequence[Message], prefix: tuple[bytes, ...]) -> tuple[bytes, ...]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.session_rig import Rig, asks, call, echo, results, user
+from tests.session_rig import ByteChat, Rig, asks, call, echo, results, user
 
 from headrace.policies.engine import FinishReason
 from headrace.serve.conversation import Message, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
 from headrace.serve.rows import SessionReport
-from headrace.serve.session import Session, SessionId, SessionSpec
+from headrace.serve.session import Budgets, Session, SessionId, SessionSpec
 from headrace.serve.trie import Status
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 TOOLS = (ToolSpec("bash"), ToolSpec("edit"))
 SYSTEM = say(Role.SYSTEM, "You repair things.")
@@ -190,6 +195,16 @@ def test_identical_turns_in_a_row_are_told_apart_by_their_place() -> None:
     assert (report.masked, len(report.lineages), report.rerendered) == ({}, 1, 0)
 
 
+def test_turns_that_are_always_rewritten_are_found_behind_one_that_was_made_up() -> None:
+    played = rig()
+    history = (user("context"), say(Role.ASSISTANT, "Got it."), user("go"))
+    for _ in range(3):
+        answer = played.turn(asks(*history), "A long answer of many words.")
+        history += (cut_short(answer), user("on"))
+    report = check(played)
+    assert (report.masked, len(report.lineages), report.drift) == ({}, 3, {"text": 2})
+
+
 @pytest.mark.parametrize("tools", [(), TOOLS])
 def test_a_first_message_that_changes_every_time_costs_rows_and_no_token(tools: tuple[ToolSpec, ...]) -> None:
     played = rig()
@@ -240,3 +255,41 @@ def test_status_of_a_delivered_turn_that_was_rewritten_is_accepted() -> None:
     played.turn(request, "x")
     assert [node.status for node in played.core.trie.sampled] == [Status.ACCEPTED, Status.DELIVERED]
     assert played.core.replay(played.core.match(asks(user("go"))), asks(user("go")), now=0.0) is None
+
+
+# What a turn costs.
+
+
+def lines_run(work: Callable[[], object]) -> int:
+    """How many lines of Python it took: the same on every machine."""
+    count = 0
+
+    def trace(frame: object, event: str, arg: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("kind", ["appends", "edits its first message", "is rendered again"])
+def test_a_turn_costs_no_more_than_its_history_is_long(kind: str) -> None:
+    room = Budgets(max_turns=1000, max_context_tokens=1_000_000)
+    spec = SessionSpec(session_id=SessionId("r-1"), budgets=room)
+    played = Rig(Session(spec, 0.0), ByteChat(bridges=kind != "is rendered again"))
+    history: tuple[Message, ...] = ()
+    lines = {}
+    for number in range(161):
+        first = user(f"It is {number} o'clock.") if kind == "edits its first message" else user("go")
+        request = asks(first, *history, tools=TOOLS)
+        if number in (80, 160):
+            lines[number] = lines_run(partial(played.core.match, request))
+        answer = played.turn(request, call("bash", command=f"ls {number}"))
+        history += (echo(answer), result_of(answer, "x"))
+    assert lines[160] < 2.3 * lines[80]
