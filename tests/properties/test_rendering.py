@@ -17,28 +17,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PIECES = (
-    "calc.py", " ", "\n", "\r\n", "\t", "\n\n\n", "\0", "e\u0301", "\u1100\u1161", "\u212b", "\ufb01", "\ufeff", "\u200d", "漢字", "\U0001f600",
-    "1234567", "1.0", "'s", "</tool_response>", "{{ x }}", "{% raw %}", "<b>&amp;\"'",
+    "calc.py", " ", "\n", "\r\n", "\t", "\n\n\n", "\0", "e\u0301", "\u1100\u1161", "\u212b", "\ufb01", "\ufeff",
+    "\u200d", "漢字", "\U0001f600", "1234567", "1.0", "'s", "</tool_response>", "{{ x }}", "{% raw %}", "<b>&amp;\"'",
 )  # fmt: skip
 """Also what changes under NFC, and what a template engine could take for its own."""
 words = st.lists(st.sampled_from(PIECES) | st.text(st.characters(exclude_categories=["Cs"]), max_size=4), max_size=8)
 contents = words.map("".join)
 long = st.builds(lambda text, times: text * times, contents, st.sampled_from([1, 1, 1, 400]))
 numbers = st.sampled_from([0, -1, 1.0, 1, 2**70, 1e300, 0.1])
-arguments = st.dictionaries(
-    contents.filter(bool), st.one_of(contents, numbers, st.booleans(), st.lists(numbers)), max_size=3
+values = st.one_of(contents, numbers, st.booleans(), st.lists(numbers))
+arguments = st.dictionaries(contents.filter(bool), values, max_size=3)
+schemas = st.fixed_dictionaries(
+    {"type": st.just("object"), "properties": st.dictionaries(contents, contents, max_size=2)}
 )
-tools = st.lists(
-    st.builds(
-        ToolSpec,
-        st.sampled_from(["bash", "edit"]),
-        contents,
-        st.fixed_dictionaries(
-            {"type": st.just("object"), "properties": st.dictionaries(contents, contents, max_size=2)}
-        ),
-    ),
-    max_size=2,
-)
+tools = st.lists(st.builds(ToolSpec, st.sampled_from(["bash", "edit"]), contents, schemas), max_size=2)
 
 
 @st.composite
