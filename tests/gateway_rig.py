@@ -423,11 +423,12 @@ async def world(
     end: str = "<|im_end|>",
     renderer: Renderer | None = None,
     tracer: Tracer | None = None,
+    engine_type: type[Engine] = Engine,
     **config: Any,
 ) -> AsyncIterator[World]:
     """A gateway and an engine for each script (one that says `ls` for ever when there is none)."""
     settings = GatewayConfig(**{"tokenizer_dir": model_dir, "abort_grace_s": 1.0} | config)
-    engines = [Engine.of(model_dir, end, script) for script in scripts or (Lines("ls"),)]
+    engines = [engine_type.of(model_dir, end, script) for script in scripts or (Lines("ls"),)]
     gateway = Gateway(settings, ADMIN, renderer=renderer or renderer_of(model_dir), tracer=tracer)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=GUARD_S)) as http, _all_serving(engines):
         url = await gateway.start()

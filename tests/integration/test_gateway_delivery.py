@@ -169,7 +169,7 @@ class BrokenDecoder(ByteChat):
 
 @EVERY
 async def test_a_defect_of_ours_after_a_ping_is_an_error_event_too(model_dir: Path, wire: Wire) -> None:
-    async with world(model_dir, Lines(""), renderer=BrokenDecoder(), **HASTY) as w:
+    async with world(model_dir, Lines(""), renderer=BrokenDecoder(), vocab_size=512, **HASTY) as w:
         [engine] = w.engines
         engine.may_answer.clear()
         client = await w.client(wire, stream=True)
