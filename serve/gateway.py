@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
     from headrace.policies.engine import Engine, EngineId
+    from headrace.serve.parsing.base import OutputParser
     from headrace.serve.render import Renderer
     from headrace.serve.routing import EngineRoute, RoutingTable
 
@@ -139,14 +140,22 @@ class Gateway:
         Raises OSError when the port is taken, TokenizerInvalid when the tokenizer cannot be used, ParserUnknown.
         """
         renderer = self._renderer or self._load_renderer()
-        async with AsyncExitStack() as stack:
-            self._http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-            self._make_parts(renderer, await stack.enter_async_context(asyncio.TaskGroup()), stack)
-            self._base_url = await self._listen(host, port, stack)
-            self._stack = stack.pop_all()
+        parser = choose_parser(self._config.parser, renderer.template)
+        try:
+            async with AsyncExitStack() as stack:
+                connector = aiohttp.TCPConnector(limit=0)
+                self._http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+                self._make_parts(renderer, parser, await stack.enter_async_context(asyncio.TaskGroup()), stack)
+                self._base_url = await self._listen(host, port, stack)
+                self._stack = stack.pop_all()
+        except ExceptionGroup as group:
+            # The task group's, which has no tasks yet: it wraps the one error of this block.
+            raise group.exceptions[0] from None
         return self._base_url
 
-    def _make_parts(self, renderer: Renderer, tasks: asyncio.TaskGroup, stack: AsyncExitStack) -> None:
+    def _make_parts(
+        self, renderer: Renderer, parser: OutputParser, tasks: asyncio.TaskGroup, stack: AsyncExitStack
+    ) -> None:
         config = self._config
         deadlines = EngineDeadlines(
             gate_wait_s=config.gate_wait_s, call_s=config.turn_timeout_s, abort_grace_s=config.abort_grace_s
@@ -157,7 +166,7 @@ class Gateway:
         self._turns = Turns(
             self._pool,
             renderer,
-            choose_parser(config.parser, renderer.template),
+            parser,
             time.monotonic,
             self._tracer,
             held_after_s=config.held_after_s,
