@@ -359,7 +359,8 @@ def try_turn(aviary: Aviary, sent: Sent, *, count: bool) -> None:
     path = sent.wire.path + ("/count_tokens" if count and sent.wire is ANTHROPIC else "")
     headers = [*sent.headers, *framing]
     request = request_of(b"POST", (aviary.path + path).encode(), headers, data)
-    answer = aviary.exchange(request, hang_up=sent.framing == "long")
+    # Of a body whose end cannot come, more is waited for.
+    answer = aviary.exchange(request, hang_up=sent.framing in ("long", "broken chunks"))
     if answer is None:
         assert sent.framing in NOT_HTTP | {"long"}
     elif answer.kind == "text/plain":
