@@ -66,13 +66,15 @@ class TurnKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """A session and what the shell needs beside it: its log, its trace context and its running turns."""
+    """A session and what the shell needs beside it: its log, its trace context and its running turns. `unkept` are
+    events that happened while nothing could be written; they are written, in order, as soon as anything can be."""
 
     core: Session
     token: str
     log: SessionLog | None
     running: Joined[TurnAnswer]
     closed: bool = False
+    unkept: list[Event] = field(default_factory=list)
     context: Context = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,19 +82,27 @@ class LiveSession:
 
     def happened(self, event: Event) -> None:
         """Keep an event, then apply it. Raises LogBroken, with nothing applied."""
+        self.keep_unkept()
         if self.log is not None:
             self.log.append(self.core.spec.session_id, event)
         self.core.apply(event)
+
+    def keep_unkept(self) -> None:
+        """Raises LogBroken: some are still not written."""
+        while self.unkept and self.log is not None:
+            self.log.append(self.core.spec.session_id, self.unkept[0])
+            del self.unkept[0]
 
     def fail(self, failure: str) -> None:
         """Remember a failure that reaches the agent."""
         self.noted(Failed(failure=failure))
 
     def noted(self, event: Event) -> None:
-        """As `happened`, but in memory alone when nothing can be written."""
+        """As `happened`, but in memory alone while nothing can be written."""
         try:
             self.happened(event)
         except LogBroken:
+            self.unkept.append(event)
             self.core.apply(event)
 
     def exhaust(self, budget: Exhausted) -> None:
@@ -285,6 +295,8 @@ class Turns:
         live.closed = True
         live.running.cancel_all()
         await live.running.ended()
+        with suppress(LogBroken):
+            live.keep_unkept()
         self._pool.router.forget(live.core.spec.session_id)
         return live.core.report()
 
