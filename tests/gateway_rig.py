@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 ADMIN = "an admin token of enough letters"
 R1 = SessionId("rollout-1")
 SYSTEM = "You repair things."
+RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER of a socket whose close is a reset."""
 GUARD_S = 20.0
 """How long a test waits for what must come at once, before it says that it hangs."""
 
@@ -469,3 +473,20 @@ def request_bytes(path: str, body: bytes) -> bytes:
     """A request as it stands on the wire."""
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
+
+
+@asynccontextmanager
+async def deaf(client: Client, body: dict[str, Any]) -> AsyncIterator[socket.socket]:
+    """A request on a connection of its own, of whose answer one byte was read and for little more there is room; it
+    ends with a reset."""
+    path = client.base_url.partition("//")[2].partition("/")[2]
+    with socket.socket() as sock:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, address_of(client.base_url))
+        await loop.sock_sendall(sock, request_bytes(f"/{path}{client.wire.path}", json.dumps(body).encode()))
+        async with asyncio.timeout(GUARD_S):
+            await loop.sock_recv(sock, 1)
+        yield sock

@@ -5,21 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import dataclasses
 import json
 import random
 import re
-import socket
 from array import array
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import orjson
 import pytest
-from tests.chat_templates import QWEN3
+from tests.chat_templates import FAT, LONG, QWEN3
 from tests.gateway_program import GatewayProgram, gateway_program
 from tests.gateway_rig import (
     ADMIN,
@@ -30,9 +28,8 @@ from tests.gateway_rig import (
     Engine,
     Lines,
     Reply,
-    address_of,
     call_text,
-    request_bytes,
+    deaf,
     serving,
     soon,
 )
@@ -43,7 +40,7 @@ from headrace.serve.rows import SessionReport
 from headrace.serve.session import Budgets, SessionId, SessionSpec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from aiohttp import web
@@ -219,11 +216,6 @@ async def test_nor_with_other_moments(model_dir: Path, tmp_path: Path, seed: int
     await storm(model_dir, tmp_path, seed=seed, kills=1 + seed % 6)
 
 
-LONG = "blah " * 50
-FAT = dataclasses.replace(QWEN3, name="fat", plain=(*QWEN3.plain, LONG))
-"""One token of it is long: an answer of megabytes need not have millions of them."""
-
-
 async def test_an_answer_that_was_on_its_way_is_told_again_not_sampled_again(tmp_path: Path) -> None:
     """Killed between the first byte of an answer and its last."""
     model_dir = FAT.write(tmp_path / "model")
@@ -239,7 +231,7 @@ async def test_an_answer_that_was_on_its_way_is_told_again_not_sampled_again(tmp
         clients = [Client(http, one.base_url, CHAT, stream=one.session_id == "a") for one in opened]
         for client in clients:
             client.history += CHAT.user("go")
-            await stack.enter_async_context(begun(program.url, client))
+            await stack.enter_async_context(deaf(client, client.body()))
         await program.kill()
         await program.start()
         for client, words in zip(clients, (24_000, 25_000), strict=True):
@@ -249,19 +241,3 @@ async def test_an_answer_that_was_on_its_way_is_told_again_not_sampled_again(tmp
         for report, one in zip(reports, engine.sampled, strict=True):
             assert isinstance(report, SessionReport)
             assert trained_in(report) == [(one.prompt_ids, one.output_ids)]
-
-
-@asynccontextmanager
-async def begun(url: str, client: Client) -> AsyncIterator[None]:
-    """The client's question on a connection of its own, of whose answer one byte was read; there is room for no more
-    than a few."""
-    path = client.base_url.removeprefix(url) + client.wire.path
-    with socket.socket() as sock:
-        sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(sock, address_of(url))
-        await loop.sock_sendall(sock, request_bytes(path, json.dumps(client.body()).encode()))
-        async with asyncio.timeout(GUARD_S):
-            await loop.sock_recv(sock, 1)
-        yield
