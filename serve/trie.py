@@ -7,14 +7,17 @@ Invariants:
   root holds a whole rendered conversation.
 - Nodes are numbered in the order in which turns were recorded; a node outlives whatever branches off.
 - No text is kept: messages are known by their digests (matching.py).
+- Nodes are owned from above, and know what they stand below by weak references: a forest that nobody needs any more is
+  gone at once, without a collection that finds cycles. Whoever holds a node holds its Trie.
 """
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from headrace.serve.conversation import Purpose, Role, ToolCall
 from headrace.serve.matching import (
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
     from headrace.serve.conversation import Message, TurnAnswer, TurnRequest
     from headrace.serve.events import Recorded
     from headrace.serve.render import TokenIds
+
+
+NodeT = TypeVar("NodeT", "PromptNode", "SampledNode")
 
 
 class Status(StrEnum):
@@ -62,12 +68,12 @@ class Origin:
     untrained: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PromptNode:
     """Ids that were rendered. `parts` are the digests of its messages; `length` counts the ids from the root to its
     end."""
 
-    parent: SampledNode | None
+    above: weakref.ref[SampledNode] | None
     parts: tuple[bytes, ...]
     ids: TokenIds
     origin: Origin
@@ -75,13 +81,18 @@ class PromptNode:
     number: int
     children: list[SampledNode] = field(default_factory=list)
 
+    @property
+    def parent(self) -> SampledNode | None:
+        """None for a root."""
+        return _alive(self.above) if self.above else None
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class SampledNode:
     """A sampled turn; `logprobs` and `spans` are aligned with `ids`. `answer` is kept until the agent has accepted
     it."""
 
-    parent: PromptNode
+    above: weakref.ref[PromptNode]
     turn_id: str
     ids: TokenIds
     logprobs: array[float]
@@ -97,6 +108,10 @@ class SampledNode:
     delivered_at: float = 0.0
     replays: int = 0
     children: list[PromptNode] = field(default_factory=list)
+
+    @property
+    def parent(self) -> PromptNode:
+        return _alive(self.above)
 
     @property
     def length(self) -> int:
@@ -223,8 +238,9 @@ class Trie:
         if known is not None:
             return known
         length = (parent.length if parent else 0) + len(delta)
+        above = weakref.ref(parent) if parent else None
         prompt = PromptNode(
-            parent=parent, parts=parts, ids=delta, origin=origin, length=length, number=self._next_number()
+            above=above, parts=parts, ids=delta, origin=origin, length=length, number=self._next_number()
         )
         siblings.append(prompt)
         return prompt
@@ -235,7 +251,7 @@ class Trie:
         prompt = self._prompt_node(parent, event.parts, event.delta, event.origin)
         served = Served.of(answer.blocks)
         node = SampledNode(
-            parent=prompt,
+            above=weakref.ref(prompt),
             turn_id=answer.turn_id,
             ids=array("i", event.ids),
             logprobs=array("f", event.logprobs),
@@ -260,6 +276,13 @@ class Trie:
     def _next_number(self) -> int:
         self._numbers += 1
         return self._numbers
+
+
+def _alive(reference: weakref.ref[NodeT]) -> NodeT:
+    node = reference()
+    if node is None:
+        raise RuntimeError("a node outlived its trie")
+    return node
 
 
 def path(node: SampledNode) -> list[tuple[PromptNode, SampledNode]]:
