@@ -143,8 +143,8 @@ def is_abandoned(node: SampledNode, trie: Trie) -> bool:
 
 
 def _goes_on(prompt: PromptNode) -> bool:
-    """A summary of the history is asked for beside the agent's way, and never echoed."""
-    return prompt.origin.purpose is not Purpose.COMPACTION
+    """A summary of the history is asked for beside the agent's way, and never echoed; so is what is not trained."""
+    return prompt.origin.purpose is not Purpose.COMPACTION and not prompt.origin.untrained
 
 
 def _continues(prompt: PromptNode, other: PromptNode) -> bool:

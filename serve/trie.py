@@ -164,7 +164,7 @@ class Trie:
             parent=walk.parent,
             rest=walk.rest,
             parts=parts,
-            prompt=next((prompt for prompt in siblings if prompt.parts == parts), None),
+            prompt=_asked(siblings, parts, untrained=untrained),
             echoes=tuple(walk.echoes),
             elsewhere=elsewhere,
             origin=Origin(
@@ -183,7 +183,7 @@ class Trie:
             parent=None,
             rest=request.messages,
             parts=parts,
-            prompt=next((prompt for prompt in self.roots if prompt.parts == parts), None),
+            prompt=_asked(self.roots, parts, untrained=match.origin.untrained),
             echoes=match.echoes,
             elsewhere=match.elsewhere,
             origin=match.origin,
@@ -234,7 +234,7 @@ class Trie:
         self, parent: SampledNode | None, parts: tuple[bytes, ...], delta: TokenIds, origin: Origin
     ) -> PromptNode:
         siblings = parent.children if parent else self.roots
-        known = next((prompt for prompt in siblings if prompt.parts == parts), None)
+        known = _asked(siblings, parts, untrained=origin.untrained)
         if known is not None:
             return known
         length = (parent.length if parent else 0) + len(delta)
@@ -276,6 +276,11 @@ class Trie:
     def _next_number(self) -> int:
         self._numbers += 1
         return self._numbers
+
+
+def _asked(prompts: Sequence[PromptNode], parts: tuple[bytes, ...], *, untrained: bool) -> PromptNode | None:
+    """The one that was asked before. What is not trained is kept apart from the same words that are."""
+    return next((one for one in prompts if one.parts == parts and one.origin.untrained is untrained), None)
 
 
 def _alive(reference: weakref.ref[NodeT]) -> NodeT:

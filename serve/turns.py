@@ -62,6 +62,7 @@ class TurnKey(NamedTuple):
     parent: str
     parts: tuple[bytes, ...]
     wishes: str
+    untrained: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -154,6 +155,7 @@ class Turns:
             parent=match.parent.turn_id if match.parent else "",
             parts=match.parts,
             wishes=wishes_of(request),
+            untrained=untrained,
         )
         if (known := self._known(live, key, match, request)) is not None:
             return known
@@ -184,8 +186,8 @@ class Turns:
         return len(live.core.trie.prompt_ids(match, delta))
 
     def delivered(self, live: LiveSession, answer: TurnAnswer) -> None:
-        """The last byte of the answer has left."""
-        if not live.closed:
+        """The last byte of the answer has left. The final answer is nobody's turn: an agent may ask for it for ever."""
+        if not live.closed and live.core.trie.by_turn(answer.turn_id) is not None:
             live.noted(Delivered(turn_id=answer.turn_id, at=self._clock()))
 
     def _match(self, live: LiveSession, request: TurnRequest, *, untrained: bool) -> Match:
