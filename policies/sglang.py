@@ -191,7 +191,7 @@ class SGLangEngine:
         """What could not be sent again as part of a prompt, or was not asked for, is no sample of this model."""
         ids, limit = completion.output_ids, self._config.vocab_size
         if (wrong := next((token for token in ids if not 0 <= token < limit), None)) is not None:
-            raise EngineReplyInvalid(f"/generate: output id {wrong} is outside the vocabulary [0, {limit}) (vocab_size)")
+            raise EngineReplyInvalid(f"/generate: output id {wrong} is not in the vocabulary [0, {limit}) (vocab_size)")
         if len(ids) > request.max_new_tokens:
             raise EngineReplyInvalid(f"/generate: {len(ids)} output ids, {request.max_new_tokens} were asked for")
         if not ids and completion.finish is not FinishReason.ABORT:
