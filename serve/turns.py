@@ -68,7 +68,8 @@ class TurnKey(NamedTuple):
 @dataclass(slots=True, eq=False)
 class LiveSession:
     """A session and what the shell needs beside it: its log, its trace context and its running turns. `unkept` are
-    events that happened while nothing could be written; they are written, in order, as soon as anything can be."""
+    events that happened while nothing could be written; they are written, in order, as soon as anything can be.
+    `rendering`: of the one thread for long texts a session has one place at a time."""
 
     core: Session
     token: str
@@ -76,6 +77,7 @@ class LiveSession:
     running: Joined[TurnAnswer]
     closed: bool = False
     unkept: list[Event] = field(default_factory=list)
+    rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
     context: Context = field(init=False)
 
     def __post_init__(self) -> None:
@@ -245,7 +247,8 @@ class Turns:
         is_long = shows_tools or sum(len(message.text) for message in match.rest) > LONG_TEXT_CHARACTERS
         if match.prompt is None and is_long:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, live.core.delta, match, request, self._renderer)
+            async with live.rendering:
+                return await loop.run_in_executor(self._threads, live.core.delta, match, request, self._renderer)
         return live.core.delta(match, request, self._renderer)
 
     async def _sample(self, live: LiveSession, turn_id: str, plan: TurnPlan) -> Completion | None:

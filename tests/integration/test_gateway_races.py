@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.chat_templates import QWEN3
-from tests.gateway_rig import ADMIN, ANTHROPIC, CHAT, WIRES, Lines, Wire, World, renderer_of, soon, world
+from tests.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, WIRES, Lines, Wire, World, renderer_of, soon, world
 from tests.scripted_engine import Fault, check_exact
 
 from headrace.serve.model_use import ModelUse
@@ -34,6 +34,13 @@ async def delete(w: World, session_id: str) -> int:
     headers = {"Authorization": f"Bearer {ADMIN}"}
     async with w.http.delete(f"{w.url}/sessions/{session_id}", headers=headers) as response:
         return response.status
+
+
+async def all_read(w: World) -> None:
+    """What was sent or closed before is known to the gateway: it reads in turn."""
+    for _ in range(3):
+        async with w.http.get(f"{w.url}/healthz") as response:
+            assert response.status == 200
 
 
 # Ends of sessions.
@@ -71,8 +78,7 @@ async def test_a_session_that_is_finished_and_deleted_at_once_is_gone(model_dir:
             finishing = group.create_task(w.post("/sessions/rollout-1/finish"))
             await soon(engine.abort_asked)
             deleting = group.create_task(delete(w, "rollout-1"))
-            async with w.http.get(f"{w.url}/healthz"):
-                pass
+            await all_read(w)
             engine.may_abort.set()
         assert turn.result().status == 400
         status, report = finishing.result()
@@ -107,13 +113,15 @@ class SlowRenderer:
         self.loop = asyncio.get_running_loop()
         self.begun = asyncio.Event()
         self.may_end = threading.Event()
+        self.rendered: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._renderer, name)
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
         self.loop.call_soon_threadsafe(self.begun.set)
-        assert self.may_end.wait(20.0)
+        assert self.may_end.wait(GUARD_S)
+        self.rendered.append(messages[-1].text)
         return self._renderer.render(messages, tools)
 
 
@@ -144,6 +152,7 @@ async def test_a_client_that_leaves_while_its_turn_is_rendered_may_ask_again(mod
             await soon(renderer.begun)
             first.cancel()
             await asyncio.wait([first])
+            await all_read(w)
             again = asyncio.ensure_future(client.send(body))
         finally:
             renderer.may_end.set()
@@ -151,6 +160,23 @@ async def test_a_client_that_leaves_while_its_turn_is_rendered_may_ask_again(mod
         report = await w.finish()
         check_exact(report, w.engines)
         assert (report.turns, report.masked, len(w.engines[0].requests)) == (1, {}, 1)
+
+
+async def test_a_session_that_asks_for_much_rendering_delays_others_by_one(model_dir: Path) -> None:
+    """Megabytes of tools take seconds each, in the one thread of all."""
+    renderer = SlowRenderer(renderer_of(model_dir))
+    async with world(model_dir, renderer=renderer) as w:  # type: ignore[arg-type]
+        greedy, other = await w.client(tools=("bash",)), await w.client(session_id="other", tools=("bash",))
+        async with asyncio.TaskGroup() as group:
+            for text in ("one", "two", "three"):
+                group.create_task(greedy.send(greedy.body(messages=greedy.wire.user(text))))
+                await soon(renderer.begun)
+            await all_read(w)
+            group.create_task(other.send(other.body(messages=other.wire.user("other"))))
+            await all_read(w)
+            renderer.may_end.set()
+        assert renderer.rendered[0] == "one"
+        assert renderer.rendered[1] == "other"
 
 
 # The same words under two names.
