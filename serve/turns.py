@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from headrace.serve.trie import Match
 
 MAX_RUNNING_TURNS = 64
+FAILURES_KEPT = 100
+"""Of one session. One decides about its outcome; an agent that asks a dead engine for ever need not fill the disk."""
 VERSIONS_KEPT = 64
 LONG_TEXT_CHARACTERS = 16_384
 """Longer new text, and descriptions of tools, are rendered in a thread: it takes milliseconds that all would wait."""
@@ -97,8 +99,9 @@ class LiveSession:
             del self.unkept[0]
 
     def fail(self, failure: str) -> None:
-        """Remember a failure that reaches the agent."""
-        self.noted(Failed(failure=failure))
+        """Remember a failure that reaches the agent, unless there are plenty."""
+        if len(self.core.failures) < FAILURES_KEPT:
+            self.noted(Failed(failure=failure))
 
     def noted(self, event: Event) -> None:
         """As `happened`, but in memory alone while nothing can be written."""

@@ -13,6 +13,7 @@ from tests.scripted_engine import Fault, check_exact
 
 from headrace.serve.model_use import ModelUse
 from headrace.serve.session import Budgets
+from headrace.serve.turns import FAILURES_KEPT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,6 +97,18 @@ async def test_an_agent_that_goes_on_after_its_final_answer_fills_no_disk(model_
         for _ in range(10):
             assert (await client.say("and on")).text == "over"
         assert size_of_logs(tmp_path) == before
+
+
+async def test_an_agent_that_asks_a_broken_engine_for_ever_fills_no_disk(model_dir: Path, tmp_path: Path) -> None:
+    async with world(model_dir, Lines(Fault.ERROR), session_log_dir=tmp_path) as w:
+        client = await w.client()
+        client.history += client.wire.user("go")
+        for _ in range(FAILURES_KEPT):
+            assert (await client.send(client.body())).status == 503
+        before = size_of_logs(tmp_path)
+        assert (await client.send(client.body())).status == 503
+        assert size_of_logs(tmp_path) == before
+        assert len((await w.finish()).failures) == FAILURES_KEPT
 
 
 def size_of_logs(folder: Path) -> int:
