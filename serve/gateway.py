@@ -99,13 +99,15 @@ class GatewayConfig(BaseModel):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayStats:
     """A snapshot for progress lines and metrics. `tokens_by_version` counts recorded tokens since the start, keys are
-    `epoch.step`; `lost_calls` counts call markup that gave no call: the parser may not fit the model."""
+    `epoch.step`; `lost_calls` counts call markup that gave no call; `parser_fails`: of many such turns in a row none
+    gave one, so the parser does not fit the model."""
 
     sessions: int
     turns_in_flight: dict[str, int]
     sampled_tokens: int
     tokens_by_version: dict[str, int]
     lost_calls: int = 0
+    parser_fails: bool = False
 
 
 class Gateway:
@@ -229,6 +231,7 @@ class Gateway:
             sampled_tokens=self._turns.sampled_tokens,
             tokens_by_version=dict(self._turns.tokens_by_version),
             lost_calls=self._turns.lost_calls,
+            parser_fails=self._turns.parser_alarm.raised,
         )
 
     def _load_renderer(self) -> Renderer:
