@@ -4,10 +4,12 @@ Invariants:
 - The sandbox's network stays off: on its own loopback listens the session's part of the gateway, while the agent runs,
   and nothing else. No credential but the session's token is in there.
 - The program is the host's, shown read-only, or the task image's own. It runs as an unprivileged user with a home of
-  its own unless the recipe says otherwise, and its standard input is empty.
-- When `run` is left, however, the program's process tree is dead. What it printed is kept up to a limit.
-- A program that cannot start is AgentNotStarted; how one ends that did start is told, not judged: the session's record
-  and the evaluator decide.
+  its own unless the recipe says otherwise.
+- The prompt is never an argument: on standard input it may be of any length and begin with a dash.
+- Whoever stops waiting for `run` leaves no process of the program's tree. What a program that ended by itself left
+  running has no way to the gateway any more. What was printed is kept up to a limit.
+- What can be seen to be wrong beforehand is AgentNotStarted. How a program ends is told, not judged, 126 and 127 too,
+  which the policy's own commands can bring about: the session's record and the evaluator decide.
 """
 
 from __future__ import annotations
@@ -42,15 +44,14 @@ INSTRUCTION: Final = "{instruction}"
 _PREPARE_TIMEOUT_S: Final = 120.0
 """A hang guard; the agent's own clock is the deadline."""
 _STDERR_BYTES: Final = 8192
-_CANNOT_RUN: Final = (126, 127)
-"""What shells say of a program that is missing or cannot be run (POSIX 2.8.2)."""
 _SIGKILL: Final = 9
 _START: Final = """
 for place in "$HOME" .; do
   [ -w "$place" ] || { echo "$place ($(pwd)) is not writable for the agent: check user" >&2; exit 126; }
 done
 eval "$1"
-shift
+exec < "$2"
+shift 2
 exec "$@"
 """
 _DEFAULT_FOLDER: Final = "/workspace"
@@ -108,16 +109,22 @@ class Place:
     prompt: str
     context_tokens: int | None
 
+    @property
+    def prompt_file(self) -> str:
+        """Where a program that reads its prompt from standard input has it."""
+        return f"{self.home}/.prompt"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What to start: a program and its arguments. `files` are absolute paths below the home; `setup` is a line of shell
-    that its user runs first."""
+    """What to start: a program and its arguments. `files` are absolute paths below the home, of which `stdin` may be
+    one; `setup` is a line of shell that its user runs first."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     setup: str = ""
+    stdin: str = "/dev/null"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,8 +204,6 @@ class CliAgent(ABC):
         await self._prepare(sandbox, place, launch)
         async with sandbox.expose(self._config.port, target, prefix):
             exit_code, printed = await self._run(sandbox, place, launch)
-        if exit_code in _CANNOT_RUN:
-            raise AgentNotStarted(f"{self.name} ended with {exit_code}: {printed.text()[-500:].strip()}")
         ending = self.ending(printed)
         return AgentReport(
             stop=StopReason.ERROR if exit_code != 0 or ending.error else StopReason.FINISHED,
@@ -243,7 +248,7 @@ class CliAgent(ABC):
     async def _run(self, sandbox: Sandbox, place: Place, launch: Launch) -> tuple[int, Printed]:
         environment = {"HOME": place.home, **SAFE_DIRECTORIES, **launch.environment, **self._config.environment}
         process = await sandbox.spawn(
-            ["/bin/sh", "-c", _START, "sh", launch.setup, *launch.command],
+            ["/bin/sh", "-c", _START, "sh", launch.setup, launch.stdin, *launch.command],
             user=self._config.user,
             env=environment,
             cwd=place.working_directory,
