@@ -255,7 +255,9 @@ def _check_agent(report: AgentReport, record: SessionReport) -> None:
         said = " ".join((report.result or report.log_tail[-400:]).split())
         raise InfraFailure(f"agent: ended with exit code {report.exit_code} before its first turn: {said}")
     if report.stop is StopReason.TIME and record.sampled_tokens == 0:
-        raise InfraFailure("agent: its time was over before the policy had sampled a token; see rollout.agent_timeout_s")
+        raise InfraFailure(
+            "agent: its time was over before the policy had sampled a token; see rollout.agent_timeout_s"
+        )
 
 
 def outcome_of(report: AgentReport, exhausted: Exhausted, verdict: Verdict) -> Outcome:

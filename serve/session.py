@@ -243,7 +243,9 @@ class Session:
         answer = TurnAnswer(
             turn_id=turn_id,
             blocks=_blocks(turn_id, parsed.blocks, renderer),
-            end=_end(completion, parsed.blocks, stop_string, cut_is_normal=plan.spends and bool(self.spec.budgets.final_text)),
+            end=_end(
+                completion, parsed.blocks, stop_string, cut_is_normal=plan.spends and bool(self.spec.budgets.final_text)
+            ),
             stop_string=stop_string,
             prompt_tokens=len(plan.prompt_ids),
             completion_tokens=len(completion.output_ids),
@@ -339,9 +341,7 @@ def _blocks(turn_id: str, parsed: Sequence[ParsedBlock], renderer: Renderer) -> 
     return tuple(blocks)
 
 
-def _end(
-    completion: Completion, parsed: Sequence[ParsedBlock], stop_string: str, *, cut_is_normal: bool
-) -> TurnEnd:
+def _end(completion: Completion, parsed: Sequence[ParsedBlock], stop_string: str, *, cut_is_normal: bool) -> TurnEnd:
     if completion.finish is not FinishReason.STOP and not cut_is_normal:
         return TurnEnd.LENGTH
     if any(isinstance(block, ParsedCall) for block in parsed):

@@ -70,4 +70,5 @@ class ClaudeCode(CliAgent):
                         turns=turns if isinstance(turns, int) else 0,
                         error=bool(rest.get("is_error")),
                     )
-        return Ending(error=True)
+        # One long last line is not kept; then its exit code is all there is.
+        return Ending(error=not printed.cut)

@@ -74,9 +74,10 @@ class ProgramConfig(BaseModel):
     working_directory: str = ""
     """Where it starts; empty: the repository of the task, `/workspace` where there is none."""
     prompt: str = INSTRUCTION
-    """What the agent is told; `{instruction}` is the task's."""
+    """What the agent is told; `{instruction}` is the task's. Begin with a word: some agents take a slash and a name for
+    a command of theirs, and end."""
     arguments: tuple[str, ...] = ()
-    """Further arguments of the program, before the prompt."""
+    """Further arguments of the program."""
     environment: dict[str, str] = {}
     """Further environment of the program; outranks what the harness sets."""
     model: str = "policy"
@@ -87,6 +88,20 @@ class ProgramConfig(BaseModel):
     """Of the gateway on the sandbox's loopback; choose one that no task uses."""
     max_log_bytes: int = Field(default=65536, ge=1024)
     """How much of the end of what it prints is kept."""
+
+    @field_validator("environment")
+    @classmethod
+    def _can_be_set(cls, value: dict[str, str]) -> dict[str, str]:
+        if any(not name or "=" in name or "\0" in name + text for name, text in value.items()):
+            raise ValueError("a name is not empty and has no '='; neither names nor values have NUL characters")
+        return value
+
+    @field_validator("arguments")
+    @classmethod
+    def _can_be_given(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if any("\0" in argument for argument in value):
+            raise ValueError("an argument has no NUL characters")
+        return value
 
     @field_validator("prompt")
     @classmethod
@@ -129,7 +144,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What the program says of its end. `error`: it calls it a failure."""
+    """What the program says of its end. `error`: it calls it a failure, or says nothing."""
 
     result: str = ""
     turns: int = 0
@@ -142,7 +157,8 @@ class Printed:
     def __init__(self, max_bytes: int) -> None:
         self._limits = {Stream.STDOUT: max_bytes, Stream.STDERR: _STDERR_BYTES}
         self._kept = {stream: bytearray() for stream in self._limits}
-        self._cut = False
+        self.cut = False
+        """Whether standard output was longer than what is kept."""
 
     def add(self, stream: Stream, data: bytes) -> None:
         kept = self._kept[stream]
@@ -150,12 +166,12 @@ class Printed:
         surplus = len(kept) - self._limits[stream]
         if surplus > 0:
             del kept[:surplus]
-            self._cut = self._cut or stream is Stream.STDOUT
+            self.cut = self.cut or stream is Stream.STDOUT
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Lines of standard output that are JSON objects, the last one first."""
         lines = bytes(self._kept[Stream.STDOUT]).split(b"\n")
-        for line in reversed(lines[1:] if self._cut else lines):
+        for line in reversed(lines[1:] if self.cut else lines):
             with suppress(ValueError, RecursionError):
                 event = json.loads(line)
                 if isinstance(event, dict):

@@ -38,4 +38,5 @@ class QwenCode(CliAgent):
                         turns=rest["num_turns"] if isinstance(rest.get("num_turns"), int) else 0,
                         error=bool(rest.get("is_error")),
                     )
-        return Ending(error=True)
+        # One long last line is not kept; then its exit code is all there is.
+        return Ending(error=not printed.cut)

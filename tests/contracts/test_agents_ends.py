@@ -1,4 +1,4 @@
-"""How live agents end before they are done: budgets, which are a normal answer, and death, which ends the engine's work."""
+"""How live agents end before they are done: budgets are a normal answer, death ends what the engine does for them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,13 @@ async def strike(rigs: Any, tokenizer_dir: Path, agent: str, blow: Callable[[Any
         return result, stations
 
 
-COMM = {"claude-code": "claude", "codex": "codex", "mini-swe-agent": "python3", "qwen-code": "node", "opencode": "opencode"}
+COMM = {
+    "claude-code": "claude",
+    "codex": "codex",
+    "mini-swe-agent": "python3",
+    "qwen-code": "node",
+    "opencode": "opencode",
+}
 
 
 @pytest.mark.parametrize("agent", kinds("claude-code", "codex"))

@@ -173,7 +173,9 @@ async def test_what_a_program_finds(world: World) -> None:
 async def test_a_prompt_of_any_length_is_its_standard_input(world: World) -> None:
     """An argument ends at 128 kB, and at a NUL character."""
     prompt = "--help 'a\0b' $HOME\n" + "x" * 300_000 + "the end"
-    report = await world.run('sha256sum | cut -c 1-64; tr "\\0" " " < /proc/$$/cmdline', replace(TASK, instruction=prompt))
+    report = await world.run(
+        'sha256sum | cut -c 1-64; tr "\\0" " " < /proc/$$/cmdline', replace(TASK, instruction=prompt)
+    )
     [digest, arguments] = report.log_tail.split("\n")
     assert digest == hashlib.sha256(prompt.encode()).hexdigest()
     assert "--help" not in arguments

@@ -190,6 +190,13 @@ def test_only_the_end_of_what_is_printed_is_kept() -> None:
     assert out.text().endswith("e" * 8192)
 
 
+@pytest.mark.parametrize("kind", ["claude-code", "qwen-code"])
+def test_a_result_too_long_to_be_kept_is_no_error(kind: str, tmp_path: Path) -> None:
+    ending = KINDS[kind](ProgramConfig(folder=tmp_path)).ending
+    assert not ending(printed({"type": "system"}, {**CLAUDE_END, "result": "x" * 5000})).error
+    assert ending(printed({"type": "system"})).error
+
+
 @pytest.mark.parametrize("line", ["[" * 100_000, "[1]", "\x00", '{"a":', "null"])
 def test_what_is_no_event_is_passed_over(line: str) -> None:
     assert list(printed({"a": 1}, line, max_bytes=1 << 20).events()) == [{"a": 1}]

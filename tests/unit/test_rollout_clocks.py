@@ -160,8 +160,16 @@ def test_the_guard_covers_what_no_clock_does(run_virtual: Any) -> None:
 
 
 WITHOUT_A_TURN = [
-    (AgentReport(stop=StopReason.ERROR, turns=0, exit_code=127, log_tail="no such\nmodel"), 0, "127 before .* such model"),
-    (AgentReport(stop=StopReason.FINISHED, turns=0, exit_code=0, result="no such command"), 0, "0 before .* such command"),
+    (
+        AgentReport(stop=StopReason.ERROR, turns=0, exit_code=127, log_tail="no such\nmodel"),
+        0,
+        "127 before .* such model",
+    ),
+    (
+        AgentReport(stop=StopReason.FINISHED, turns=0, exit_code=0, result="no such command"),
+        0,
+        "0 before .* such command",
+    ),
     (AgentReport(stop=StopReason.ERROR, turns=0, exit_code=1), 5, "1 before"),
     (AgentReport(stop=StopReason.TIME, turns=0), 0, "agent_timeout_s"),
     (AgentReport(stop=StopReason.TIME, turns=0), 5, None),
