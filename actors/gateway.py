@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from headrace.actors.owning import Owning
+from headrace.serve.garbage import portioned_collections
 from headrace.serve.gateway import Gateway, GatewayConfig, GatewayStats
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class GatewayActor(Owning):
         self._gateway = Gateway(self._config, token)
         url = await self._gateway.start(port=urlsplit(known.url).port or 0) if known else await self._start_first()
         self._stack.push_async_callback(self._gateway.stop)
+        await self._stack.enter_async_context(portioned_collections())
         self._address = GatewayAddress(url=url, admin_token=token)
         write_private(self._address_file, orjson.dumps(asdict(self._address)))
         return self

@@ -212,7 +212,9 @@ async def _converse(
                 await asyncio.shield(stations.finish_session(session))
             raise
     async with boundary(names.FINISH, "agent", phases, config.prepare_timeout_s):
-        return report, await stations.finish_session(session)
+        record = await stations.finish_session(session)
+        trace.get_current_span().set_attributes(_recorded(record))
+        return report, record
 
 
 def _told(report: AgentReport) -> dict[str, str | int]:
@@ -223,6 +225,18 @@ def _told(report: AgentReport) -> dict[str, str | int]:
     if report.stop is StopReason.ERROR:
         told[names.AGENT_LOG_TAIL] = report.log_tail[-LOG_CHARACTERS:]
     return told
+
+
+def _recorded(record: SessionReport) -> dict[str, int]:
+    """What became of the session's tokens, for its span."""
+    told = {
+        names.SAMPLED_TOKENS: record.sampled_tokens,
+        names.TRAINED_TOKENS: record.trained_tokens,
+        names.ROWS: len(record.lineages),
+        names.LOST_CALLS: record.lost_calls,
+    }
+    told |= {f"{names.MASKED_TOKENS}.{reason}": tokens for reason, tokens in record.masked.items()}
+    return told | {f"{names.DRIFT}.{kind}": turns for kind, turns in record.drift.items()}
 
 
 async def _run_agent(

@@ -143,6 +143,7 @@ class Service(Owning):
             tokens_per_s=self._tokens_per_s,
             learner_idle_share=learner.idle_share if learner else None,
             infra_failures=dispatcher.infra if dispatcher else 0,
+            parser_fails=gateway.parser_fails if gateway else False,
             rewards=tuple(self._rewards),
         )
 

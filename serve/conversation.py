@@ -14,7 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import orjson
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,11 +88,18 @@ def say(role: Role, text: str) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A tool the agent offers. `parameters` is a JSON schema."""
+    """A tool the agent offers. `parameters` is a JSON schema. `digest` is the same for two that differ in the order of
+    keys alone. Raises TypeError for a schema that JSON cannot write, or of more than 250 levels."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    digest: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        described = [self.name, self.description, self.parameters]
+        spelled = orjson.dumps(described, default=dict, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+        object.__setattr__(self, "digest", blake2b(spelled, digest_size=16).digest())
 
 
 class Purpose(StrEnum):

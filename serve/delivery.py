@@ -53,16 +53,20 @@ class Delivery:
         return response
 
     async def _stream(self, request: web.Request, work: Awaitable[TurnAnswer]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(headers=_STREAM_HEADERS)
         try:
             answer = await self._hold(request, response, work)
         except WireError as failure:
             if not response.prepared and not self.dialect.refuses_in_stream(failure):
                 raise
             return await self._break(request, response, failure)
-        if not response.prepared:
+        stream = self.dialect.stream(self.asked, answer, created_s=self.created_s)
+        if response.prepared:
+            await response.write(stream)
+        else:
+            # Head and events in one write.
+            response = web.Response(body=stream, headers=_STREAM_HEADERS)
             await response.prepare(request)
-        await response.write(self.dialect.stream(self.asked, answer, created_s=self.created_s))
         await response.write_eof()
         self.delivered(answer)
         return response
@@ -89,6 +93,9 @@ class Delivery:
         await response.write(self.dialect.stream_error(self.asked, failure))
         await response.write_eof()
         return response
+
+
+_STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
 class _own_task:

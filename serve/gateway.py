@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
     from headrace.policies.engine import Engine, EngineId
+    from headrace.serve.parsing.base import OutputParser
     from headrace.serve.render import Renderer
     from headrace.serve.routing import EngineRoute, RoutingTable
 
@@ -98,13 +99,15 @@ class GatewayConfig(BaseModel):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayStats:
     """A snapshot for progress lines and metrics. `tokens_by_version` counts recorded tokens since the start, keys are
-    `epoch.step`; `lost_calls` counts call markup that gave no call: the parser may not fit the model."""
+    `epoch.step`; `lost_calls` counts call markup that gave no call; `parser_fails`: of many such turns in a row none
+    gave one, so the parser does not fit the model."""
 
     sessions: int
     turns_in_flight: dict[str, int]
     sampled_tokens: int
     tokens_by_version: dict[str, int]
     lost_calls: int = 0
+    parser_fails: bool = False
 
 
 class Gateway:
@@ -139,14 +142,22 @@ class Gateway:
         Raises OSError when the port is taken, TokenizerInvalid when the tokenizer cannot be used, ParserUnknown.
         """
         renderer = self._renderer or self._load_renderer()
-        async with AsyncExitStack() as stack:
-            self._http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-            self._make_parts(renderer, await stack.enter_async_context(asyncio.TaskGroup()), stack)
-            self._base_url = await self._listen(host, port, stack)
-            self._stack = stack.pop_all()
+        parser = choose_parser(self._config.parser, renderer.template)
+        try:
+            async with AsyncExitStack() as stack:
+                connector = aiohttp.TCPConnector(limit=0)
+                self._http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+                self._make_parts(renderer, parser, await stack.enter_async_context(asyncio.TaskGroup()), stack)
+                self._base_url = await self._listen(host, port, stack)
+                self._stack = stack.pop_all()
+        except ExceptionGroup as group:
+            # The task group's, which has no tasks yet: it wraps the one error of this block.
+            raise group.exceptions[0] from None
         return self._base_url
 
-    def _make_parts(self, renderer: Renderer, tasks: asyncio.TaskGroup, stack: AsyncExitStack) -> None:
+    def _make_parts(
+        self, renderer: Renderer, parser: OutputParser, tasks: asyncio.TaskGroup, stack: AsyncExitStack
+    ) -> None:
         config = self._config
         deadlines = EngineDeadlines(
             gate_wait_s=config.gate_wait_s, call_s=config.turn_timeout_s, abort_grace_s=config.abort_grace_s
@@ -157,7 +168,7 @@ class Gateway:
         self._turns = Turns(
             self._pool,
             renderer,
-            choose_parser(config.parser, renderer.template),
+            parser,
             time.monotonic,
             self._tracer,
             held_after_s=config.held_after_s,
@@ -220,6 +231,7 @@ class Gateway:
             sampled_tokens=self._turns.sampled_tokens,
             tokens_by_version=dict(self._turns.tokens_by_version),
             lost_calls=self._turns.lost_calls,
+            parser_fails=self._turns.parser_alarm.raised,
         )
 
     def _load_renderer(self) -> Renderer:

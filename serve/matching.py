@@ -58,8 +58,7 @@ def digest(*parts: str | bytes) -> bytes:
 
 def head_digest(tools: Sequence[ToolSpec], agent: str) -> bytes:
     """What a conversation begins with besides its messages."""
-    described = [[tool.name, tool.description, tool.parameters] for tool in tools]
-    return digest("head", agent, orjson.dumps(described, option=orjson.OPT_SORT_KEYS))
+    return digest("head", agent, *(tool.digest for tool in tools))
 
 
 def wishes_of(request: TurnRequest) -> str:
@@ -123,14 +122,12 @@ def in_order_of(calls: Sequence[ToolCall], messages: Sequence[Message]) -> tuple
 
 def without_echoes_of(call_ids: Collection[str], messages: Sequence[Message]) -> tuple[Message, ...]:
     """Some agents echo the parallel calls of one turn as several messages, each with its result after it."""
-    if not any(_belongs(message, call_ids) for message in messages):
-        return tuple(messages)
     kept: list[Message] = []
     for index, message in enumerate(messages):
-        if message.role is Role.ASSISTANT and not _belongs(message, call_ids):
-            return (*kept, *messages[index:])
         if message.role is not Role.ASSISTANT:
             kept.append(message)
+        elif not _belongs(message, call_ids):
+            return (*kept, *messages[index:])
     return tuple(kept)
 
 

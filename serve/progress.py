@@ -20,13 +20,14 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+PARSER_FAILS = "reads no calls"
 BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """One moment of a run. Shares are in [0, 1]; None means not known yet. `rewards` are mean rewards of the steps so
-    far."""
+    far; `parser_fails`: of the last turns that wrote tool calls, none was read."""
 
     phase: str
     step: int
@@ -41,6 +42,7 @@ class Progress:
     tokens_per_s: float = 0.0
     learner_idle_share: float | None = None
     infra_failures: int = 0
+    parser_fails: bool = False
     rewards: tuple[float, ...] = ()
 
 
@@ -60,6 +62,8 @@ def plain_line(progress: Progress) -> str:
     ]
     if progress.infra_failures:
         parts.append(f"infra {progress.infra_failures}")
+    if progress.parser_fails:
+        parts.append(f"parser {PARSER_FAILS}")
     return "  ".join(parts)
 
 
@@ -86,6 +90,8 @@ def panel(progress: Progress) -> RenderableType:
     ]
     if progress.infra_failures:
         cells.append(_pair("infra", str(progress.infra_failures), "bold red"))
+    if progress.parser_fails:
+        cells.append(_pair("parser", PARSER_FAILS, "bold red"))
     state.add_row(*cells)
     return Group(top, state)
 

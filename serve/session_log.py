@@ -17,6 +17,7 @@ import time
 from array import array
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -131,7 +132,7 @@ class SessionLog:
             os.truncate(path, length)
 
     def _path(self, session_id: SessionId, suffix: str = _OPEN) -> Path:
-        return self._folder / f"{hashlib.sha256(session_id.encode()).hexdigest()[:32]}{suffix}"
+        return self._folder / f"{_name(session_id)}{suffix}"
 
     def _write(self, session_id: SessionId, document: dict[str, Any], flags: int) -> None:
         data = orjson.dumps(document) + b"\n"
@@ -146,6 +147,11 @@ class SessionLog:
                 os.close(descriptor)
         except OSError as error:
             raise LogBroken(f"the session log cannot be written: {error}") from error
+
+
+@lru_cache(maxsize=8192)
+def _name(session_id: SessionId) -> str:
+    return hashlib.sha256(session_id.encode()).hexdigest()[:32]
 
 
 def _document(event: Event) -> dict[str, Any]:

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
+import uvloop
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineError
 from headrace.policies.sglang import SGLangConfig, SGLangEngine
 from headrace.serve.errors import OptionRefused
+from headrace.serve.garbage import portioned_collections
 from headrace.serve.gateway import Gateway, GatewayConfig
 from headrace.serve.routing import EngineRoute, RoutingTable
 
@@ -54,7 +56,7 @@ class StandaloneOptions:
 
 def serve_gateway(options: StandaloneOptions, announce: Callable[[str], None]) -> None:
     """Serve until a signal. `announce` gets the base URL. Raises OptionRefused, PolicyError, OSError."""
-    asyncio.run(_serve(options, announce))
+    uvloop.run(_serve(options, announce))
 
 
 async def _serve(options: StandaloneOptions, announce: Callable[[str], None]) -> None:
@@ -74,11 +76,12 @@ async def _serve(options: StandaloneOptions, announce: Callable[[str], None]) ->
     try:
         url = await gateway.start(options.host, options.port)
         await gateway.set_engines(RoutingTable(version=1, engines=routes))
-        announce(url)
-        while not stopped.is_set():
-            # Asking is what forgets sessions that nobody finished.
-            await gateway.in_flight()
-            await _wait(stopped, _EXPIRE_EVERY_S)
+        async with portioned_collections():
+            announce(url)
+            while not stopped.is_set():
+                # Asking is what forgets sessions that nobody finished.
+                await gateway.in_flight()
+                await _wait(stopped, _EXPIRE_EVERY_S)
     finally:
         await gateway.stop()
 

@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from headrace.policies.engine import FinishReason, GenerateRequest, RequestId
 from headrace.policies.tokenizer_errors import TemplateRefused
 from headrace.serve import span_names
+from headrace.serve.conversation import ToolCall
 from headrace.serve.engines import join_pieces
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown
 from headrace.serve.events import Delivered, Exhausted, Failed, Spent
 from headrace.serve.matching import wishes_of
+from headrace.serve.parsing.alarm import ParserAlarm
 from headrace.serve.routing import Lineage
 from headrace.serve.tracing import context_from
 from headrace.serve.trie import path
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from headrace.policies.engine import Completion
     from headrace.serve.conversation import TurnAnswer, TurnRequest
     from headrace.serve.engines import EnginePool
-    from headrace.serve.events import Event
+    from headrace.serve.events import Event, Recorded
     from headrace.serve.joining import Joined
     from headrace.serve.parsing.base import OutputParser
     from headrace.serve.render import Renderer, TokenIds
@@ -118,6 +120,7 @@ class Turns:
     ) -> None:
         self.sampled_tokens = 0
         self.lost_calls = 0
+        self.parser_alarm = ParserAlarm()
         self.tokens_by_version: Counter[str] = Counter()
         self._pool = pool
         self._renderer = renderer
@@ -205,7 +208,7 @@ class Turns:
             live.happened(event)
             if plan.spends and completion.finish is FinishReason.LENGTH:
                 live.exhaust(Exhausted.TOKENS)
-            self._count(completion, event.lost_calls)
+            self._count(completion, event)
             _describe(span, live, plan, event.answer)
             return event.answer
 
@@ -274,11 +277,13 @@ class Turns:
             stop_token_ids=self._renderer.stop_ids,
         )
 
-    def _count(self, completion: Completion, lost_calls: int) -> None:
+    def _count(self, completion: Completion, event: Recorded) -> None:
         for span in completion.spans:
             self.tokens_by_version[str(span.version)] += span.end - span.start
         self.sampled_tokens += len(completion.output_ids)
-        self.lost_calls += lost_calls
+        self.lost_calls += event.lost_calls
+        calls = sum(isinstance(block, ToolCall) for block in event.answer.blocks)
+        self.parser_alarm.saw(calls=calls, lost_calls=event.lost_calls)
         while len(self.tokens_by_version) > VERSIONS_KEPT:
             del self.tokens_by_version[next(iter(self.tokens_by_version))]
 

@@ -120,7 +120,7 @@ def _parse(body: bytes, headers: Mapping[str, str], *, prefill: bool) -> WireReq
     model = fields.string(document, "model")
     turn = TurnRequest(
         messages=fields.checked(_conversation(document), "messages", prefill=prefill),
-        tools=tuple(_tools(document.get("tools"))),
+        tools=_KNOWN_TOOLS.of(document.get("tools")),
         calls_allowed=_calls_allowed(document.get("tool_choice")),
         max_tokens=fields.max_tokens(document, "max_tokens"),
         stop=fields.stop_strings(document, "stop_sequences"),
@@ -230,6 +230,9 @@ def _tools(value: object) -> Iterator[ToolSpec]:
             newer = kind.removeprefix("text_editor_") >= "20250429"
             description = "Views, creates and edits text files."
             yield ToolSpec(fields.tool_name(tool, where), description, _TEXT_EDITOR if newer else _OLD_TEXT_EDITOR)
+
+
+_KNOWN_TOOLS = fields.KnownTools(lambda value: tuple(_tools(value)))
 
 
 def _properties(**types: str) -> JsonObject:

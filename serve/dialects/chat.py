@@ -55,7 +55,7 @@ class ChatCompletions:
         model = fields.string(document, "model")
         turn = TurnRequest(
             messages=fields.checked(_conversation(document), "messages"),
-            tools=tuple(_tools(document.get("tools"))),
+            tools=_KNOWN_TOOLS.of(document.get("tools")),
             calls_allowed=fields.calls_allowed(document.get("tool_choice"), none="none", auto="auto"),
             max_tokens=fields.max_tokens(document, "max_completion_tokens", "max_tokens"),
             stop=fields.stop_strings(document, "stop"),
@@ -154,6 +154,9 @@ def _tools(value: object) -> Iterator[ToolSpec]:
         function = fields.as_object(tool.get("function"), where)
         parameters = fields.tool_parameters(function.get("parameters"), f"{where}.parameters")
         yield ToolSpec(fields.tool_name(function, where), fields.string(function, "description", where), parameters)
+
+
+_KNOWN_TOOLS = fields.KnownTools(lambda value: tuple(_tools(value)))
 
 
 def _head(request: WireRequest, turn: TurnAnswer, kind: str, created_s: int) -> dict[str, object]:

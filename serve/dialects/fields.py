@@ -8,16 +8,19 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import orjson
 
+from headrace.policies.bounded_cache import BoundedCache
 from headrace.serve.conversation import Message, Role, Text
 from headrace.serve.errors import BadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
+Parsed = TypeVar("Parsed")
 JsonObject: TypeAlias = "dict[str, Any]"
 
 MAX_STOP_STRINGS = 16
@@ -26,6 +29,9 @@ MAX_AGENT_CHARACTERS = 256
 DEFAULT_MODEL = "policy"
 SPARE_LEVELS = 32
 """Levels of nesting left to whoever writes a value of a body inside another document; orjson writes at most 254."""
+_KNOWN_TOOLS_BYTES = 32 * 2**20
+_PARSED_SIZE = 8
+"""Bytes that a byte of JSON takes as objects, at most."""
 
 MEDIA_LEFT_OUT = "[not shown: this model reads text only]"
 NO_MEDIA = "This model reads text only: no images, audio, video or files."
@@ -141,6 +147,27 @@ def check_depth(value: object, where: str) -> None:
     for _ in range(SPARE_LEVELS):
         value = [value]
     json_text(value, where)
+
+
+class KnownTools(Generic[Parsed]):
+    """What descriptions of tools were parsed to, by their spelling: an agent sends the same ones with every request,
+    and thousands of agents send them at once. `parse` gives what nobody changes; what it raises is not kept."""
+
+    def __init__(self, parse: Callable[[object], Parsed]) -> None:
+        self._parse = parse
+        self._known: BoundedCache[bytes, Parsed] = BoundedCache(_KNOWN_TOOLS_BYTES)
+
+    def of(self, value: object) -> Parsed:
+        """What is parsed from the `tools` of a request."""
+        try:
+            spelled = orjson.dumps(value)
+        except TypeError:  # too many levels
+            return self._parse(value)
+        key = blake2b(spelled, digest_size=16).digest()
+        if (known := self._known.get(key)) is None:
+            known = self._parse(value)
+            self._known.put(key, known, _PARSED_SIZE * len(spelled))
+        return known
 
 
 def tool_name(tool: JsonObject, where: str) -> str:

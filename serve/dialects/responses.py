@@ -83,11 +83,11 @@ class Responses:
             if document.get(name):
                 raise BadRequest(sentence, name)
         model = fields.string(document, "model")
-        tools, shapes = _tools(document.get("tools"))
+        tools, shapes = _KNOWN_TOOLS.of(document.get("tools"))
         agent, purpose = _codex(document, headers)
         turn = TurnRequest(
             messages=fields.checked(_conversation(document), "input"),
-            tools=tuple(tools),
+            tools=tools,
             calls_allowed=fields.calls_allowed(document.get("tool_choice"), none="none", auto="auto"),
             max_tokens=fields.max_tokens(document, "max_output_tokens"),
             model=model,
@@ -177,7 +177,7 @@ def _flat_name(namespace: str, name: str) -> str:
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
-def _tools(value: object) -> tuple[list[ToolSpec], dict[str, CallShape]]:
+def _tools(value: object) -> tuple[tuple[ToolSpec, ...], dict[str, CallShape]]:
     """The tools the policy is offered, and those of them whose calls are no plain functions on the wire."""
     specs: list[ToolSpec] = []
     shapes: dict[str, CallShape] = {}
@@ -196,7 +196,10 @@ def _tools(value: object) -> tuple[list[ToolSpec], dict[str, CallShape]]:
         specs.append(ToolSpec(flat, description, parameters))
         if namespace or kind == "custom":
             shapes[flat] = CallShape(name=name, namespace=namespace, freeform=kind == "custom")
-    return specs, shapes
+    return tuple(specs), shapes
+
+
+_KNOWN_TOOLS = fields.KnownTools(_tools)
 
 
 def _flat_tools(value: object) -> Iterator[tuple[str, JsonObject, str]]:

@@ -2,7 +2,8 @@
 
 Invariants:
 - Nothing runs in that process but the gateway and, when asked, a probe.
-- It runs asyncio's own event loop, whose callbacks can be watched; uvloop's cannot.
+- It runs on uvloop, as the gateway does; with `watch` on asyncio's own loop, because uvloop's callbacks cannot be
+  watched.
 - A callback's time is the processor time of the loop's thread from its begin to its end, garbage collection and system
   calls included, other threads and other processes not.
 """
@@ -22,8 +23,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 import psutil
+import uvloop
 
 from headrace.policies.engine import EngineId
+from headrace.serve.garbage import portioned_collections
 from headrace.serve.gateway import Gateway, GatewayConfig
 from headrace.serve.routing import EngineRoute, RoutingTable
 
@@ -144,7 +147,7 @@ async def _serve(options: argparse.Namespace) -> None:
         watch.callbacks()
     gateway = Gateway(GatewayConfig(tokenizer_dir=options.tokenizer, session_log_dir=options.log), ADMIN_TOKEN)
     url = await gateway.start()
-    async with gateway:
+    async with gateway, portioned_collections():
         route = EngineRoute(engine_id=EngineId("scripted"), url=options.engine)
         await gateway.set_engines(RoutingTable(version=1, engines=(route,)))
         asked = asyncio.StreamReader()
@@ -166,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", required=True)
     parser.add_argument("--watch", action="store_true")
     raise_open_files()
-    asyncio.run(_serve(parser.parse_args(arguments)))
+    options = parser.parse_args(arguments)
+    (asyncio if options.watch else uvloop).run(_serve(options))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SYSTEM_CHARACTERS: Final = 30_000
-OUTPUT_CHARACTERS: Final = 4_000
+OUTPUT_CHARACTERS: Final = 4_096
 TURNS: Final = 20
 ANSWERS: Final = 64
 

@@ -34,6 +34,7 @@ test_gateway_standalone.py, K: tests/faults/test_gateway_kill.py, P: tests/prope
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import socket
 from itertools import pairwise
@@ -42,6 +43,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.chat_templates import QWEN3
 from tests.gateway_rig import (
+    ADMIN,
     ANTHROPIC,
     CHAT,
     WIRES,
@@ -55,6 +57,7 @@ from tests.scripted_engine import Ask, Fault, check_exact
 
 from headrace.policies.engine import EngineId
 from headrace.serve.gateway import Gateway, GatewayConfig
+from headrace.serve.parsing.errors import ParserUnknown
 from headrace.serve.routing import EngineRoute, RoutingTable
 from headrace.serve.session import Budgets, Sampling
 from headrace.serve.telemetry import TelemetryConfig, configure
@@ -386,3 +389,17 @@ async def test_a_trace_context_that_is_none_breaks_nothing(model_dir: Path) -> N
 async def test_a_short_admin_token_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 16"):
         Gateway(GatewayConfig(), "short")
+
+
+async def test_a_gateway_that_cannot_start_says_why(model_dir: Path) -> None:
+    gateway = Gateway(GatewayConfig(tokenizer_dir=model_dir), ADMIN)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError) as refused:
+            await gateway.start(port=taken.getsockname()[1])
+    assert refused.value.errno == errno.EADDRINUSE
+    with pytest.raises(ParserUnknown, match="no parser 'klingon'"):
+        await Gateway(GatewayConfig(tokenizer_dir=model_dir, parser="klingon"), ADMIN).start()
+    async with gateway:
+        assert await gateway.in_flight()

@@ -369,7 +369,7 @@ async def test_an_answer_that_left_is_replayed_a_few_times_and_then_sampled_agai
 async def test_a_replayed_answer_is_the_same_tokens_where_history_is_rendered_again(tmp_path: Path) -> None:
     """Chat templates that cannot be continued make every turn a root of its own: found again all the same."""
     folder = DEEPSEEK3_LEAKY.write(tmp_path)
-    async with world(folder, Lines("one", "two", "three"), end=DEEPSEEK3_LEAKY.eos, **PATIENT) as w:
+    async with world(folder, Lines("one", "two", "three"), end=DEEPSEEK3_LEAKY.eos, parser="none", **PATIENT) as w:
         [engine] = w.engines
         client = await w.client()
         await client.say("first")

@@ -15,6 +15,7 @@ from tests.scripted_engine import Fault, check_exact
 from tests.wires import read_events
 
 from headrace.serve.model_use import ModelUse
+from headrace.serve.parsing.alarm import BATCH_TURNS
 from headrace.serve.session import FINAL_TEXT, Budgets, Sampling
 
 if TYPE_CHECKING:
@@ -200,6 +201,15 @@ async def test_broken_markup_is_text_and_counted(model_dir: Path, wire: Wire) ->
         report = await w.finish()
         check_exact(report, w.engines)
         assert (report.lost_calls, report.masked, len(report.lineages)) == (1, {}, 1)
+
+
+async def test_a_parser_that_reads_no_calls_is_told_to_whoever_watches(model_dir: Path) -> None:
+    async with world(model_dir, Lines("<tool_call>\n<name>bash</name>\n</tool_call>")) as w:
+        client = await w.client(CHAT, tools=("bash",))
+        for turn in range(BATCH_TURNS):
+            assert not (await w.gateway.in_flight()).parser_fails, turn
+            await client.say("go")
+        assert (await w.gateway.in_flight()).parser_fails
 
 
 # Budgets and context.

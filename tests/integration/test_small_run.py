@@ -61,6 +61,9 @@ def test_the_trace_of_an_attempt_is_the_tree_of_the_design(finished_run: RunDire
     [root] = [span for span in spans if span["name"] == "rollout"]
     assert root["end_ns"] >= max(span["end_ns"] for span in spans), "the root ends at the receipt of the offer"
     assert sum(span["name"] == "turn" for span in spans) == 2
+    [finish] = [span for span in spans if span["name"] == "session.finish"]
+    assert finish["attributes"]["headrace.session.sampled_tokens"] > 0
+    assert finish["attributes"]["headrace.session.rows"] == 1
 
 
 def test_the_summary_tells_what_the_ledger_tells(finished_run: RunDirectory) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -38,6 +39,15 @@ def test_the_plain_line_says_everything_in_order() -> None:
         "01:23 train  step 12/40  version 1.12  reward 0.62  held-out 50%  staleness 1.25  rollouts 96  sandboxes 12  "
         "tokens/s 1234  learner idle 7%"
     )
+
+
+def test_failures_stand_at_the_end() -> None:
+    failing = replace(progress(), infra_failures=3, parser_fails=True)
+    assert plain_line(failing) == f"{plain_line(progress())}  infra 3  parser reads no calls"
+    out = io.StringIO()
+    Console(file=out, width=200).print(panel(failing))
+    assert "infra 3" in out.getvalue()
+    assert "parser reads no calls" in out.getvalue()
 
 
 def test_what_is_not_known_yet_is_a_dash() -> None:

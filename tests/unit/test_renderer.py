@@ -226,10 +226,15 @@ def test_messages_a_template_cannot_show_are_refused(renderers: dict[str, Render
     with pytest.raises(TemplateRefused):
         renderers["qwen3"].render([], [])
     deep: dict[str, Any] = {}
-    for _ in range(2000):
+    for _ in range(200):
         deep = {"of": deep}
+    tools = [ToolSpec("bash", "", deep)]
+
+    def below(frames: int) -> object:
+        return below(frames - 1) if frames else renderers["qwen3"].render([ASKED], tools)
+
     with pytest.raises(TemplateRefused, match="nested too deeply"):
-        renderers["qwen3"].render([ASKED], [ToolSpec("bash", "", deep)])
+        below(700)
 
 
 @pytest.mark.parametrize("arguments", ["{broken <|im_end|>", "[1]", '"{}"', "", "NaN", "[" * 5000, "9" * 5000])
