@@ -65,7 +65,7 @@ async def test_turns_that_are_used_up_end_an_agent_normally(rigs: Any, tokenizer
     assert sum(script.played().values()) == ran.session.turns == 3
 
 
-@pytest.mark.parametrize("agent", kinds("claude-code", "codex", "mini-swe-agent"))
+@pytest.mark.parametrize("agent", kinds("claude-code", "codex"))
 async def test_tokens_that_are_used_up_end_an_agent_normally(rigs: Any, tokenizer_dir: Path, agent: str) -> None:
     """In the middle of a turn, which is the last one."""
     script = titled(rigs, *(rigs.command_of(agent, f"echo {turn} >> turns") for turn in range(9)))

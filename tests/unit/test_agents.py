@@ -61,6 +61,7 @@ def test_what_every_agent_is_started_with(kind: str, tmp_path: Path) -> None:
     told = json.dumps([launch.command, dict(launch.environment), [text.decode() for text in launch.files.values()]])
     assert "127.0.0.1:47123/s/secret" in told
     assert PROMPT not in " ".join(launch.command), "it may be longer than an argument can be"
+    assert "secret" not in " ".join(launch.command), "every user of the sandbox may read arguments"
     assert launch.files.get(launch.stdin) == (None if kind == "mini-swe-agent" else PROMPT.encode())
     assert "--more" in launch.command
     assert all(path.startswith("/home/agent/") for path in launch.files)
