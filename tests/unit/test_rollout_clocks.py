@@ -14,7 +14,7 @@ from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
 from headrace.actors.rollout import RolloutConfig, run_rollout
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder
+from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
@@ -183,14 +183,27 @@ def test_an_agent_that_never_got_a_turn_is_infra(
 ) -> None:
     """Whatever the evaluator would say: the policy had no part in it. A policy that used the time up for one turn had,
     and an agent that is no program may need none."""
+    outcome = outcome_after(run_virtual, report, turns=0, sampled_tokens=sampled_tokens)
+    assert (outcome.cause is Cause.INFRA) == (outcome.reward is None) == (infra is not None)
+    assert re.search(infra or "^$", outcome.detail)
+
+
+@pytest.mark.parametrize("exit_code", [1, 126, 127, 137])
+def test_no_exit_code_escapes_the_verdict_after_a_turn(run_virtual: Any, exit_code: int) -> None:
+    """Commands of the policy run as the agent's user, and can end it."""
+    report = AgentReport(stop=StopReason.ERROR, turns=1, exit_code=exit_code)
+    assert outcome_after(run_virtual, report, turns=1, sampled_tokens=5).reward == 1.0
+
+
+def outcome_after(run_virtual: Any, report: AgentReport, *, turns: int, sampled_tokens: int) -> Outcome:
+    outcomes: list[Outcome] = []
 
     async def main() -> None:
         provider = SimulatedProvider(SimulationConfig())
         async with Pool({"host": provider}, PoolConfig(), clock=asyncio.get_running_loop().time) as pool:
             places = Places(pool, provider)
-            places.report, places.turns, places.sampled_tokens = report, 0, sampled_tokens
-            outcome = (await run_rollout(order(), places, CONFIG)).outcome
-            assert (outcome.cause is Cause.INFRA) == (outcome.reward is None) == (infra is not None)
-            assert re.search(infra or "^$", outcome.detail)
+            places.report, places.turns, places.sampled_tokens = report, turns, sampled_tokens
+            outcomes.append((await run_rollout(order(), places, CONFIG)).outcome)
 
     run_virtual(main())
+    return outcomes[0]
