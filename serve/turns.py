@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.policies.engine import GenerateRequest, RequestId
+from headrace.policies.engine import FinishReason, GenerateRequest, RequestId
 from headrace.policies.tokenizer_errors import TemplateRefused
 from headrace.serve import span_names
 from headrace.serve.conversation import ToolCall
@@ -223,6 +223,8 @@ class Turns:
                 return live.core.final_answer()
             event = live.core.recorded(turn_id, plan, completion, self._renderer, self._parser)
             live.happened(event)
+            if plan.spends and completion.finish is FinishReason.LENGTH:
+                live.exhaust(Exhausted.TOKENS)
             self._count(completion, event)
             _describe(span, live, plan, event.answer)
             return event.answer
