@@ -265,9 +265,13 @@ def _check_agent(report: AgentReport, record: SessionReport) -> None:
     """Raises InfraFailure for what the policy had no part in, however the agent took it."""
     if record.failures:
         raise InfraFailure(f"agent: served a failure: {record.failures[0]}")
-    if report.exit_code and record.turns == 0:
+    if report.exit_code is not None and record.turns == 0:
         said = " ".join((report.result or report.log_tail[-400:]).split())
         raise InfraFailure(f"agent: ended with exit code {report.exit_code} before its first turn: {said}")
+    if report.stop is StopReason.TIME and record.sampled_tokens == 0:
+        raise InfraFailure(
+            "agent: its time was over before the policy had sampled a token; see rollout.agent_timeout_s"
+        )
 
 
 def outcome_of(report: AgentReport, exhausted: Exhausted, verdict: Verdict) -> Outcome:

@@ -77,7 +77,7 @@ class SGLangEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion. Raises RequestInvalid before anything is sent, else EngineError."""
-        self._check(request)
+        self._check_input(request)
         try:
             reply = await self._post("/generate", generate_body(request), timeout_s=self._config.generate_timeout_s)
         except (asyncio.CancelledError, EngineTimeout):
@@ -85,7 +85,9 @@ class SGLangEngine:
             with suppress(EngineError):
                 await self.abort(request.request_id)
             raise
-        return parse_completion(reply, self._config.foreign_version)
+        completion = parse_completion(reply, self._config.foreign_version)
+        self._check_output(request, completion)
+        return completion
 
     async def abort(self, request_id: RequestId) -> None:
         """End a request early; unknown ids are fine. Lost if the request arrived during a pause: repeat it then."""
@@ -177,13 +179,23 @@ class SGLangEngine:
             return True
         return False
 
-    def _check(self, request: GenerateRequest) -> None:
+    def _check_input(self, request: GenerateRequest) -> None:
         limit = self._config.vocab_size
         if not len(request.input_ids) or request.max_new_tokens < 1:
             raise RequestInvalid("input_ids must not be empty and max_new_tokens must be at least 1")
         ids = np.asarray(request.input_ids, dtype=np.int32)
         if (wrong := ids[(ids < 0) | (ids >= limit)]).size:
             raise RequestInvalid(f"input id {wrong[0]} is outside the vocabulary [0, {limit}) (vocab_size)")
+
+    def _check_output(self, request: GenerateRequest, completion: Completion) -> None:
+        """What could not be sent again as part of a prompt, or was not asked for, is no sample of this model."""
+        ids, limit = completion.output_ids, self._config.vocab_size
+        if (wrong := next((token for token in ids if not 0 <= token < limit), None)) is not None:
+            raise EngineReplyInvalid(f"/generate: output id {wrong} is not in the vocabulary [0, {limit}) (vocab_size)")
+        if len(ids) > request.max_new_tokens:
+            raise EngineReplyInvalid(f"/generate: {len(ids)} output ids, {request.max_new_tokens} were asked for")
+        if not ids and completion.finish is not FinishReason.ABORT:
+            raise EngineReplyInvalid(f"/generate: finish_reason {completion.finish} without one output id")
 
     async def _get(self, path: str) -> dict[str, Any]:
         return parse_object(path, await self._call("GET", path, None, self._config.control_timeout_s))
@@ -236,6 +248,8 @@ def parse_completion(reply: dict[str, Any], foreign_version: str | None = None) 
     EngineReplyInvalid."""
     meta = read(reply, "meta_info", dict)
     ids = tuple(read(reply, "output_ids", list))
+    if not all(type(token) is int for token in ids):
+        raise EngineReplyInvalid(f"/generate: output_ids are not all whole numbers: {ids[:8]}")
     try:
         logprobs = tuple(float(entry[0]) for entry in read(meta, "output_token_logprobs", list))
         finish = FinishReason(read(meta, "finish_reason", dict)["type"])
@@ -250,16 +264,22 @@ def parse_completion(reply: dict[str, Any], foreign_version: str | None = None) 
         spans=spans,
         finish=finish,
         text=read(reply, "text", str),
-        prompt_tokens=meta.get("prompt_tokens", 0),
-        cached_tokens=meta.get("cached_tokens", 0),
-        retractions=meta.get("num_retractions", 0),
+        prompt_tokens=_count(meta, "prompt_tokens"),
+        cached_tokens=_count(meta, "cached_tokens"),
+        retractions=_count(meta, "num_retractions"),
     )
+
+
+def _count(meta: dict[str, Any], key: str) -> int:
+    """A number that may be missing."""
+    return 0 if meta.get(key) is None else int(read(meta, key, int))
 
 
 def covers(spans: tuple[TokenSpan, ...], length: int) -> bool:
     """The spans follow one another from 0 to `length`."""
     edges = [0, *(span.end for span in spans)]
-    return all(span.start == edge for span, edge in zip(spans, edges, strict=False)) and edges[-1] == length
+    follow = all(span.start == edge <= span.end for span, edge in zip(spans, edges, strict=False))
+    return follow and edges[-1] == length
 
 
 def _read_spans(meta: dict[str, Any], length: int, foreign_version: str | None) -> tuple[TokenSpan, ...]:

@@ -31,6 +31,8 @@ FormT = TypeVar("FormT", bound=BaseModel)
 _STRICT = ConfigDict(frozen=True, extra="forbid")
 _MOST: Final = 2**31 - 1
 """Positions and ids are int32."""
+_MOST_OF_A_KEY: Final = 200
+"""So many characters of a key that nobody knows are said back."""
 
 
 class SamplingForm(BaseModel):
@@ -141,7 +143,7 @@ def read_form(form: type[FormT], body: bytes) -> FormT:
         return form.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = ".".join(str(part) for part in first["loc"])[:_MOST_OF_A_KEY]
         raise BadRequest(f"{where or 'body'}: {first['msg']}", where or None) from None
 
 

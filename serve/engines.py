@@ -208,11 +208,12 @@ class EnginePool:
         if self.router.is_closed(engine_id, self._clock()):
             client.aborts_to_repeat.add(request_id)
         try:
-            async with asyncio.timeout(self._deadlines.abort_grace_s):
-                await self._send_abort(client.engine, request_id)
-                outcome = await asyncio.shield(call)
-        except TimeoutError:
-            return None
+            async with asyncio.TaskGroup() as group:
+                telling = group.create_task(self._send_abort(client.engine, request_id))
+                # Not asyncio.timeout: aiohttp swallows its cancellation when a timeout of its own is due with it.
+                await asyncio.wait({telling, call}, timeout=self._deadlines.abort_grace_s)
+                telling.cancel()
+            outcome = call.result() if call.done() else None
         finally:
             call.cancel()
         return outcome if isinstance(outcome, Completion) else None

@@ -104,7 +104,7 @@ def verdicts_of(session: Session) -> dict[SampledNode, Masked | None]:
     for node in session.trie.sampled:
         if node.status is Status.ABORTED:
             verdicts[node] = Masked.ABORTED
-        elif node in side or node.untrained:
+        elif node in side or node.parent.origin.untrained:
             verdicts[node] = Masked.SIDE
         elif is_abandoned(node, session.trie):
             verdicts[node] = Masked.ABANDONED
@@ -138,8 +138,8 @@ def is_abandoned(node: SampledNode, trie: Trie) -> bool:
 
 
 def _goes_on(prompt: PromptNode) -> bool:
-    """A summary of the history is asked for beside the agent's way, and never echoed."""
-    return prompt.origin.purpose is not Purpose.COMPACTION
+    """A summary of the history is asked for beside the agent's way, and never echoed; so is what is not trained."""
+    return prompt.origin.purpose is not Purpose.COMPACTION and not prompt.origin.untrained
 
 
 def _continues(prompt: PromptNode, other: PromptNode) -> bool:

@@ -87,7 +87,8 @@ class SessionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TurnPlan:
-    """What to ask the engine. `truncates`: the end of the context, not a wish or a budget, sets `max_new_tokens`."""
+    """What to ask the engine. `truncates`: the end of the context, not a wish or a budget, sets `max_new_tokens`;
+    `spends`: what is left of `max_sampled_tokens` does."""
 
     match: Match
     request: TurnRequest
@@ -95,6 +96,7 @@ class TurnPlan:
     prompt_ids: TokenIds
     max_new_tokens: int
     truncates: bool
+    spends: bool = False
 
 
 class Session:
@@ -211,15 +213,18 @@ class Session:
                 limit=budgets.max_context_tokens,
             )
         wishes = [budgets.max_tokens_per_turn, request.max_tokens or left]
+        most = min(left, *wishes)
+        budget = most + 1
         if budgets.max_sampled_tokens is not None:
-            wishes.append(max(1, budgets.max_sampled_tokens - self.sampled_tokens))
+            budget = max(1, budgets.max_sampled_tokens - self.sampled_tokens)
         return TurnPlan(
             match=match,
             request=request,
             delta=delta,
             prompt_ids=ids,
-            max_new_tokens=min(left, *wishes),
-            truncates=left <= min(wishes),
+            max_new_tokens=min(most, budget),
+            truncates=left <= min(*wishes, budget),
+            spends=budget <= most,
         )
 
     def next_turn_id(self) -> str:
@@ -230,7 +235,8 @@ class Session:
     def recorded(
         self, turn_id: str, plan: TurnPlan, completion: Completion, renderer: Renderer, parser: OutputParser
     ) -> Recorded:
-        """The event of a finished turn, with the answer the agent gets."""
+        """The event of a finished turn, with the answer the agent gets. One that the session's token budget cut is a
+        normal answer, as every spent budget is: some agents take a cut one for a failure of theirs."""
         request = plan.request
         text, stop_string = visible_output(completion, request.stop, renderer)
         tools = request.tools if request.calls_allowed else ()
@@ -238,7 +244,9 @@ class Session:
         answer = TurnAnswer(
             turn_id=turn_id,
             blocks=_blocks(turn_id, parsed.blocks, renderer),
-            end=_end(completion, parsed.blocks, stop_string),
+            end=_end(
+                completion, parsed.blocks, stop_string, cut_is_normal=plan.spends and bool(self.spec.budgets.final_text)
+            ),
             stop_string=stop_string,
             prompt_tokens=len(plan.prompt_ids),
             completion_tokens=len(completion.output_ids),
@@ -334,8 +342,8 @@ def _blocks(turn_id: str, parsed: Sequence[ParsedBlock], renderer: Renderer) -> 
     return tuple(blocks)
 
 
-def _end(completion: Completion, parsed: Sequence[ParsedBlock], stop_string: str) -> TurnEnd:
-    if completion.finish is not FinishReason.STOP:
+def _end(completion: Completion, parsed: Sequence[ParsedBlock], stop_string: str, *, cut_is_normal: bool) -> TurnEnd:
+    if completion.finish is not FinishReason.STOP and not cut_is_normal:
         return TurnEnd.LENGTH
     if any(isinstance(block, ParsedCall) for block in parsed):
         return TurnEnd.CALLS

@@ -120,9 +120,9 @@ class SessionLog:
             # What follows the last line end is empty, or torn.
             for line in lines[1:-1]:
                 session.apply(_event(orjson.loads(line)))
+            self._cut(path, len(b"\n".join(lines[:-1])) + 1, torn=bool(lines[-1]))
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise LogBroken(f"session log {path.name} cannot be read: {type(error).__name__}: {error}") from error
-        self._cut(path, len(b"\n".join(lines[:-1])) + 1, torn=bool(lines[-1]))
         return session
 
     @staticmethod

@@ -7,14 +7,17 @@ Invariants:
   root holds a whole rendered conversation.
 - Nodes are numbered in the order in which turns were recorded; a node outlives whatever branches off.
 - No text is kept: messages are known by their digests (matching.py).
+- Nodes are owned from above, and know what they stand below by weak references: a forest that nobody needs any more is
+  gone at once, without a collection that finds cycles. Whoever holds a node holds its Trie.
 """
 
 from __future__ import annotations
 
+import weakref
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from headrace.serve.conversation import Purpose, Role, ToolCall
 from headrace.serve.matching import (
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
     from headrace.serve.conversation import Message, TurnAnswer, TurnRequest
     from headrace.serve.events import Recorded
     from headrace.serve.render import TokenIds
+
+
+NodeT = TypeVar("NodeT", "PromptNode", "SampledNode")
 
 
 class Status(StrEnum):
@@ -69,12 +75,12 @@ class Origin:
         return self.has_tools or self.knows_us or self.purpose is Purpose.COMPACTION
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PromptNode:
     """Ids that were rendered. `parts` are the digests of its messages, `frame` what is the same for all that `covers`
     takes for them; `length` counts the ids from the root to its end."""
 
-    parent: SampledNode | None
+    above: weakref.ref[SampledNode] | None
     parts: tuple[bytes, ...]
     frame: bytes
     ids: TokenIds
@@ -83,13 +89,18 @@ class PromptNode:
     number: int
     children: list[SampledNode] = field(default_factory=list)
 
+    @property
+    def parent(self) -> SampledNode | None:
+        """None for a root."""
+        return _alive(self.above) if self.above else None
 
-@dataclass(slots=True, eq=False)
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class SampledNode:
     """A sampled turn; `logprobs` and `spans` are aligned with `ids`. `answer` is kept until the agent has accepted
-    it. `untrained` is the turn's own: its prompt may have been asked of a model that is trained as well."""
+    it."""
 
-    parent: PromptNode
+    above: weakref.ref[PromptNode]
     turn_id: str
     ids: TokenIds
     logprobs: array[float]
@@ -101,11 +112,14 @@ class SampledNode:
     answer: TurnAnswer | None
     status: Status
     truncated: bool
-    untrained: bool
     number: int
     delivered_at: float = 0.0
     replays: int = 0
     children: list[PromptNode] = field(default_factory=list)
+
+    @property
+    def parent(self) -> PromptNode:
+        return _alive(self.above)
 
     @property
     def length(self) -> int:
@@ -164,7 +178,7 @@ class Trie:
             parent=walk.parent,
             rest=walk.rest,
             parts=parts,
-            prompt=next((prompt for prompt in siblings if prompt.parts == parts), None),
+            prompt=_asked(siblings, parts, untrained=untrained),
             echoes=tuple(walk.echoes),
             elsewhere=quoted or tuple(walk.rewritten),
             origin=Origin(
@@ -183,7 +197,7 @@ class Trie:
             parent=None,
             rest=request.messages,
             parts=parts,
-            prompt=next((prompt for prompt in self.roots if prompt.parts == parts), None),
+            prompt=_asked(self.roots, parts, untrained=match.origin.untrained),
             echoes=match.echoes,
             elsewhere=match.elsewhere,
             origin=match.origin,
@@ -235,12 +249,12 @@ class Trie:
     ) -> PromptNode:
         siblings = parent.children if parent else self.roots
         # Requests that mean the same may have been rendered to other ids, side by side.
-        known = next((prompt for prompt in siblings if prompt.parts == parts and prompt.ids == delta), None)
+        known = _asked([one for one in siblings if one.ids == delta], parts, untrained=origin.untrained)
         if known is not None:
             return known
         length = (parent.length if parent else 0) + len(delta)
         prompt = PromptNode(
-            parent=parent,
+            above=weakref.ref(parent) if parent else None,
             parts=parts,
             frame=Frame(parts).digest(),
             ids=delta,
@@ -257,7 +271,7 @@ class Trie:
         prompt = self._prompt_node(parent, event.parts, event.delta, event.origin)
         served = Served.of(answer.blocks)
         node = SampledNode(
-            parent=prompt,
+            above=weakref.ref(prompt),
             turn_id=answer.turn_id,
             ids=array("i", event.ids),
             logprobs=array("f", event.logprobs),
@@ -269,7 +283,6 @@ class Trie:
             answer=answer if event.status is not Status.ABORTED else None,
             status=event.status,
             truncated=event.truncated,
-            untrained=event.origin.untrained,
             number=self._next_number(),
         )
         prompt.children.append(node)
@@ -283,6 +296,18 @@ class Trie:
     def _next_number(self) -> int:
         self._numbers += 1
         return self._numbers
+
+
+def _asked(prompts: Sequence[PromptNode], parts: tuple[bytes, ...], *, untrained: bool) -> PromptNode | None:
+    """The one that was asked before. What is not trained is kept apart from the same words that are."""
+    return next((one for one in prompts if one.parts == parts and one.origin.untrained is untrained), None)
+
+
+def _alive(reference: weakref.ref[NodeT]) -> NodeT:
+    node = reference()
+    if node is None:
+        raise RuntimeError("a node outlived its trie")
+    return node
 
 
 def path(node: SampledNode) -> list[tuple[PromptNode, SampledNode]]:

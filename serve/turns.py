@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from headrace.policies.engine import GenerateRequest, RequestId
+from headrace.policies.engine import FinishReason, GenerateRequest, RequestId
 from headrace.policies.tokenizer_errors import TemplateRefused
 from headrace.serve import span_names
 from headrace.serve.conversation import ToolCall
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from headrace.serve.trie import Match
 
 MAX_RUNNING_TURNS = 64
+FAILURES_KEPT = 100
+"""Of one session. One decides about its outcome; an agent that asks a dead engine for ever need not fill the disk."""
 VERSIONS_KEPT = 64
 LONG_TEXT_CHARACTERS = 16_384
 """Longer new text, and descriptions of tools, are rendered in a thread: it takes milliseconds that all would wait."""
@@ -64,17 +66,22 @@ class TurnKey(NamedTuple):
     parent: str
     parts: tuple[bytes, ...]
     wishes: str
+    untrained: bool
 
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """A session and what the shell needs beside it: its log, its trace context and its running turns."""
+    """A session and what the shell needs beside it: its log, its trace context and its running turns. `unkept` are
+    events that happened while nothing could be written; they are written, in order, as soon as anything can be.
+    `rendering`: of the one thread for long texts a session has one place at a time."""
 
     core: Session
     token: str
     log: SessionLog | None
     running: Joined[TurnAnswer]
     closed: bool = False
+    unkept: list[Event] = field(default_factory=list)
+    rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
     context: Context = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,19 +89,28 @@ class LiveSession:
 
     def happened(self, event: Event) -> None:
         """Keep an event, then apply it. Raises LogBroken, with nothing applied."""
+        self.keep_unkept()
         if self.log is not None:
             self.log.append(self.core.spec.session_id, event)
         self.core.apply(event)
 
+    def keep_unkept(self) -> None:
+        """Raises LogBroken: some are still not written."""
+        while self.unkept and self.log is not None:
+            self.log.append(self.core.spec.session_id, self.unkept[0])
+            del self.unkept[0]
+
     def fail(self, failure: str) -> None:
-        """Remember a failure that reaches the agent."""
-        self.noted(Failed(failure=failure))
+        """Remember a failure that reaches the agent, unless there are plenty."""
+        if len(self.core.failures) < FAILURES_KEPT:
+            self.noted(Failed(failure=failure))
 
     def noted(self, event: Event) -> None:
-        """As `happened`, but in memory alone when nothing can be written."""
+        """As `happened`, but in memory alone while nothing can be written."""
         try:
             self.happened(event)
         except LogBroken:
+            self.unkept.append(event)
             self.core.apply(event)
 
     def exhaust(self, budget: Exhausted) -> None:
@@ -147,6 +163,7 @@ class Turns:
             parent=match.parent.turn_id if match.parent else "",
             parts=match.parts,
             wishes=wishes_of(request),
+            untrained=untrained,
         )
         if (known := self._known(live, key, match, request)) is not None:
             return known
@@ -177,8 +194,8 @@ class Turns:
         return len(live.core.trie.prompt_ids(match, delta))
 
     def delivered(self, live: LiveSession, answer: TurnAnswer) -> None:
-        """The last byte of the answer has left."""
-        if not live.closed:
+        """The last byte of the answer has left. The final answer is nobody's turn: an agent may ask for it for ever."""
+        if not live.closed and live.core.trie.by_turn(answer.turn_id) is not None:
             live.noted(Delivered(turn_id=answer.turn_id, at=self._clock()))
 
     def _match(self, live: LiveSession, request: TurnRequest, *, untrained: bool) -> Match:
@@ -206,6 +223,8 @@ class Turns:
                 return live.core.final_answer()
             event = live.core.recorded(turn_id, plan, completion, self._renderer, self._parser)
             live.happened(event)
+            if plan.spends and completion.finish is FinishReason.LENGTH:
+                live.exhaust(Exhausted.TOKENS)
             self._count(completion, event)
             _describe(span, live, plan, event.answer)
             return event.answer
@@ -236,7 +255,8 @@ class Turns:
         is_long = shows_tools or sum(len(message.text) for message in match.rest) > LONG_TEXT_CHARACTERS
         if match.prompt is None and is_long:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, live.core.delta, match, request, self._renderer)
+            async with live.rendering:
+                return await loop.run_in_executor(self._threads, live.core.delta, match, request, self._renderer)
         return live.core.delta(match, request, self._renderer)
 
     async def _sample(self, live: LiveSession, turn_id: str, plan: TurnPlan) -> Completion | None:
@@ -290,6 +310,8 @@ class Turns:
         live.closed = True
         live.running.cancel_all()
         await live.running.ended()
+        with suppress(LogBroken):
+            live.keep_unkept()
         self._pool.router.forget(live.core.spec.session_id)
         return live.core.report()
 

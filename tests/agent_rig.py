@@ -158,6 +158,7 @@ class Rig:
     engines: list[Any]
     provider: LocalProvider
     runs: int = 0
+    attached: list[Sandbox] = field(default_factory=list)
 
     @property
     def engine(self) -> Any:
@@ -196,7 +197,9 @@ class Stations:
         return Lease(ref=await self.rig.provider.create(request.spec))
 
     async def attach(self, ref: SandboxRef) -> Sandbox:
-        return await self.rig.provider.attach(ref)
+        sandbox = await self.rig.provider.attach(ref)
+        self.rig.attached.append(sandbox)
+        return sandbox
 
     async def release(self, sandbox: SandboxId) -> None:
         await self.rig.provider.destroy(sandbox)

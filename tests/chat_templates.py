@@ -4,7 +4,7 @@ wording with the structure that matters: what closes a turn, what is rewritten, 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -476,3 +476,8 @@ def as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
         reasoning = "".join(block.text for block in message.blocks if hasattr(block, "signature"))
         shown.append(entry | ({"reasoning_content": reasoning} if reasoning else {}))
     return shown
+
+
+LONG = "blah " * 50
+FAT = replace(QWEN3, name="fat", plain=(*QWEN3.plain, LONG))
+"""LONG is one token of it: an answer of megabytes need not have millions of them."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 ADMIN = "an admin token of enough letters"
 R1 = SessionId("rollout-1")
 SYSTEM = "You repair things."
+RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER of a socket whose close is a reset."""
 GUARD_S = 20.0
 """How long a test waits for what must come at once, before it says that it hangs."""
 
@@ -423,11 +427,12 @@ async def world(
     end: str = "<|im_end|>",
     renderer: Renderer | None = None,
     tracer: Tracer | None = None,
+    engine_type: type[Engine] = Engine,
     **config: Any,
 ) -> AsyncIterator[World]:
     """A gateway and an engine for each script (one that says `ls` for ever when there is none)."""
     settings = GatewayConfig(**{"tokenizer_dir": model_dir, "abort_grace_s": 1.0} | config)
-    engines = [Engine.of(model_dir, end, script) for script in scripts or (Lines("ls"),)]
+    engines = [engine_type.of(model_dir, end, script) for script in scripts or (Lines("ls"),)]
     gateway = Gateway(settings, ADMIN, renderer=renderer or renderer_of(model_dir), tracer=tracer)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=GUARD_S)) as http, _all_serving(engines):
         url = await gateway.start()
@@ -468,3 +473,20 @@ def request_bytes(path: str, body: bytes) -> bytes:
     """A request as it stands on the wire."""
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
+
+
+@asynccontextmanager
+async def deaf(client: Client, body: dict[str, Any]) -> AsyncIterator[socket.socket]:
+    """A request on a connection of its own, of whose answer one byte was read and for little more there is room; it
+    ends with a reset."""
+    path = client.base_url.partition("//")[2].partition("/")[2]
+    with socket.socket() as sock:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, address_of(client.base_url))
+        await loop.sock_sendall(sock, request_bytes(f"/{path}{client.wire.path}", json.dumps(body).encode()))
+        async with asyncio.timeout(GUARD_S):
+            await loop.sock_recv(sock, 1)
+        yield sock

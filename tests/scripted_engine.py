@@ -177,8 +177,9 @@ class Parts:
 
 
 def check_exact(report: SessionReport, engines: Sequence[ScriptedEngine]) -> None:
-    """Every trained turn of every row stands there with the very prompt that the engine sampled it from; every sampled
-    token is trained once, or masked for one of the five reasons."""
+    """Every trained turn of every row stands there with the very prompt that the engine sampled it from, which begins
+    with prompt and output of the turn before it in that row; every sampled token is trained once, or masked for one of
+    the five reasons."""
     sampled = [answer for engine in engines for answer in engine.sampled]
     assert report.sampled_tokens == sum(len(answer.output_ids) for answer in sampled)
     assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())
@@ -186,13 +187,24 @@ def check_exact(report: SessionReport, engines: Sequence[ScriptedEngine]) -> Non
     left = [(answer.prompt_ids, answer.output_ids) for answer in sampled]
     for row in report.trajectory.rows if report.trajectory else ():
         tokens = tuple(row.tokens_T.tolist())
+        before: tuple[int, ...] = ()
         for start, end in segments(row.loss_mask_T):
             while start < end:
                 # A turn that an engine gave up was gone on with, from its tokens.
                 found = next(one for one in left if _stands_at(one, tokens[:end], start))
                 left.remove(found)
-                start += len(found[1])
+                prompt, output = found
+                assert prompt[: len(before)] == before
+                before = prompt + output
+                start += len(output)
     assert sum(len(output) for _, output in left) == sum(report.masked.values())
+
+
+def lineages(engines: Sequence[ScriptedEngine]) -> int:
+    """How many conversations there were, by what the engines saw alone: answers that no later prompt begins with."""
+    sampled = [answer for engine in engines for answer in engine.sampled]
+    wholes = [(*answer.prompt_ids, *answer.output_ids) for answer in sampled]
+    return sum(all(answer.prompt_ids[: len(whole)] != whole for answer in sampled) for whole in wholes)
 
 
 def _stands_at(answer: tuple[tuple[int, ...], tuple[int, ...]], tokens: tuple[int, ...], start: int) -> bool:

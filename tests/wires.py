@@ -120,3 +120,19 @@ def _content(item: dict[str, Any]) -> str:
     if item["type"] == "reasoning":
         return "".join(part["text"] for part in item["summary"])
     return str(item["arguments"] if item["type"] == "function_call" else item["input"])
+
+
+def read_refusal(wire: str, document: dict[str, Any]) -> str:
+    """The sentence of a refusal that is the agent's own doing, in the shape of its wire."""
+    error = document["error"]
+    if wire == "anthropic":
+        assert document["type"] == "error"
+        assert set(error) == {"type", "message"}
+        assert error["type"] in ("invalid_request_error", "request_too_large")
+    else:
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+    message: str = error["message"]
+    assert 10 < len(message) < 1000
+    assert not any(word in message for word in ("Traceback", "Error(", "object at 0x"))
+    return message

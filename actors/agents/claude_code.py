@@ -52,8 +52,13 @@ class ClaudeCode(CliAgent):
         if place.context_tokens is not None:
             environment["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(place.context_tokens)
         program = self.program(place, "claude")
-        command = (program, "-p", *flags, *bare, *self._config.arguments, "--", place.prompt)
-        return Launch(command=command, environment=environment, setup=_ROOT_MAY)
+        return Launch(
+            command=(program, "-p", *flags, *bare, *self._config.arguments),
+            environment=environment,
+            files={place.prompt_file: place.prompt.encode()},
+            setup=_ROOT_MAY,
+            stdin=place.prompt_file,
+        )
 
     def ending(self, printed: Printed) -> Ending:
         for event in printed.events():
@@ -65,4 +70,5 @@ class ClaudeCode(CliAgent):
                         turns=turns if isinstance(turns, int) else 0,
                         error=bool(rest.get("is_error")),
                     )
-        return Ending(error=True)
+        # One long last line is not kept; then its exit code is all there is.
+        return Ending(error=not printed.cut)

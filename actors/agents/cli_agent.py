@@ -4,10 +4,12 @@ Invariants:
 - The sandbox's network stays off: on its own loopback listens the session's part of the gateway, while the agent runs,
   and nothing else. No credential but the session's token is in there.
 - The program is the host's, shown read-only, or the task image's own. It runs as an unprivileged user with a home of
-  its own unless the recipe says otherwise, and its standard input is empty.
-- When `run` is left, however, the program's process tree is dead. What it printed is kept up to a limit.
-- A program that cannot start is AgentNotStarted; how one ends that did start is told, not judged: the session's record
-  and the evaluator decide.
+  its own unless the recipe says otherwise.
+- The prompt is never an argument: on standard input it may be of any length and begin with a dash.
+- Whoever stops waiting for `run` leaves no process of the program's tree. What a program that ended by itself left
+  running has no way to the gateway any more. What was printed is kept up to a limit.
+- What can be seen to be wrong beforehand is AgentNotStarted. How a program ends is told, not judged, 126 and 127 too,
+  which the policy's own commands can bring about: the session's record and the evaluator decide.
 """
 
 from __future__ import annotations
@@ -42,15 +44,14 @@ INSTRUCTION: Final = "{instruction}"
 _PREPARE_TIMEOUT_S: Final = 120.0
 """A hang guard; the agent's own clock is the deadline."""
 _STDERR_BYTES: Final = 8192
-_CANNOT_RUN: Final = (126, 127)
-"""What shells say of a program that is missing or cannot be run (POSIX 2.8.2)."""
 _SIGKILL: Final = 9
 _START: Final = """
 for place in "$HOME" .; do
   [ -w "$place" ] || { echo "$place ($(pwd)) is not writable for the agent: check user" >&2; exit 126; }
 done
 eval "$1"
-shift
+exec < "$2"
+shift 2
 exec "$@"
 """
 _DEFAULT_FOLDER: Final = "/workspace"
@@ -73,9 +74,10 @@ class ProgramConfig(BaseModel):
     working_directory: str = ""
     """Where it starts; empty: the repository of the task, `/workspace` where there is none."""
     prompt: str = INSTRUCTION
-    """What the agent is told; `{instruction}` is the task's."""
+    """What the agent is told; `{instruction}` is the task's. Begin with a word: some agents take a slash and a name for
+    a command of theirs, and end."""
     arguments: tuple[str, ...] = ()
-    """Further arguments of the program, before the prompt."""
+    """Further arguments of the program."""
     environment: dict[str, str] = {}
     """Further environment of the program; outranks what the harness sets."""
     model: str = "policy"
@@ -86,6 +88,20 @@ class ProgramConfig(BaseModel):
     """Of the gateway on the sandbox's loopback; choose one that no task uses."""
     max_log_bytes: int = Field(default=65536, ge=1024)
     """How much of the end of what it prints is kept."""
+
+    @field_validator("environment")
+    @classmethod
+    def _can_be_set(cls, value: dict[str, str]) -> dict[str, str]:
+        if any(not name or "=" in name or "\0" in name + text for name, text in value.items()):
+            raise ValueError("a name is not empty and has no '='; neither names nor values have NUL characters")
+        return value
+
+    @field_validator("arguments")
+    @classmethod
+    def _can_be_given(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if any("\0" in argument for argument in value):
+            raise ValueError("an argument has no NUL characters")
+        return value
 
     @field_validator("prompt")
     @classmethod
@@ -108,21 +124,27 @@ class Place:
     prompt: str
     context_tokens: int | None
 
+    @property
+    def prompt_file(self) -> str:
+        """Where a program that reads its prompt from standard input has it."""
+        return f"{self.home}/.prompt"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What to start: a program and its arguments. `files` are absolute paths below the home; `setup` is a line of shell
-    that its user runs first."""
+    """What to start: a program and its arguments. `files` are absolute paths below the home, of which `stdin` may be
+    one; `setup` is a line of shell that its user runs first."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     setup: str = ""
+    stdin: str = "/dev/null"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What the program says of its end. `error`: it calls it a failure."""
+    """What the program says of its end. `error`: it calls it a failure, or says nothing."""
 
     result: str = ""
     turns: int = 0
@@ -135,7 +157,8 @@ class Printed:
     def __init__(self, max_bytes: int) -> None:
         self._limits = {Stream.STDOUT: max_bytes, Stream.STDERR: _STDERR_BYTES}
         self._kept = {stream: bytearray() for stream in self._limits}
-        self._cut = False
+        self.cut = False
+        """Whether standard output was longer than what is kept."""
 
     def add(self, stream: Stream, data: bytes) -> None:
         kept = self._kept[stream]
@@ -143,12 +166,12 @@ class Printed:
         surplus = len(kept) - self._limits[stream]
         if surplus > 0:
             del kept[:surplus]
-            self._cut = self._cut or stream is Stream.STDOUT
+            self.cut = self.cut or stream is Stream.STDOUT
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Lines of standard output that are JSON objects, the last one first."""
         lines = bytes(self._kept[Stream.STDOUT]).split(b"\n")
-        for line in reversed(lines[1:] if self._cut else lines):
+        for line in reversed(lines[1:] if self.cut else lines):
             with suppress(ValueError, RecursionError):
                 event = json.loads(line)
                 if isinstance(event, dict):
@@ -197,8 +220,6 @@ class CliAgent(ABC):
         await self._prepare(sandbox, place, launch)
         async with sandbox.expose(self._config.port, target, prefix):
             exit_code, printed = await self._run(sandbox, place, launch)
-        if exit_code in _CANNOT_RUN:
-            raise AgentNotStarted(f"{self.name} ended with {exit_code}: {printed.text()[-500:].strip()}")
         ending = self.ending(printed)
         return AgentReport(
             stop=StopReason.ERROR if exit_code != 0 or ending.error else StopReason.FINISHED,
@@ -243,7 +264,7 @@ class CliAgent(ABC):
     async def _run(self, sandbox: Sandbox, place: Place, launch: Launch) -> tuple[int, Printed]:
         environment = {"HOME": place.home, **SAFE_DIRECTORIES, **launch.environment, **self._config.environment}
         process = await sandbox.spawn(
-            ["/bin/sh", "-c", _START, "sh", launch.setup, *launch.command],
+            ["/bin/sh", "-c", _START, "sh", launch.setup, launch.stdin, *launch.command],
             user=self._config.user,
             env=environment,
             cwd=place.working_directory,

@@ -37,9 +37,10 @@ class Codex(CliAgent):
         program = self.program(place, "bin/codex")
         home = f"{place.home}/.codex"
         return Launch(
-            command=(program, "exec", *flags, *self._config.arguments, "--", place.prompt),
+            command=(program, "exec", *flags, *self._config.arguments, "-"),
             environment={"CODEX_HOME": home, _KEY: place.token},
-            files={f"{home}/config.toml": self._settings(place).encode()},
+            files={f"{home}/config.toml": self._settings(place).encode(), place.prompt_file: place.prompt.encode()},
+            stdin=place.prompt_file,
         )
 
     def _settings(self, place: Place) -> str:

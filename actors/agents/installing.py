@@ -3,7 +3,7 @@
 
 Invariants:
 - An installation appears complete or not at all: it is built beside its place and renamed. What is there stays as it
-  is: another version is another folder. One installer works at a time.
+  is: another version is another folder. One installer works at a time, and first removes what a killed one left.
 - npm's scripts are never run; what is taken out of its packages are files.
 - Everybody may read and run the files: sandboxes show them to users of their own.
 """
@@ -34,6 +34,7 @@ EVERY_RUN: Final = ("claude-code", "codex", "mini-swe-agent")
 _TIMEOUT_S: Final = 900.0
 _ARCHITECTURES: Final = {"x86_64": ("x64", "x86_64"), "aarch64": ("arm64", "aarch64")}
 """By machine: as npm packages and as Rust's targets call it."""
+_BUILDING, _NPM = ".building-", ".npm-"
 _SYSTEM_PYTHON: Final = "/usr/bin/python3"
 """Of the image `host`."""
 
@@ -111,7 +112,8 @@ def cache_folder() -> Path:
 def installed_folder(agent: str) -> Path:
     """The pinned version of an agent on this host. Raises AgentMissing."""
     folder = cache_folder() / f"{agent}-{PINNED[agent]}"
-    if not folder.is_dir():
+    # That of packages for several versions of Python is made before the first of them is in it.
+    if not folder.is_dir() or not any(folder.iterdir()):
         raise AgentMissing(f"{agent} {PINNED[agent]} is not installed: run `scripts/install_agents {agent}`")
     return folder
 
@@ -131,13 +133,15 @@ def install(agent: str, *, latest: bool = False, python: str | None = None) -> P
 def _alone(cache: Path) -> Iterator[None]:
     with (cache / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in (*cache.glob(f"{_BUILDING}*"), *cache.glob(f"{_NPM}*")):
+            shutil.rmtree(left, ignore_errors=True)
         yield
 
 
 @contextmanager
 def _building(cache: Path) -> Iterator[Path]:
     """A new folder beside the installations; gone at the end unless it became one."""
-    folder = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
+    folder = Path(tempfile.mkdtemp(prefix=_BUILDING, dir=cache))
     try:
         yield folder
     finally:
@@ -168,7 +172,7 @@ def _install_npm(agent: str, cache: Path, *, latest: bool) -> Path:
         packages = tuple(_newest(package) for package in packages)
     target = cache / "-".join((agent, *map(_label, packages)))
     if not target.is_dir():
-        with _building(cache) as building, tempfile.TemporaryDirectory(dir=cache, prefix=".npm-") as prefix:
+        with _building(cache) as building, tempfile.TemporaryDirectory(dir=cache, prefix=_NPM) as prefix:
             for package in packages:
                 _take(package, Path(prefix), building)
             _publish(building, target)
@@ -191,7 +195,9 @@ def _newest(package: NpmPackage) -> NpmPackage:
 
 def _take(package: NpmPackage, prefix: Path, building: Path) -> None:
     options = ("--ignore-scripts", "--omit=optional", "--no-save", "--no-package-lock", "--no-audit", "--no-fund")
-    _run(("npm", "install", "--prefix", str(prefix), *options, f"{package.name}@{package.version}"))
+    # By default it would try for 70 s where there is no registry.
+    patience = ("--fetch-retries=2", "--fetch-retry-mintimeout=1000", "--fetch-retry-maxtimeout=5000")
+    _run(("npm", "install", "--prefix", str(prefix), *options, *patience, f"{package.name}@{package.version}"))
     unpacked = prefix / "node_modules" / package.name
     for source, target in package.files.items():
         try:
@@ -242,8 +248,10 @@ def _run(command: Sequence[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InstallFailed(f"{command[0]}: {error}") from error
     if done.returncode != 0:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower()]
-        raise InstallFailed(f"{' '.join(command[:4])} ... ended with {done.returncode}: {' '.join(said)[-400:]}")
+        said = " ".join(line for line in (done.stdout + done.stderr).splitlines() if "error" in line.lower())
+        # npm begins with the reason, pip ends with it.
+        ends = said if len(said) <= 400 else f"{said[:200]} ... {said[-200:]}"
+        raise InstallFailed(f"{' '.join(command[:4])} ... ended with {done.returncode}: {ends}")
     return done.stdout
 
 

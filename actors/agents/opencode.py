@@ -21,9 +21,13 @@ class Opencode(CliAgent):
         settings = json.dumps(self._settings(place)).encode()
         switches = ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS")
         return Launch(
-            command=(program, "run", "--format", "json", *self._config.arguments, "--", place.prompt),
+            command=(program, "run", "--format", "json", *self._config.arguments),
             environment={f"OPENCODE_DISABLE_{switch}": "1" for switch in switches},
-            files={f"{place.home}/.config/opencode/opencode.json": settings},
+            files={
+                f"{place.home}/.config/opencode/opencode.json": settings,
+                place.prompt_file: place.prompt.encode(),
+            },
+            stdin=place.prompt_file,
         )
 
     def _settings(self, place: Place) -> dict[str, Any]:

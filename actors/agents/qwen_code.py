@@ -18,14 +18,15 @@ class QwenCode(CliAgent):
         installed = (f"{place.folder}/node", f"{place.folder}/qwen-code/cli.js")
         program = (self._config.in_image,) if self._config.in_image else installed
         return Launch(
-            # In one word: it would take a prompt that begins with a dash for an option.
-            command=(*program, *flags, *self._config.arguments, f"--prompt={place.prompt}"),
+            command=(*program, *flags, *self._config.arguments),
             environment={
                 "OPENAI_API_KEY": place.token,
                 "OPENAI_BASE_URL": f"{place.url}/v1",
                 "OPENAI_MODEL": self._config.model,
                 "QWEN_TELEMETRY_ENABLED": "false",
             },
+            files={place.prompt_file: place.prompt.encode()},
+            stdin=place.prompt_file,
         )
 
     def ending(self, printed: Printed) -> Ending:
@@ -37,4 +38,5 @@ class QwenCode(CliAgent):
                         turns=rest["num_turns"] if isinstance(rest.get("num_turns"), int) else 0,
                         error=bool(rest.get("is_error")),
                     )
-        return Ending(error=True)
+        # One long last line is not kept; then its exit code is all there is.
+        return Ending(error=not printed.cut)

@@ -56,7 +56,7 @@ def check_whole(rigs: Any, ran: Any, engine: Any, *, rows: int) -> None:
     assert ran.session.failures == (), ran.agent.log_tail[-2000:]
     rigs.scripted.check_exact(ran.session, [engine])
     assert ran.session.masked == {}
-    assert len(ran.session.trajectory.rows) == rows, ran.session.lineages
+    assert len(ran.session.trajectory.rows) == rows == rigs.scripted.lineages([engine]), ran.session.lineages
     assert ran.session.lost_calls == 0
     assert (ran.agent.stop, ran.agent.exit_code) == (StopReason.FINISHED, 0), ran.agent.log_tail[-2000:]
 
@@ -254,6 +254,6 @@ async def test_opencode(rigs: Any, model: Model) -> None:
         assert script.played() == {"title generator": 1, "": 4}
         [title] = [answer for answer in rig.engine.sampled if answer.text.endswith("Mending add")]
         assert ran.session.masked == {"side": len(title.output_ids)}
-        assert len(ran.session.trajectory.rows) == 1
+        assert len(ran.session.trajectory.rows) == 1 == rigs.scripted.lineages([rig.engine]) - 1
         assert ran.agent.result == "It is mended."
         await ran.check_quiet()

@@ -20,6 +20,17 @@ PATIENCE_S = {"claude-code": 8, "codex": 8, "mini-swe-agent": 20, "qwen-code": 4
 """None has given up by then, and each has started."""
 SLOW = ("qwen-code", "opencode")
 KINDS = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PATIENCE_S]
+ONE_RETRY: dict[str, dict[str, Any]] = {
+    "claude-code": {"environment": {"CLAUDE_CODE_MAX_RETRIES": "1"}},
+    "codex": {
+        "arguments": [
+            *("-c", "model_providers.gateway.request_max_retries=1"),
+            *("-c", "model_providers.gateway.stream_max_retries=1"),
+        ]
+    },
+    "mini-swe-agent": {"environment": {"MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1"}},
+}
+"""By which a recipe has an agent give up soon."""
 
 
 @pytest.fixture(scope="module", name="rigs")
@@ -70,7 +81,23 @@ async def test_an_engine_that_fails_once_and_recovers(rigs: Any, tokenizer_dir: 
         rigs.scripted.check_exact(record, [rig.engine])
 
 
-@pytest.mark.parametrize("agent", KINDS)
+@pytest.mark.parametrize("agent", ONE_RETRY)
+async def test_an_agent_that_gives_up_under_an_engine_that_fails_for_ever(
+    rigs: Any, tokenizer_dir: Path, agent: str
+) -> None:
+    rigs.needs(agent)
+    script = Failing(rigs, agent, [rigs.scripted.Fault.ERROR], recovers=False)
+    async with rigs.open_rig(tokenizer_dir, script) as rig:
+        program = ProgramConfig.model_validate(ONE_RETRY[agent])
+        result, stations = await rigs.rollout(rig, rigs.AGENTS[agent](program), agent_timeout_s=60)
+        [report], [record] = stations.reports, stations.records
+        assert (report.stop, report.exit_code) == (StopReason.ERROR, 1)
+        check_infra(result, record)
+        rigs.scripted.check_exact(record, [rig.engine])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", PATIENCE_S)
 async def test_an_engine_that_fails_for_ever(rigs: Any, tokenizer_dir: Path, agent: str) -> None:
     rigs.needs(agent)
     script = Failing(rigs, agent, [rigs.scripted.Fault.ERROR], recovers=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import shlex
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -46,12 +48,12 @@ base = sys.argv[1]
 root = base.split("/s/")[0]
 print(json.dumps({
     "user": os.getuid(), "home": os.environ["HOME"], "folder": os.getcwd(), "extra": os.environ["EXTRA"],
-    "stdin": sys.stdin.read(), "prompt": sys.argv[2], "setting": open(os.environ["HOME"] + "/setting").read(),
+    "prompt": sys.stdin.read(), "setting": open(os.environ["HOME"] + "/setting").read(),
     "session": get(base + "/v1/x"), "other": get(root + "/s/other/v1/x"), "admin": get(root + "/sessions"),
     "away": get("http://192.0.2.1/"),
 }))
 EOF
-exec python3 /tmp/look.py "$1" "$2"
+exec python3 /tmp/look.py "$1"
 """
 
 
@@ -62,9 +64,10 @@ class Probe(CliAgent):
 
     def launch(self, place: Place) -> Launch:
         return Launch(
-            command=(self.program(place, "probe"), place.url, place.prompt),
-            files={f"{place.home}/setting": b"set"},
+            command=(self.program(place, "probe"), place.url),
+            files={f"{place.home}/setting": b"set", place.prompt_file: place.prompt.encode()},
             environment={"EXTRA": "harness"},
+            stdin=place.prompt_file,
         )
 
     def ending(self, printed: Printed) -> Ending:
@@ -112,6 +115,10 @@ class World:
     async def run(self, script: str, task: Task = TASK, **settings: Any) -> AgentReport:
         return await self.agent(script, **settings).run(session=self.session, sandbox=self.sandbox, task=task)
 
+    async def until_running(self, names: str, count: int) -> None:
+        look = f"while [ $(pgrep -c '{names}') != {count} ]; do :; done"
+        assert await self.out(f"timeout 20 sh -c {shlex.quote(look)}; pgrep -c '{names}'") == str(count)
+
     async def out(self, command: str) -> str:
         result = await self.sandbox.exec(command, timeout_s=30)
         return (result.stdout + result.stderr).decode().strip()
@@ -152,7 +159,6 @@ async def test_what_a_program_finds(world: World) -> None:
         "user": 1000,
         "home": "/home/agent",
         "folder": "/workspace",
-        "stdin": "",
         "prompt": "Please: do it!",
         "session": "served",
         "other": 403,
@@ -164,8 +170,25 @@ async def test_what_a_program_finds(world: World) -> None:
     assert world.service.paths == ["/s/token/v1/x"]
 
 
+async def test_a_prompt_of_any_length_is_its_standard_input(world: World) -> None:
+    """An argument ends at 128 kB, and at a NUL character."""
+    prompt = "--help 'a\0b' $HOME\n" + "x" * 300_000 + "the end"
+    report = await world.run(
+        'sha256sum | cut -c 1-64; tr "\\0" " " < /proc/$$/cmdline', replace(TASK, instruction=prompt)
+    )
+    [digest, arguments] = report.log_tail.split("\n")
+    assert digest == hashlib.sha256(prompt.encode()).hexdigest()
+    assert "--help" not in arguments
+
+
 async def test_the_way_to_the_gateway_is_closed_after_it(world: World) -> None:
-    await world.run("exit 0")
+    """Also to what it left running."""
+    left = "import sys, time, urllib.request\nwhile time.sleep(.01) is None: urllib.request.urlopen(sys.argv[1])"
+    await world.run(f'setsid python3 -c "{left}" "$1" > /dev/null 2> /tmp/left & until pgrep python3; do :; done')
+    await world.until_running("python3", 0)
+    said = await world.out("tail -1 /tmp/left")
+    assert said
+    assert "HTTP Error" not in said
     assert "refused" in await world.out("exec 3<> /dev/tcp/127.0.0.1/47123")
 
 
@@ -207,18 +230,30 @@ async def test_a_flood_of_output_is_kept_to_its_end(world: World) -> None:
 @pytest.mark.parametrize(
     ("script", "settings", "said"),
     [
-        ("exec /does/not/exist", {}, "127"),
-        ("exit 0", {"in_image": "/does/not/exist"}, "there is no /does/not/exist"),
-        ("exit 0", {"working_directory": "/missing"}, "there is no folder /missing"),
+        ("exec /does/not/exist", {}, "No such file"),
         ("exit 0", {"user": "nobody-known"}, "is not in the sandbox"),
-        ("exit 0", {"working_directory": "/usr"}, "not writable"),
+        ("exit 0", {"working_directory": "/opt/headrace/agents/probe"}, "not writable"),
     ],
 )
-async def test_a_program_that_cannot_start_is_no_result(
+async def test_a_program_that_could_not_start_says_so(
     world: World, script: str, settings: dict[str, Any], said: str
 ) -> None:
+    """By the exit codes that shells have for it; a program that was at work may end with them too."""
+    report = await world.run(script, **settings)
+    assert (report.stop, report.exit_code in (126, 127)) == (StopReason.ERROR, True)
+    assert said in report.log_tail
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"in_image": "/does/not/exist"}, "there is no /does/not/exist"),
+        ({"working_directory": "/missing"}, "there is no folder /missing"),
+    ],
+)
+async def test_a_program_that_cannot_start_is_no_result(world: World, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(AgentNotStarted, match=said):
-        await world.run(script, **settings)
+        await world.run("exit 0", **settings)
 
 
 async def test_a_dead_sandbox_is_no_result_either(world: World) -> None:
@@ -236,11 +271,12 @@ python3 -c "import sys, urllib.request; urllib.request.urlopen(sys.argv[1])" "$1
 """
     running = asyncio.ensure_future(world.run(script))
     await world.service.came.wait()
-    assert await world.out("pgrep -c 'sleep|python3'") == "3"
+    await world.until_running("sleep|python3", 3)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert await world.out("pgrep -c 'sleep|pyth|prob'") == "0"
+    # Who is killed takes a moment to be gone.
+    await world.until_running("sleep|pyth|prob", 0)
     async with asyncio.timeout(10):
         await world.service.left.wait()
 

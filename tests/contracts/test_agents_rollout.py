@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,11 @@ def load_rigs(load_support: Callable[[str], ModuleType]) -> Any:
 @pytest.fixture(scope="module", name="repositories")
 def load_repositories(load_support: Callable[[str], ModuleType]) -> Any:
     return load_support("repositories")
+
+
+@pytest.fixture(scope="module", name="runs")
+def load_runs(load_support: Callable[[str], ModuleType]) -> Any:
+    return load_support("run_rig")
 
 
 async def image_with_pytest(pool: SandboxPool, repositories: Any) -> ImageRef:
@@ -150,3 +156,39 @@ async def test_claude_code_fixes_a_repository_and_is_trained_on_it(
     assert said == "".join(f"{text}{rigs.STOP}" for text in script._mends)
     assert mended.advantage > 0
     assert "In this repository: mean([]) raises" in engine.sampled[0].prompt
+
+
+ONE_STEP = (
+    "training.steps=1",
+    "buffer.batch_size=4",
+    "buffer.group_size=2",
+    "dispatcher.slots_per_worker=2",
+    "dispatcher.evaluation_slots=2",
+    "evaluation.tasks=1",
+    "evaluation.samples=1",
+    "evaluation.every_steps=0",
+    "sampling.max_tokens_per_turn=24",
+    "agent.program.max_turns=3",
+    "engines.count=1",
+    "sandbox.pool.max_live=8",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("agent", ["claude-code", "mini-swe-agent"])
+def test_a_recipe_names_its_agent(rigs: Any, runs: Any, agent: str, tmp_path: Path) -> None:
+    """`headrace run` with the recipe that comes with headrace, a policy that is far too small, and one step."""
+    rigs.needs(agent)
+    recipe = runs.RECIPE.with_name(f"{agent.replace('-', '_')}.toml")
+    options = [part for override in ONE_STEP for part in ("--set", override)]
+    outputs = ("--runs-dir", str(tmp_path), "--name", "run", "--json", str(tmp_path / "out.json"), "--quiet")
+    with runs.start_driver("run", str(recipe), *outputs, *options) as driver:
+        said = driver.communicate()[1].decode()
+    assert driver.returncode == 0, said
+    out = json.loads((tmp_path / "out.json").read_text())
+    assert (out["steps"], out["problems"], out["evaluation_infra"], out["sandboxes_leaked"]) == (1, [], 0, 0)
+    lines = [line for path in (tmp_path / "run" / "spans").glob("worker-*") for line in path.read_text().splitlines()]
+    ended = [span["attributes"] for span in map(json.loads, lines) if span["name"] == "agent"]
+    codes = [attributes.get("headrace.agent.exit_code") for attributes in ended]
+    assert codes.count(0) >= 4, ended

@@ -38,6 +38,18 @@ def test_orchestration_costs_little() -> None:
     assert result["ray_calls_per_rollout"] <= 2
 
 
+def test_a_gateway_costs_little() -> None:
+    """Bytes, and ratios within the run; times of its own are in the README, measured on a machine that does nothing
+    else."""
+    figures = bench("gateway")
+    assert figures["rerender_ratio"] <= 1 / 30
+    assert figures["memory_mb_per_trajectory"] <= 1.6
+    assert figures["memory_mb_2000_sessions"] <= 3500
+    assert figures["tokens_2000_sessions"] >= 32_000
+    assert figures["cpu_ms_per_turn"] <= figures["full_rerender_ms_per_turn"] / 3
+    assert figures["loop_block_max_ms"] <= figures["full_rerender_ms_per_turn"] * 3
+
+
 def test_shuffled_rewards_teach_nothing() -> None:
     result = bench("control")
     assert result["steps"] == 30

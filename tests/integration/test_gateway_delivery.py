@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import socket
-import struct
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.chat_templates import DEEPSEEK3_LEAKY, QWEN3
+from tests.chat_templates import DEEPSEEK3_LEAKY, FAT, LONG, QWEN3
 from tests.gateway_rig import (
     ANTHROPIC,
     CHAT,
     GUARD_S,
+    RESET,
     WIRES,
     Client,
     Lines,
@@ -23,6 +22,7 @@ from tests.gateway_rig import (
     Wire,
     World,
     address_of,
+    deaf,
     request_bytes,
     soon,
     world,
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 PATIENT = {"ping_s": 60.0}
 """No ping comes: what happens, happens for another reason."""
 HASTY = {"ping_s": 0.05}
-RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER of a socket whose close is a reset."""
 EITHER = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 
@@ -169,7 +167,7 @@ class BrokenDecoder(ByteChat):
 
 @EVERY
 async def test_a_defect_of_ours_after_a_ping_is_an_error_event_too(model_dir: Path, wire: Wire) -> None:
-    async with world(model_dir, Lines(""), renderer=BrokenDecoder(), **HASTY) as w:
+    async with world(model_dir, Lines(""), renderer=BrokenDecoder(), vocab_size=512, **HASTY) as w:
         [engine] = w.engines
         engine.may_answer.clear()
         client = await w.client(wire, stream=True)
@@ -307,31 +305,9 @@ async def test_a_client_that_comes_back_while_its_turn_is_being_ended_gets_an_an
         assert (report.turns, report.masked) == (1, {"aborted": 1})
 
 
-LONG = "blah " * 50
-"""One token: an answer of megabytes need not have millions of them."""
-FAT = dataclasses.replace(QWEN3, name="fat", plain=(*QWEN3.plain, LONG))
-
-
 @pytest.fixture(scope="module")
 def fat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return FAT.write(tmp_path_factory.mktemp("fat"))
-
-
-@asynccontextmanager
-async def deaf(w: World, client: Client, text: str) -> AsyncIterator[None]:
-    """A client whose window is full before its answer has left, and that ends with a reset."""
-    body = json.dumps(client.body(messages=client.wire.user(text)))
-    path = client.base_url.removeprefix(w.url) + client.wire.path
-    with socket.socket() as sock:
-        sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(sock, address_of(w.url))
-        await loop.sock_sendall(sock, request_bytes(path, body.encode()))
-        async with asyncio.timeout(GUARD_S):
-            await loop.sock_recv(sock, 1)
-        yield
 
 
 @EITHER
@@ -341,7 +317,7 @@ async def test_an_answer_whose_last_byte_never_left_is_replayed(fat_dir: Path, s
         [engine] = w.engines
         client = await w.client(CHAT, stream=stream, system="", spec={"budgets": budgets})
         for _ in range(MAX_REPLAYS + 1):
-            async with deaf(w, client, "go"):
+            async with deaf(client, client.body(messages=client.wire.user("go"))):
                 pass
         assert (await client.say("go")).text == LONG * 24_000
         assert len(engine.requests) == 1, "nothing says that it arrived: it is replayed however often it is lost"

@@ -246,6 +246,24 @@ async def test_a_spent_budget_ends_the_agent_with_a_normal_answer(
 
 @EVERY
 @EITHER
+@pytest.mark.parametrize("final_text", [FINAL_TEXT, ""])
+async def test_a_turn_that_the_token_budget_cuts_is_the_normal_end(
+    model_dir: Path, wire: Wire, stream: bool, final_text: str
+) -> None:
+    """Codex takes a cut answer for a failure, and ends with 1. Without a final text a spent budget is a cut answer."""
+    async with world(model_dir, Lines("a long answer")) as w:
+        budgets = Budgets(max_sampled_tokens=3, max_tokens_per_turn=3, final_text=final_text)
+        client = await w.client(wire, stream=stream, spec={"budgets": budgets})
+        reply = await client.say("go")
+        assert (reply.status, reply.end) == (200, WORDS[wire.name]["stop" if final_text else "length"])
+        assert len(w.engines[0].sampled[0].output_ids) == 3
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.exhausted, report.masked, report.lost_calls) == ("tokens", {}, 0)
+
+
+@EVERY
+@EITHER
 async def test_a_final_text_may_be_empty(model_dir: Path, wire: Wire, stream: bool) -> None:
     async with world(model_dir) as w:
         client = await w.client(wire, stream=stream, spec={"budgets": Budgets(max_turns=1, final_text="")})

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import stat
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
 from headrace.actors.agents import installing, versions
-from headrace.actors.agents.installing import InstallFailed, install, installed_folder, main, npm_packages
+from headrace.actors.agents.installing import AgentMissing, InstallFailed, install, installed_folder, main, npm_packages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,6 +24,7 @@ NPM = """#!/bin/sh
 echo run >> "$COUNT"
 [ -z "$BROKEN" ] || { echo 'npm ERROR code ENOTFOUND' >&2; exit 1; }
 if [ "$1" = view ]; then echo '"9.9.9"'; exit 0; fi
+[ -z "$HANG" ] || { mkdir -p "$3/node_modules/half"; echo $$ > "$HANG"; exec sleep 60; }
 shift; [ "$1" = --prefix ] && prefix="$2"
 for last; do :; done
 name="${last%@*}"
@@ -43,7 +47,7 @@ def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("COUNT", str(tmp_path / "count"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("BROKEN", "MISSING"):
+    for name in ("BROKEN", "MISSING", "HANG"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path / "cache" / "headrace" / "agents"
 
@@ -99,6 +103,32 @@ def test_two_installers_at_once_install_once(npm: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert len({*pool.map(install, ["claude-code"] * 4)}) == 1
     assert asked(npm) == 1
+
+
+def test_what_a_killed_installer_left_is_nothing_and_is_removed(
+    npm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "at_it")
+    environment = {**os.environ, "HANG": str(tmp_path / "at_it")}
+    command = (sys.executable, "-m", "headrace.actors.agents.installing", "claude-code")
+    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as installer:
+        npm_pid = int((tmp_path / "at_it").read_text())
+        installer.kill()
+    os.kill(npm_pid, signal.SIGKILL)
+    assert len([path for path in npm.iterdir() if path.name != ".lock"]) == 2
+    with pytest.raises(AgentMissing, match="scripts/install_agents claude-code"):
+        installed_folder("claude-code")
+    folder = install("claude-code")
+    assert sorted(path.name for path in npm.iterdir()) == [".lock", folder.name]
+
+
+def test_a_folder_without_packages_is_no_installation(npm: Path) -> None:
+    folder = npm / f"mini-swe-agent-{versions.MINI_SWE_AGENT}"
+    folder.mkdir(parents=True)
+    with pytest.raises(AgentMissing):
+        installed_folder("mini-swe-agent")
+    (folder / "py3.11").mkdir()
+    assert installed_folder("mini-swe-agent") == folder
 
 
 def test_packages_that_cannot_be_had(npm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

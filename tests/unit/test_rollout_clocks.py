@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +14,7 @@ from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
 from headrace.actors.rollout import RolloutConfig, run_rollout
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
-from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder
+from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
@@ -43,6 +45,7 @@ class Places:
     def __init__(self, pool: Pool, provider: SimulatedProvider, **takes_s: float) -> None:
         self.pool, self.provider, self.takes_s = pool, provider, takes_s
         self.report = AgentReport(stop=StopReason.FINISHED, turns=1)
+        self.turns, self.sampled_tokens = 1, 1
 
     @property
     def folders(self) -> tuple[HostFolder, ...]:
@@ -66,7 +69,8 @@ class Places:
         return OpenedSession(session_id=SessionId(order.rollout_id), base_url="")
 
     async def finish_session(self, session: OpenedSession) -> SessionReport:
-        return Session(SessionSpec(session_id=session.session_id), opened_at=0.0).report()
+        empty = Session(SessionSpec(session_id=session.session_id), opened_at=0.0).report()
+        return replace(empty, turns=self.turns, sampled_tokens=self.sampled_tokens)
 
     async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
         await self._take("agent")
@@ -155,24 +159,51 @@ def test_the_guard_covers_what_no_clock_does(run_virtual: Any) -> None:
     simulated(run_virtual, check, open=EVER_S)
 
 
-@pytest.mark.parametrize(("exit_code", "cause"), [(1, Cause.INFRA), (0, Cause.SOLVED), (None, Cause.SOLVED)])
-def test_a_program_that_fails_before_its_first_turn_is_infra(
-    run_virtual: Any, exit_code: int | None, cause: Cause
+WITHOUT_A_TURN = [
+    (
+        AgentReport(stop=StopReason.ERROR, turns=0, exit_code=127, log_tail="no such\nmodel"),
+        0,
+        "127 before .* such model",
+    ),
+    (
+        AgentReport(stop=StopReason.FINISHED, turns=0, exit_code=0, result="no such command"),
+        0,
+        "0 before .* such command",
+    ),
+    (AgentReport(stop=StopReason.ERROR, turns=0, exit_code=1), 5, "1 before"),
+    (AgentReport(stop=StopReason.TIME, turns=0), 0, "agent_timeout_s"),
+    (AgentReport(stop=StopReason.TIME, turns=0), 5, None),
+    (AgentReport(stop=StopReason.FINISHED, turns=0), 0, None),
+]
+
+
+@pytest.mark.parametrize(("report", "sampled_tokens", "infra"), WITHOUT_A_TURN)
+def test_an_agent_that_never_got_a_turn_is_infra(
+    run_virtual: Any, report: AgentReport, sampled_tokens: int, infra: str | None
 ) -> None:
-    """Whatever the evaluator would say: the policy was never asked."""
+    """Whatever the evaluator would say: the policy had no part in it. A policy that used the time up for one turn had,
+    and an agent that is no program may need none."""
+    outcome = outcome_after(run_virtual, report, turns=0, sampled_tokens=sampled_tokens)
+    assert (outcome.cause is Cause.INFRA) == (outcome.reward is None) == (infra is not None)
+    assert re.search(infra or "^$", outcome.detail)
+
+
+@pytest.mark.parametrize("exit_code", [1, 126, 127, 137])
+def test_no_exit_code_escapes_the_verdict_after_a_turn(run_virtual: Any, exit_code: int) -> None:
+    """Commands of the policy run as the agent's user, and can end it."""
+    report = AgentReport(stop=StopReason.ERROR, turns=1, exit_code=exit_code)
+    assert outcome_after(run_virtual, report, turns=1, sampled_tokens=5).reward == 1.0
+
+
+def outcome_after(run_virtual: Any, report: AgentReport, *, turns: int, sampled_tokens: int) -> Outcome:
+    outcomes: list[Outcome] = []
 
     async def main() -> None:
         provider = SimulatedProvider(SimulationConfig())
         async with Pool({"host": provider}, PoolConfig(), clock=asyncio.get_running_loop().time) as pool:
             places = Places(pool, provider)
-            places.report = AgentReport(
-                stop=StopReason.ERROR if exit_code else StopReason.FINISHED,
-                turns=0,
-                exit_code=exit_code,
-                log_tail="no such\nmodel",
-            )
-            outcome = (await run_rollout(order(), places, CONFIG)).outcome
-            assert outcome.cause is cause
-            assert ("exit code 1 before its first turn: no such model" in outcome.detail) == bool(exit_code)
+            places.report, places.turns, places.sampled_tokens = report, turns, sampled_tokens
+            outcomes.append((await run_rollout(order(), places, CONFIG)).outcome)
 
     run_virtual(main())
+    return outcomes[0]

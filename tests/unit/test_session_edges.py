@@ -86,18 +86,14 @@ def test_one_after_the_other_they_are_one_prompt() -> None:
 # Models that are served and not trained.
 
 
-@pytest.mark.parametrize(
-    ("untrained", "masked", "trained"),
-    [((True, False), {"side": 2}, 3), ((False, True), {"side": 3, "abandoned": 2}, 0)],
-)
-def test_the_model_of_each_turn_decides_whether_it_is_trained(
-    untrained: tuple[bool, bool], masked: dict[str, int], trained: int
-) -> None:
+@pytest.mark.parametrize(("untrained", "trained"), [((True, False), ["yy"]), ((False, True), ["x"])])
+def test_the_model_of_each_turn_decides_whether_it_is_trained(untrained: tuple[bool, bool], trained: list[str]) -> None:
     played = rig()
     for text, flag in zip(("x", "yy"), untrained, strict=True):
         played.turn(asks(user("go")), text, untrained=flag)
     report = check(played)
-    assert (report.masked, report.trained_tokens) == (masked, trained)
+    assert report.masked == {"side": 4 - len(trained[0])}
+    assert report.trained_tokens == len(trained[0]) + 1
 
 
 # Outputs of nothing.

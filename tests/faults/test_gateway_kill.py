@@ -1,0 +1,246 @@
+"""A gateway that is killed with -9 under living agents: every agent ends as if nothing had happened, and every answer
+that was finished is trained once, with the ids that the engine sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+import re
+from array import array
+from collections import Counter
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+import pytest
+from tests.chat_templates import FAT, LONG, QWEN3
+from tests.gateway_program import GatewayProgram, gateway_program
+from tests.gateway_rig import (
+    ADMIN,
+    CHAT,
+    GUARD_S,
+    WIRES,
+    Client,
+    Engine,
+    Lines,
+    Reply,
+    call_text,
+    deaf,
+    serving,
+    soon,
+)
+from tests.scripted_engine import segments
+
+from headrace.serve.client import GatewayClient
+from headrace.serve.rows import SessionReport
+from headrace.serve.session import Budgets, SessionId, SessionSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from aiohttp import web
+    from tests.scripted_engine import Ask
+
+AGENTS = 50
+TURNS = 6
+Turn = tuple[tuple[int, ...], tuple[int, ...]]
+"""Ids of a prompt and of what was sampled from it."""
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
+
+
+@dataclass(kw_only=True)
+class UnevenEngine(Engine):
+    """Every turn takes another time."""
+
+    chance: random.Random = field(default_factory=random.Random)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        self.latency_s = self.chance.uniform(0.0, 0.15)
+        return await super().generate(request)
+
+
+def unlike_any_other(name: str) -> Any:
+    """A script whose answers differ from one another and from those of other engines; every third is a call."""
+
+    def answer(ask: Ask) -> str:
+        if ask.number % 3 == 0:
+            return call_text("bash", command=f"echo {name}{ask.number}")
+        return f"answer {name}{ask.number}" + " and so on" * (ask.number % 7)
+
+    return answer
+
+
+@dataclass
+class Storm:
+    """The agents' turns, counted, so that kills come after so many of them."""
+
+    program: GatewayProgram
+    http: aiohttp.ClientSession
+    attempts: int
+    told: int = 0
+    lost: int = 0
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def kill_after(self, turns: int, logs: Path) -> set[tuple[int, ...]]:
+        """Kill it and start it again; what of its turns was finished when it died."""
+        while self.told < turns:
+            self.grown.clear()
+            await self.grown.wait()
+        await self.program.kill()
+        finished = set(recorded_in(logs))
+        await self.program.start()
+        return finished
+
+    async def converse(self, name: str, client: Client) -> None:
+        """An agent: it keeps every answer, and asks the very same again until it has one, as vendors' SDKs do."""
+        client.history += client.wire.user(f"I am {name}; begin.")
+        for number in range(TURNS):
+            reply = await self._persist(client)
+            self.told += 1
+            self.grown.set()
+            client.history += client.wire.echo(reply.kept)
+            results = [(call_id, f"{name} ran {number}") for call_id, _, _ in reply.calls]
+            client.history += (
+                client.wire.results(*results) if results else client.wire.user(f"{name}, and then? {number}")
+            )
+
+    async def _persist(self, client: Client) -> Reply:
+        body = json.dumps(client.body()).encode()
+        for attempt in range(self.attempts):
+            if attempt > 1:
+                # The first repetition is at once, and mostly finds nobody.
+                await soon(self.program.up)
+            try:
+                reply = await client.send(body)
+            except (aiohttp.ClientError, OSError):
+                self.lost += 1
+                continue
+            if reply.status == 200:
+                return reply
+            assert reply.status >= 500, reply.raw
+        raise AssertionError(f"no answer in {self.attempts} attempts")
+
+
+def recorded_in(logs: Path) -> Iterator[tuple[int, ...]]:
+    """The ids of every finished turn, open sessions and finished ones."""
+    for path in logs.iterdir():
+        for line in path.read_bytes().split(b"\n")[:-1]:
+            turn = orjson.loads(line).get("recorded")
+            if turn is not None and turn["status"] == "finished":
+                ids = array("i")
+                ids.frombytes(base64.b64decode(turn["ids"]))
+                yield tuple(ids)
+
+
+def trained_in(report: SessionReport) -> list[Turn]:
+    """Every trained turn with all that stands before it in its row."""
+    assert report.trajectory is not None
+    rows = [(tuple(row.tokens_T.tolist()), segments(row.loss_mask_T)) for row in report.trajectory.rows]
+    return [(tokens[:start], tokens[start:end]) for tokens, turns in rows for start, end in turns]
+
+
+def settings_of(number: int) -> dict[str, Any]:
+    return {"wire": WIRES[number % 3], "stream": bool(number // 3 % 2), "tools": ("bash",)}
+
+
+async def storm(model_dir: Path, folder: Path, *, seed: int, kills: int) -> None:
+    chance = random.Random(seed)
+    moments = sorted(chance.sample(range(5, AGENTS * TURNS - 20), kills))
+    async with AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(serving(UnevenEngine.of(model_dir, "<|im_end|>", unlike_any_other(name))))
+            for name in ("left", "right")
+        ]
+        for engine in engines:
+            engine.chance.seed(seed)
+        logs = folder / "state"
+        program = await stack.enter_async_context(gateway_program(model_dir, logs, [one.url for one in engines]))
+        patient = aiohttp.ClientTimeout(total=4 * GUARD_S)
+        http = await stack.enter_async_context(
+            aiohttp.ClientSession(timeout=patient, connector=aiohttp.TCPConnector(limit=0))
+        )
+        admin = await stack.enter_async_context(GatewayClient(program.url, ADMIN))
+        names = [SessionId(f"agent-{number}x") for number in range(AGENTS)]
+        opened = await admin.open([SessionSpec(session_id=name) for name in names])
+        agents = Storm(program, http, attempts=2 * kills + 4)
+        finished: set[tuple[int, ...]] = set()
+        async with asyncio.TaskGroup() as group:
+            for number, one in enumerate(opened):
+                client = Client(http, one.base_url, **settings_of(number))
+                group.create_task(agents.converse(one.session_id, client))
+            for moment in moments:
+                finished |= await agents.kill_after(moment, logs)
+        reports = await admin.finish(names)
+        assert agents.lost >= kills, "somebody was struck by each"
+        check(reports, engines, finished, logs)
+
+
+def check(reports: Sequence[Any], engines: Sequence[Engine], finished: set[tuple[int, ...]], logs: Path) -> None:
+    sampled = {(one.prompt_ids, one.output_ids): one.prompt for engine in engines for one in engine.sampled}
+    trained: Counter[Turn] = Counter()
+    for report in reports:
+        assert isinstance(report, SessionReport)
+        assert (report.turns, report.masked, report.failures) == (TURNS, {}, ())
+        assert report.sampled_tokens == report.trained_tokens
+        turns = trained_in(report)
+        assert len(turns) == TURNS
+        for turn in turns:
+            assert set(re.findall(r"agent-\d+x", sampled[turn])) == {report.session_id}
+        trained.update(turns)
+    assert set(trained.values()) == {1}
+    outputs = {output for _, output in trained}
+    assert len(outputs) == AGENTS * TURNS
+    assert finished <= outputs, "what was finished when the gateway died is told, not sampled again"
+    assert sorted(recorded_in(logs)) == sorted(outputs)
+
+
+async def test_agents_of_a_killed_gateway_finish_and_no_token_is_lost_or_doubled(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    await storm(model_dir, tmp_path, seed=1, kills=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(2, 22))
+async def test_nor_with_other_moments(model_dir: Path, tmp_path: Path, seed: int) -> None:
+    await storm(model_dir, tmp_path, seed=seed, kills=1 + seed % 6)
+
+
+async def test_an_answer_that_was_on_its_way_is_told_again_not_sampled_again(tmp_path: Path) -> None:
+    """Killed between the first byte of an answer and its last."""
+    model_dir = FAT.write(tmp_path / "model")
+    async with AsyncExitStack() as stack:
+        script = Lines(LONG * 24_000, LONG * 25_000, "sampled again")
+        engine = await stack.enter_async_context(serving(Engine.of(model_dir, "<|im_end|>", script)))
+        engine.context_length = 2**20
+        program = await stack.enter_async_context(gateway_program(model_dir, tmp_path / "state", [engine.url]))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        admin = await stack.enter_async_context(GatewayClient(program.url, ADMIN))
+        budgets = Budgets(max_tokens_per_turn=10**6, max_context_tokens=2**20)
+        opened = await admin.open([SessionSpec(session_id=SessionId(name), budgets=budgets) for name in ("a", "b")])
+        clients = [Client(http, one.base_url, CHAT, stream=one.session_id == "a") for one in opened]
+        for client in clients:
+            client.history += CHAT.user("go")
+            await stack.enter_async_context(deaf(client, client.body()))
+        await program.kill()
+        await program.start()
+        for client, words in zip(clients, (24_000, 25_000), strict=True):
+            assert (await client.send(client.body())).text == LONG * words
+        reports = await admin.finish([SessionId("a"), SessionId("b")])
+        assert len(engine.requests) == 2
+        await program.kill()
+        await program.start()
+        for told in (reports, await admin.finish([SessionId("a"), SessionId("b")])):
+            for report, one in zip(told, engine.sampled, strict=True):
+                assert isinstance(report, SessionReport)
+                assert trained_in(report) == [(one.prompt_ids, one.output_ids)]

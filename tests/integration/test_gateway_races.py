@@ -1,0 +1,228 @@
+"""Ends that meet: of sessions and turns, of turns and renders, of names that are trained and names that are not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.chat_templates import QWEN3
+from tests.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, WIRES, Lines, Wire, World, renderer_of, soon, world
+from tests.scripted_engine import Fault, check_exact
+
+from headrace.serve.model_use import ModelUse
+from headrace.serve.session import Budgets
+from headrace.serve.turns import FAILURES_KEPT
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from headrace.serve.conversation import Message, ToolSpec
+    from headrace.serve.render import Renderer, TokenIds
+
+SIDE = {"model_policy": (("*haiku*", ModelUse.SERVE),)}
+EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
+
+
+async def delete(w: World, session_id: str) -> int:
+    headers = {"Authorization": f"Bearer {ADMIN}"}
+    async with w.http.delete(f"{w.url}/sessions/{session_id}", headers=headers) as response:
+        return response.status
+
+
+async def all_read(w: World) -> None:
+    """What was sent or closed before is known to the gateway: it reads in turn."""
+    for _ in range(3):
+        async with w.http.get(f"{w.url}/healthz") as response:
+            assert response.status == 200
+
+
+# Ends of sessions.
+
+
+@EVERY
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_session_that_is_deleted_ends_its_running_turn(model_dir: Path, wire: Wire, stream: bool) -> None:
+    async with world(model_dir, Lines(Fault.HANG, "fine"), ping_s=60.0) as w:
+        [engine] = w.engines
+        client = await w.client(wire, stream=stream)
+        async with asyncio.TaskGroup() as group:
+            turn = group.create_task(client.say("go"))
+            await soon(engine.asked)
+            assert await delete(w, "rollout-1") == 204
+        assert (turn.result().status, "closed" in turn.result().error["message"]) == (400, True)
+        assert engine.aborted[engine.requests[0]["rid"]].is_set()
+        assert await delete(w, "rollout-1") == 400
+        again = await w.client(wire, stream=stream)
+        assert (await again.say("go")).text == "fine"
+        report = await w.finish()
+        assert (report.turns, report.masked, report.failures) == (1, {}, ())
+
+
+async def test_a_session_that_is_finished_and_deleted_at_once_is_gone(model_dir: Path, tmp_path: Path) -> None:
+    async with world(model_dir, Lines("said", Fault.HANG), session_log_dir=tmp_path) as w:
+        [engine] = w.engines
+        client = await w.client()
+        await client.say("go")
+        async with asyncio.TaskGroup() as group:
+            engine.asked.clear()
+            engine.may_abort.clear()
+            turn = group.create_task(client.say("on"))
+            await soon(engine.asked)
+            finishing = group.create_task(w.post("/sessions/rollout-1/finish"))
+            await soon(engine.abort_asked)
+            deleting = group.create_task(delete(w, "rollout-1"))
+            await all_read(w)
+            engine.may_abort.set()
+        assert turn.result().status == 400
+        status, report = finishing.result()
+        assert (status, report["turns"]) == (200, 1)
+        assert deleting.result() in (204, 400)
+        assert (await w.gateway.in_flight()).sessions == 0
+
+
+async def test_an_agent_that_goes_on_after_its_final_answer_fills_no_disk(model_dir: Path, tmp_path: Path) -> None:
+    async with world(model_dir, session_log_dir=tmp_path) as w:
+        client = await w.client(spec={"budgets": Budgets(max_turns=1, final_text="over")})
+        await client.say("go")
+        assert (await client.say("on")).text == "over"
+        before = size_of_logs(tmp_path)
+        for _ in range(10):
+            assert (await client.say("and on")).text == "over"
+        assert size_of_logs(tmp_path) == before
+
+
+async def test_an_agent_that_asks_a_broken_engine_for_ever_fills_no_disk(model_dir: Path, tmp_path: Path) -> None:
+    async with world(model_dir, Lines(Fault.ERROR), session_log_dir=tmp_path) as w:
+        client = await w.client()
+        client.history += client.wire.user("go")
+        for _ in range(FAILURES_KEPT):
+            assert (await client.send(client.body())).status == 503
+        before = size_of_logs(tmp_path)
+        assert (await client.send(client.body())).status == 503
+        assert size_of_logs(tmp_path) == before
+        assert len((await w.finish()).failures) == FAILURES_KEPT
+
+
+def size_of_logs(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+# Renders.
+
+
+class SlowRenderer:
+    """A renderer whose first conversation takes until it may go on: in its thread, as long ones do."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self.loop = asyncio.get_running_loop()
+        self.begun = asyncio.Event()
+        self.may_end = threading.Event()
+        self.rendered: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._renderer, name)
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
+        self.loop.call_soon_threadsafe(self.begun.set)
+        assert self.may_end.wait(GUARD_S)
+        self.rendered.append(messages[-1].text)
+        return self._renderer.render(messages, tools)
+
+
+async def test_a_session_that_ends_while_its_turn_is_rendered_asks_no_engine(model_dir: Path) -> None:
+    renderer = SlowRenderer(renderer_of(model_dir))
+    async with world(model_dir, renderer=renderer) as w:  # type: ignore[arg-type]
+        client = await w.client(tools=("bash",))
+        try:
+            async with asyncio.TaskGroup() as group:
+                turn = group.create_task(client.say("go"))
+                await soon(renderer.begun)
+                assert (await w.finish()).sampled_tokens == 0
+            assert turn.result().status == 400
+        finally:
+            renderer.may_end.set()
+        other = await w.client(session_id="other", tools=("bash",))
+        assert (await other.say("go")).status == 200
+        assert len(w.engines[0].requests) == 1
+
+
+async def test_a_client_that_leaves_while_its_turn_is_rendered_may_ask_again(model_dir: Path) -> None:
+    renderer = SlowRenderer(renderer_of(model_dir))
+    async with world(model_dir, renderer=renderer) as w:  # type: ignore[arg-type]
+        client = await w.client(tools=("bash",))
+        body = client.body(messages=client.wire.user("go"))
+        try:
+            first = asyncio.ensure_future(client.send(body))
+            await soon(renderer.begun)
+            first.cancel()
+            await asyncio.wait([first])
+            await all_read(w)
+            again = asyncio.ensure_future(client.send(body))
+        finally:
+            renderer.may_end.set()
+        assert (await again).text == "ls"
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.turns, report.masked, len(w.engines[0].requests)) == (1, {}, 1)
+
+
+async def test_a_session_that_asks_for_much_rendering_delays_others_by_one(model_dir: Path) -> None:
+    """Megabytes of tools take seconds each, in the one thread of all."""
+    renderer = SlowRenderer(renderer_of(model_dir))
+    async with world(model_dir, renderer=renderer) as w:  # type: ignore[arg-type]
+        greedy, other = await w.client(tools=("bash",)), await w.client(session_id="other", tools=("bash",))
+        async with asyncio.TaskGroup() as group:
+            for text in ("one", "two", "three"):
+                group.create_task(greedy.send(greedy.body(messages=greedy.wire.user(text))))
+                await soon(renderer.begun)
+            await all_read(w)
+            group.create_task(other.send(other.body(messages=other.wire.user("other"))))
+            await all_read(w)
+            renderer.may_end.set()
+        assert renderer.rendered[0] == "one"
+        assert renderer.rendered[1] == "other"
+
+
+# The same words under two names.
+
+
+@pytest.mark.parametrize("names", [("haiku", "opus"), ("opus", "haiku")], ids=lambda names: names[0])
+async def test_the_same_request_under_another_use_is_another_turn(model_dir: Path, names: tuple[str, str]) -> None:
+    """What is served and not trained must not be told, or masked, in place of what is trained."""
+    async with world(model_dir, Lines("one", "another"), **SIDE) as w:
+        client = await w.client(ANTHROPIC)
+        body = client.body(messages=client.wire.user("go"))
+        said = [(await client.send(body | {"model": name})).text for name in names]
+        assert said == ["one", "another"]
+        report = await w.finish()
+        check_exact(report, w.engines)
+        lengths = {name: len(one.output_ids) for name, one in zip(names, w.engines[0].sampled, strict=True)}
+        assert (report.trained_tokens, report.masked) == (lengths["opus"], {"side": lengths["haiku"]})
+
+
+async def test_the_same_request_under_another_use_at_once_is_another_turn(model_dir: Path) -> None:
+    async with world(model_dir, Lines("one", "another"), **SIDE) as w:
+        [engine] = w.engines
+        client = await w.client(CHAT)
+        body = client.body(messages=client.wire.user("go"))
+        engine.may_answer.clear()
+        async with asyncio.TaskGroup() as group:
+            asking = [group.create_task(client.send(body | {"model": name})) for name in ("haiku", "opus")]
+            while engine.running < 2:
+                engine.asked.clear()
+                await soon(engine.asked)
+            engine.may_answer.set()
+        assert {task.result().text for task in asking} == {"one", "another"}
+        report = await w.finish()
+        check_exact(report, w.engines)
+        assert (report.turns, set(report.masked)) == (2, {"side"})
+        assert report.trained_tokens > 0
