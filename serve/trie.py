@@ -17,9 +17,10 @@ import weakref
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, TypeVar
 
-from headrace.serve.conversation import Purpose, Role, ToolCall
+from headrace.serve.conversation import Message, Purpose, Role, ToolCall
 from headrace.serve.matching import (
     Drift,
     Frame,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from headrace.policies.engine import TokenSpan
-    from headrace.serve.conversation import Message, TurnAnswer, TurnRequest
+    from headrace.serve.conversation import TurnAnswer, TurnRequest
     from headrace.serve.events import Recorded
     from headrace.serve.render import TokenIds
 
@@ -353,8 +354,8 @@ class _Walk:
             if segment.is_past:
                 break
             if message.role is Role.ASSISTANT and (candidates := segment.answers()):
-                echo = self._echo_of(message, candidates)
-                best = (index, echo) if echo else best
+                last, echo = self._echo_at(index, candidates)
+                best = (last, echo) if echo else best
                 if echo is None:
                     drift = candidates[0].served.drift_to(Served.of(message.blocks))
                     self.rewritten.append(Echo(candidates[0], drift))
@@ -370,23 +371,34 @@ class _Walk:
     def _go_down(self, index: int, echo: Echo) -> None:
         self.parent = echo.node
         self.echoes.append(echo)
-        shown = {call.id for call in self.rest[index].calls}
+        shown = {call.id for message in self.rest[: index + 1] for call in message.calls}
         after = without_echoes_of(echo.node.served.call_ids - shown, self.rest[index + 1 :])
         self.rest = in_order_of(echo.node.calls, after)
 
-    def _echo_of(self, message: Message, candidates: Sequence[SampledNode]) -> Echo | None:
-        echo = Served.of(message.blocks)
+    def _echo_at(self, index: int, candidates: Sequence[SampledNode]) -> tuple[int, Echo | None]:
+        """The echo that begins at a message, and where it ends: some agents make several messages of one turn."""
+        message = self.rest[index]
+        run = list(takewhile(lambda one: one.role is Role.ASSISTANT, islice(self.rest, index, None)))
+        if len(run) > 1:
+            whole = Message(Role.ASSISTANT, tuple(block for one in run for block in one.blocks))
+            if echo := _by_words(whole, candidates):
+                return index + len(run) - 1, echo
         named = self.trie.node_of(message)
         if named is not None and named in candidates:
-            return Echo(named, named.served.drift_to(echo))
-        for node in candidates:
-            if node.served.exact == echo.exact:
-                return Echo(node, Drift.NONE)
-        plain = plain_digest(message.blocks)
-        for node in candidates:
-            if node.plain == plain:
-                return Echo(node, node.served.drift_to(echo))
-        return None
+            return index, Echo(named, named.served.drift_to(Served.of(message.blocks)))
+        return index, _by_words(message, candidates)
+
+
+def _by_words(message: Message, candidates: Sequence[SampledNode]) -> Echo | None:
+    echo = Served.of(message.blocks)
+    for node in candidates:
+        if node.served.exact == echo.exact:
+            return Echo(node, Drift.NONE)
+    plain = plain_digest(message.blocks)
+    for node in candidates:
+        if node.plain == plain:
+            return Echo(node, node.served.drift_to(echo))
+    return None
 
 
 class _Segment:

@@ -180,6 +180,38 @@ def test_results_without_ids_are_all_shown() -> None:
     check(played)
 
 
+OUTPUT = "I look.\n" + call("bash", command="1") + call("bash", command="2")
+
+
+@pytest.mark.parametrize("own_ids", [False, True])
+@pytest.mark.parametrize("output", [OUTPUT, call("bash", command="1") + "And that is it.\n", "one\nTHINK hm\ntwo\n"])
+def test_a_turn_that_comes_back_as_several_messages_is_one_turn(output: str, own_ids: bool) -> None:
+    played = rig()
+    answer = played.turn(asks(user("go"), tools=TOOLS), output)
+    blocks = [
+        ToolCall(f"own{index}", block.name, block.arguments) if own_ids and isinstance(block, ToolCall) else block
+        for index, block in enumerate(answer.blocks)
+    ]
+    parts = [Message(Role.ASSISTANT, (block,)) for block in blocks]
+    given = [(block.id, "x") for block in blocks if isinstance(block, ToolCall)]
+    played.turn(asks(user("go"), *parts, results(*given) if given else user("on"), tools=TOOLS), "done")
+    report = check(played)
+    assert (report.masked, len(report.lineages)) == ({}, 1)
+    assert report.drift == ({"calls": 1} if own_ids and given else {})
+    shown = bytes(item for item in played.prompts[1] if item < 256)
+    assert all(shown.count(word) == output.encode().count(word) for word in (b"CALL", b"look", b"And", b"two"))
+
+
+def test_two_turns_that_lost_what_stood_between_them_are_two() -> None:
+    played = rig()
+    first = played.turn(asks(user("go")), "one")
+    second = played.turn(asks(user("go"), echo(first), user("on")), "two")
+    played.turn(asks(user("go"), echo(first), echo(second), user("and")), "three")
+    assert bytes(item for item in played.prompts[2] if item < 256) == b"goonetwoand"
+    report = check(played)
+    assert (report.masked, len(report.lineages)) == ({}, 2)
+
+
 # The same words again and again.
 
 
