@@ -44,7 +44,8 @@ class ChatTokenizer:
     """Loads `tokenizer.json`, `tokenizer_config.json`, the chat template and, where they exist, the model's configs.
     `cache_bytes` bounds what is kept of texts tokenized before.
 
-    `vocab_size`: ids, added tokens included, are in `[0, vocab_size)`. `stop_ids` end a turn of the policy. `bridges`:
+    `vocab_size`: ids, added tokens included, are in `[0, vocab_size)`; `model_vocab_size`: those that the model may
+    sample, more where its `config.json` has padding. `stop_ids` end a turn of the policy. `bridges`:
     `bridge` may be used. `opens_reasoning`: a turn of the policy begins inside its reasoning.
 
     Raises:
@@ -59,6 +60,7 @@ class ChatTokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.vocab_size: int = max(size, *(token_id + 1 for token_id in added), 0)
+        self.model_vocab_size = self.vocab_size
         self.eos_token = _eos_token(config, folder)
         self.eos_id = self._id_of(self.eos_token, folder)
         self.stop_ids: tuple[int, ...] = (self.eos_id,)
@@ -128,7 +130,9 @@ class ChatTokenizer:
     def _check_model(self, folder: Path) -> None:
         """Compare with the model's own numbers and take further stop ids from generation_config.json."""
         if (folder / "config.json").exists():
-            check_fits(self, _read_json(folder / "config.json"), source=str(folder / "config.json"))
+            model = _read_json(folder / "config.json")
+            check_fits(self, model, source=str(folder / "config.json"))
+            self.model_vocab_size = model["vocab_size"]
         path = folder / "generation_config.json"
         if not path.exists():
             return

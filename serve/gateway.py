@@ -58,8 +58,8 @@ class GatewayConfig(BaseModel):
     tokenizer_dir: Path | None = None
     """Directory with tokenizer.json and the chat template of the policy. None when a renderer is passed in."""
     vocab_size: int | None = Field(default=None, ge=1)
-    """Ids the model has (`vocab_size` of its config.json, which padding may make larger than the tokenizer's); the
-    tokenizer's when None. An id outside is never sent."""
+    """Ids the model has (which padding may make more than the tokenizer's). None: `vocab_size` of the config.json
+    beside the tokenizer; the tokenizer's where there is none. An id outside is never sent."""
     advertise_url: str | None = None
     """Base of the URLs handed out, for agents that do not run on this host; the bound address when None."""
     session_log_dir: Path | None = None

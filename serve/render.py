@@ -27,8 +27,8 @@ TokenIds: TypeAlias = "array[int]"
 
 
 class Renderer(Protocol):
-    """Pure functions of their arguments (caches aside). Ids are in `[0, vocab_size)`; `stop_ids` end a turn of the
-    policy."""
+    """Pure functions of their arguments (caches aside). Ids, also those that the policy may sample, are in
+    `[0, vocab_size)`; `stop_ids` end a turn of the policy."""
 
     @property
     def vocab_size(self) -> int: ...

@@ -29,7 +29,7 @@ class TemplateRenderer:
 
     @property
     def vocab_size(self) -> int:
-        return self._tokenizer.vocab_size
+        return self._tokenizer.model_vocab_size
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

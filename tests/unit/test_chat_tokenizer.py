@@ -14,6 +14,7 @@ from headrace.buffer.datasets.terminal import Split, problems
 from headrace.policies.tiny import END, PIECES, ROLE_MARKERS, write_description
 from headrace.policies.tokenizer import ChatTokenizer
 from headrace.policies.tokenizer_errors import TemplateRefused, TokenizerInvalid, TokenizerMismatch
+from headrace.serve.render import load_renderer
 
 MODEL = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
 TEXTS = (
@@ -110,7 +111,12 @@ def test_another_end_of_turn_is_refused_with_both_numbers(copy: Path) -> None:
 def test_a_padded_model_and_further_stop_ids_fit(copy: Path) -> None:
     edit(copy / "config.json", vocab_size=512)
     edit(copy / "generation_config.json", eos_token_id=[257, 256])
-    assert ChatTokenizer(copy).stop_ids == (257, 256)
+    tokenizer = ChatTokenizer(copy)
+    assert tokenizer.stop_ids == (257, 256)
+    assert (tokenizer.vocab_size, tokenizer.model_vocab_size) == (384, 512)
+    renderer = load_renderer(copy)
+    assert renderer.vocab_size == 512, "an id that the model may sample is no failure"
+    assert renderer.decode([97, 511]) == renderer.decode([97])
     edit(copy / "generation_config.json", eos_token_id=400)
     with pytest.raises(TokenizerMismatch, match="eos_token_id 400"):
         ChatTokenizer(copy)
