@@ -20,7 +20,9 @@ Invariant: every error survives pickling (all arguments after the message have d
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+SERVER_FAILED: Final = "The model server failed. Try again."
 
 
 class ServeError(Exception):
@@ -37,6 +39,11 @@ class WireError(ServeError):
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+    @property
+    def told(self) -> str:
+        """The sentence an agent gets."""
+        return str(self)
 
 
 class BadRequest(WireError):
@@ -83,10 +90,15 @@ class SessionExists(WireError):
 
 
 class InfraError(WireError):
-    """Engine, gateway or network failed. Reaching the agent, it makes the outcome infra whatever is scored."""
+    """Engine, gateway or network failed. Reaching the agent, it makes the outcome infra whatever is scored. The message
+    is for the session's record: it names hosts and paths that are none of an agent's business."""
 
     status = 502
     code = "engine_failed"
+
+    @property
+    def told(self) -> str:
+        return SERVER_FAILED
 
 
 class NoEngineOpen(InfraError):

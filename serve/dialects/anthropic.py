@@ -320,4 +320,4 @@ def _sentence(failure: WireError) -> str:
     if isinstance(failure, ContextExceeded):
         tokens = max(failure.tokens or 0, failure.limit + 1)
         return f"prompt is too long: {tokens} tokens > {failure.limit} maximum"
-    return str(failure)
+    return failure.told

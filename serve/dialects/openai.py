@@ -31,7 +31,7 @@ def sentence(failure: WireError) -> str:
             f"This model's maximum context length is {failure.limit} tokens. However, your messages resulted in "
             f"{tokens} tokens. Please reduce the length of the messages."
         )
-    return str(failure)
+    return failure.told
 
 
 def models(created_s: int) -> dict[str, object]:

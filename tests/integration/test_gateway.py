@@ -56,6 +56,7 @@ from tests.gateway_rig import (
 from tests.scripted_engine import Ask, Fault, check_exact
 
 from headrace.policies.engine import EngineId
+from headrace.serve.errors import SERVER_FAILED
 from headrace.serve.gateway import Gateway, GatewayConfig
 from headrace.serve.parsing.errors import ParserUnknown
 from headrace.serve.routing import EngineRoute, RoutingTable
@@ -143,6 +144,7 @@ async def test_two_engine_failures_reach_the_agent_and_mark_the_session(model_di
         client = await w.client()
         reply = await client.say("go")
         assert (reply.status, reply.error["code"]) == (503, "engine_failed")
+        assert reply.error["message"] == SERVER_FAILED, "hosts and ports are none of its business"
         assert (await client.send(client.body())).status == 200, "the agent may go on, the mark stays"
         report = await w.finish()
         check_exact(report, w.engines)

@@ -22,6 +22,7 @@ from headrace.serve.conversation import (
 )
 from headrace.serve.dialects.anthropic import AnthropicMessages
 from headrace.serve.errors import (
+    SERVER_FAILED,
     BadRequest,
     BodyTooLarge,
     ContextExceeded,
@@ -327,6 +328,10 @@ def test_arguments_that_are_no_object_can_be_answered(arguments: str) -> None:
     assert block["input"] == ({"__unparsedToolInput": {"raw": arguments, "len": len(arguments)}} if arguments else {})
 
 
+SENTENCES = {"no": "no", "gone": "gone", "big": "big"} | dict.fromkeys(("engine", "shut", "bug"), SERVER_FAILED)
+"""What an agent is told; names of hosts and paths are for the session's record."""
+
+
 @pytest.mark.parametrize(
     ("failure", "status", "kind"),
     [
@@ -339,7 +344,7 @@ def test_arguments_that_are_no_object_can_be_answered(arguments: str) -> None:
     ],
 )
 def test_errors_are_worded_for_this_wire(wires: ModuleType, failure: WireError, status: int, kind: str) -> None:
-    body = {"type": "error", "error": {"type": kind, "message": str(failure)}}
+    body = {"type": "error", "error": {"type": kind, "message": SENTENCES[str(failure)]}}
     assert (DIALECT.status(failure), DIALECT.error(failure)) == (status, body)
     assert not DIALECT.refuses_in_stream(failure)
     assert wires.read_events(DIALECT.stream_error(parse(), failure)) == [("error", body)]

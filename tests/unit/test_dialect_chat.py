@@ -21,6 +21,7 @@ from headrace.serve.conversation import (
 )
 from headrace.serve.dialects.chat import ChatCompletions
 from headrace.serve.errors import (
+    SERVER_FAILED,
     BadRequest,
     BodyTooLarge,
     ContextExceeded,
@@ -300,6 +301,10 @@ def test_what_the_client_echoes_is_what_was_sampled(wires: ModuleType) -> None:
     assert messages(USER, echo, {"role": "tool", "tool_call_id": "call_1", "content": ""})[1].blocks == blocks
 
 
+SENTENCES = {"no": "no", "gone": "gone", "big": "big"} | dict.fromkeys(("engine", "shut", "bug"), SERVER_FAILED)
+"""What an agent is told; names of hosts and paths are for the session's record."""
+
+
 @pytest.mark.parametrize(
     ("failure", "status", "kind"),
     [
@@ -312,7 +317,7 @@ def test_what_the_client_echoes_is_what_was_sampled(wires: ModuleType) -> None:
     ],
 )
 def test_errors_are_worded_for_this_wire(wires: ModuleType, failure: WireError, status: int, kind: str) -> None:
-    error = {"message": str(failure), "type": kind, "param": failure.field, "code": failure.code}
+    error = {"message": SENTENCES[str(failure)], "type": kind, "param": failure.field, "code": failure.code}
     assert (DIALECT.status(failure), DIALECT.error(failure)) == (status, {"error": error})
     assert not DIALECT.refuses_in_stream(failure)
     # No [DONE]: a client must not take this for an end.
