@@ -12,6 +12,7 @@ import asyncio
 import math
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -190,7 +191,8 @@ class SGLangEngine:
     def _check_output(self, request: GenerateRequest, completion: Completion) -> None:
         """What could not be sent again as part of a prompt, or was not asked for, is no sample of this model."""
         ids, limit = completion.output_ids, self._config.vocab_size
-        if (wrong := next((token for token in ids if not 0 <= token < limit), None)) is not None:
+        if ids and not 0 <= min(ids) <= max(ids) < limit:
+            wrong = next(token for token in ids if not 0 <= token < limit)
             raise EngineReplyInvalid(f"/generate: output id {wrong} is not in the vocabulary [0, {limit}) (vocab_size)")
         if len(ids) > request.max_new_tokens:
             raise EngineReplyInvalid(f"/generate: {len(ids)} output ids, {request.max_new_tokens} were asked for")
@@ -248,10 +250,10 @@ def parse_completion(reply: dict[str, Any], foreign_version: str | None = None) 
     EngineReplyInvalid."""
     meta = read(reply, "meta_info", dict)
     ids = tuple(read(reply, "output_ids", list))
-    if not all(type(token) is int for token in ids):
+    if not {*map(type, ids)} <= {int}:
         raise EngineReplyInvalid(f"/generate: output_ids are not all whole numbers: {ids[:8]}")
     try:
-        logprobs = tuple(float(entry[0]) for entry in read(meta, "output_token_logprobs", list))
+        logprobs = tuple(map(float, map(itemgetter(0), read(meta, "output_token_logprobs", list))))
         finish = FinishReason(read(meta, "finish_reason", dict)["type"])
         spans = _read_spans(meta, len(ids), foreign_version)
     except (KeyError, TypeError, ValueError, IndexError) as error:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from headrace.serve.conversation import Block
     from headrace.serve.events import Event
 
 logger = logging.getLogger(__name__)
@@ -43,6 +42,9 @@ logger = logging.getLogger(__name__)
 SCHEMA: Final = 1
 _OPEN: Final = ".jsonl"
 _FINISHED: Final = ".finished"
+_KINDS: Final[dict[str, type[Text | Reasoning | ToolCall]]] = {
+    kind.__name__: kind for kind in (Text, Reasoning, ToolCall)
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,14 +186,14 @@ def _event(document: dict[str, Any]) -> Event:
 
 
 def _recorded_document(event: Recorded) -> dict[str, Any]:
-    answer, origin = event.answer, event.origin
     return {
         "parent": event.parent,
         "parts": [part.hex() for part in event.parts],
         "delta": _encode(event.delta),
-        "origin": asdict(origin),
+        "origin": event.origin,
         "wishes": event.wishes,
-        "answer": asdict(answer) | {"blocks": [_block_document(block) for block in answer.blocks]},
+        "answer": event.answer,
+        "kinds": [type(block).__name__ for block in event.answer.blocks],
         "ids": _encode(array("i", event.ids)),
         "logprobs": _encode(array("f", event.logprobs)),
         "spans": [[span.start, span.end, str(span.version)] for span in event.spans],
@@ -203,7 +205,8 @@ def _recorded_document(event: Recorded) -> dict[str, Any]:
 
 def _recorded(document: dict[str, Any]) -> Recorded:
     origin, answer = document.pop("origin"), document.pop("answer")
-    answer |= {"blocks": tuple(_block(block) for block in answer["blocks"]), "end": TurnEnd(answer["end"])}
+    blocks = (_KINDS[kind](**block) for kind, block in zip(document.pop("kinds"), answer["blocks"], strict=True))
+    answer |= {"blocks": tuple(blocks), "end": TurnEnd(answer["end"])}
     return Recorded(
         parts=tuple(bytes.fromhex(part) for part in document.pop("parts")),
         delta=_decode("i", document.pop("delta")),
@@ -218,19 +221,6 @@ def _recorded(document: dict[str, Any]) -> Recorded:
         status=Status(document.pop("status")),
         **document,
     )
-
-
-def _block_document(block: Block) -> dict[str, str]:
-    return {"kind": type(block).__name__, **asdict(block)}
-
-
-def _block(document: dict[str, str]) -> Block:
-    kinds: dict[str, type[Text | Reasoning | ToolCall]] = {
-        "Text": Text,
-        "Reasoning": Reasoning,
-        "ToolCall": ToolCall,
-    }
-    return kinds[document.pop("kind")](**document)
 
 
 def _opened(line: bytes) -> Opened:
