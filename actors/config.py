@@ -32,7 +32,7 @@ from headrace.sandboxes.local.provider import LocalSandboxConfig
 from headrace.sandboxes.oci.provider import OciSandboxConfig
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.serve.model_use import ModelUse
-from headrace.serve.telemetry import TelemetryConfig
+from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,8 +20,8 @@ from headrace.actors.retry import until_back
 from headrace.buffer.tasks import EvaluatorKind
 from headrace.buffer.types import Cause
 from headrace.sandboxes.pool.booting import LeaseRequest
-from headrace.serve import span_names as names
-from headrace.serve.tracing import context_from
+from headrace.serve.observing import span_names as names
+from headrace.serve.observing.tracing import context_from
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -36,7 +36,7 @@ from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.tasks import load_tasks, task_digest, write_tasks
 from headrace.policies.model_files import check_model_files
 from headrace.sandboxes.doctor import require_namespaces
-from headrace.serve.progress import ProgressDisplay
+from headrace.serve.observing.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -240,7 +240,7 @@ async def _watch(service: Service, *, quiet: bool) -> None:
 def draw(directory: RunDirectory) -> None:
     """Draw reward.png from the metrics; left out, with a line in the summary's place, when matplotlib is not
     installed."""
-    from headrace.serve.plots import reward_png
+    from headrace.serve.observing.plots import reward_png
 
     reward_png(read_metrics(directory.metrics), directory.picture)
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace.actors.metrics import MetricsLog
-from headrace.serve.telemetry import configure
+from headrace.serve.observing.telemetry import configure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from headrace.serve.telemetry import TelemetryConfig
+    from headrace.serve.observing.telemetry import TelemetryConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

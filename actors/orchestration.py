@@ -29,8 +29,8 @@ from headrace.actors.worker import RolloutWorker, WorkerParts
 from headrace.buffer.replay import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, write_tasks
 from headrace.sandboxes.pool.pool import PoolConfig
-from headrace.serve.session import Budgets, Sampling
-from headrace.serve.telemetry import TelemetryConfig
+from headrace.serve.capture.session import Budgets, Sampling
+from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -26,10 +26,10 @@ from headrace.buffer.types import Cause, Outcome, RolloutResult
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import QueueTimeout
 from headrace.sandboxes.pool.booting import LeaseRequest
-from headrace.serve import span_names as names
+from headrace.serve.capture.events import Exhausted
 from headrace.serve.errors import ServeError
-from headrace.serve.events import Exhausted
-from headrace.serve.tracing import traceparent_of
+from headrace.serve.observing import span_names as names
+from headrace.serve.observing.tracing import traceparent_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease
+    from headrace.serve.capture.rows import SessionReport
     from headrace.serve.client import OpenedSession
-    from headrace.serve.rows import SessionReport
 
 RESULT_CHARACTERS, LOG_CHARACTERS = 500, 4000
 """Of an agent's last words and of its log, kept in its span."""

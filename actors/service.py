@@ -35,9 +35,9 @@ from headrace.actors.retry import until_back
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.worker import RolloutWorker, WorkerParts
 from headrace.buffer.tasks import load_tasks
+from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway import GatewayConfig
-from headrace.serve.progress import Progress
-from headrace.serve.session import FINAL_TEXT, Budgets, Sampling
+from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

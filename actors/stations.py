@@ -15,9 +15,9 @@ from headrace.actors.agents.chat import ChatClient
 from headrace.actors.leases import Leases
 from headrace.actors.operations import OperationCalls
 from headrace.actors.owning import Owning
+from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.client import GatewayClient, OpenedSession
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
-from headrace.serve.session import Session, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from headrace.actors.agents.agent import AgentReport
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest
-    from headrace.serve.rows import SessionReport
+    from headrace.serve.capture.rows import SessionReport
 
 
 class WorkerStations(Owning):

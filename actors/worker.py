@@ -26,8 +26,8 @@ from headrace.actors.retry import until_back
 from headrace.actors.rollout import run_rollout
 from headrace.actors.stations import WorkerStations
 from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutResult
-from headrace.serve import span_names as names
-from headrace.serve.tracing import start_rollout_span
+from headrace.serve.observing import span_names as names
+from headrace.serve.observing.tracing import start_rollout_span
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headrace.actors.rollout import RolloutConfig
     from headrace.actors.sandbox_pool import SandboxPool
     from headrace.buffer.types import RolloutOrder
-    from headrace.serve.session import Budgets, Sampling
+    from headrace.serve.capture.session import Budgets, Sampling
 
 tracer = trace.get_tracer("headrace.actors.worker")
 

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from headrace.serve import codec
 from headrace.serve.agent_routes import bearer_of, read_body
+from headrace.serve.capture.session import SessionId
 from headrace.serve.delivery import json_response
 from headrace.serve.errors import (
     AdminDenied,
@@ -28,13 +29,12 @@ from headrace.serve.errors import (
     SessionUnknown,
     WireError,
 )
-from headrace.serve.session import SessionId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from headrace.serve.agent_routes import Handler
-    from headrace.serve.session import SessionSpec
+    from headrace.serve.capture.session import SessionSpec
     from headrace.serve.sessions import SessionTable
     from headrace.serve.turns import LiveSession
 

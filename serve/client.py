@@ -15,14 +15,14 @@ import aiohttp
 import orjson
 
 from headrace.serve import codec
+from headrace.serve.capture.session import SessionId
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
-from headrace.serve.session import SessionId
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.serve.rows import SessionReport
-    from headrace.serve.session import SessionSpec
+    from headrace.serve.capture.rows import SessionReport
+    from headrace.serve.capture.session import SessionSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

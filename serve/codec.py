@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.buffer.versions import PolicyVersion
+from headrace.serve.capture.events import Exhausted
+from headrace.serve.capture.rows import Lineage, Masked, SessionReport
+from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling, SessionId, SessionSpec
 from headrace.serve.errors import BadRequest
-from headrace.serve.events import Exhausted
-from headrace.serve.rows import Lineage, Masked, SessionReport
-from headrace.serve.session import FINAL_TEXT, Budgets, Sampling, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

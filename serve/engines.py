@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from headrace.policies.engine import Completion, FinishReason, RequestId, TokenSpan
 from headrace.policies.errors import EngineDown, EngineError
-from headrace.serve import span_names
 from headrace.serve.errors import InfraError, NoEngineOpen
+from headrace.serve.observing import span_names
 from headrace.serve.routing import Router
 
 if TYPE_CHECKING:

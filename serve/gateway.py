@@ -29,11 +29,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.policies.sglang import SGLangConfig, SGLangEngine
 from headrace.serve.admin_routes import AdminRoutes, refusal_of
 from headrace.serve.agent_routes import AgentRoutes
+from headrace.serve.capture.session_log import SessionLog
 from headrace.serve.engines import EngineDeadlines, EnginePool
 from headrace.serve.model_use import ModelUse
 from headrace.serve.parsing.choosing import choose_parser
-from headrace.serve.render import load_renderer
-from headrace.serve.session_log import SessionLog
+from headrace.serve.rendering.render import load_renderer
 from headrace.serve.sessions import SessionTable
 from headrace.serve.turns import Turns
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from headrace.policies.engine import Engine, EngineId
     from headrace.serve.parsing.base import OutputParser
-    from headrace.serve.render import Renderer
+    from headrace.serve.rendering.render import Renderer
     from headrace.serve.routing import EngineRoute, RoutingTable
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.engine import EngineId, TokenSpan
-    from headrace.serve.session import SessionId
+    from headrace.serve.capture.session import SessionId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,19 +14,19 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from headrace.serve.capture.rows import tree_of
+from headrace.serve.capture.session import Session
+from headrace.serve.capture.session_log import Opened
 from headrace.serve.errors import LogBroken, SessionExists
 from headrace.serve.joining import Joined
-from headrace.serve.rows import tree_of
-from headrace.serve.session import Session
-from headrace.serve.session_log import Opened
 from headrace.serve.turns import LiveSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.serve.rows import SessionReport
-    from headrace.serve.session import SessionId, SessionSpec
-    from headrace.serve.session_log import SessionLog
+    from headrace.serve.capture.rows import SessionReport
+    from headrace.serve.capture.session import SessionId, SessionSpec
+    from headrace.serve.capture.session_log import SessionLog
     from headrace.serve.turns import Turns
 
 logger = logging.getLogger(__name__)

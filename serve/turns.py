@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from headrace.policies.engine import FinishReason, GenerateRequest, RequestId
 from headrace.policies.tokenizer_errors import TemplateRefused
-from headrace.serve import span_names
+from headrace.serve.capture.events import Delivered, Exhausted, Failed, Spent
+from headrace.serve.capture.matching import wishes_of
+from headrace.serve.capture.trie import path
 from headrace.serve.conversation import ToolCall
 from headrace.serve.engines import join_pieces
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown
-from headrace.serve.events import Delivered, Exhausted, Failed, Spent
-from headrace.serve.matching import wishes_of
+from headrace.serve.observing import span_names
+from headrace.serve.observing.tracing import context_from
 from headrace.serve.parsing.alarm import ParserAlarm
 from headrace.serve.routing import Lineage
-from headrace.serve.tracing import context_from
-from headrace.serve.trie import path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
     from headrace.policies.engine import Completion
+    from headrace.serve.capture.events import Event, Recorded
+    from headrace.serve.capture.rows import SessionReport
+    from headrace.serve.capture.session import Session, TurnPlan
+    from headrace.serve.capture.session_log import SessionLog
+    from headrace.serve.capture.trie import Match
     from headrace.serve.conversation import TurnAnswer, TurnRequest
     from headrace.serve.engines import EnginePool
-    from headrace.serve.events import Event, Recorded
     from headrace.serve.joining import Joined
     from headrace.serve.parsing.base import OutputParser
-    from headrace.serve.render import Renderer, TokenIds
-    from headrace.serve.rows import SessionReport
-    from headrace.serve.session import Session, TurnPlan
-    from headrace.serve.session_log import SessionLog
-    from headrace.serve.trie import Match
+    from headrace.serve.rendering.render import Renderer, TokenIds
 
 MAX_RUNNING_TURNS = 64
 FAILURES_KEPT = 100

@@ -30,11 +30,11 @@ from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.local.provider import LocalProvider
 from headrace.sandboxes.pool.booting import Lease
+from headrace.serve.capture.rows import SessionReport
+from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
 from headrace.serve.client import GatewayClient
 from headrace.serve.gateway import Gateway, GatewayConfig
 from headrace.serve.routing import EngineRoute, RoutingTable
-from headrace.serve.rows import SessionReport
-from headrace.serve.session import Budgets, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

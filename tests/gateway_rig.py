@@ -20,12 +20,12 @@ from tests.scripted_engine import Ask, Fault, ScriptedEngine
 from tests.wires import fold_anthropic, fold_chat, fold_responses
 
 from headrace.policies.engine import EngineId
+from headrace.serve.capture.rows import SessionReport
+from headrace.serve.capture.session import SessionId, SessionSpec
 from headrace.serve.client import GatewayClient
 from headrace.serve.gateway import Gateway, GatewayConfig
-from headrace.serve.render import load_renderer
+from headrace.serve.rendering.render import load_renderer
 from headrace.serve.routing import EngineRoute, RoutingTable
-from headrace.serve.rows import SessionReport
-from headrace.serve.session import SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Tracer
 
-    from headrace.serve.render import Renderer
+    from headrace.serve.rendering.render import Renderer
 
 ADMIN = "an admin token of enough letters"
 R1 = SessionId("rollout-1")

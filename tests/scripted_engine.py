@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from headrace.serve.rows import SessionReport
+    from headrace.serve.capture.rows import SessionReport
 
 PIECE_CHARACTERS = 5
 

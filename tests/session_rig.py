@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason, TokenSpan
+from headrace.serve.capture.events import Delivered
 from headrace.serve.conversation import (
     Message,
     Reasoning,
@@ -24,18 +25,17 @@ from headrace.serve.conversation import (
     TurnRequest,
     say,
 )
-from headrace.serve.events import Delivered
 from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from headrace.serve.capture.events import Event
+    from headrace.serve.capture.session import Session, TurnPlan
+    from headrace.serve.capture.trie import Status
     from headrace.serve.conversation import ToolSpec
-    from headrace.serve.events import Event
     from headrace.serve.parsing.base import OutputParser
-    from headrace.serve.render import Renderer, TokenIds
-    from headrace.serve.session import Session, TurnPlan
-    from headrace.serve.trie import Status
+    from headrace.serve.rendering.render import Renderer, TokenIds
 
 END = 256
 OPENINGS = {Role.SYSTEM: 257, Role.USER: 258, Role.ASSISTANT: 259, Role.TOOL: 260}

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.agents.chat import ChatContextExceeded, ChatMessage
 from headrace.sandboxes.errors import ExecTimeout
-from headrace.serve import span_names
+from headrace.serve.observing import span_names
 
 if TYPE_CHECKING:
     from headrace.actors.agents.agent import AgentSession

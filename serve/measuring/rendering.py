@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Final
 from headrace.policies.tokenizer import ChatTokenizer
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
 from headrace.serve.measuring.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head
-from headrace.serve.render import load_renderer
-from headrace.serve.template_renderer import TemplateRenderer
+from headrace.serve.rendering.render import load_renderer
+from headrace.serve.rendering.template_renderer import TemplateRenderer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from headrace.serve.measuring.workload import Answer
-    from headrace.serve.render import Renderer
+    from headrace.serve.rendering.render import Renderer
 
 LONG_TURNS: Final = 90
 LONG_OUTPUT_CHARACTERS: Final = 3_150

@@ -14,7 +14,7 @@ from headrace.actors.agents.codex import Codex, CodexConfig
 from headrace.actors.agents.mini_swe_agent import MiniMode, MiniSweAgent, MiniSweAgentConfig
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
-from headrace.serve.events import Exhausted
+from headrace.serve.capture.events import Exhausted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

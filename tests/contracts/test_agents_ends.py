@@ -10,7 +10,7 @@ import pytest
 from headrace.actors.agents.agent import StopReason
 from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.buffer.types import Cause
-from headrace.serve.events import Exhausted
+from headrace.serve.capture.events import Exhausted
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -28,10 +28,10 @@ from headrace.buffer.tasks import write_tasks
 from headrace.policies.engine import EngineId
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.pool.pool import PoolConfig
+from headrace.serve.capture.session import Budgets, Sampling
 from headrace.serve.gateway import GatewayConfig
+from headrace.serve.observing.telemetry import TelemetryConfig
 from headrace.serve.routing import EngineRoute, RoutingTable
-from headrace.serve.session import Budgets, Sampling
-from headrace.serve.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tests.scripted_engine import Ask
 
-    from headrace.serve.rows import SessionReport
+    from headrace.serve.capture.rows import SessionReport
 
 pytestmark = pytest.mark.namespaces
 REFUSALS = 40

@@ -35,9 +35,9 @@ from tests.gateway_rig import (
 )
 from tests.scripted_engine import segments
 
+from headrace.serve.capture.rows import SessionReport
+from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
 from headrace.serve.client import GatewayClient
-from headrace.serve.rows import SessionReport
-from headrace.serve.session import Budgets, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -16,9 +16,9 @@ from tests.gateway_program import GatewayProgram, gateway_program
 from tests.gateway_rig import ADMIN, GUARD_S, WIRES, Client, Engine, Lines, World, serving, soon, world
 from tests.scripted_engine import Fault
 
+from headrace.serve.capture.rows import SessionReport
+from headrace.serve.capture.session import SessionId, SessionSpec
 from headrace.serve.client import GatewayClient
-from headrace.serve.rows import SessionReport
-from headrace.serve.session import SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

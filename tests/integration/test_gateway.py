@@ -56,13 +56,13 @@ from tests.gateway_rig import (
 from tests.scripted_engine import Ask, Fault, check_exact
 
 from headrace.policies.engine import EngineId
+from headrace.serve.capture.session import Budgets, Sampling
 from headrace.serve.errors import SERVER_FAILED
 from headrace.serve.gateway import Gateway, GatewayConfig
+from headrace.serve.observing.telemetry import TelemetryConfig, configure
+from headrace.serve.observing.tracing import start_rollout_span, trace_id_for, traceparent_of
 from headrace.serve.parsing.errors import ParserUnknown
 from headrace.serve.routing import EngineRoute, RoutingTable
-from headrace.serve.session import Budgets, Sampling
-from headrace.serve.telemetry import TelemetryConfig, configure
-from headrace.serve.tracing import start_rollout_span, trace_id_for, traceparent_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from headrace.actors.engines import _tell_gateway
 from headrace.actors.gateway import GatewayActor
 from headrace.actors.observing import Observing
 from headrace.serve.gateway import GatewayConfig
-from headrace.serve.telemetry import TelemetryConfig
+from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
     import pytest

@@ -12,11 +12,11 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.tiny import model_config, write_description
+from headrace.serve.capture.rows import SessionReport
+from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 from headrace.serve.client import GatewayClient
 from headrace.serve.gateway import Gateway, GatewayConfig
 from headrace.serve.routing import EngineRoute, RoutingTable
-from headrace.serve.rows import SessionReport
-from headrace.serve.session import Budgets, Sampling, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

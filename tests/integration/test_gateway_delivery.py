@@ -30,7 +30,7 @@ from tests.gateway_rig import (
 from tests.scripted_engine import Fault, check_exact
 from tests.session_rig import ByteChat
 
-from headrace.serve.session import MAX_REPLAYS, Budgets
+from headrace.serve.capture.session import MAX_REPLAYS, Budgets
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from headrace.serve.rows import SessionReport
+    from headrace.serve.capture.rows import SessionReport
 
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 TOOLS = ("bash", "edit", "agent")

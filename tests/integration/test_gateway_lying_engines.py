@@ -14,8 +14,8 @@ from tests.gateway_rig import GUARD_S, Engine, Lines, World, world
 from tests.scripted_engine import check_exact
 
 from headrace.policies.engine import EngineId
+from headrace.serve.capture.session import Budgets
 from headrace.serve.routing import EngineRoute, RoutingTable
-from headrace.serve.session import Budgets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

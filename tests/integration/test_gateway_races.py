@@ -11,8 +11,8 @@ from tests.chat_templates import QWEN3
 from tests.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, WIRES, Lines, Wire, World, renderer_of, soon, world
 from tests.scripted_engine import Fault, check_exact
 
+from headrace.serve.capture.session import Budgets
 from headrace.serve.model_use import ModelUse
-from headrace.serve.session import Budgets
 from headrace.serve.turns import FAILURES_KEPT
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.serve.conversation import Message, ToolSpec
-    from headrace.serve.render import Renderer, TokenIds
+    from headrace.serve.rendering.render import Renderer, TokenIds
 
 SIDE = {"model_policy": (("*haiku*", ModelUse.SERVE),)}
 EVERY = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)

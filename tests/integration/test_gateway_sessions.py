@@ -27,11 +27,11 @@ from tests.gateway_rig import (
 )
 from tests.scripted_engine import Fault, check_exact
 
+from headrace.serve.capture.rows import SessionReport
+from headrace.serve.capture.session import Budgets, Sampling, SessionId
 from headrace.serve.client import GatewayClient
 from headrace.serve.errors import SessionUnknown
 from headrace.serve.gateway import Gateway, GatewayConfig
-from headrace.serve.rows import SessionReport
-from headrace.serve.session import Budgets, Sampling, SessionId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -27,10 +27,10 @@ from tests.gateway_rig import (
 )
 from tests.scripted_engine import check_exact
 
+from headrace.serve.capture.rows import SessionReport
+from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
 from headrace.serve.client import GatewayClient
 from headrace.serve.measuring.process import raise_open_files
-from headrace.serve.rows import SessionReport
-from headrace.serve.session import Budgets, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,9 +14,9 @@ from tests.gateway_rig import ANTHROPIC, CHAT, RESPONSES, WIRES, Client, Lines, 
 from tests.scripted_engine import Fault, check_exact
 from tests.wires import read_events
 
+from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.model_use import ModelUse
 from headrace.serve.parsing.alarm import BATCH_TURNS
-from headrace.serve.session import FINAL_TEXT, Budgets, Sampling
 
 if TYPE_CHECKING:
     from pathlib import Path

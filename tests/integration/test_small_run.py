@@ -12,7 +12,7 @@ from headrace.actors.launch import status_of
 from headrace.actors.metrics import read_metrics
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.verify import verify
-from headrace.serve.tracing import trace_id_for
+from headrace.serve.observing.tracing import trace_id_for
 
 if TYPE_CHECKING:
     from headrace.actors.run_directory import RunDirectory

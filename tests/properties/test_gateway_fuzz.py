@@ -22,7 +22,7 @@ from tests.scripted_engine import segments
 from tests.spoiled_bodies import NASTY, WIRES, mutants
 from tests.wires import read_refusal
 
-from headrace.serve.session import Budgets, SessionId
+from headrace.serve.capture.session import Budgets, SessionId
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator

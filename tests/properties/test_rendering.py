@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.chat_templates import DEEPSEEK3, GLM4, LLAMA31, QWEN3, QWEN25, Family, as_dicts
 
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
-from headrace.serve.render import Renderer, load_renderer
+from headrace.serve.rendering.render import Renderer, load_renderer
 
 if TYPE_CHECKING:
     from pathlib import Path

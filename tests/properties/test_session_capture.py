@@ -17,11 +17,11 @@ from tests.session_rig import END, ByteChat, Rig, asks, results, user
 from headrace.policies.engine import FinishReason
 from headrace.policies.tokenizer import ChatTokenizer
 from headrace.serve import codec
+from headrace.serve.capture.events import Delivered
+from headrace.serve.capture.rows import Masked, SessionReport
+from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
-from headrace.serve.events import Delivered
-from headrace.serve.render import Renderer, load_renderer
-from headrace.serve.rows import Masked, SessionReport
-from headrace.serve.session import Budgets, Sampling, Session, SessionId, SessionSpec
+from headrace.serve.rendering.render import Renderer, load_renderer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,15 +14,15 @@ from tests.session_rig import ByteChat, Rig, asks, call, results, user
 
 from headrace.policies.engine import FinishReason
 from headrace.serve import codec
+from headrace.serve.capture.events import Delivered
+from headrace.serve.capture.rows import Masked, verdicts_of
+from headrace.serve.capture.session import Budgets, Session, SessionId, SessionSpec
+from headrace.serve.capture.trie import Status
 from headrace.serve.conversation import Message, Purpose, Reasoning, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
-from headrace.serve.events import Delivered
-from headrace.serve.rows import Masked, verdicts_of
-from headrace.serve.session import Budgets, Session, SessionId, SessionSpec
-from headrace.serve.trie import Status
 
 if TYPE_CHECKING:
+    from headrace.serve.capture.session import TurnPlan
     from headrace.serve.conversation import TurnRequest
-    from headrace.serve.session import TurnPlan
 
 ROOM = Budgets(max_turns=1000, max_tokens_per_turn=10_000, max_context_tokens=1_000_000, wall_s=1e9)
 TOOLS = (ToolSpec("bash"), ToolSpec("edit"))

@@ -16,14 +16,14 @@ from headrace.policies.added_tokens import pattern_of
 from headrace.policies.tiny import PIECES
 from headrace.policies.tokenizer import ChatTokenizer
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
-from headrace.serve.render import load_renderer
+from headrace.serve.rendering.render import load_renderer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
     from headrace.policies.pieces import PieceEncoder
-    from headrace.serve.render import Renderer
+    from headrace.serve.rendering.render import Renderer
 
 TOKENIZER = ChatTokenizer(Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny")
 BRIDGING = ("qwen3", "qwen3-thinking", "qwen2.5", "llama3.1", "glm4", "deepseek-v3", "strict")

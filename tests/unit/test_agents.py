@@ -22,7 +22,7 @@ from headrace.actors.evaluators.verdict import Verdict
 from headrace.actors.rollout import outcome_of
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import HostPort, Stream
-from headrace.serve.events import Exhausted
+from headrace.serve.capture.events import Exhausted
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from headrace.serve.plots import reward_png
-from headrace.serve.progress import Progress, ProgressDisplay, panel, plain_line, sparkline
+from headrace.serve.observing.plots import reward_png
+from headrace.serve.observing.progress import Progress, ProgressDisplay, panel, plain_line, sparkline
 
 if TYPE_CHECKING:
     from pathlib import Path

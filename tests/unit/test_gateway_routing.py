@@ -6,8 +6,8 @@ import pytest
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, TokenSpan
+from headrace.serve.capture.session import SessionId
 from headrace.serve.routing import EngineRoute, Lineage, Router, RoutingTable
-from headrace.serve.session import SessionId
 
 A, B = EngineId("a"), EngineId("b")
 ONE, TWO = Lineage(SessionId("one")), Lineage(SessionId("two"))

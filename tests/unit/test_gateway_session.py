@@ -11,6 +11,10 @@ from tests.session_rig import END, ByteChat, Rig, asks, call, echo, results, sta
 
 from headrace.policies.engine import FinishReason
 from headrace.serve import codec
+from headrace.serve.capture.events import Delivered, Exhausted
+from headrace.serve.capture.rows import SessionReport, tree_of
+from headrace.serve.capture.session import MAX_REPLAYS, REPLAY_S, Budgets, Sampling, Session, SessionId, SessionSpec
+from headrace.serve.capture.trie import Status
 from headrace.serve.conversation import (
     Message,
     Purpose,
@@ -25,10 +29,6 @@ from headrace.serve.conversation import (
     say,
 )
 from headrace.serve.errors import BadRequest, ContextExceeded
-from headrace.serve.events import Delivered, Exhausted
-from headrace.serve.rows import SessionReport, tree_of
-from headrace.serve.session import MAX_REPLAYS, REPLAY_S, Budgets, Sampling, Session, SessionId, SessionSpec
-from headrace.serve.trie import Status
 
 TOOLS = (ToolSpec("bash"), ToolSpec("edit"))
 SYSTEM = say(Role.SYSTEM, "You repair things.")

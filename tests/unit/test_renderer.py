@@ -12,15 +12,15 @@ from headrace.policies.pieces import PieceEncoder
 from headrace.policies.tokenizer import ChatTokenizer
 from headrace.policies.tokenizer_errors import TemplateRefused
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
-from headrace.serve.render import load_renderer
-from headrace.serve.template_renderer import TemplateRenderer
+from headrace.serve.rendering.render import load_renderer
+from headrace.serve.rendering.template_renderer import TemplateRenderer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
     from types import ModuleType
 
-    from headrace.serve.render import Renderer
+    from headrace.serve.rendering.render import Renderer
 
 NAMES = ("qwen3", "qwen3-thinking", "qwen2.5", "llama3.1", "glm4", "deepseek-v3", "deepseek-v3-leaky", "strict")
 WITH_TOOLS = NAMES[:-1]

@@ -18,15 +18,15 @@ from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrd
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
+from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.client import OpenedSession
-from headrace.serve.session import Session, SessionId, SessionSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest
-    from headrace.serve.rows import SessionReport
+    from headrace.serve.capture.rows import SessionReport
 
 CONFIG = RolloutConfig(
     queue_timeout_s=10,

@@ -10,14 +10,14 @@ import pytest
 from tests.session_rig import ByteChat, Rig, asks, call, echo, results, user
 
 from headrace.policies.engine import FinishReason
+from headrace.serve.capture.session import Budgets, Session, SessionId, SessionSpec
+from headrace.serve.capture.trie import Status
 from headrace.serve.conversation import Message, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
-from headrace.serve.session import Budgets, Session, SessionId, SessionSpec
-from headrace.serve.trie import Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headrace.serve.rows import SessionReport
+    from headrace.serve.capture.rows import SessionReport
 
 TOOLS = (ToolSpec("bash"), ToolSpec("edit"))
 SYSTEM = say(Role.SYSTEM, "You repair things.")

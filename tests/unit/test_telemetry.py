@@ -10,14 +10,14 @@ import pytest
 from aiohttp import web
 from opentelemetry import trace
 
-from headrace.serve import span_names
-from headrace.serve.telemetry import TelemetryConfig, configure
-from headrace.serve.tracing import context_from, start_rollout_span, trace_id_for, traceparent_of
+from headrace.serve.observing import span_names
+from headrace.serve.observing.telemetry import TelemetryConfig, configure
+from headrace.serve.observing.tracing import context_from, start_rollout_span, trace_id_for, traceparent_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.serve.telemetry import TelemetryHandle
+    from headrace.serve.observing.telemetry import TelemetryHandle
 
 
 def read(path: Path) -> list[dict[str, object]]:

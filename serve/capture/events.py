@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.policies.engine import TokenSpan
+    from headrace.serve.capture.matching import Drift
+    from headrace.serve.capture.trie import Origin, Status
     from headrace.serve.conversation import TurnAnswer
-    from headrace.serve.matching import Drift
-    from headrace.serve.render import TokenIds
-    from headrace.serve.trie import Origin, Status
+    from headrace.serve.rendering.render import TokenIds
 
 
 class Exhausted(StrEnum):

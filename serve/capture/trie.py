@@ -20,8 +20,7 @@ from enum import StrEnum
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, TypeVar
 
-from headrace.serve.conversation import Message, Purpose, Role, ToolCall
-from headrace.serve.matching import (
+from headrace.serve.capture.matching import (
     Drift,
     Frame,
     Served,
@@ -32,14 +31,15 @@ from headrace.serve.matching import (
     plain_digest,
     without_echoes_of,
 )
+from headrace.serve.conversation import Message, Purpose, Role, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from headrace.policies.engine import TokenSpan
+    from headrace.serve.capture.events import Recorded
     from headrace.serve.conversation import TurnAnswer, TurnRequest
-    from headrace.serve.events import Recorded
-    from headrace.serve.render import TokenIds
+    from headrace.serve.rendering.render import TokenIds
 
 
 NodeT = TypeVar("NodeT", "PromptNode", "SampledNode")

@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.policies.tokenizer_errors import TemplateRefused
-from headrace.serve.template_messages import TemplateMessages
+from headrace.serve.rendering.template_messages import TemplateMessages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.policies.tokenizer import ChatTokenizer
     from headrace.serve.conversation import Message, ToolCall, ToolSpec
-    from headrace.serve.render import TokenIds
+    from headrace.serve.rendering.render import TokenIds
 
 _TOO_DEEP = "arguments or tool descriptions are nested too deeply"
 

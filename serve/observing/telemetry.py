@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.serve.tracing import root_trace_id
+from headrace.serve.observing.tracing import root_trace_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from headrace.policies.tokenizer import ChatTokenizer
-from headrace.serve.template_renderer import TemplateRenderer
+from headrace.serve.rendering.template_renderer import TemplateRenderer
 
 if TYPE_CHECKING:
     from array import array

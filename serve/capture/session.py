@@ -18,24 +18,24 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NewType
 
 from headrace.policies.engine import MAX_TOKEN_CHARACTERS, FinishReason
+from headrace.serve.capture.events import Accepted, Delivered, Exhausted, Failed, Recorded, Spent
+from headrace.serve.capture.matching import wishes_of
+from headrace.serve.capture.rows import report_of
+from headrace.serve.capture.trie import Status, Trie
 from headrace.serve.conversation import Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.errors import ContextExceeded
-from headrace.serve.events import Accepted, Delivered, Exhausted, Failed, Recorded, Spent
-from headrace.serve.matching import wishes_of
 from headrace.serve.parsing.base import ParsedCall
-from headrace.serve.rows import report_of
-from headrace.serve.trie import Status, Trie
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.policies.engine import Completion
+    from headrace.serve.capture.events import Event
+    from headrace.serve.capture.rows import SessionReport
+    from headrace.serve.capture.trie import Match, SampledNode
     from headrace.serve.conversation import Block, TurnRequest
-    from headrace.serve.events import Event
     from headrace.serve.parsing.base import OutputParser, ParsedBlock
-    from headrace.serve.render import Renderer, TokenIds
-    from headrace.serve.rows import SessionReport
-    from headrace.serve.trie import Match, SampledNode
+    from headrace.serve.rendering.render import Renderer, TokenIds
 
 SessionId = NewType("SessionId", str)
 

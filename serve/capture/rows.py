@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from headrace.buffer.types import Row, Trajectory, VersionSpan
+from headrace.serve.capture.trie import Status, below, path
 from headrace.serve.conversation import Purpose
-from headrace.serve.trie import Status, below, path
 
 if TYPE_CHECKING:
-    from headrace.serve.events import Exhausted
-    from headrace.serve.session import Session, SessionId
-    from headrace.serve.trie import PromptNode, SampledNode, Trie
+    from headrace.serve.capture.events import Exhausted
+    from headrace.serve.capture.session import Session, SessionId
+    from headrace.serve.capture.trie import PromptNode, SampledNode, Trie
 
 
 class Masked(StrEnum):

@@ -17,7 +17,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
-from headrace.serve import span_names
+from headrace.serve.observing import span_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -24,18 +24,18 @@ import orjson
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import TokenSpan
+from headrace.serve.capture.events import Accepted, Delivered, Exhausted, Failed, Recorded, Spent
+from headrace.serve.capture.matching import Drift
+from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
+from headrace.serve.capture.trie import Origin, Status
 from headrace.serve.conversation import Purpose, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.errors import LogBroken
-from headrace.serve.events import Accepted, Delivered, Exhausted, Failed, Recorded, Spent
-from headrace.serve.matching import Drift
-from headrace.serve.session import Budgets, Sampling, Session, SessionId, SessionSpec
-from headrace.serve.trie import Origin, Status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from headrace.serve.events import Event
+    from headrace.serve.capture.events import Event
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""What is kept of a session: the token trie, its events, its log, its rows."""
