@@ -1,0 +1,106 @@
+"""`headrace gateway` as its users start it: one line that says where, one line when it cannot, an end in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import stat
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+from tests.chat_templates import QWEN3
+from tests.gateway_rig import GUARD_S, Engine, Lines, serving
+
+if TYPE_CHECKING:
+    from asyncio.subprocess import Process
+
+HEADRACE = str(Path(sys.executable).with_name("headrace"))
+START_S = 60.0
+ASKED = {"model": "any", "max_tokens": 100, "messages": [{"role": "user", "content": "go"}]}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return QWEN3.write(tmp_path_factory.mktemp("qwen3"))
+
+
+async def start(*options: str) -> Process:
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        HEADRACE, "gateway", *options, env=environment, stdout=pipe, stderr=pipe
+    )
+
+
+async def refusal(*options: str) -> tuple[int | None, str]:
+    process = await start(*options)
+    async with asyncio.timeout(START_S):
+        _, said = await process.communicate()
+    return process.returncode, said.decode()
+
+
+async def test_a_proxy_of_its_own_from_its_first_line_to_its_end(model_dir: Path, tmp_path: Path) -> None:
+    token_file = tmp_path / "secrets" / "token"
+    async with serving(Engine.of(model_dir, "<|im_end|>", Lines("Hello."))) as engine, aiohttp.ClientSession() as http:
+        process = await start(
+            *("--engine", engine.url, "--tokenizer", str(model_dir), "--json", "-"),
+            *("--admin-token-file", str(token_file), "--advertise-url", "http://gateway.example:80"),
+        )
+        try:
+            assert process.stdout is not None
+            async with asyncio.timeout(START_S):
+                url = json.loads(await process.stdout.readline())["url"]
+            assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
+            admin = {"Authorization": f"Bearer {token_file.read_text().strip()}"}
+
+            async def post(path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, Any]:
+                async with http.post(url + path, json=body, headers=headers) as response:
+                    return response.status, await response.json()
+
+            status, opened = await post("/sessions", {"session_id": "mine"}, admin)
+            assert status == 200
+            assert opened["base_url"].startswith("http://gateway.example:80/s/"), "for agents on another host"
+            assert (await post("/sessions", {"session_id": "mine"}, admin))[0] == 409
+            assert (await post("/sessions", {}, {"Authorization": "Bearer wrong"}))[0] == 401
+            path = opened["base_url"].removeprefix("http://gateway.example:80")
+            status, answer = await post(f"{path}/v1/messages", ASKED, {})
+            assert (status, answer["content"][0]["text"]) == (200, "Hello.")
+            status, report = await post("/sessions/mine/finish", {"tree": True}, admin)
+            [row], [sampled] = report["rows"], engine.sampled
+            assert row["tokens"] == [*sampled.prompt_ids, *sampled.output_ids]
+            assert sum(row["loss_mask"]) == report["trained_tokens"] == report["sampled_tokens"]
+            assert report["tree"]
+            assert (await post(f"{path}/v1/messages", ASKED, {}))[0] == 400, "a closed session"
+            process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(GUARD_S):
+                assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+async def test_what_keeps_it_from_starting_is_one_line(model_dir: Path, tmp_path: Path) -> None:
+    token = str(tmp_path / "token")
+    async with serving(Engine.of(model_dir, "<|im_end|>", Lines("Hello."))) as engine:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            common = ("--tokenizer", str(model_dir), "--admin-token-file", token)
+            port = str(taken.getsockname()[1])
+            code, said = await refusal("--engine", engine.url, *common, "--port", port)
+        assert code != 0
+        assert "address already in use" in said
+        code, said = await refusal("--engine", "http://127.0.0.1:9", *common)
+        assert code != 0
+        assert "http://127.0.0.1:9" in said
+        code, said = await refusal("--engine", engine.url, "--tokenizer", str(tmp_path), "--admin-token-file", token)
+        assert code != 0
+        assert "tokenizer.json" in said
+        assert "Traceback" not in said
