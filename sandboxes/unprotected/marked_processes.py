@@ -9,11 +9,14 @@ from pathlib import Path
 
 
 def kill_marked(mark: str) -> None:
-    """Kill, until none is found, every process that carries `NAME=value` in its environment."""
+    """Kill, until none is found twice in a row, every process that carries `NAME=value` in its environment. A process
+    that is just being replaced by another program shows no environment."""
     needle = b"\0" + mark.encode() + b"\0"
+    missed = 0
     for _ in range(100):
         found = [entry for entry in Path("/proc").glob("[0-9]*") if needle in b"\0" + _environment(entry)]
-        if not found:
+        missed = 0 if found else missed + 1
+        if missed == 2:
             return
         for entry in found:
             with suppress(ProcessLookupError, PermissionError):
