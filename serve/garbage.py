@@ -1,8 +1,8 @@
 """Garbage collection of a process that serves thousands of sessions: in small portions, and the whole at set times.
 
 Invariants:
-- A collection that the interpreter starts by itself looks at most at `YOUNG_OBJECTS * YOUNG_ROUNDS` objects; the live
-  sessions, millions of objects, are not walked in the middle of a burst of requests. An object costs some
+- A collection that the interpreter starts by itself looks at `YOUNG_OBJECTS * (YOUNG_ROUNDS + 2)` objects at most; the
+  live sessions, millions of objects, are not walked in the middle of a burst of requests. An object costs some
   microseconds then, because everything it refers to has left the processor's caches.
 - The whole is collected every `FULL_EVERY_S`, and what was there when the process began to serve never: cycles among
   old objects are few, and none lives longer than that.
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-YOUNG_OBJECTS: Final = 1_000
-YOUNG_ROUNDS: Final = 5
+YOUNG_OBJECTS: Final = 1_500
+YOUNG_ROUNDS: Final = 0
+"""Collections of the youngest after which the next looks at what survived them too."""
 FULL_EVERY_S: Final = 600.0
 _NEVER: Final = 2**31 - 1
 
