@@ -17,6 +17,7 @@ from rich.console import Console
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON (the only format; the option is for symmetry).")]
+UNCLEAN_EXIT_CODE = 3
 QUICKSTART = Path(__file__).resolve().parents[1] / "scripts" / "recipes" / "quickstart.toml"
 
 
@@ -34,11 +35,16 @@ def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1)] = 5)
 @app.command()
 def orchestration(json: Json = True, rollouts: Annotated[int, typer.Option(min=200)] = 2048) -> None:
     """Ray's CPU and calls per rollout: real dispatcher, worker, pool, evaluator and buffer, an agent that returns at
-    once."""
+    once; then 1,024 rollouts of 20 simulated turns, 512 in flight, with learner; then the memory of the whole service
+    with 2,000 in flight."""
     from headrace.actors.orchestration import measure
+    from headrace.actors.simulation.load import measure_load, measure_memory
 
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
-        _print(measure(Path(folder), rollouts=rollouts))
+        figures = measure(Path(folder), rollouts=rollouts)
+        for turn_ms in (200, 20):
+            figures[f"turns_of_{turn_ms}_ms"] = measure_load(Path(folder) / f"turns-{turn_ms}", turn_s=turn_ms / 1000)
+        _print(figures | {"memory": measure_memory(Path(folder))})
 
 
 @app.command()
@@ -48,6 +54,29 @@ def gateway(json: Json = True) -> None:
     from headrace.serve.measuring.figures import measure
 
     _print(asdict(measure()))
+
+
+@app.command()
+def replay(
+    json: Json = True,
+    slots: Annotated[int, typer.Option(min=1, help="Most rollouts in flight.")] = 64,
+    max_staleness: Annotated[int, typer.Option(min=0, help="Hard bound, in optimizer updates.")] = 4,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer updates; the first half warms up.")] = 24,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    minute_s: Annotated[float, typer.Option(min=0.01, help="Real seconds of a simulated minute.")] = 0.6,
+    preset: Annotated[str, typer.Option(help="See `headrace simulate`.")] = "swe64",
+) -> None:
+    """A simulated plan at scaled time through the real service over Ray, beside the same plan in virtual time. Exit
+    code 3: the ledger shows a broken bound, or anything lost or trained twice."""
+    from headrace.actors.simulation.plan import make_plan
+    from headrace.actors.simulation.scaled_replay import replay as replay_plan
+
+    plan = make_plan(preset, {"slots": slots, "max_staleness": max_staleness, "steps": steps, "seed": seed})
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        replayed = replay_plan(plan, Path(folder), minute_s=minute_s)
+    _print(replayed.to_json())
+    if replayed.problems():
+        raise typer.Exit(UNCLEAN_EXIT_CODE)
 
 
 @app.command()
@@ -80,9 +109,8 @@ def main() -> None:
     from headrace.actors.expected import EXPECTED
 
     try:
-        app(standalone_mode=False)
-    except typer.Exit as leave:
-        sys.exit(leave.exit_code)
+        # Without its own handling of errors, typer returns the code of a `typer.Exit`.
+        sys.exit(app(standalone_mode=False))
     except EXPECTED as error:
         Console(stderr=True).print(f"bench: {error}", style="red", markup=False)
         sys.exit(1)

@@ -12,6 +12,7 @@ from headrace.actors.agents.mini_swe_agent import MiniSweAgent
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
 from headrace.actors.agents.shell import ShellAgent
+from headrace.actors.agents.simulated import SimulatedAgent
 from headrace.actors.config import AgentKind
 from headrace.actors.errors import ConfigError
 
@@ -34,6 +35,8 @@ def _make(section: AgentSection) -> Agent:
             return ShellAgent(section.shell)
         case AgentKind.IMMEDIATE:
             return ImmediateAgent()
+        case AgentKind.SIMULATED:
+            return SimulatedAgent(section.simulated)
         case AgentKind.CLAUDE_CODE:
             return ClaudeCode(section.program, section.claude_code)
         case AgentKind.CODEX:

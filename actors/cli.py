@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 from rich.console import Console
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from headrace.actors.errors import ConfigError, RunError
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED = 1, 2, 3, 4
 EXIT_CODES = (
     "Exit codes: 0 done; 1 the run ended with an error; 2 bad input (recipe, model, tasks, arguments); "
-    "3 `ledger verify` found a problem; 4 the run was drained before its last step and can be resumed."
+    "3 `ledger verify` or `simulate` found a problem; 4 the run was drained before its last step and can be resumed."
 )
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=EXIT_CODES)
@@ -79,11 +80,57 @@ def resume(
     json: Json = None,
     quiet: Quiet = False,
 ) -> None:
-    """Continue a run from its last checkpoint and its ledger."""
+    """Continue a run from its last checkpoint and its ledger, after saying what is kept, restarted and lost."""
     from headrace.actors.launch import drive, reopen
+    from headrace.actors.resuming import Resuming
 
     config, directory = reopen(run_dir)
-    _report(drive(config, directory, quiet=quiet), json)
+    resuming = Resuming(config, directory, say=lambda line: _console().print(line, highlight=False, soft_wrap=True))
+    summary = drive(config, directory, quiet=quiet, before=resuming.tell)
+    _report(summary, json, resume=resuming.told)
+
+
+@app.command("eval")
+def evaluate(
+    source: Annotated[Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe's model, or a run's checkpoint.")],
+    checkpoint: Annotated[
+        str | None, typer.Option(metavar="VERSION", help="Of a run, e.g. 1.30; the newest when left out.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Answers per task; evaluation.samples by default.")] = None,
+    tasks: Annotated[Path | None, typer.Option(help="JSONL of tasks; the held-out ones when left out.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many tasks.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output folder; goes on with an interrupted evaluation of the same request.")
+    ] = None,
+    runs_dir: Annotated[Path, typer.Option(help="Where the output folder of a recipe is made.")] = Path("runs"),
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="table.key=value of a recipe.")] = None,
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Evaluate a policy on held-out tasks without training; keeps what every answer left (docs/evaluation.md)."""
+    from headrace.actors.held_out.command import Asked, drive_evaluation, prepare_evaluation
+
+    evaluation = prepare_evaluation(
+        Asked(
+            source=source,
+            checkpoint=checkpoint,
+            samples=samples,
+            tasks=tasks,
+            limit=limit,
+            out=out,
+            runs_dir=runs_dir,
+            overrides=tuple(overrides or ()),
+        )
+    )
+    _say_unprotected(evaluation.config.sandbox.provider)
+    summary = drive_evaluation(evaluation, quiet=quiet)
+    if json is not None:
+        _write_json(summary.to_json(evaluation.about) | {"out": str(evaluation.out)}, json)
+    for line in summary.lines():
+        _console().print(line, highlight=False, soft_wrap=True)
+    _console().print(f"see {evaluation.out}", highlight=False, soft_wrap=True)
+    if summary.success is None:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
@@ -114,6 +161,21 @@ def status(
 
 
 @app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")], json: Json = None
+) -> None:
+    """Tell what the scheduling did: staleness, what became of short and long rollouts, full stations, parked tasks."""
+    from headrace.actors.launch import reopen
+    from headrace.actors.reporting import report_of
+
+    told = report_of(reopen(run_dir)[1])
+    if json is not None:
+        _write_json(told.to_json(), json)
+    else:
+        _console().print(told.tables(), highlight=False)
+
+
+@app.command()
 def doctor(json: Json = None) -> None:
     """Tell which sandbox guarantees this machine gives, and which are missing."""
     from headrace.sandboxes.doctor import probe
@@ -126,6 +188,116 @@ def doctor(json: Json = None) -> None:
     for guarantee in guarantees:
         table.add_row(guarantee.name, "[green]yes[/]" if guarantee.present else "[yellow]no[/]", guarantee.detail)
     _console().print(table)
+
+
+@app.command()
+def simulate(
+    preset: Annotated[str, typer.Option(help="Durations and sizes to begin with: swe64.")] = "swe64",
+    slots: Annotated[int | None, typer.Option(help="Most rollouts in flight.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(help="Hard bound, in optimizer updates.")] = None,
+    accept: Annotated[str | None, typer.Option(metavar="RULE", help="Acceptance rule of a group.")] = None,
+    mode: Annotated[str | None, typer.Option(help="sync, one-step-off or async.")] = None,
+    push: Annotated[str | None, typer.Option(help="overlap, pause or drain.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer updates; up to 30 of them warm up.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of durations, rewards and order.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Another key of the plan (docs/simulate.md); may be repeated.")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option(help="Folder for the ledger; must not exist.")] = None,
+    faults: Annotated[
+        int | None, typer.Option(metavar="SEED", help="A small run under this storm of faults instead.", min=0)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run dispatcher, buffer, pool and learner loop over simulated engines in virtual time; exit code 3 when the ledger
+    shows a broken bound or anything lost."""
+    from headrace.actors.simulation.plan import make_plan
+    from headrace.actors.simulation.simulate import simulate as simulate_plan
+
+    if faults is not None:
+        _simulate_faults(faults, json=json)
+        return
+    changes = {"slots": slots, "max_staleness": max_staleness, "rule": accept, "mode": mode, "push": push}
+    plan = make_plan(preset, changes | {"steps": steps, "seed": seed}, overrides or ())
+    simulated = simulate_plan(plan, keep)
+    if json:
+        _write_json(simulated.to_json(), Path("-"))
+    else:
+        for line in simulated.lines():
+            _console().print(line, highlight=False, soft_wrap=True)
+    if not simulated.clean:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+def _simulate_faults(seed: int, *, json: bool) -> None:
+    from headrace.actors.simulation.faults import simulate_faults
+
+    report = simulate_faults(seed)
+    if json:
+        _write_json(report.to_json(), Path("-"))
+    else:
+        for line in report.lines():
+            _console().print(line, highlight=False, soft_wrap=True)
+    if report.problems:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+@app.command()
+def tune(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN|TRACES", help="Directory of a run, or a JSONL or CSV file of durations.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Folder for tuning.png, .html, .json and .toml.")] = None,
+    steps: Annotated[int, typer.Option(min=8, help="Simulated steps of each setting of the last round.")] = 48,
+    seed: Annotated[int, typer.Option(min=0, help="Of the simulations.")] = 0,
+    slots: Annotated[list[int] | None, typer.Option(min=1, help="Slots to try; may be repeated.")] = None,
+    max_staleness: Annotated[list[int] | None, typer.Option(min=1, help="Bound to try; may be repeated.")] = None,
+    accept: Annotated[
+        list[str] | None, typer.Option(metavar="RULE", help="Acceptance rule to try; may be repeated.")
+    ] = None,
+    within: Annotated[float, typer.Option(min=0, help="How much slower than the fastest is as good.")] = 0.03,
+    processes: Annotated[int, typer.Option(min=0, help="Simulations at a time; 0: one for each core.")] = 0,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="A key of the plan that the record lacks (docs/tuning.md).")
+    ] = None,
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Find acceptance rule, staleness bound and slots for what was recorded, by trying them in virtual time."""
+    from headrace.actors.tuning.candidates import Space, describe
+    from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
+
+    space = Space(slots=tuple(slots or ()), bounds=tuple(max_staleness or ()), rules=tuple(accept or ()))
+    request = TuneRequest(
+        source=source,
+        out=out,
+        steps=steps,
+        seed=seed,
+        within=within,
+        space=space,
+        overrides=tuple(overrides or ()),
+        processes=processes,
+    )
+    prepared = prepare_tuning(request)
+    console = _console()
+    console.print(describe(prepared.candidates), highlight=False, soft_wrap=True)
+    with Progress(console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
+        rounds: dict[int, TaskID] = {}
+
+        def say(number: int, done: int, of: int) -> None:
+            if number not in rounds:
+                rounds[number] = progress.add_task(f"round {number}", total=of)
+            progress.update(rounds[number], completed=done)
+
+        tuned = run_tuning(prepared, say)
+    if json is not None:
+        _write_json(tuned.to_json(), json)
+    console.print(tuned.table())
+    for line in tuned.lines():
+        console.print(line, highlight=False, soft_wrap=True)
+    # What is to be pasted goes where it can be caught, unless the JSON does.
+    if json is None or str(json) != "-":
+        typer.echo(tuned.toml(), nl=False)
 
 
 @ledger_app.command()
@@ -145,6 +317,26 @@ def verify(
             _console().print(f"{key:>22}  {value}", highlight=False)
     if not report.clean:
         raise typer.Exit(EXIT_DIRTY)
+
+
+@ledger_app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    out: Annotated[Path, typer.Option(help="Folder to make, one Parquet file a table.")],
+    json: Json = None,
+) -> None:
+    """Write the ledger and its trajectories as Parquet files; the run may go on meanwhile."""
+    from headrace.actors.launch import reopen
+    from headrace.buffer.export import export as export_ledger
+
+    report = export_ledger(reopen(run_dir)[1].path, out)
+    if json is not None:
+        _write_json(asdict(report), json)
+        return
+    for name, rows in report.rows.items():
+        _console().print(f"{name:>14}  {rows} rows", highlight=False)
+    if report.unreadable:
+        _console().print(f"[yellow]{report.unreadable} trajectories could not be read[/]; see `headrace ledger verify`")
 
 
 @engine_app.command(
@@ -276,9 +468,9 @@ def _announce(url: str, json: Path | None) -> None:
         _write_json(started, json)
 
 
-def _report(summary: RunSummary, json: Path | None) -> None:
+def _report(summary: RunSummary, json: Path | None, **more: object) -> None:
     if json is not None:
-        _write_json(summary.to_json(), json)
+        _write_json(summary.to_json() | more, json)
     for line in summary.lines():
         _console().print(line, highlight=False, soft_wrap=True)
     if not summary.completed:

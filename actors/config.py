@@ -20,6 +20,7 @@ from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.actors.agents.codex import CodexConfig
 from headrace.actors.agents.mini_swe_agent import MiniSweAgentConfig
 from headrace.actors.agents.shell import ShellAgentConfig
+from headrace.actors.agents.simulated import SimulatedAgentConfig
 from headrace.actors.dispatcher import DispatcherConfig
 from headrace.actors.engines import EnginesConfig
 from headrace.actors.errors import ConfigError
@@ -31,6 +32,7 @@ from headrace.policies.push import PushConfig
 from headrace.sandboxes.local.provider import LocalSandboxConfig
 from headrace.sandboxes.oci.provider import OciSandboxConfig
 from headrace.sandboxes.pool.pool import PoolConfig
+from headrace.sandboxes.simulated.provider import SimulationConfig
 from headrace.serve.model_use import ModelUse
 from headrace.serve.observing.telemetry import TelemetryConfig
 
@@ -49,6 +51,8 @@ class AgentKind(StrEnum):
     """The white-box shell agent: every answer of the policy is a command."""
     IMMEDIATE = "immediate"
     """Returns at once: for measuring the orchestration only."""
+    SIMULATED = "simulated"
+    """Takes time instead of working, over simulated engines: for replays and measuring."""
     CLAUDE_CODE = "claude-code"
     """Anthropic's program, in the sandbox; this and the following come by `scripts/install_agents`."""
     CODEX = "codex"
@@ -70,13 +74,16 @@ class SandboxKind(StrEnum):
     """Containers of runc or runsc on this host."""
     REMOTE = "remote"
     """Other hosts, through their exec servers (`headrace sandbox serve`)."""
+    SIMULATED = "simulated"
+    """None: they take time, and fail, as the settings say."""
     SUBPROCESS = "subprocess"
     """Plain processes on this host: protects nothing."""
 
 
 class ModelSection(_Section):
-    path: Path
-    """Hugging Face directory of the policy (config.json, model.safetensors, tokenizer.json); relative to the recipe."""
+    path: Path = Path()
+    """Hugging Face directory of the policy (config.json, model.safetensors, tokenizer.json); relative to the recipe.
+    Simulated engines need none."""
 
 
 class TasksSection(_Section):
@@ -88,6 +95,8 @@ class TasksSection(_Section):
     """Generated training tasks."""
     heldout_count: int = Field(default=64, ge=1)
     """Generated held-out tasks."""
+    evaluate_s: float = Field(default=0.0, ge=0)
+    """Time of evaluating a rollout of a generated task for the simulated agent."""
 
     @model_validator(mode="after")
     def _both(self) -> Self:
@@ -98,8 +107,8 @@ class TasksSection(_Section):
 
 class AgentSection(_Section):
     kind: AgentKind = AgentKind.SHELL
-    """Which agent works on the tasks: `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`, `opencode`, or
-    `immediate`, which does nothing."""
+    """Which agent works on the tasks: `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`, `opencode`,
+    `simulated`, which takes time, or `immediate`, which does nothing."""
     shell: ShellAgentConfig = ShellAgentConfig()
     """Settings of the shell agent."""
     program: ProgramConfig = ProgramConfig()
@@ -110,11 +119,13 @@ class AgentSection(_Section):
     """Further settings of Codex."""
     mini_swe_agent: MiniSweAgentConfig = MiniSweAgentConfig()
     """Further settings of mini-swe-agent."""
+    simulated: SimulatedAgentConfig = SimulatedAgentConfig()
+    """Settings of the simulated agent."""
 
     @property
     def is_program(self) -> bool:
         """Whether the agent is a program in the sandbox."""
-        return self.kind not in (AgentKind.SHELL, AgentKind.IMMEDIATE)
+        return self.kind not in (AgentKind.SHELL, AgentKind.IMMEDIATE, AgentKind.SIMULATED)
 
     @property
     def max_turns(self) -> int:
@@ -168,6 +179,8 @@ class SandboxSection(_Section):
     """Settings of the containers provider."""
     remote: RemoteSection = RemoteSection()
     """Where other hosts are."""
+    simulated: SimulationConfig = SimulationConfig()
+    """Settings of the simulated provider."""
     pool: PoolConfig = PoolConfig()
     """Admission: how many boot and live at once."""
 
@@ -203,7 +216,7 @@ class ServiceSection(_Section):
 class RunConfig(_Section):
     """All of it. The tables of the TOML file are the fields."""
 
-    model: ModelSection
+    model: ModelSection = ModelSection()
     tasks: TasksSection = TasksSection()
     agent: AgentSection = AgentSection()
     sampling: SamplingSection = SamplingSection()
@@ -228,6 +241,26 @@ class RunConfig(_Section):
         return self
 
 
+def a_model_is_named(config: RunConfig) -> str | None:
+    if config.engines.backend == "simulated" or config.model.path != Path():
+        return None
+    return "model.path is missing; set it"
+
+
+def simulated_parts_go_together(config: RunConfig) -> str | None:
+    """Simulated engines have no weights to push, and nothing to say."""
+    parts = {
+        'engines.backend = "simulated"': config.engines.backend == "simulated",
+        'learner.kind = "simulated"': config.learner.kind == "simulated",
+        'agent.kind = "simulated"': config.agent.kind is AgentKind.SIMULATED,
+    }
+    missing = [setting for setting, is_set in parts.items() if not is_set]
+    if not missing or len(missing) == len(parts):
+        return None
+    there = next(setting for setting, is_set in parts.items() if is_set)
+    return f"{there} goes with {' and '.join(missing)}: set that too"
+
+
 def rows_fit_a_micro_batch(config: RunConfig) -> str | None:
     budget, context = config.learner.token_budget, config.sampling.max_context_tokens
     if budget >= context:
@@ -247,6 +280,8 @@ def turns_fit_the_engines(config: RunConfig) -> str | None:
 
 def failing_engines_are_noticed_in_time(config: RunConfig) -> str | None:
     agent_s = config.rollout.agent_timeout_s
+    if config.engines.backend == "simulated":
+        return None
     for name, value in (("gate_wait_s", config.gateway.gate_wait_s), ("turn_timeout_s", config.gateway.turn_timeout_s)):
         if value >= agent_s:
             return (
@@ -311,6 +346,8 @@ def enough_held_out_tasks(config: RunConfig) -> str | None:
 
 
 CHECKS = (
+    a_model_is_named,
+    simulated_parts_go_together,
     rows_fit_a_micro_batch,
     turns_fit_the_engines,
     failing_engines_are_noticed_in_time,
@@ -365,13 +402,13 @@ def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
         raise ConfigError(f"{recipe}: {explain(error)}") from error
 
 
-def explain(error: ValidationError) -> str:
+def explain(error: ValidationError, *, page: str = "docs/configuration.md") -> str:
     """The first problem of a validation error: key, reason and, for an unknown key, what to do."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     reason = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key}; remove it or check its spelling (docs/configuration.md lists the keys)"
+        return f"unknown key {key}; remove it or check its spelling ({page} lists the keys)"
     if first["type"] == "missing":
         return f"{key} is missing; set it"
     given = "" if first["type"] == "value_error" else f" (given: {first['input']!r})"

@@ -18,22 +18,31 @@ import logging
 import uuid
 from collections import defaultdict
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorLost
+from headrace.actors.held_out.answers import untold_answer
+from headrace.actors.held_out.recording import Recording, evaluation_order
+from headrace.actors.held_out.summary import EvaluationSummary, summarize_answers, write_summary
+from headrace.actors.pacing import AdaptiveLimit, PacingConfig
 from headrace.actors.replay import NEVER_EVALUATED
 from headrace.actors.retry import until_back
-from headrace.buffer.types import Cause, GroupId, Outcome, Purpose, RolloutId, RolloutOrder
+from headrace.buffer.tasks import tasks_digest
+from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
 from headrace.serve.joining import Joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
-    from headrace.actors.replay import Evaluated, Replay
+    from headrace.actors.held_out.answers import Answer
+    from headrace.actors.held_out.folders import EvaluationFolders
+    from headrace.actors.held_out.records import RolloutStore
+    from headrace.actors.pacing import Pressure
+    from headrace.actors.replay import Evaluated
     from headrace.actors.sandbox_pool import SandboxPool
     from headrace.actors.worker import Finished, RolloutWorker
     from headrace.buffer.tasks import Task
@@ -42,6 +51,12 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 5.0
 """How long one waiting call lasts; nothing depends on it but how soon a cancelled dispatcher notices."""
+
+RECONCILE_S = 60.0
+"""How often the buffer is told what is carried, though nothing is known to be lost."""
+
+MOST_AT_ONCE = 128
+"""Orders of one call: the first of many are on their way while the others are still issued."""
 
 START_AGAIN_S = 0.2
 """A call that hands out orders and is lost is made again after this time, while the worker lives."""
@@ -60,17 +75,8 @@ class DispatcherConfig(BaseModel):
     """Evaluation rollouts at a time, over all workers."""
     evaluation_attempts: int = Field(default=3, ge=1)
     """Attempts of one evaluation rollout before it is counted as infra."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSummary:
-    """`success` is the mean reward over the answers that were scored, None when none was; `infra` answers are not in
-    it."""
-
-    tag: str
-    answers: int
-    infra: int
-    success: float | None
+    pacing: PacingConfig = PacingConfig()
+    """Fewer rollouts in flight while engines or outside services are overloaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +91,10 @@ class DispatcherStatus:
     infra: int
     mean_reward: float | None
     """Mean reward of the last 128 scored training rollouts."""
+    limit: int = 0
+    """Training rollouts that may be in flight now."""
+    slowed_by: str = ""
+    """Why the limit shrank last."""
 
 
 @dataclass(slots=True)
@@ -95,7 +105,10 @@ class _Slot:
     incarnation: str = ""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while this incarnation answers."""
-    training: set[Attempt] = field(default_factory=set)
+    seen: int = 0
+    """The number of the last end that this worker told."""
+    training: dict[Attempt, None] = field(default_factory=dict)
+    """In the order in which they began."""
     evaluations: dict[Attempt, RolloutOrder] = field(default_factory=dict)
 
 
@@ -103,17 +116,26 @@ class Dispatcher:
     """Keeps the workers busy with what the buffer admits."""
 
     def __init__(
-        self, config: DispatcherConfig, *, replay: Replay, pool: SandboxPool, workers: Sequence[RolloutWorker]
+        self,
+        config: DispatcherConfig,
+        *,
+        replay: RolloutStore,
+        pool: SandboxPool,
+        workers: Sequence[RolloutWorker],
+        evaluations: EvaluationFolders | None = None,
     ) -> None:
         self._config = config
+        self._folders = evaluations
         self._replay = replay
         self._pool = pool
         self._incarnation = uuid.uuid4().hex
         self._slots = [_Slot(worker) for worker in workers]
         self._stack = AsyncExitStack()
         self._slot_freed = asyncio.Event()
+        most = config.slots_per_worker * len(workers)
+        self._limit = AdaptiveLimit(config.pacing, most, now_s=0.0)
         self._evaluation_slots = asyncio.Semaphore(config.evaluation_slots)
-        self._answers: dict[Attempt, asyncio.Future[Outcome]] = {}
+        self._answers: dict[Attempt, asyncio.Future[Answer]] = {}
         self._answered = 0
         self._scored = 0
         self._rewards: list[float] = []
@@ -141,33 +163,55 @@ class Dispatcher:
 
     async def run(self) -> None:
         """Issue training rollouts until cancelled, or until `stop_training`."""
-        await self._training("run", self._issue)
+        await self._training("run", self._train)
 
     async def stop_training(self) -> None:
         """Issue no more and cancel what trains now; the buffer counts it as cancelled and would issue it again on
         resume."""
         self._training.cancel("run")
         await self._cancel([attempt for slot in self._slots for attempt in slot.training])
+        await self._reconcile()
 
     async def evaluate(self, tasks: Sequence[Task], *, samples: int, tag: str) -> EvaluationSummary:
         """`samples` sampled answers for each task; returns when all are scored or counted as infra. What the ledger has
         under this tag counts; asking again while it runs waits for the same evaluation."""
         return await self._evaluations(tag, lambda: self._evaluate(tasks, samples, tag))
 
+    async def _train(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._issue())
+            tasks.create_task(self._cancel_in_vain())
+
+    async def _cancel_in_vain(self) -> None:
+        """What cannot be trained any more ends at once, also while no slot is free to ask for orders."""
+        told: list[Attempt] = []
+        while True:
+            vain = await until_back(lambda: self._replay.cancellations(told, timeout_s=POLL_S))  # noqa: B023
+            if vain is not None:
+                told = list(vain)
+                await self._cancel(told)
+
     async def _issue(self) -> None:
+        loop = asyncio.get_running_loop()
+        reconciled_s = loop.time()
         while True:
             slot = await self._free_slot()
-            free = self._config.slots_per_worker - len(slot.training)
+            if loop.time() - reconciled_s > RECONCILE_S:
+                # No order is on its way now: what the buffer handed out and nobody carries was lost.
+                await self._reconcile()
+                reconciled_s = loop.time()
+            room = (self._config.slots_per_worker - len(slot.training), self._limit.limit - self._in_flight)
+            free = min(MOST_AT_ONCE, *room)
             try:
                 issued = await self._replay.issue(free, self._incarnation, timeout_s=POLL_S)
             except ActorLost:
                 await self._reconcile()
                 continue
-            await self._cancel(issued.over_bound)
+            await self._cancel(issued.to_cancel)
             if issued.orders:
                 # The call took time: the worker may be another one by now, or dead.
                 await slot.ready.wait()
-                slot.training.update((order.rollout_id, order.attempt) for order in issued.orders)
+                slot.training |= dict.fromkeys((order.rollout_id, order.attempt) for order in issued.orders)
                 await self._start(slot, list(issued.orders))
 
     async def _reconcile(self) -> None:
@@ -178,23 +222,34 @@ class Dispatcher:
 
     async def _evaluate(self, tasks: Sequence[Task], samples: int, tag: str) -> EvaluationSummary:
         known = await until_back(lambda: self._replay.evaluated(GroupId(tag)))
-        async with asyncio.TaskGroup() as group:
+        async with Recording(self._folders, tag) as recording, asyncio.TaskGroup() as group:
             answers = [
-                group.create_task(self._evaluate_one(task, RolloutId(f"{tag}/{task.id}/{sample}"), tag, known))
+                group.create_task(self._evaluate_one(evaluation_order(tag, task, sample), known, recording))
                 for task in tasks
                 for sample in range(samples)
             ]
-        rewards = [reward for answer in answers if (reward := answer.result()) is not None]
-        return EvaluationSummary(
+        summary = summarize_answers(
+            [answer.result() for answer in answers],
             tag=tag,
-            answers=len(answers),
-            infra=len(answers) - len(rewards),
-            success=sum(rewards) / len(rewards) if rewards else None,
+            tasks=len(tasks),
+            samples=samples,
+            dataset_sha256=tasks_digest(tasks),
         )
+        if self._folders is not None:
+            await asyncio.to_thread(write_summary, self._folders.summary(tag), summary, self._folders.about)
+        return summary
+
+    async def pace(self, pressure: Pressure) -> None:
+        """Take a look at the load of engines and outside services: the number in flight follows it."""
+        before = self._limit.limit
+        if self._limit.look(pressure, self._in_flight, asyncio.get_running_loop().time()) > before:
+            self._slot_freed.set()
 
     async def status(self) -> DispatcherStatus:
         return DispatcherStatus(
-            in_flight=sum(len(slot.training) for slot in self._slots),
+            limit=self._limit.limit,
+            slowed_by=self._limit.reason,
+            in_flight=self._in_flight,
             evaluating=sum(len(slot.evaluations) for slot in self._slots),
             finished=sum(self._ended.values()),
             scored=self._scored,
@@ -206,8 +261,15 @@ class Dispatcher:
     async def _free_slot(self) -> _Slot:
         """The least loaded worker that has room, as soon as there is one."""
         return await self._slot_with(
-            lambda slot: len(slot.training), room=lambda slot: len(slot.training) < self._config.slots_per_worker
+            lambda slot: len(slot.training),
+            room=lambda slot: (
+                len(slot.training) < self._config.slots_per_worker and self._in_flight < self._limit.limit
+            ),
         )
+
+    @property
+    def _in_flight(self) -> int:
+        return sum(len(slot.training) for slot in self._slots)
 
     async def _slot_with(self, load: Callable[[_Slot], int], *, room: Callable[[_Slot], bool]) -> _Slot:
         while True:
@@ -218,22 +280,23 @@ class Dispatcher:
             await self._slot_freed.wait()
 
     async def _evaluate_one(
-        self, task: Task, rollout_id: RolloutId, tag: str, known: Mapping[RolloutId, Evaluated]
-    ) -> float | None:
-        """The reward of one answer; None when every attempt was infra."""
-        before = known.get(rollout_id, NEVER_EVALUATED)
-        reward = before.reward
+        self, first: RolloutOrder, known: Mapping[RolloutId, Evaluated], recording: Recording
+    ) -> Answer:
+        """One answer, recorded; without a reward when every attempt was infra."""
+        if (recorded := recording.get(first.rollout_id)) is not None:
+            return recorded
+        before = known.get(first.rollout_id, NEVER_EVALUATED)
+        answer = recording.recover(first, before) if before.reward is not None else None
         for attempt in range(before.attempts + 1, before.attempts + 1 + self._config.evaluation_attempts):
-            if reward is not None:
+            if answer is not None and answer.reward is not None:
                 break
-            order = RolloutOrder(
-                rollout_id=rollout_id, group_id=GroupId(tag), attempt=attempt, task=task, purpose=Purpose.EVALUATION
-            )
             async with self._evaluation_slots:
-                reward = (await self._answer(order)).reward
-        return reward
+                answer = await self._answer(replace(first, attempt=attempt))
+        assert answer is not None
+        await recording.add(answer)
+        return answer
 
-    async def _answer(self, order: RolloutOrder) -> Outcome:
+    async def _answer(self, order: RolloutOrder) -> Answer:
         slot = await self._slot_with(
             lambda slot: len(slot.training) + len(slot.evaluations), room=lambda slot: slot.ready.is_set()
         )
@@ -242,8 +305,8 @@ class Dispatcher:
         slot.evaluations[key] = order
         try:
             await self._start(slot, [order])
-            outcome: Outcome = await answer
-            return outcome
+            ended: Answer = await answer
+            return ended
         finally:
             self._answers.pop(key, None)
             slot.evaluations.pop(key, None)
@@ -270,7 +333,11 @@ class Dispatcher:
         """Take what the worker finished, for ever; notice its death."""
         while True:
             try:
-                for finished in await slot.worker.finished(self._incarnation, timeout_s=POLL_S):
+                ended = await slot.worker.finished(
+                    self._incarnation, slot.incarnation, after=slot.seen, timeout_s=POLL_S
+                )
+                for finished in ended:
+                    slot.seen = finished.number
                     self._ends(slot, finished)
             except ActorLost:
                 await self._lost(slot)
@@ -279,13 +346,14 @@ class Dispatcher:
     async def _attend(self, slot: _Slot) -> None:
         """Make a worker ours and empty; it is ready then."""
         slot.incarnation = (await until_back(lambda: slot.worker.reset(self._incarnation))).incarnation
+        slot.seen = 0
         slot.ready.set()
         self._slot_freed.set()
 
     def _ends(self, slot: _Slot, finished: Finished) -> None:
         key = (finished.rollout_id, finished.attempt)
         if key in slot.training:
-            slot.training.discard(key)
+            del slot.training[key]
             self._slot_freed.set()
             self._ended[finished.outcome.cause] += 1
             if finished.outcome.reward is not None:
@@ -293,16 +361,16 @@ class Dispatcher:
                 self._rewards = [*self._rewards[-127:], finished.outcome.reward]
         elif (answer := self._answers.get(key)) and not answer.done():
             self._answered += 1
-            answer.set_result(finished.outcome)
+            answer.set_result(finished.answer or untold_answer(slot.evaluations[key], finished.outcome))
 
     async def _lost(self, slot: _Slot) -> None:
         """Everything the dead worker carried starts again, here or elsewhere."""
         slot.ready.clear()
-        lost, slot.training = list(slot.training), set()
+        lost, slot.training = list(slot.training), {}
         logger.warning("worker lost with %d rollouts and %d evaluations", len(lost), len(slot.evaluations))
-        for key in slot.evaluations:
+        for key, order in slot.evaluations.items():
             if (answer := self._answers.get(key)) and not answer.done():
-                answer.set_result(Outcome.infra("the worker died"))
+                answer.set_result(untold_answer(order, Outcome.infra("the worker died")))
         if lost:
             await until_back(lambda: self._replay.abandon(lost))
         await until_back(lambda: self._pool.release_holder(slot.incarnation))

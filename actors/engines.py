@@ -5,7 +5,8 @@ Invariants:
   it completely.
 - An engine that failed a push or died is taken out of routing, replaced by a new process, and caught up before it
   gets traffic.
-- An engine that answers nothing for `health_timeout_s` is dead to us: it is killed, so that its turns go elsewhere.
+- An engine that answers nothing for `health_timeout_s` is dead to us: it is killed, so that its turns go elsewhere. So
+  is one that answers, and leaves turn after turn without an end.
 - A dead sender costs a push nothing but time: what it did not reach is pushed again by the next one.
 - The newest snapshot is journalled before its push begins: a restarted group brings its new engines to it before
   anything else.
@@ -38,6 +39,7 @@ from headrace.policies.push import push
 from headrace.policies.push_machine import PushOutcome
 from headrace.policies.sender import SenderConfig, SenderProcess
 from headrace.policies.sglang import SGLangConfig, SGLangEngine
+from headrace.policies.simulated import SimulatedEnginesConfig
 from headrace.serve.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SUPERVISION_S = 2.0
+SILENT_CALLS = 8
+"""Turns in a row that an engine left without an answer: it tells its load and generates nothing."""
 GATEWAY_TIMEOUT_S = 5.0
 """A gateway that is silent for so long must not be taken for a failing engine: below every deadline of a push."""
 
@@ -62,8 +66,11 @@ class EnginesConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    backend: Literal["cpu"] = "cpu"
-    """`cpu` is the embedded engine; SGLang servers are not started by this version."""
+    backend: Literal["cpu", "simulated"] = "cpu"
+    """`cpu` is the embedded engine; `simulated` takes time instead of computing, for the simulated agent and learner.
+    SGLang servers are not started by this version."""
+    simulated: SimulatedEnginesConfig = SimulatedEnginesConfig()
+    """Settings of simulated engines."""
     count: int = Field(default=2, ge=1)
     """Engine processes."""
     max_running: int = Field(default=64, ge=1)
@@ -115,6 +122,8 @@ class EngineGroup:
         self._model_dir = model_dir
         self._seed = seed
         self._observing = observing
+        if observing.run_dir is None:
+            raise ValueError("engines keep logs and journals: they need a run directory")
         self._directory = observing.run_dir / "engines"
         self._stack = AsyncExitStack()
         self._members: dict[EngineId, _Member] = {}
@@ -310,13 +319,29 @@ class EngineGroup:
 
     async def _kill_failed(self) -> list[_Member]:
         members = list(self._members.values())
+        silent = await self._silent()
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(self._failed(member)) for member in members]
-        failed = [member for member, answer in zip(members, asked, strict=True) if answer.result()]
+        failed = [
+            member
+            for member, answer in zip(members, asked, strict=True)
+            if answer.result() or member.engine_id in silent
+        ]
         for member in failed:
             logger.warning("replacing engine %s (alive: %s)", member.engine_id, member.process.alive)
             await member.process.kill()
         return failed
+
+    async def _silent(self) -> set[str]:
+        """Engines that generate nothing any more, as the gateway sees it. During a push they may have to be silent."""
+        if self._pushing.locked():
+            return set()
+        try:
+            async with asyncio.timeout(GATEWAY_TIMEOUT_S):
+                stats = await self._gateway.stats()
+        except (ActorLost, TimeoutError):
+            return set()
+        return {engine for engine, calls in stats.silent.items() if calls >= SILENT_CALLS}
 
     async def _failed(self, member: _Member) -> bool:
         """Dead, hung, or left out by a push that is over."""

@@ -13,6 +13,7 @@ from opentelemetry import trace
 
 from headrace.actors.batching import Batcher
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.evaluators.simulated import simulated_verdict
 from headrace.actors.leases import Leases
 from headrace.actors.operations import Operations
 from headrace.actors.owning import Owning
@@ -99,6 +100,8 @@ class Evaluator(Owning):
     async def _evaluate(self, request: EvaluationRequest) -> Verdict:
         if request.task.evaluator.kind is EvaluatorKind.NONE:
             return Verdict(reward=1.0, cause=Cause.SOLVED)
+        if request.task.evaluator.kind is EvaluatorKind.SIMULATED:
+            return await simulated_verdict(request)
         with tracer.start_as_current_span(names.CHECK, context=context_from(request.traceparent)):
             return await evaluate(request, self._rooms)
 

@@ -18,32 +18,35 @@ import time
 import uuid
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 from pydantic import ValidationError
 
 from headrace.actors.choosing import make_agent
-from headrace.actors.config import RunConfig, SandboxKind, load_recipe
+from headrace.actors.config import AgentKind, RunConfig, SandboxKind, load_recipe
 from headrace.actors.errors import ActorLost, ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.guarding import guard, keep_running
+from headrace.actors.held_out.overlap import refuse_overlap
 from headrace.actors.metrics import read_metrics
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import RayRuntime, start_local_ray, stop_local_ray
 from headrace.actors.service import Service
+from headrace.actors.simulation.tasks import simulated_tasks
 from headrace.actors.summary import RunSummary, summarize
 from headrace.buffer.datasets.terminal import Split, generate
-from headrace.buffer.tasks import load_tasks, task_digest, write_tasks
+from headrace.buffer.tasks import load_tasks, write_tasks
 from headrace.policies.model_files import check_model_files
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.serve.observing.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
     from pathlib import Path
 
     from headrace.actors.runtime import Runtime
     from headrace.buffer.tasks import Task
+    from headrace.serve.observing.progress import Progress
 
 PROGRESS_S = 1.0
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
@@ -68,13 +71,20 @@ def prepare(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
     if directory.path.exists():
         raise RunExists(f"{directory.path} exists: choose another --name, or `headrace resume {directory.path}`")
     config = load_recipe(request.recipe, request.overrides, directory.path)
-    check_model_files(config.model.path)
+    lay_out(config, directory)
+    return config, directory
+
+
+def lay_out(config: RunConfig, directory: RunDirectory) -> None:
+    """Check what the configuration names, then make the run directory. Raises ConfigError and the errors of tasks,
+    model and sandboxes."""
+    if config.engines.backend != "simulated":
+        check_model_files(config.model.path)
     make_agent(config.agent)
     train, heldout = load_task_sets(config)
     if config.sandbox.provider is SandboxKind.LOCAL:
         require_namespaces()
     _make(directory, config, train, heldout)
-    return config, directory
 
 
 def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
@@ -82,14 +92,14 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
     section, seed = config.tasks, config.service.seed
     if section.train is not None and section.heldout is not None:
         train, heldout = load_tasks(section.train), load_tasks(section.heldout)
+    elif config.agent.kind is AgentKind.SIMULATED:
+        evaluate_s = section.evaluate_s
+        train = simulated_tasks(seed, section.train_count, evaluate_s=evaluate_s)
+        heldout = simulated_tasks(seed, section.heldout_count, evaluate_s=evaluate_s, family="heldout")
     else:
         train = generate(seed, section.train_count, Split.TRAIN)
         heldout = generate(seed, section.heldout_count, Split.HELD_OUT)
-    both = {task_digest(task) for task in train} & {task_digest(task) for task in heldout}
-    if both:
-        raise ConfigError(
-            f"tasks.heldout: {len(both)} tasks are also in tasks.train; take them out of one of the files"
-        )
+    refuse_overlap(train, heldout, "tasks.heldout")
     return train, heldout
 
 
@@ -135,8 +145,14 @@ def placed(document: dict[str, Any], directory: RunDirectory) -> dict[str, Any]:
 @contextmanager
 def sole_driver(directory: RunDirectory) -> Iterator[None]:
     """Hold the run's lock; the kernel drops it when this process dies. Raises RunExists when another process drives
-    the run."""
-    with directory.lock.open("a") as file:
+    the run, ConfigError when nothing can be written there."""
+    try:
+        opened = directory.lock.open("a")
+    except OSError as error:
+        raise ConfigError(
+            f"{directory.path} cannot be written: {error.strerror}; copy it to a disk that can"
+        ) from error
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -147,13 +163,23 @@ def sole_driver(directory: RunDirectory) -> Iterator[None]:
         yield
 
 
-def drive(config: RunConfig, directory: RunDirectory, *, quiet: bool = False) -> RunSummary:
-    """Run or resume to the end; the summary is also written to summary.json. Raises RunError and what ended the run."""
+def drive(
+    config: RunConfig,
+    directory: RunDirectory,
+    *,
+    quiet: bool = False,
+    before: Callable[[], object] = lambda: None,
+    beside: Callable[[Service], Awaitable[None]] | None = None,
+) -> RunSummary:
+    """Run or resume to the end; the summary is also written to summary.json. `before` is called as soon as nobody else
+    drives the run; `beside` goes on beside the run, with its service, and is cancelled at the end. Raises RunError and
+    what ended the run."""
     with sole_driver(directory):
+        before()
         started = time.time()
         start_local_ray(directory.path, object_store_bytes=config.service.object_store_bytes)
         try:
-            completed = asyncio.run(_drive(config, directory, quiet=quiet))
+            completed = asyncio.run(_drive(config, directory, quiet=quiet, beside=beside))
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
         except asyncio.CancelledError:
@@ -167,23 +193,36 @@ def drive(config: RunConfig, directory: RunDirectory, *, quiet: bool = False) ->
         return summary
 
 
-async def _drive(config: RunConfig, directory: RunDirectory, *, quiet: bool) -> bool:
+async def _drive(
+    config: RunConfig,
+    directory: RunDirectory,
+    *,
+    quiet: bool,
+    beside: Callable[[Service], Awaitable[None]] | None,
+) -> bool:
     runtime = RayRuntime()
     service = await runtime.spawn(Service, config, directory, runtime, name="service")
     try:
         async with asyncio.TaskGroup() as tasks:
             draining = asyncio.Event()
             running = tasks.create_task(run_guarded(runtime, service, config.service.hang_s, draining))
-            watching = tasks.create_task(_watch(service, quiet=quiet))
+            aside = [tasks.create_task(watch(service, quiet=quiet))]
+            if beside is not None:
+                aside.append(tasks.create_task(_aside(beside, service)))
             with drain_on_interrupt(service, running, tasks, draining):
                 completed = await running
-            watching.cancel()
+            for task in aside:
+                task.cancel()
     finally:
         # What does not close in time dies with Ray; it must not hide how the run ended.
         with suppress(TimeoutError):
             async with asyncio.timeout(config.service.drain_s):
                 await runtime.stop(service)
     return completed
+
+
+async def _aside(beside: Callable[[Service], Awaitable[None]], service: Service) -> None:
+    await beside(service)
 
 
 async def run_guarded(runtime: Runtime, service: Service, hang_s: float, draining: asyncio.Event | None = None) -> bool:
@@ -226,7 +265,13 @@ def drain_on_interrupt(
             loop.remove_signal_handler(number)
 
 
-async def _watch(service: Service, *, quiet: bool) -> None:
+class Shown(Protocol):
+    """What has progress to show."""
+
+    async def progress(self) -> Progress: ...
+
+
+async def watch(service: Shown, *, quiet: bool) -> None:
     """Show progress once a second until cancelled."""
     if quiet:
         return

@@ -11,11 +11,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
-import time
 from collections import Counter
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Self
@@ -23,21 +23,28 @@ from typing import TYPE_CHECKING, Self
 from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.actors.errors import first_cause
 from headrace.actors.retry import until_back
+from headrace.actors.runtime import end_actor
+from headrace.buffer.errors import DataExhausted, StaleEpoch
 from headrace.policies.checkpoints import latest_checkpoint
+from headrace.policies.simulated import SimulatedLearner, SimulatedLearnerConfig
 from headrace.serve.joining import Joined
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from headrace.actors.engines import EngineGroup
     from headrace.actors.observing import Observing
     from headrace.actors.replay import Replay
+    from headrace.actors.simulation.engines import SimulatedEngineGroup
     from headrace.buffer.types import Batch, StepReport
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.learner import Learner, WeightsSnapshot
     from headrace.policies.megatron import LearnerConfig
 
+logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.learner")
 
 TAKE_POLL_S = 5.0
@@ -52,6 +59,21 @@ class RewardControl(StrEnum):
     """The negative control: rewards and advantages are shuffled over the batch; nothing must be learned."""
 
 
+class Stage(StrEnum):
+    """What the learner is doing."""
+
+    WAITING = "waiting"
+    """For a batch, or for being run."""
+    OPENING = "opening"
+    """Loading a checkpoint."""
+    STEPPING = "stepping"
+    """An optimizer step, with its commit."""
+    PUSHING = "pushing"
+    """Waiting for the push before, or taking the snapshot of the next one."""
+    SAVING = "saving"
+    """Writing a checkpoint."""
+
+
 class LearnerLoopConfig(BaseModel):
     """How long the loop runs and how often it saves."""
 
@@ -61,6 +83,9 @@ class LearnerLoopConfig(BaseModel):
     """Optimizer updates of the whole run, counted over all epochs."""
     save_every: int = Field(default=10, ge=1)
     """Optimizer updates between checkpoints; the last one is always saved."""
+    stage_timeout_s: float = Field(default=1800.0, gt=0)
+    """A step, a save or an opening that takes longer is hung: the learner is killed, and a new one goes on from the
+    last checkpoint."""
     rewards: RewardControl = RewardControl.TRUE
     """`shuffled` is the negative control of `scripts/bench control`."""
 
@@ -74,6 +99,9 @@ class LearnerStatus:
     idle_share: float
     tokens: int
     process_id: int
+    stage: Stage = Stage.WAITING
+    stage_s: float = 0.0
+    """Seconds in this stage so far."""
 
 
 @dataclass(slots=True)
@@ -101,10 +129,10 @@ class LearnerLoop:
     def __init__(
         self,
         config: LearnerLoopConfig,
-        learner: LearnerConfig,
+        learner: LearnerConfig | SimulatedLearnerConfig,
         *,
         replay: Replay,
-        engines: EngineGroup,
+        engines: EngineGroup | SimulatedEngineGroup,
         observing: Observing,
     ) -> None:
         self._config = config
@@ -117,14 +145,14 @@ class LearnerLoop:
         self._version: PolicyVersion | None = None
         self._last: StepReport | None = None
         self._tokens = 0
+        self._stage, self._stage_since_s = Stage.WAITING, 0.0
         self._draining = asyncio.Event()
         self._opening = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("learner"))
         self._metrics = self._observing.metrics()
-        # In a thread: importing megatron-core takes seconds, and who does not answer meanwhile counts as hung.
-        self._learner = await asyncio.to_thread(_make_learner, self._learner_config)
+        self._learner = await _make_learner(self._learner_config)
         self._stack.push_async_callback(self._learner.close)
         self._running: Joined[PolicyVersion] = Joined(await self._stack.enter_async_context(asyncio.TaskGroup()))
         return self
@@ -136,13 +164,19 @@ class LearnerLoop:
         await self._stack.aclose()
 
     async def run(self) -> PolicyVersion:
-        """Train until `steps` updates are done or `drain` was called; the version reached. A call that comes while
-        another runs waits for the same end.
+        """Train until `steps` updates are done, the data set is used up, or `drain` was called; the version reached.
+        A call that comes while another runs waits for the same end.
 
         Raises NonFiniteRun (K skipped steps in a row), LedgerBehind (the ledger does not know the checkpoint's
         batches), EngineUnavailable (no engine took a push), ActorGone.
         """
-        return await self._running("run", self._train)
+        try:
+            return await self._running("run", self._train)
+        except (StaleEpoch, BaseExceptionGroup) as error:
+            if not isinstance(first_cause(error), StaleEpoch):
+                raise
+            logger.warning("a newer learner was opened: this one ends, and the next opens a newer one")
+            end_actor()
 
     async def _train(self) -> PolicyVersion:
         await self.open()
@@ -150,7 +184,11 @@ class LearnerLoop:
         self._pushing: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as pushes:
             while self._version.step < self._config.steps and not self._draining.is_set():
-                batch = await self._take()
+                try:
+                    batch = await self._take()
+                except DataExhausted:
+                    logger.warning("the data set is used up after %d steps", self._version.step)
+                    break
                 if batch is None:
                     continue
                 report = await self._step(batch)
@@ -178,12 +216,24 @@ class LearnerLoop:
             idle_share=self._clock.idle_share,
             tokens=self._tokens,
             process_id=os.getpid(),
+            stage=self._stage,
+            stage_s=_now() - self._stage_since_s,
         )
 
+    @contextmanager
+    def _in(self, stage: Stage) -> Iterator[None]:
+        self._stage, self._stage_since_s = stage, _now()
+        try:
+            yield
+        finally:
+            self._stage, self._stage_since_s = Stage.WAITING, _now()
+
     async def _open(self) -> PolicyVersion:
-        checkpoint = latest_checkpoint(self._learner_config.checkpoint_dir)
+        folder = self._learner_config.checkpoint_dir
+        checkpoint = None if folder is None else latest_checkpoint(folder)
         version = await until_back(lambda: self._replay.open_epoch(checkpoint))
-        await self._learner.open(checkpoint, epoch=version.epoch)
+        with self._in(Stage.OPENING):
+            await self._learner.open(checkpoint, epoch=version.epoch)
         self._saved_at = version.step if checkpoint is not None else -1
         await self._push()
         return version
@@ -191,17 +241,17 @@ class LearnerLoop:
     async def _take(self) -> Batch | None:
         version = self._version
         assert version is not None
-        start = time.monotonic()
+        start = _now()
         batch = await until_back(lambda: self._replay.take(version, timeout_s=TAKE_POLL_S))
-        self._clock.idle_s += time.monotonic() - start
+        self._clock.idle_s += _now() - start
         return batch
 
     async def _step(self, batch: Batch) -> StepReport:
-        start = time.monotonic()
-        with tracer.start_as_current_span("step"):
+        start = _now()
+        with self._in(Stage.STEPPING), tracer.start_as_current_span("step"):
             report = await self._learner.step(self._controlled(batch))
         await until_back(lambda: self._replay.commit(batch.lease, report))
-        self._clock.step_s += time.monotonic() - start
+        self._clock.step_s += _now() - start
         self._version, self._last = report.version, report
         self._tokens += int(report.metrics.get("tokens", 0))
         self._metrics.append("step", _record_of(batch, report, self._clock.since(self._recorded)))
@@ -217,11 +267,12 @@ class LearnerLoop:
         """Start sending the new weights and return; waits only for the push before."""
         if report.skipped:
             return
-        start = time.monotonic()
-        if self._pushing is not None:
-            await self._pushing
-        self._clock.push_s += time.monotonic() - start
-        self._pushing = pushes.create_task(self._send(await self._learner.snapshot()))
+        start = _now()
+        with self._in(Stage.PUSHING):
+            if self._pushing is not None:
+                await self._pushing
+            self._clock.push_s += _now() - start
+            self._pushing = pushes.create_task(self._send(await self._learner.snapshot()))
 
     async def _push(self) -> None:
         await self._send(await self._learner.snapshot())
@@ -235,17 +286,30 @@ class LearnerLoop:
         assert self._version is not None
         if self._version.step == self._saved_at:
             return
-        start = time.monotonic()
-        checkpoint = await self._learner.save()
+        start = _now()
+        with self._in(Stage.SAVING):
+            checkpoint = await self._learner.save()
         await until_back(lambda: self._replay.checkpointed(checkpoint))
         self._saved_at = self._version.step
-        self._clock.step_s += time.monotonic() - start
+        self._clock.step_s += _now() - start
 
 
-def _make_learner(config: LearnerConfig) -> Learner:
+async def _make_learner(config: LearnerConfig | SimulatedLearnerConfig) -> Learner:
+    if isinstance(config, SimulatedLearnerConfig):
+        return SimulatedLearner(config)
+    # In a thread: importing megatron-core takes seconds, and who does not answer meanwhile counts as hung.
+    return await asyncio.to_thread(_make_megatron_learner, config)
+
+
+def _make_megatron_learner(config: LearnerConfig) -> Learner:
     from headrace.policies.megatron import MegatronLearner
 
     return MegatronLearner(config)
+
+
+def _now() -> float:
+    """Of the event loop, which may be one of virtual time."""
+    return asyncio.get_running_loop().time()
 
 
 def shuffle_rewards(batch: Batch, *, seed: int) -> Batch:

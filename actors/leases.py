@@ -2,7 +2,7 @@
 
 Invariants:
 - What is leased carries the holder's label and a short lease, which the holder's heartbeat renews: a holder that dies,
-  or whose loop hangs, loses its sandboxes within `LEASE_S`.
+  or whose loop hangs, loses its sandboxes within `lease_s`.
 - Every lease is a new sandbox, however often its call is repeated; one that is cancelled while it boots is given back.
 """
 
@@ -28,16 +28,18 @@ if TYPE_CHECKING:
 
 LEASE_S: Final = 60.0
 """A pool that restarts is back in less."""
-HEARTBEAT_S: Final = 15.0
+HEARTBEATS: Final = 4
+"""Of one lease."""
 
 
 class Leases(Owning):
     """The pool as one holder uses it; an async context manager."""
 
-    def __init__(self, pool: SandboxPool, holder: str) -> None:
+    def __init__(self, pool: SandboxPool, holder: str, *, lease_s: float = LEASE_S) -> None:
         super().__init__()
         self._pool = pool
         self._holder = holder
+        self._lease_s = lease_s
         self._leased: set[SandboxId] = set()
 
     async def __aenter__(self) -> Self:
@@ -55,7 +57,7 @@ class Leases(Owning):
         """Raises SandboxError, ActorGone."""
         key = f"{request.spec.idempotency_key}.{uuid.uuid4().hex}"
         labels = {**request.spec.labels, HOLDER_LABEL: self._holder}
-        spec = replace(request.spec, labels=labels, idempotency_key=key, ttl_s=LEASE_S)
+        spec = replace(request.spec, labels=labels, idempotency_key=key, ttl_s=self._lease_s)
         lease = await self._lease(key, replace(request, spec=spec))
         self._leased.add(lease.ref.id)
         return lease
@@ -70,11 +72,11 @@ class Leases(Owning):
     async def _beat(self) -> None:
         """What is lost meanwhile is met by whoever uses it."""
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self._lease_s / HEARTBEATS)
             if not self._leased:
                 continue
             try:
-                await until_back(lambda: self._pool.renew_holder(self._holder, LEASE_S))
+                await until_back(lambda: self._pool.renew_holder(self._holder, self._lease_s))
             except ActorGone:
                 continue
 

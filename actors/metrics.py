@@ -17,12 +17,15 @@ if TYPE_CHECKING:
 
 
 class MetricsLog:
-    """Appends records; several processes may append to one file, since each record is a single O_APPEND write."""
+    """Appends records; several processes may append to one file, since each record is a single O_APPEND write. Without
+    a path nothing is kept."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
 
     def append(self, kind: str, record: dict[str, Any]) -> None:
+        if self._path is None:
+            return
         line = orjson.dumps({"kind": kind, "time_s": time.time(), **record}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:

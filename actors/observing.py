@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observing:
-    """Where spans and metrics of a run go."""
+    """Where spans and metrics of a run go; without `run_dir`, nowhere."""
 
     config: TelemetryConfig
-    run_dir: Path
+    run_dir: Path | None
 
     @contextmanager
     def spans(self, process: str) -> Iterator[None]:
         """Export this process's spans to `<run>/spans/<process>-<pid>.jsonl` until the context ends."""
+        if self.run_dir is None:
+            yield
+            return
         spans_dir = self.run_dir / "spans"
         handle = configure(self.config, process=f"{process}-{os.getpid()}", spans_dir=spans_dir)
         try:
@@ -36,4 +39,4 @@ class Observing:
             handle.shutdown()
 
     def metrics(self) -> MetricsLog:
-        return MetricsLog(self.run_dir / "metrics.jsonl")
+        return MetricsLog(None if self.run_dir is None else self.run_dir / "metrics.jsonl")

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import psutil
 
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.config import SandboxKind, SandboxSection
 from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.observing import Observing
+from headrace.actors.process_tree import cpu_s
 from headrace.actors.replay import Replay
 from headrace.actors.rollout import RolloutConfig
 from headrace.actors.run_directory import RunDirectory
@@ -99,16 +98,16 @@ async def _pass(runtime: Runtime, directory: RunDirectory, rollouts: int) -> Mea
         actors: list[object] = []
         dispatcher = await _spawn_all(spawn, directory)
         async with asyncio.TaskGroup() as tasks:
-            idle_cpu_per_s = await _idle(IDLE_S)
+            idle_cpu_per_s = await idle_cpu(IDLE_S)
             running = tasks.create_task(dispatcher.run())
             await _finished(dispatcher, SLOTS)
-            done, calls = await _finished(dispatcher, 0), await _calls(runtime, actors)
-            cpu_s, start = _cpu_s(), time.monotonic()
+            done, calls = await _finished(dispatcher, 0), await calls_of(runtime, actors)
+            used_s, start = cpu_s(), time.monotonic()
             reached = await _finished(dispatcher, done + rollouts)
             measured = Measured(
-                cpu_s=_cpu_s() - cpu_s,
+                cpu_s=cpu_s() - used_s,
                 wall_s=time.monotonic() - start,
-                calls=await _calls(runtime, actors) - calls,
+                calls=await calls_of(runtime, actors) - calls,
                 rollouts=reached - done,
                 idle_cpu_per_s=idle_cpu_per_s,
             )
@@ -170,22 +169,12 @@ async def _finished(dispatcher: Dispatcher, at_least: int) -> int:
     return finished
 
 
-async def _calls(runtime: Runtime, actors: list[object]) -> int:
+async def calls_of(runtime: Runtime, actors: list[object]) -> int:
     return sum([(await runtime.stats(actor))[1] for actor in actors])
 
 
-async def _idle(seconds: float) -> float:
+async def idle_cpu(seconds: float) -> float:
     """CPU seconds per second while nothing is asked of anybody."""
-    before, start = _cpu_s(), time.monotonic()
+    before, start = cpu_s(), time.monotonic()
     await asyncio.sleep(seconds)
-    return (_cpu_s() - before) / (time.monotonic() - start)
-
-
-def _cpu_s() -> float:
-    """User and system time of this process and all its descendants, of their reaped children too."""
-    total = 0.0
-    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-        with suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system + times.children_user + times.children_system
-    return total
+    return (cpu_s() - before) / (time.monotonic() - start)

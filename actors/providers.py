@@ -13,9 +13,11 @@ import os
 from typing import TYPE_CHECKING
 
 from headrace.actors.config import SandboxKind
+from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.simulated.provider import SimulatedProvider
 from headrace.sandboxes.unprotected.provider import SubprocessProvider
 
 if TYPE_CHECKING:
@@ -24,8 +26,13 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import SandboxProvider
 
 
-async def start_provider(section: SandboxSection, directory: RunDirectory) -> SandboxProvider:
-    """Raises NamespacesUnavailable, LauncherGone, SpecRefused, ProviderUnreachable, SecretRefused."""
+async def start_provider(section: SandboxSection, directory: RunDirectory | None) -> SandboxProvider:
+    """Only simulated sandboxes need no directory. Raises NamespacesUnavailable, LauncherGone, SpecRefused,
+    ProviderUnreachable, SecretRefused."""
+    if section.provider is SandboxKind.SIMULATED:
+        return SimulatedProvider(section.simulated)
+    if directory is None:
+        raise SpecRefused(f"sandbox.provider {section.provider.value} needs a run directory; simulated needs none")
     label = run_label(directory.path)
     match section.provider:
         case SandboxKind.SUBPROCESS:
@@ -58,13 +65,15 @@ def _local_config(config: LocalSandboxConfig, label: str, directory: RunDirector
 
 
 def attaching_providers() -> dict[str, SandboxProvider]:
-    """By the name that a ref carries."""
+    """By the name that a ref carries. A simulated sandbox is known to its own pool only: from elsewhere it can be
+    attached to, and runs nothing."""
     from headrace.sandboxes.oci.provider import OciProvider
     from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 
     return {
         "local": LocalProvider(),
         "subprocess": SubprocessProvider(),
+        "simulated": SimulatedProvider(),
         "oci": OciProvider(),
         "remote": RemoteProvider(RemoteConfig()),
     }

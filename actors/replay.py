@@ -1,4 +1,4 @@
-"""The replay buffer actor: `headrace.buffer.store.ReplayStore` under the run's directory.
+"""The replay buffer actor: `headrace.buffer.store.ReplayStore` under the run's directory, or in memory.
 
 Invariant: whatever the store broke on ends this process, so that Ray starts a new one that folds itself from the disk
 again. One dispatcher is given orders at a time: the one that reconciled last.
@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import time
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
+from headrace.actors.runtime import end_actor
 from headrace.buffer.errors import LedgerBroken
 from headrace.buffer.store import ReplayStore
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from headrace.actors.run_directory import RunDirectory
     from headrace.buffer.replay import BufferConfig, BufferStatus
-    from headrace.buffer.tasks import TaskId
+    from headrace.buffer.tasks import Task, TaskId
     from headrace.buffer.types import (
         Batch,
         BatchLease,
@@ -39,15 +41,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SYNC_POLL_S = 0.2
+IN_MEMORY = "in memory"
+"""What a ledger without a directory knows its run by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issued:
-    """What may start, and what runs although it could not be trained any more."""
+    """What may start, and what runs in vain: over the staleness bound, or left out when its group was sealed."""
 
     orders: tuple[RolloutOrder, ...]
-    over_bound: tuple[tuple[RolloutId, int], ...]
+    to_cancel: tuple[tuple[RolloutId, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +65,23 @@ NEVER_EVALUATED = Evaluated(attempts=0, reward=None)
 
 
 class Replay:
-    """The one owner of the run's ledger."""
+    """The one owner of the run's ledger. Without a directory it is in memory, over `tasks`; `clock` gives Unix
+    seconds."""
 
-    def __init__(self, config: BufferConfig, *, directory: RunDirectory, seed: int) -> None:
+    def __init__(
+        self,
+        config: BufferConfig,
+        *,
+        directory: RunDirectory | None,
+        seed: int,
+        tasks: Sequence[Task] = (),
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._config = config
         self._directory = directory
         self._seed = seed
+        self._tasks = tasks
+        self._clock = clock
         self._stack = AsyncExitStack()
         self._opened = asyncio.Event()
         self._dispatcher = ""
@@ -78,14 +92,15 @@ class Replay:
     async def __aenter__(self) -> Self:
         directory = self._directory
         store = ReplayStore.open(
-            directory.path,
+            None if directory is None else directory.path,
             self._config,
-            load_tasks(directory.train_tasks),
-            run_id=directory.identity.read_text(),
+            self._tasks if directory is None else load_tasks(directory.train_tasks),
+            run_id=IN_MEMORY if directory is None else directory.identity.read_text(),
             seed=self._seed,
+            clock=self._clock,
         )
         self._store = await self._stack.enter_async_context(await store)
-        if self._store.status().head is not None:
+        if self._store.head is not None:
             self._opened.set()
         return self
 
@@ -105,19 +120,28 @@ class Replay:
                 return await self._issue(limit, timeout_s)
         except TimeoutError:
             pass
-        return Issued(orders=(), over_bound=())
+        return Issued(orders=(), to_cancel=())
 
     async def _issue(self, limit: int, timeout_s: float) -> Issued:
-        """Raises TimeoutError when another dispatcher takes over meanwhile; nothing is handed out then."""
+        """Raises TimeoutError when another dispatcher takes over meanwhile, or another version is served; nothing is
+        handed out then."""
         with self._ending():
             async with asyncio.timeout(None) as issuing:
                 self._issuing = issuing
                 try:
-                    orders = await self._store.issue(limit, self._serving(), timeout_s=self._patience_s(timeout_s))
+                    orders = await self._store.issue(limit, self._serving(), timeout_s=timeout_s)
                 finally:
                     # A timeout that is over cannot be moved any more.
                     self._issuing = None if self._issuing is issuing else self._issuing
-            return Issued(orders=orders, over_bound=self._store.over_bound(self._head()))
+            return Issued(orders=orders, to_cancel=self._store.to_cancel(self._head()))
+
+    async def cancellations(
+        self, known: list[tuple[RolloutId, int]], *, timeout_s: float
+    ) -> tuple[tuple[RolloutId, int], ...] | None:
+        """Attempts that run in vain, as soon as there are others than `known`; None when there are not within
+        `timeout_s`."""
+        with self._ending():
+            return await self._store.cancellations(known, timeout_s=timeout_s)
 
     async def offer(self, results: list[RolloutResult]) -> tuple[Receipt, ...]:
         with self._ending():
@@ -130,8 +154,8 @@ class Replay:
     async def reconcile(self, carried: list[tuple[RolloutId, int]], dispatcher: str) -> int:
         """Abandon every attempt in flight that nobody carries; returns how many. From here on orders go to this
         dispatcher alone: what one before it still waits for would be carried by nobody."""
-        if dispatcher != self._dispatcher and self._issuing is not None and not self._issuing.expired():
-            self._issuing.reschedule(0.0)
+        if dispatcher != self._dispatcher:
+            self._stop_issuing()
         self._dispatcher = dispatcher
         with self._ending():
             return await self._store.keep_in_flight(carried)
@@ -157,6 +181,9 @@ class Replay:
     async def served(self, version: PolicyVersion) -> None:
         """The engines serve this version now: what is issued from here on begins with it."""
         self._served = version
+        if self._config.mode != "async":
+            # What waits asked for another version.
+            self._stop_issuing()
 
     async def record_evaluations(self, ended: Sequence[tuple[RolloutOrder, RolloutResult]]) -> None:
         """Keep outcomes of evaluation rollouts; the tag is the order's group."""
@@ -179,6 +206,11 @@ class Replay:
                 )
         return known
 
+    async def export(self, folder: Path) -> None:
+        """Copy the ledger, trajectories too, into a folder that `ledger verify` reads. Raises OSError."""
+        with self._ending():
+            await self._store.export(folder)
+
     async def status(self) -> BufferStatus:
         with self._ending():
             return self._store.status()
@@ -187,13 +219,13 @@ class Replay:
         """What the engines serve, as far as this process was told; else the ledger's newest version."""
         return self._served or self._head()
 
-    def _patience_s(self, timeout_s: float) -> float:
-        """In mode `sync` one wait asks for one version: it ends soon, so that the next one asks for the version pushed
-        meanwhile."""
-        return min(timeout_s, SYNC_POLL_S) if self._config.mode == "sync" else timeout_s
+    def _stop_issuing(self) -> None:
+        """Whoever waits for orders gets none, and asks again."""
+        if self._issuing is not None and not self._issuing.expired():
+            self._issuing.reschedule(0.0)
 
     def _head(self) -> PolicyVersion:
-        return self._store.status().head or PolicyVersion(1, 0)
+        return self._store.head or PolicyVersion(1, 0)
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -203,4 +235,4 @@ class Replay:
             if self._closing:
                 raise
             logger.exception("the ledger broke; this process ends and starts again from the disk")
-            os._exit(70)
+            end_actor()

@@ -3,7 +3,7 @@ through here."""
 
 from __future__ import annotations
 
-import time
+import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, wait_random_exponential
@@ -24,21 +24,32 @@ async def until_back(call: Callable[[], Awaitable[R]], *, deadline_s: float = RE
     errors at once.
 
     The time counts from the loss, not from the call: one that lasted long before it was lost was running."""
-    lost_s = time.monotonic()
+    try:
+        return await call()
+    except ActorLost as lost:
+        return await _again_until_back(call, lost, deadline_s)
+
+
+async def _again_until_back(call: Callable[[], Awaitable[R]], first: ActorLost, deadline_s: float) -> R:
+    """After a first call that was lost; what goes well never comes here, since tenacity costs more than most calls."""
+    now = asyncio.get_running_loop().time
+    lost_s = now()
     policy = AsyncRetrying(
         retry=retry_if_exception_type(ActorLost),
         wait=wait_random_exponential(multiplier=0.1, max=2.0),
-        stop=lambda _: time.monotonic() - lost_s >= deadline_s,
+        stop=lambda _: now() - lost_s >= deadline_s,
     )
     try:
         async for attempt in policy:
             with attempt:
-                began_s = time.monotonic()
+                if attempt.retry_state.attempt_number == 1:
+                    raise first
+                began_s = now()
                 try:
                     return await call()
                 except ActorLost:
-                    if attempt.retry_state.attempt_number == 1 or time.monotonic() - began_s > deadline_s / 2:
-                        lost_s = time.monotonic()
+                    if now() - began_s > deadline_s / 2:
+                        lost_s = now()
                     raise
     except RetryError as error:
         lost = error.last_attempt.exception()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+from collections import Counter
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -64,6 +64,9 @@ class RolloutConfig(BaseModel):
     """The agent's own clock, from its start; when it is over the outcome is `budget` and the evaluator still runs."""
     evaluate_timeout_s: float = Field(default=90.0, gt=0)
     """Clean sandboxes, patch and check together."""
+    lease_s: float = Field(default=60.0, gt=0)
+    """A worker that does not renew the leases of its sandboxes for so long loses them; it does so four times in that
+    time. A pool that restarts must be back in less."""
     guard_s: float = Field(default=300.0, gt=0)
     """Everything together: past this the rollout is infra, whatever it waits for."""
 
@@ -84,7 +87,9 @@ class Stations(Protocol):
 
     async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession: ...
 
-    async def finish_session(self, session: OpenedSession) -> SessionReport: ...
+    async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
+        """With `conversation`, the report holds every turn as text."""
+        ...
 
     async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport: ...
 
@@ -100,6 +105,8 @@ class Phases:
     """Seconds by phase, in the order in which they ended."""
 
     seconds: list[tuple[str, float]] = field(default_factory=list)
+    occupied: Counter[str] = field(default_factory=Counter)
+    """How many rollouts are in each phase; shared by those of a worker."""
 
     def split(self, first: str, first_s: float) -> None:
         """The first part of what ended last has a name of its own."""
@@ -108,11 +115,14 @@ class Phases:
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
-        start = time.monotonic()
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        self.occupied[name] += 1
         try:
             yield
         finally:
-            self.seconds.append((name, time.monotonic() - start))
+            self.occupied[name] -= 1
+            self.seconds.append((name, loop.time() - start))
 
 
 @asynccontextmanager
@@ -131,9 +141,12 @@ async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> A
             raise InfraFailure(f"{phase}: {type(error).__name__}: {error}") from error
 
 
-async def run_rollout(order: RolloutOrder, stations: Stations, config: RolloutConfig) -> RolloutResult:
-    """Run one attempt to its end. Never raises but for cancellation: a failure is a result, a defect of ours too."""
-    phases = Phases()
+async def run_rollout(
+    order: RolloutOrder, stations: Stations, config: RolloutConfig, occupied: Counter[str] | None = None
+) -> RolloutResult:
+    """Run one attempt to its end. Never raises but for cancellation: a failure is a result, a defect of ours too.
+    `occupied` counts the rollouts in each phase."""
+    phases = Phases(occupied=Counter() if occupied is None else occupied)
     try:
         async with asyncio.timeout(config.guard_s):
             return await _run(order, stations, config, phases)

@@ -26,8 +26,9 @@ import signal
 import sys
 import uuid
 from contextlib import AsyncExitStack, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost, StartFailed
 from headrace.actors.retry import RESTART_DEADLINE_S, until_back
@@ -45,12 +46,25 @@ BREAKING_S = 10.0
 """How long a broken actor may take to close what it has open."""
 STOP_TIMEOUT_S = 60.0
 """How long one actor may take to exit its context; then it is killed."""
+START_TRIES = 2
+"""Of a local Ray."""
 PING_TIMEOUT_S = 5.0
 """An actor that is to be stopped and does not tell its process id within this time hangs: it is killed."""
 WATCH_S = 15.0
 """How often a call that lasts is asked after."""
+ENDING: ContextVar[Callable[[], None] | None] = ContextVar("headrace.ending", default=None)
+"""How the actor whose code runs ends itself, where it has no process of its own."""
 DEFAULT_MAX_CONCURRENCY = 2048
 """Calls one actor may have in flight: dispatcher, workers and status calls together stay far below."""
+
+
+def end_actor() -> NoReturn:
+    """End the actor whose code runs, at once, so that another one starts from its disk."""
+    end = ENDING.get()
+    if end is None:
+        os._exit(BROKEN_EXIT_CODE)
+    end()
+    raise asyncio.CancelledError
 
 
 def require_async(cls: type[object]) -> None:
@@ -419,13 +433,26 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -
     Ray listens on every interface, also when it is local, and whoever reaches it runs code: so it always wants a token,
     one of our own that only this process and its children know. Left alone, Ray would write one into the user's home.
 
-    Raises StartFailed when ray was imported before: it has read by then that it wants no token.
+    Raises StartFailed when Ray does not come up, and when it was imported before: it has read by then that it wants no
+    token.
     """
     if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":
         raise StartFailed("ray was imported before headrace started it: set RAY_AUTH_MODE=token before that import")
     os.environ["RAY_AUTH_MODE"] = "token"
     # Ray reads the token once per process, so a second start keeps it.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    for tries_left in reversed(range(START_TRIES)):
+        try:
+            _init_ray(run, object_store_bytes=object_store_bytes, logs=logs)
+        except Exception as error:  # Ray raises bare ones; a node that is slow to start gets 30 s of it, no more.
+            stop_local_ray()
+            if not tries_left:
+                raise StartFailed(f"Ray did not start: {error}; is this machine overloaded?") from error
+        else:
+            return
+
+
+def _init_ray(run: Path, *, object_store_bytes: int, logs: bool) -> None:
     import ray
 
     ray.init(

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Self
 
 from headrace.actors.operations import Operations
@@ -18,31 +19,43 @@ from headrace.sandboxes.pool.ledger import SandboxLedger
 from headrace.sandboxes.pool.pool import Pool
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headrace.actors.config import SandboxSection
     from headrace.actors.operations import Results
     from headrace.actors.run_directory import RunDirectory
-    from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
+    from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest
     from headrace.sandboxes.pool.pool import PoolStatus
 
 
 class SandboxPool(Owning):
-    """Leases, freezes and releases sandboxes of one host, in batches."""
+    """Leases, freezes and releases sandboxes of one host, in batches. Without a directory its ledger is in memory,
+    which only simulated sandboxes allow; `clock` gives Unix seconds, `provider` stands for the section's."""
 
-    def __init__(self, section: SandboxSection, *, directory: RunDirectory) -> None:
+    def __init__(
+        self,
+        section: SandboxSection,
+        *,
+        directory: RunDirectory | None,
+        clock: Callable[[], float] = time.time,
+        provider: SandboxProvider | None = None,
+    ) -> None:
         super().__init__()
+        self._provider = provider
         self._section = section
         self._directory = directory
+        self._clock = clock
 
     async def __aenter__(self) -> Self:
-        label = run_label(self._directory.path)
-        ledger = await asyncio.to_thread(SandboxLedger.open, self._directory.sandboxes)
+        ledger = await self._open_ledger()
         self._stack.callback(ledger.close)
-        provider = await start_provider(self._section, self._directory)
+        provider = self._provider or await start_provider(self._section, self._directory)
         hosts = {self._section.provider.value: provider}
+        label = "" if self._directory is None else run_label(self._directory.path)
         enter = self._stack.enter_async_context
-        self._pool = await enter(Pool(hosts, self._section.pool, ledger=ledger, owner=label))
+        self._pool = await enter(Pool(hosts, self._section.pool, ledger=ledger, owner=label, clock=self._clock))
         self._leases: Operations[LeaseRequest, Lease] = await enter(
             Operations(self._pool.lease_one, unclaimed=self._release_unclaimed)
         )
@@ -84,6 +97,11 @@ class SandboxPool(Owning):
 
     async def status(self) -> PoolStatus:
         return await self._pool.status()
+
+    async def _open_ledger(self) -> SandboxLedger:
+        if self._directory is None:
+            return SandboxLedger.in_memory()
+        return await asyncio.to_thread(SandboxLedger.open, self._directory.sandboxes)
 
     async def _release_unclaimed(self, lease: Lease) -> None:
         await self._pool.release([lease.ref.id])

@@ -12,61 +12,45 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 from collections import deque
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from headrace.actors.choosing import make_agent
-from headrace.actors.dispatcher import Dispatcher
-from headrace.actors.engines import EngineGroup, EnginesConfig
-from headrace.actors.errors import ActorLost, DiskFull, RunStalled, first_cause
-from headrace.actors.evaluator import Evaluator
-from headrace.actors.gateway import GatewayActor
+from headrace.actors.errors import RunStalled, first_cause
 from headrace.actors.guarding import guard, keep_running
 from headrace.actors.headway import Headway
 from headrace.actors.learner import LearnerLoop
 from headrace.actors.metrics import read_metrics
-from headrace.actors.observing import Observing
-from headrace.actors.owning import Owning
+from headrace.actors.parts import ServiceParts, periodic_evaluations
 from headrace.actors.replay import Replay
 from headrace.actors.retry import until_back
-from headrace.actors.sandbox_pool import SandboxPool
-from headrace.actors.worker import RolloutWorker, WorkerParts
+from headrace.actors.supervision import Parts, Supervision, or_none
 from headrace.buffer.tasks import load_tasks
-from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
-from headrace.serve.gateway import GatewayConfig
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from headrace.actors.config import RunConfig
     from headrace.actors.run_directory import RunDirectory
     from headrace.actors.runtime import Runtime
+    from headrace.buffer.replay import BufferStatus
     from headrace.buffer.types import StepReport
+    from headrace.policies.megatron import LearnerConfig
+    from headrace.policies.simulated import SimulatedLearnerConfig
 
 R = TypeVar("R")
 
 SUPERVISION_S = 1.0
 """How often progress is read."""
-STATUS_TIMEOUT_S = 5.0
-"""A part that tells nothing for so long is shown without a value."""
 
 logger = logging.getLogger(__name__)
 
 
-class Service(Owning):
+class Service(ServiceParts):
     """One run from first to last step."""
 
     def __init__(self, config: RunConfig, directory: RunDirectory, runtime: Runtime) -> None:
-        super().__init__()
-        self._config = config
-        self._directory = directory
-        self._runtime = runtime
-        self._observing = Observing(config=config.telemetry, run_dir=directory.path)
-        self._actors: dict[str, object] = {}
+        super().__init__(config, directory, runtime, evaluations=periodic_evaluations(config, directory))
         self._started_s = time.monotonic()
         self._phase = "starting"
         self._draining = False
@@ -83,7 +67,7 @@ class Service(Owning):
         self._metrics = self._observing.metrics()
         try:
             await self._start_stores()
-            await self._start_workers()
+            await self._start_workers(self._replay)
             await self._start_loops()
         except BaseExceptionGroup as group:
             await self._stack.aclose()
@@ -122,10 +106,10 @@ class Service(Owning):
     async def progress(self) -> Progress:
         """One moment of the run; parts that are restarting show their last or no value."""
         learner, dispatcher, pool, gateway = await asyncio.gather(
-            _or_none(self._learner.status),
-            _or_none(self._dispatcher.status),
-            _or_none(self._pool.status),
-            _or_none(self._gateway.stats),
+            or_none(self._learner.status),
+            or_none(self._dispatcher.status),
+            or_none(self._pool.status),
+            or_none(self._gateway.stats) if self._gateway is not None else _none(),
         )
         self._count_tokens(gateway.sampled_tokens if gateway else 0)
         last = learner.last if learner else None
@@ -144,6 +128,7 @@ class Service(Owning):
             learner_idle_share=learner.idle_share if learner else None,
             infra_failures=dispatcher.infra if dispatcher else 0,
             parser_fails=gateway.parser_fails if gateway else False,
+            held_up_by=self._supervision.held_up_by.line() if self._supervision.held_up_by else "",
             rewards=tuple(self._rewards),
         )
 
@@ -159,10 +144,6 @@ class Service(Owning):
             await self._moved.wait()
         return self._step >= step
 
-    async def process_ids(self) -> dict[str, int]:
-        """Process id by actor name; for operators and fault tests."""
-        return {name: (await self._runtime.stats(actor))[0] for name, actor in self._actors.items()}
-
     async def _train_and_evaluate(self, tasks: asyncio.TaskGroup) -> bool:
         await keep_running(self._learner.open, self._learner.status)
         self._phase = "base evaluation"
@@ -174,7 +155,7 @@ class Service(Owning):
         await until_back(self._ready_learner)
         version = await keep_running(self._learner.run, self._ready_learner)
         # Supervision may have seen none of the steps: a service that came back late finds them all done.
-        learner = await _or_none(self._learner.status)
+        learner = await or_none(self._learner.status)
         self._note(version.step, learner.last if learner else None)
         for task in (dispatching, on_the_way):
             task.cancel()
@@ -222,11 +203,10 @@ class Service(Owning):
         while True:
             await asyncio.sleep(SUPERVISION_S)
             self._refuse_full_disk()
-            learner = await _or_none(self._learner.status)
-            dispatcher = await _or_none(self._dispatcher.status)
-            if learner and learner.version:
-                self._note(learner.version.step, learner.last)
-            if (reason := headway.stalled(time.monotonic(), learner, dispatcher)) is not None:
+            look = await self._supervision.look()
+            if look.learner and look.learner.version:
+                self._note(look.learner.version.step, look.learner.last)
+            if (reason := headway.stalled(time.monotonic(), look.learner, look.dispatcher)) is not None:
                 raise RunStalled(f"{reason}; {await self._diagnosis()}")
 
     def _note(self, step: int, last: StepReport | None) -> None:
@@ -238,20 +218,13 @@ class Service(Owning):
         if last is not None and (reward := last.metrics.get("mean_reward")) is not None:
             self._rewards.append(reward)
 
-    def _refuse_full_disk(self) -> None:
-        free_bytes = shutil.disk_usage(self._directory.path).free
-        if free_bytes < self._config.service.min_free_bytes:
-            raise DiskFull(
-                f"the disk of {self._directory.path} has {free_bytes >> 20} MiB left, less than service.min_free_bytes "
-                f"({self._config.service.min_free_bytes >> 20} MiB): free some space, then resume the run"
-            )
-
     async def _diagnosis(self) -> str:
         progress = await self.progress()
-        replay = await _or_none(self._replay.status)
+        replay = await or_none(self._replay.status)
         return (
             f"phase {progress.phase}, step {progress.step}, "
-            f"{progress.rollouts_in_flight} rollouts in flight, {progress.sandboxes} sandboxes, buffer {replay}"
+            f"{progress.rollouts_in_flight} rollouts in flight, {progress.sandboxes} sandboxes, "
+            f"{self._supervision.diagnosis()}; {_buffer_line(replay)}"
         )
 
     def _count_tokens(self, total: int) -> None:
@@ -261,116 +234,62 @@ class Service(Owning):
         self._last_tokens = (now, total)
 
     async def _start_stores(self) -> None:
-        config, directory = self._config, self._directory
         async with asyncio.TaskGroup() as starting:
-            replay = starting.create_task(
-                self._spawn("replay", Replay, config.buffer, directory=directory, seed=config.service.seed)
-            )
-            pool = starting.create_task(self._spawn("sandbox-pool", SandboxPool, config.sandbox, directory=directory))
-            gateway = starting.create_task(
-                self._spawn(
-                    "gateway",
-                    GatewayActor,
-                    GatewayConfig(
-                        tokenizer_dir=config.model.path,
-                        session_log_dir=directory.path / "sessions",
-                        **config.gateway.model_dump(),
-                    ),
-                    address_file=directory.path / "gateway.json",
-                    observing=self._observing,
-                )
-            )
-        self._replay, self._pool, self._gateway = replay.result(), pool.result(), gateway.result()
-
-    async def _start_workers(self) -> None:
-        config = self._config
-        async with asyncio.TaskGroup() as starting:
-            engines = starting.create_task(
-                self._spawn(
-                    "engines",
-                    EngineGroup,
-                    _engines(config),
-                    config.push,
-                    gateway=self._gateway,
-                    model_dir=config.model.path,
-                    seed=config.service.seed,
-                    observing=self._observing,
-                )
-            )
-            evaluator = starting.create_task(self._spawn("evaluator", Evaluator, self._pool, self._observing))
-        self._engines = engines.result()
-        parts = await self._worker_parts(evaluator.result())
-        async with asyncio.TaskGroup() as starting:
-            workers = [
-                starting.create_task(self._spawn(f"worker-{index}", RolloutWorker, parts))
-                for index in range(config.service.workers)
-            ]
-        self._workers = [worker.result() for worker in workers]
+            replay = starting.create_task(self._spawn_replay())
+            starting.create_task(self._start_pool())
+            if not self._is_simulated:
+                starting.create_task(self._start_gateway())
+        self._replay = replay.result()
 
     async def _start_loops(self) -> None:
-        config = self._config
         async with asyncio.TaskGroup() as starting:
-            dispatcher = starting.create_task(
-                self._spawn(
-                    "dispatcher",
-                    Dispatcher,
-                    config.dispatcher,
-                    replay=self._replay,
-                    pool=self._pool,
-                    workers=self._workers,
-                )
-            )
-            learner = starting.create_task(
-                self._spawn(
-                    "learner",
-                    LearnerLoop,
-                    config.training,
-                    config.learner,
-                    replay=self._replay,
-                    engines=self._engines,
-                    observing=self._observing,
-                )
-            )
-        self._dispatcher, self._learner = dispatcher.result(), learner.result()
-
-    async def _worker_parts(self, evaluator: Evaluator) -> WorkerParts:
-        config = self._config
-        return WorkerParts(
+            starting.create_task(self._start_dispatcher(self._replay))
+            learner = starting.create_task(self._spawn_learner())
+        self._learner = learner.result()
+        parts = Parts(
+            learner=self._learner,
+            dispatcher=self._dispatcher,
             pool=self._pool,
-            evaluator=evaluator,
+            gateway=self._gateway,
+            workers=self._workers,
+        )
+        self._supervision = Supervision(self._config, self._runtime, self._metrics, parts)
+
+    async def _spawn_replay(self) -> Replay:
+        config = self._config
+        return await self._spawn("replay", Replay, config.buffer, directory=self._directory, seed=config.service.seed)
+
+    async def _spawn_learner(self) -> LearnerLoop:
+        config = self._config
+        return await self._spawn(
+            "learner",
+            LearnerLoop,
+            config.training,
+            _learner(config),
             replay=self._replay,
-            agent=make_agent(config.agent),
-            gateway=await until_back(self._gateway.address),
-            sampling=Sampling(temperature=config.sampling.temperature),
-            budgets=Budgets(
-                max_turns=config.agent.max_turns,
-                max_tokens_per_turn=config.sampling.max_tokens_per_turn,
-                max_context_tokens=config.sampling.max_context_tokens,
-                max_sampled_tokens=config.sampling.max_sampled_tokens,
-                wall_s=config.rollout.agent_timeout_s,
-                final_text=FINAL_TEXT if config.agent.is_program else "",
-            ),
-            train_truncated=config.sampling.train_truncated,
-            rollout=config.rollout,
+            engines=self._engines,
             observing=self._observing,
         )
 
-    async def _spawn(self, name: str, cls: type[R], *args: object, **kwargs: object) -> R:
-        actor = await self._runtime.spawn(cls, *args, name=name, **kwargs)
-        self._actors[name] = actor
-        self._stack.push_async_callback(self._runtime.stop, actor)
-        return actor
+
+def _buffer_line(status: BufferStatus | None) -> str:
+    """What the buffer holds, and which tasks it gave up."""
+    if status is None:
+        return "the buffer does not answer"
+    held = ", ".join(f"{count} {state}" for state, count in status.rollouts.items() if count) or "nothing"
+    line = f"the buffer holds {held} and admits {status.admit}"
+    if status.parked:
+        task, failure = list(status.parked.items())[-1]
+        line += f"; {len(status.parked)} tasks are parked, last {task}: {failure}"
+    return line
 
 
-def _engines(config: RunConfig) -> EnginesConfig:
-    """The engines take what a session may have, unless the recipe says more."""
-    context = config.engines.max_context_tokens or config.sampling.max_context_tokens
-    return config.engines.model_copy(update={"max_context_tokens": context})
+def _learner(config: RunConfig) -> LearnerConfig | SimulatedLearnerConfig:
+    learner = config.learner
+    if learner.kind == "megatron":
+        return learner
+    return learner.simulated.model_copy(update={"checkpoint_dir": learner.checkpoint_dir, "seed": learner.seed})
 
 
-async def _or_none(call: Callable[[], Awaitable[R]]) -> R | None:
-    try:
-        async with asyncio.timeout(STATUS_TIMEOUT_S):
-            return await call()
-    except (ActorLost, TimeoutError):
-        return None
+async def _none() -> None:
+    """Of a part that this run has not."""

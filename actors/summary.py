@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.actors.metrics import read_metrics
+from headrace.actors.utilisation import bottleneck, mean_loads
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.verify import verify
 from headrace.sandboxes.leftovers import sandboxes_left
@@ -21,7 +22,8 @@ class RunSummary:
     """Success is a share in [0, 1], None where that evaluation did not run. Staleness is in optimizer updates;
     `rollouts` counts training attempts that ended with a result; walls are seconds. `trained_twice`, `lost` and
     `max_staleness_seen` are recomputed by `ledger verify`; `sandboxes_leaked` is counted by looking at the host's
-    processes."""
+    processes. `utilisation` is the share in use of each station that has a size, over the whole run; `held_up_by` names
+    the one that was full."""
 
     run: str
     completed: bool
@@ -41,6 +43,8 @@ class RunSummary:
     in_flight_at_push_min: int | None
     push_s_mean: float | None
     learner_idle_share: float
+    utilisation: dict[str, float]
+    held_up_by: str | None
     train_wall_s: float | None
     total_wall_s: float
     ledger_clean: bool
@@ -58,9 +62,16 @@ class RunSummary:
             f"held-out success {base} -> {final}   ({self.evaluation_answers} sampled answers)",
             f"{self.steps} steps, {self.rollouts} rollouts, trained in {wall}, {self.total_wall_s:.0f} s in all",
             f"staleness mean {self.mean_staleness:.2f}, largest {self.max_staleness_seen} of {self.max_staleness}",
+            *self._busy(),
             f"ledger {verdict}; trained twice {self.trained_twice}, lost {self.lost}; leaked {self.sandboxes_leaked}",
             f"see {self.run}/reward.png" + ("" if self.completed else f"; continue with: headrace resume {self.run}"),
         ]
+
+    def _busy(self) -> list[str]:
+        if not self.utilisation:
+            return []
+        shares = ", ".join(f"{station} {share:.0%}" for station, share in self.utilisation.items())
+        return [f"in use: {shares}" + (f"; held up by {self.held_up_by}" if self.held_up_by else "")]
 
 
 def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
@@ -82,6 +93,8 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
     commits_s = [commit.committed_at_s for commit in evidence.commits]
     base, final = evaluations.get("base"), evaluations.get("final")
     times = [sum(record[f"{part}_s"] for record in steps) for part in ("idle", "step", "push")]
+    loads = mean_loads(record for record in metrics if record["kind"] == "stations")
+    slowest = bottleneck(loads, in_flight=0.0)
     return RunSummary(
         run=str(directory.path),
         completed=completed,
@@ -101,6 +114,8 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
         in_flight_at_push_min=min((record["rollouts_in_flight"] for record in pushes), default=None),
         push_s_mean=sum(record["total_s"] for record in pushes) / len(pushes) if pushes else None,
         learner_idle_share=times[0] / sum(times) if sum(times) else 0.0,
+        utilisation={load.station.value: load.utilisation for load in loads if load.utilisation is not None},
+        held_up_by=None if slowest is None else slowest.station.value,
         train_wall_s=max(commits_s) - min(started_s) if commits_s and started_s else None,
         total_wall_s=_total_wall_s(directory),
         ledger_clean=report.clean,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter, deque
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,9 @@ from typing import TYPE_CHECKING, Self
 from opentelemetry import trace
 
 from headrace.actors.batching import Batcher
+from headrace.actors.errors import ActorLost
+from headrace.actors.held_out.answers import answer_of
+from headrace.actors.held_out.keeping import KeepingStations
 from headrace.actors.retry import until_back
 from headrace.actors.rollout import run_rollout
 from headrace.actors.stations import WorkerStations
@@ -35,10 +39,13 @@ if TYPE_CHECKING:
     from headrace.actors.agents.agent import Agent
     from headrace.actors.evaluator import Evaluator
     from headrace.actors.gateway import GatewayAddress
+    from headrace.actors.held_out.answers import Answer
+    from headrace.actors.held_out.folders import EvaluationFolders
+    from headrace.actors.held_out.records import RolloutStore
     from headrace.actors.observing import Observing
-    from headrace.actors.replay import Replay
     from headrace.actors.rollout import RolloutConfig
     from headrace.actors.sandbox_pool import SandboxPool
+    from headrace.actors.simulation.engines import SimulatedEngineGroup
     from headrace.buffer.types import RolloutOrder
     from headrace.serve.capture.session import Budgets, Sampling
 
@@ -49,11 +56,14 @@ CANCELLED = Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """One attempt that ended and whose result is durable in the buffer."""
+    """One attempt that ended and whose result is durable in the buffer. `number` counts the ends of this worker from 1;
+    `answer` tells more of an evaluation's."""
 
+    number: int
     rollout_id: RolloutId
     attempt: int
     outcome: Outcome
+    answer: Answer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +72,10 @@ class WorkerStatus:
 
     incarnation: str
     running: int
+    phases: dict[str, int]
+    """Rollouts by the phase they are in."""
+    turns: int | None = None
+    """Turns at simulated engines; a gateway counts its own, None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +84,19 @@ class WorkerParts:
 
     pool: SandboxPool
     evaluator: Evaluator
-    replay: Replay
+    replay: RolloutStore
     agent: Agent
     gateway: GatewayAddress | None
-    """None when the agent asks no policy."""
+    """None when the agent asks no policy, or a simulated one."""
     sampling: Sampling
     budgets: Budgets
     train_truncated: bool
     rollout: RolloutConfig
     observing: Observing
+    evaluations: EvaluationFolders | None = None
+    """Where the conversations, patches and logs of evaluation rollouts are kept; None keeps none."""
+    simulated_engines: SimulatedEngineGroup | None = None
+    """Asked by the simulated agent, in place of a gateway."""
 
 
 class RolloutWorker:
@@ -90,8 +108,12 @@ class RolloutWorker:
         self._stack = AsyncExitStack()
         self._running: dict[tuple[RolloutId, int], asyncio.Task[Outcome]] = {}
         self._offering: set[tuple[RolloutId, int]] = set()
+        self._answers: dict[tuple[RolloutId, int], Answer] = {}
+        self._occupied: Counter[str] = Counter()
         self._dispatcher = ""
-        self._finished: list[Finished] = []
+        self._finished: deque[Finished] = deque()
+        self._ends = 0
+        """Attempts that have ended, of all dispatchers."""
         self._has_finished = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -121,19 +143,28 @@ class RolloutWorker:
                 task = self._running[key] = self._tasks.create_task(self._run(order))
                 task.add_done_callback(partial(self._ended, key))
 
-    async def finished(self, dispatcher: str, *, timeout_s: float) -> list[Finished]:
-        """What ended since the last call; waits up to `timeout_s` for the first, then for what ends in the same
-        instant. Nothing for a dispatcher that is not served any more."""
+    async def finished(self, dispatcher: str, incarnation: str, *, after: int, timeout_s: float) -> list[Finished]:
+        """What ended with a number above `after`, which says that the caller has what came before; waits up to
+        `timeout_s` for the first. Whoever lost an answer asks again. Nothing for a dispatcher that is not served any
+        more.
+
+        Raises ActorLost when another `incarnation` was meant: that one died unnoticed, with all it carried."""
+        if incarnation != self._incarnation:
+            raise ActorLost("this worker is another one by now")
+        if dispatcher == self._dispatcher:
+            self._forget(after)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._has_finished.wait()
         except TimeoutError:
             return []
-        if dispatcher != self._dispatcher:
-            return []
-        self._has_finished.clear()
-        finished, self._finished = self._finished, []
-        return finished
+        return list(self._finished) if dispatcher == self._dispatcher else []
+
+    def _forget(self, upto: int) -> None:
+        while self._finished and self._finished[0].number <= upto:
+            self._finished.popleft()
+        if not self._finished:
+            self._has_finished.clear()
 
     async def cancel(self, attempts: list[tuple[RolloutId, int]]) -> None:
         """End these attempts now; they are offered as `cancelled`. Unknown ones are ignored."""
@@ -153,7 +184,12 @@ class RolloutWorker:
         return await self.status()
 
     async def status(self) -> WorkerStatus:
-        return WorkerStatus(incarnation=self._incarnation, running=len(self._running))
+        return WorkerStatus(
+            incarnation=self._incarnation,
+            running=len(self._running),
+            phases=dict(self._occupied),
+            turns=self._stations.turns,
+        )
 
     def _cancel_all(self) -> None:
         for key, task in self._running.items():
@@ -168,7 +204,11 @@ class RolloutWorker:
             return
         # Only a task that was cancelled before its first step ends as cancelled.
         outcome = CANCELLED if task.cancelled() else task.result()
-        self._finished.append(Finished(rollout_id=key[0], attempt=key[1], outcome=outcome))
+        answer = self._answers.pop(key, None)
+        self._ends += 1
+        self._finished.append(
+            Finished(number=self._ends, rollout_id=key[0], attempt=key[1], outcome=outcome, answer=answer)
+        )
         self._has_finished.set()
 
     async def _run(self, order: RolloutOrder) -> Outcome:
@@ -177,8 +217,9 @@ class RolloutWorker:
             return (await self._run_and_offer(order)).outcome
 
     async def _run_and_offer(self, order: RolloutOrder) -> RolloutResult:
+        keeping = KeepingStations(self._stations) if self._keeps(order) else None
         try:
-            result = await run_rollout(order, self._stations, self._parts.rollout)
+            result = await run_rollout(order, keeping or self._stations, self._parts.rollout, self._occupied)
         except asyncio.CancelledError:
             result = _cancelled(order)
         # From here on the result counts: a cancellation would only lose it.
@@ -187,9 +228,21 @@ class RolloutWorker:
         if result.outcome.reward is not None:
             attributes[names.REWARD] = result.outcome.reward
         trace.get_current_span().set_attributes(attributes)
+        if order.purpose is Purpose.EVALUATION:
+            await self._keep(order, result, keeping)
         with tracer.start_as_current_span(names.BUFFER_OFFER):
             await self._offer((order, result))
         return result
+
+    def _keeps(self, order: RolloutOrder) -> bool:
+        return order.purpose is Purpose.EVALUATION and self._parts.evaluations is not None
+
+    async def _keep(self, order: RolloutOrder, result: RolloutResult, keeping: KeepingStations | None) -> None:
+        """Remember the answer for the dispatcher, and write its folder where one is kept."""
+        answer, folders = answer_of(order, result), self._parts.evaluations
+        if keeping is not None and folders is not None and answer.cause is not Cause.CANCELLED:
+            answer = await asyncio.to_thread(folders.write, order.group_id, answer, keeping.kept)
+        self._answers[order.rollout_id, order.attempt] = answer
 
     async def _offer_many(self, ended: list[tuple[RolloutOrder, RolloutResult]]) -> list[None]:
         training = [result for order, result in ended if order.purpose is Purpose.TRAIN]

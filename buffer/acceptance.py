@@ -1,49 +1,195 @@
 """When a group is sealed: small rules joined with `|` and `&`.
 
 Invariants:
-- A rule sees a `GroupView` and nothing else; it has no memory and no clock.
-- `every_member()` is the rule in force. Rules that seal a group with members still running need carried members, which
-  the buffer does not have yet; it refuses to seal such a group.
+- A rule maps a `GroupView` to the time from which it accepts if no further member finishes; it has no memory and no
+  clock.
+- Rules are monotone: a member that finishes earlier never makes the group wait longer.
+- In force is always `effective_since`: no member running, or enough finished and the rule accepts.
+
+A rule is written as text: `all`, `count(6)`, `fraction(0.75) & grace(120)`, `all | expiring(1)`.
 """
 
 from __future__ import annotations
 
+import ast
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+ALWAYS: Final = -math.inf
+NEVER: Final = math.inf
+LONGEST_TEXT: Final = 200
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
-    """Members by what became of them; `running` are pending or in flight."""
+    """What a rule sees. `size` is the number of members asked for, `running` those whose result is still to come.
+    `updates_left` is how many optimizer updates the oldest finished member may still wait; None: not known."""
 
+    size: int
     finished: int
     running: int
-    poison: int
-
-    @property
-    def size(self) -> int:
-        return self.finished + self.running + self.poison
+    opened_at_s: float
+    last_finished_at_s: float
+    updates_left: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceRule:
-    """A predicate on groups: `first | second` accepts when either does, `first & second` when both do."""
+    """`first | second` accepts when either does, `first & second` when both do. `since` gives the time from which it
+    accepts, `ALWAYS` or `NEVER`; `expires`: it looks at versions too."""
 
-    accepts: Callable[[GroupView], bool]
+    text: str
+    since: Callable[[GroupView], float]
+    expires: bool = False
 
-    def __call__(self, group: GroupView) -> bool:
-        return self.accepts(group)
+    def __call__(self, group: GroupView, now: float) -> bool:
+        return self.since(group) <= now
 
     def __or__(self, other: AcceptanceRule) -> AcceptanceRule:
-        return AcceptanceRule(lambda group: self(group) or other(group))
+        return AcceptanceRule(
+            f"({self.text} | {other.text})",
+            lambda group: min(self.since(group), other.since(group)),
+            self.expires or other.expires,
+        )
 
     def __and__(self, other: AcceptanceRule) -> AcceptanceRule:
-        return AcceptanceRule(lambda group: self(group) and other(group))
+        return AcceptanceRule(
+            f"({self.text} & {other.text})",
+            lambda group: max(self.since(group), other.since(group)),
+            self.expires or other.expires,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a rule may ask for."""
+
+    group_size: int
+    max_staleness: int
 
 
 def every_member() -> AcceptanceRule:
-    """The rule `all`: every member has finished or is poison."""
-    return AcceptanceRule(lambda group: group.running == 0)
+    """The rule `all`: no member is running."""
+    return AcceptanceRule("all", lambda group: NEVER if group.running else ALWAYS)
+
+
+def count(members: int) -> AcceptanceRule:
+    """So many members have finished."""
+    return AcceptanceRule(f"count({members})", lambda group: ALWAYS if group.finished >= members else NEVER)
+
+
+def fraction(share: float) -> AcceptanceRule:
+    """This share of the group's size, rounded up, has finished."""
+    return AcceptanceRule(
+        f"fraction({share})",
+        # 0.28 * 25 is 7.000000000000001.
+        lambda group: ALWAYS if group.finished >= math.ceil(share * group.size - 1e-9) else NEVER,
+    )
+
+
+def deadline(seconds: float) -> AcceptanceRule:
+    """So long ago the group's first attempt was issued."""
+    return AcceptanceRule(f"deadline({seconds})", lambda group: group.opened_at_s + seconds)
+
+
+def grace(seconds: float) -> AcceptanceRule:
+    """One has finished, and no member for so long."""
+    return AcceptanceRule(
+        f"grace({seconds})", lambda group: group.last_finished_at_s + seconds if group.finished else NEVER
+    )
+
+
+def expiring(updates: int) -> AcceptanceRule:
+    """The oldest finished member may wait for at most so many more optimizer updates."""
+
+    def since(group: GroupView) -> float:
+        return ALWAYS if group.updates_left is not None and group.updates_left <= updates else NEVER
+
+    return AcceptanceRule(f"expiring({updates})", since, expires=True)
+
+
+def effective_since(rule: AcceptanceRule, group: GroupView, min_members: int) -> float:
+    """The time from which a group is to be sealed (or dropped) if no further member finishes."""
+    if not group.running:
+        return ALWAYS
+    return rule.since(group) if group.finished >= min_members else NEVER
+
+
+def parse_rule(text: str, limits: Limits | None = None) -> AcceptanceRule:
+    """The rule that a text describes. ValueError when it is none, or one that can never be met within `limits`."""
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"a rule of {len(text)} characters: write it in {LONGEST_TEXT}")
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"rule {text!r} is not readable ({error.msg}): {_EXPECTED}") from None
+    return _build(tree, limits)
+
+
+def _build(node: ast.expr, limits: Limits | None) -> AcceptanceRule:
+    match node:
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _build(left, limits) | _build(right, limits)
+        case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
+            return _build(left, limits) & _build(right, limits)
+        case ast.Name(id="all") | ast.Call(func=ast.Name(id="all"), args=[], keywords=[]):
+            return every_member()
+        case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=int() | float() as value)], keywords=[]) if (
+            name in _LEAVES and not isinstance(value, bool)
+        ):
+            return _LEAVES[name](value, limits)
+    raise ValueError(f"{ast.unparse(node)!r} is not a rule: {_EXPECTED}")
+
+
+def _count(value: float, limits: Limits | None) -> AcceptanceRule:
+    if value % 1 or value < 1:
+        raise ValueError(f"count({value}) asks for no whole number of members: give at least 1")
+    if limits and value > limits.group_size:
+        raise ValueError(
+            f"count({value}) can never be met with group_size = {limits.group_size}: lower it, or raise group_size"
+        )
+    return count(int(value))
+
+
+def _fraction(value: float, limits: Limits | None) -> AcceptanceRule:
+    if not 0 < value <= 1:
+        raise ValueError(f"fraction({value}) can never be met or always is: give a number above 0 and up to 1")
+    return fraction(value)
+
+
+def _seconds(rule: Callable[[float], AcceptanceRule]) -> Callable[[float, Limits | None], AcceptanceRule]:
+    def build(value: float, limits: Limits | None) -> AcceptanceRule:
+        if not 0 < value < math.inf:
+            raise ValueError(f"{rule(value).text} is no time to wait: give seconds above 0")
+        return rule(value)
+
+    return build
+
+
+def _expiring(value: float, limits: Limits | None) -> AcceptanceRule:
+    if value % 1 or value < 0:
+        raise ValueError(f"expiring({value}) asks for no whole number of optimizer updates: give 0 or more")
+    if limits and value >= limits.max_staleness:
+        raise ValueError(
+            f"expiring({value}) always holds with max_staleness = {limits.max_staleness}: lower it, or raise "
+            "max_staleness"
+        )
+    return expiring(int(value))
+
+
+_LEAVES: Final[dict[str, Callable[[float, Limits | None], AcceptanceRule]]] = {
+    "count": _count,
+    "at_least": _count,
+    "fraction": _fraction,
+    "deadline": _seconds(deadline),
+    "grace": _seconds(grace),
+    "expiring": _expiring,
+}
+_EXPECTED: Final = (
+    "join all, count(members), at_least(members), fraction(share), deadline(seconds), grace(seconds) and "
+    "expiring(updates) with | and &"
+)

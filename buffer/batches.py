@@ -5,16 +5,20 @@ Invariants:
   version, in the order taken. Hence nothing is trained over the bound.
 - Only the newest epoch takes and commits; every surviving step extends the hash chain of the one before.
 - A released or rolled-back batch is issued again as the same batch (id and ordered members), unless a member went over
-  the bound: then that member is evicted and the others return to the front.
-- Staleness never falls while versions grow, so evicting at the next version to be trained is final.
+  the bound: then that member is evicted and the others are sealed rollouts like any.
+- Batches hold the stalest rollouts first, then those sealed first: who came late through no fault of its own is
+  trained before it goes over the bound.
+- Staleness never falls while versions grow, so what is over the bound at the next version to be trained stays so.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from heapq import nsmallest
 from typing import TYPE_CHECKING
 
-from headrace.buffer.errors import LeaseError, LedgerBehind, LedgerMismatch, StaleEpoch, VersionMismatch
+from headrace.buffer.errors import DataExhausted, LeaseError, LedgerBehind, LedgerMismatch, StaleEpoch, VersionMismatch
+from headrace.buffer.eviction import evict
 from headrace.buffer.records import (
     BatchMember,
     BatchRecord,
@@ -30,22 +34,22 @@ from headrace.buffer.versions import PolicyVersion
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from headrace.buffer.history import TaskHistory
     from headrace.buffer.replay import BufferConfig
-    from headrace.buffer.state import ReplayState
+    from headrace.buffer.state import ReplayState, Versions
     from headrace.buffer.types import BatchLease, CheckpointRef, RolloutId, StepReport
 
 
 class BatchBook:
     """The side of the buffer that faces the learner."""
 
-    def __init__(self, state: ReplayState, config: BufferConfig) -> None:
-        self._state, self._config = state, config
+    def __init__(self, state: ReplayState, config: BufferConfig, history: TaskHistory) -> None:
+        self._state, self._config, self._history = state, config, history
 
-    def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
-        """Lease the oldest full batch that may be trained at `version`; None when there is none yet.
+    def lease_at(self, version: PolicyVersion, epoch: int) -> BatchRecord | None:
+        """The lease at `version`, if it was taken already. Changes nothing.
 
-        A repeated call with the version of a lease returns that lease. `version` must be the head plus the outstanding
-        leases. Raises StaleEpoch, VersionMismatch.
+        Otherwise `version` must be the head plus the outstanding leases. Raises StaleEpoch, VersionMismatch.
         """
         self._fence(epoch)
         leases = self._state.leases()
@@ -58,9 +62,25 @@ class BatchBook:
                 f"take at version {version}, but the ledger is at {head} with {len(leases)} batches leased: "
                 "pass the version the batch will be trained at"
             )
+        return None
+
+    def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
+        """Lease the most urgent full batch that may be trained at `version`, which `lease_at` found in order; None when
+        there is none yet."""
         self._settle_queue(version)
-        sealed = self._evict_sealed(version)
-        return self._lease_next(sealed, version, epoch, now)
+        self._evict_sealed(version)
+        return self._lease_next(version, epoch, now)
+
+    def refuse_exhausted(self) -> None:
+        """For a data set that has no more groups to open: raises DataExhausted when no batch can be filled any more."""
+        counts = {state: len(rollouts) for state, rollouts in self._state.by_state.items()}
+        left = sum(counts[state] for state in (RolloutState.PENDING, RolloutState.IN_FLIGHT, RolloutState.WAITING))
+        left += self._state.free_count()
+        if left < self._config.batch_size and not self._state.queue():
+            raise DataExhausted(
+                f"the data set is used up: {left} rollouts are left over, a batch needs {self._config.batch_size}; "
+                "raise buffer.passes, or lower buffer.batch_size to train them"
+            )
 
     def commit(self, lease: BatchLease, report: StepReport, now: float) -> None:
         """The step on this batch is done. Raises StaleEpoch, LeaseError, VersionMismatch."""
@@ -134,8 +154,7 @@ class BatchBook:
     def staleness(self, rollout_id: RolloutId, version: PolicyVersion) -> int:
         """Of the rollout's trajectory, trained at `version`: the path to the oldest version that sampled a trained
         token."""
-        trained = self._state.attempts[rollout_id].trained
-        return max(self._state.tree.staleness(version, part.version) for part in trained)
+        return self._stalest(self._state.versions_of(rollout_id), version)
 
     def _head(self) -> PolicyVersion:
         head = self._state.head
@@ -147,51 +166,58 @@ class BatchBook:
         if epoch != self._state.epoch or epoch < 1:
             raise StaleEpoch(f"epoch {epoch} is not the open one ({self._state.epoch}): this learner must end")
 
-    def _over(self, rollout_id: RolloutId, version: PolicyVersion) -> bool:
-        return self.staleness(rollout_id, version) > self._config.max_staleness
+    def _stalest(self, versions: Versions, version: PolicyVersion) -> int:
+        return max(self._state.tree.staleness(version, sampled) for sampled in versions)
+
+    def _urgency(self, rollout_id: RolloutId, version: PolicyVersion) -> tuple[int, tuple[int, int]]:
+        """Smaller is more urgent."""
+        return (-self.staleness(rollout_id, version), self._state.age(rollout_id))
 
     def _settle_queue(self, version: PolicyVersion) -> None:
         """Dissolve batches at the front of the queue that cannot be issued again as they were."""
         for batch in self._state.queue():
             members = [member.rollout_id for member in batch.members]
-            over = {rollout_id for rollout_id in members if self._over(rollout_id, version)}
+            bound = self._config.max_staleness
+            over = {rollout_id for rollout_id in members if self.staleness(rollout_id, version) > bound}
             if not over:
                 return
             self._state.put(replace(batch, state=BatchState.DISSOLVED, queue_order=None))
             self._state.count("batches_dissolved")
             for rollout_id in members:
                 if rollout_id in over:
-                    self._evict(rollout_id)
+                    evict(self._state, self._history, rollout_id)
                 else:
                     self._state.move(rollout_id, RolloutState.SEALED, batch_id=None)
 
-    def _evict_sealed(self, version: PolicyVersion) -> list[RolloutId]:
-        """The sealed rollouts that no queued batch holds, oldest first, without those over the bound."""
-        free = []
-        for rollout_id in list(self._state.by_state[RolloutState.SEALED]):
-            if self._state.rollouts[rollout_id].batch_id is not None:
-                continue
-            if self._over(rollout_id, version):
-                self._evict(rollout_id)
-            else:
-                free.append(rollout_id)
-        return sorted(free, key=self._state.age)
+    def _evict_sealed(self, version: PolicyVersion) -> None:
+        """Evict the sealed rollouts over the bound that no queued batch holds."""
+        bound = self._config.max_staleness
+        free = self._state.free_by_versions
+        over = [versions for versions in free if self._stalest(versions, version) > bound]
+        for rollout_id in [rollout_id for versions in over for rollout_id in free[versions]]:
+            evict(self._state, self._history, rollout_id)
 
-    def _evict(self, rollout_id: RolloutId) -> None:
-        self._state.move(rollout_id, RolloutState.EVICTED, batch_id=None)
-        self._state.count("rollouts_evicted")
+    def _most_urgent(self, version: PolicyVersion) -> list[RolloutId]:
+        """A batch of the free sealed rollouts, or nothing."""
+        if self._state.free_count() < self._config.batch_size:
+            return []
+        ranked = [
+            (-self._stalest(versions, version), self._state.age(rollout_id), rollout_id)
+            for versions, rollouts in self._state.free_by_versions.items()
+            for rollout_id in rollouts
+        ]
+        return [rollout_id for *_, rollout_id in nsmallest(self._config.batch_size, ranked)]
 
-    def _lease_next(
-        self, sealed: Sequence[RolloutId], version: PolicyVersion, epoch: int, now: float
-    ) -> BatchRecord | None:
-        """The queued batch or a fresh one, whichever holds the older rollout."""
-        fresh = sealed[: self._config.batch_size]
-        full = len(fresh) == self._config.batch_size
+    def _lease_next(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
+        """The queued batch or a fresh one, whichever holds the more urgent rollout."""
+        fresh = self._most_urgent(version)
         queued = next(iter(self._state.queue()), None)
-        if queued and not (full and self._state.age(fresh[0]) < self._state.age(queued.members[0].rollout_id)):
+        if queued is not None:
             members = [member.rollout_id for member in queued.members]
-            return self._lease(queued.batch_id, queued.ordinal, members, version, epoch, now)
-        if not full:
+            urgency = min(self._urgency(rollout_id, version) for rollout_id in members)
+            if not fresh or urgency < self._urgency(fresh[0], version):
+                return self._lease(queued.batch_id, queued.ordinal, members, version, epoch, now)
+        if not fresh:
             return None
         ordinal = self._state.next_batch
         return self._lease(BatchId(f"b{ordinal:06d}"), ordinal, fresh, version, epoch, now)

@@ -4,6 +4,7 @@ ReplayError
 ├── StaleEpoch            a call of an older learner incarnation: fenced
 ├── LeaseError            a batch that is not leased to the caller, or committed out of order
 ├── VersionMismatch       a version that is not the one the ledger expects next
+├── DataExhausted         the passes over the data are done, and no batch can be filled any more
 ├── LedgerError
 │   ├── LedgerRefused     the file cannot be used here: network file system, full disk, other run, newer schema, other
 │   │                     tasks
@@ -11,6 +12,7 @@ ReplayError
 │   ├── LedgerBroken      a write failed: the store has ended
 │   └── LedgerMismatch    ledger and checkpoint tell different histories
 │       └── LedgerBehind  the checkpoint holds batches that the ledger does not know
+├── ExportRefused         the place or the tools for an export are not there
 └── CodecError            bytes that are no trajectory
 """
 
@@ -31,6 +33,10 @@ class LeaseError(ReplayError):
 
 class VersionMismatch(ReplayError):
     """The version does not follow from the ledger's own history."""
+
+
+class DataExhausted(ReplayError):
+    """No more groups are opened, and what is left does not fill a batch: the run is at its end."""
 
 
 class LedgerError(ReplayError):
@@ -55,6 +61,10 @@ class LedgerMismatch(LedgerError):
 
 class LedgerBehind(LedgerMismatch):
     """The checkpoint holds trained batches that the ledger does not know."""
+
+
+class ExportRefused(ReplayError):
+    """The export cannot be written; nothing is left of it."""
 
 
 class CodecError(ReplayError):

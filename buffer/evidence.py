@@ -1,6 +1,7 @@
 """What a run directory holds, read without changing it.
 
 Invariants:
+- A ledger of an older schema is migrated in memory; the file stays as it is.
 - Databases are opened read-only, so a killed process's write-ahead log is read, and neither it nor the database is
   changed. (SQLite may make an index of the log, `*-shm`, beside it.)
 - Records of closed groups and undone steps are here too; nothing is taken from memory of a running buffer.
@@ -9,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
 from contextlib import closing
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 from headrace.buffer.codec import decode
 from headrace.buffer.errors import CodecError, LedgerRefused
 from headrace.buffer.ledger import check_schema
+from headrace.buffer.migration import migrate
 from headrace.buffer.records import (
     AttemptRecord,
     BatchRecord,
@@ -26,8 +29,9 @@ from headrace.buffer.records import (
     EpochRecord,
     GroupRecord,
     RolloutRecord,
+    TaskRecord,
 )
-from headrace.buffer.schema import TABLES
+from headrace.buffer.schema import SCHEMA_VERSION, TABLES
 from headrace.buffer.types import BatchId, RolloutId, batch_digest
 from headrace.buffer.versions import PolicyVersion
 
@@ -66,46 +70,79 @@ class Evidence:
     batches: tuple[BatchRecord, ...]
     commits: tuple[CommitRecord, ...]
     checkpoints: tuple[CheckpointRecord, ...]
+    tasks: tuple[TaskRecord, ...]
     files: dict[tuple[RolloutId, int], int]
     witnesses: tuple[Witness, ...]
     damage: tuple[str, ...]
 
 
+def has_begun(run_dir: Path) -> bool:
+    """Whether anything was recorded: false without a ledger, and for one whose process died while it made the file.
+    Raises LedgerRefused when it is not readable."""
+    path = run_dir / "ledger.db"
+    if not path.is_file():
+        return False
+    try:
+        with closing(read_only(path)) as database:
+            (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            (schema,) = database.execute("PRAGMA user_version").fetchone()
+            return bool(tables or schema)
+    except sqlite3.DatabaseError as error:
+        raise LedgerRefused(f"{path} is not readable: {error}") from error
+
+
 def read_evidence(run_dir: Path) -> Evidence:
     """Everything `verify` needs. Raises LedgerRefused when there is no ledger, or none that this headrace reads."""
     path = run_dir / "ledger.db"
-    if not path.is_file():
-        raise LedgerRefused(f"{run_dir} holds no ledger.db: name the directory of a run")
-    witnesses, damage = _witnesses(run_dir / "checkpoints")
+    if not has_begun(run_dir):
+        raise LedgerRefused(f"{run_dir} holds no ledger.db, or one in which nothing is: name the directory of a run")
     try:
-        with closing(_read_only(path)) as database:
+        with closing(read_only(path)) as database:
             (schema,) = database.execute("PRAGMA user_version").fetchone()
             (application,) = database.execute("PRAGMA application_id").fetchone()
             check_schema(schema, application, path)
-            # One read transaction: a live buffer may go on writing.
-            database.execute("BEGIN")
-            damage += [f"ledger.db: {row[0]}" for row in database.execute("PRAGMA quick_check") if row[0] != "ok"]
-            damage += [
-                f"ledger.db: dangling reference in {row[0]}" for row in database.execute("PRAGMA foreign_key_check")
-            ]
-            stored = database.execute(
-                "SELECT rollout_id, attempt, trajectory_file FROM attempts WHERE trajectory_file IS NOT NULL"
-            )
-            return Evidence(
-                run_dir=run_dir,
-                epochs=_rows(database, EpochRecord, "ORDER BY epoch"),
-                groups=_rows(database, GroupRecord, "ORDER BY ordinal"),
-                rollouts=_rows(database, RolloutRecord, "ORDER BY rollout_id"),
-                attempts=_rows(database, AttemptRecord, "ORDER BY rollout_id, attempt"),
-                batches=_rows(database, BatchRecord, "ORDER BY ordinal"),
-                commits=_rows(database, CommitRecord, "ORDER BY sequence"),
-                checkpoints=_rows(database, CheckpointRecord, ""),
-                files={(RolloutId(rollout), attempt): number for rollout, attempt, number in stored},
-                witnesses=tuple(witnesses),
-                damage=tuple(damage),
-            )
+            if schema == SCHEMA_VERSION:
+                return _evidence(run_dir, database)
+            with closing(_migrated_copy(database, schema)) as copy:
+                return _evidence(run_dir, copy)
     except sqlite3.DatabaseError as error:
         raise LedgerRefused(f"{path} is not readable: {error}") from error
+
+
+def _evidence(run_dir: Path, database: sqlite3.Connection) -> Evidence:
+    witnesses, damage = _witnesses(run_dir / "checkpoints")
+    # One read transaction: a live buffer may go on writing.
+    database.execute("BEGIN")
+    damage += [f"ledger.db: {row[0]}" for row in database.execute("PRAGMA quick_check") if row[0] != "ok"]
+    damage += [f"ledger.db: dangling reference in {row[0]}" for row in database.execute("PRAGMA foreign_key_check")]
+    stored = database.execute(
+        "SELECT rollout_id, attempt, trajectory_file FROM attempts WHERE trajectory_file IS NOT NULL"
+    )
+    return Evidence(
+        run_dir=run_dir,
+        epochs=_rows(database, EpochRecord, "ORDER BY epoch"),
+        groups=_rows(database, GroupRecord, "ORDER BY ordinal"),
+        rollouts=_rows(database, RolloutRecord, "ORDER BY rollout_id"),
+        attempts=_rows(database, AttemptRecord, "ORDER BY rollout_id, attempt"),
+        batches=_rows(database, BatchRecord, "ORDER BY ordinal"),
+        commits=_rows(database, CommitRecord, "ORDER BY sequence"),
+        checkpoints=_rows(database, CheckpointRecord, ""),
+        tasks=_rows(database, TaskRecord, "ORDER BY task_id"),
+        files={(RolloutId(rollout), attempt): number for rollout, attempt, number in stored},
+        witnesses=tuple(witnesses),
+        damage=tuple(damage),
+    )
+
+
+def _migrated_copy(database: sqlite3.Connection, schema: int) -> sqlite3.Connection:
+    copy = sqlite3.connect(":memory:", isolation_level=None)
+    try:
+        database.backup(copy)
+        migrate(copy, schema)
+    except BaseException:
+        copy.close()
+        raise
+    return copy
 
 
 def read_trajectories(
@@ -120,7 +157,7 @@ def read_trajectories(
         if not path.is_file():
             yield from ((key, None) for key in keys)
             continue
-        with closing(_read_only(path)) as database:
+        with closing(read_only(path)) as database:
             for key in keys:
                 yield key, _trajectory(database, key)
 
@@ -134,8 +171,13 @@ def _trajectory(database: sqlite3.Connection, key: tuple[RolloutId, int]) -> Tra
         return None
 
 
-def _read_only(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+def read_only(path: Path) -> sqlite3.Connection:
+    """A connection that changes nothing. On a disk that cannot be written SQLite can make no index of a log: without
+    one it takes the file as it is."""
+    log = path.with_name(path.name + "-wal")
+    frozen = not os.access(path.parent, os.W_OK) and not (log.exists() and log.stat().st_size)
+    uri = f"{path.absolute().as_uri()}?mode=ro" + ("&immutable=1" if frozen else "")
+    return sqlite3.connect(uri, uri=True, isolation_level=None)
 
 
 def _rows(database: sqlite3.Connection, kind: type[R], order: str) -> tuple[R, ...]:

@@ -5,17 +5,17 @@ Invariants:
 - When `write` returns, everything it was given is on disk; when it raises, nothing of it is visible in the ledger.
 - A trajectory is on disk before the row that refers to it. A crash between the two leaves a blob without a row, which
   is harmless.
-- Trajectory files rotate by size, so that whole files can be dropped once no retained checkpoint needs them (nothing
-  drops them yet).
+- Trajectory files rotate by size; `drop_covered` deletes whole files that no retained checkpoint needs any more.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
 import sqlite3
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -23,18 +23,27 @@ from typing import TYPE_CHECKING, cast
 from headrace.buffer.codec import decode, encode
 from headrace.buffer.errors import LedgerBroken, LedgerInUse, LedgerRefused
 from headrace.buffer.local_disk import filesystem_magic, refuse_full, refuse_network
+from headrace.buffer.migration import migrate
 from headrace.buffer.records import EvaluationRecord, RolloutState, Snapshot
-from headrace.buffer.schema import APPLICATION_ID, LEDGER_DDL, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
+from headrace.buffer.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
 from headrace.buffer.types import RolloutId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Self
 
     from headrace.buffer.records import Record
     from headrace.buffer.types import Trajectory
 
 TRAJECTORY_FILE_BYTES = 256 << 20
+_NEEDED_FILES = """
+SELECT DISTINCT attempts.trajectory_file FROM attempts
+JOIN rollouts ON rollouts.rollout_id = attempts.rollout_id AND rollouts.attempt = attempts.attempt
+JOIN groups USING (group_id)
+LEFT JOIN commits ON commits.batch_id = rollouts.batch_id AND commits.rolled_back_by IS NULL
+WHERE attempts.trajectory_file IS NOT NULL AND (groups.closed = 0 OR commits.sequence > ?)
+"""
+"""Files with a trajectory that may be trained, or be trained again after a return to the step given."""
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "busy_timeout = 5000")
 
 
@@ -60,10 +69,15 @@ class Ledger:
         """Open or create the ledger of a run. `identity` (run id, tasks) must be what it was created with.
 
         Raises LedgerRefused, LedgerInUse."""
-        run_dir.mkdir(parents=True, exist_ok=True)
-        refuse_network(run_dir, filesystem_magic(run_dir))
-        refuse_full(run_dir, shutil.disk_usage(run_dir).free)
-        lock = _lock(run_dir / "ledger.lock")
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            refuse_network(run_dir, filesystem_magic(run_dir))
+            refuse_full(run_dir, shutil.disk_usage(run_dir).free)
+            lock = _lock(run_dir / "ledger.lock")
+        except OSError as error:
+            raise LedgerRefused(
+                f"{run_dir} cannot be written: {error.strerror}: choose a run directory on a disk that can"
+            ) from error
         try:
             database = _connect(run_dir / "ledger.db")
             _prepare(database, identity, run_dir / "ledger.db")
@@ -140,20 +154,42 @@ class Ledger:
         """The trajectories of these attempts, in order. Raises LedgerBroken when one is missing, CodecError."""
         return [self._trajectory(rollout_id, attempt) for rollout_id, attempt in keys]
 
+    def drop_covered(self) -> tuple[int, ...]:
+        """Delete trajectory files that neither an open group needs nor a return to any checkpoint directory that is
+        still there; the numbers of those deleted. Without such a directory nothing is known, and nothing deleted."""
+        sequence = self._oldest_retained()
+        if sequence is None:
+            return ()
+        held = "SELECT DISTINCT trajectory_file FROM attempts WHERE trajectory_file IS NOT NULL"
+        stored = {number for (number,) in self._database.execute(held)}
+        needed = {number for (number,) in self._database.execute(_NEEDED_FILES, (sequence,))}
+        return self._blobs.drop(stored - needed)
+
+    def _oldest_retained(self) -> int | None:
+        """The last step that the oldest checkpoint directory covers; None without one on the surviving path."""
+        query = (
+            "SELECT checkpoints.path, commits.sequence FROM checkpoints JOIN commits USING (chain) "
+            "WHERE rolled_back_by IS NULL"
+        )
+        return min((sequence for path, sequence in self._database.execute(query) if Path(path).is_dir()), default=None)
+
     def backup(self, destination: Path) -> None:
         """A consistent copy of `ledger.db` (without trajectories) under its final name only when complete. Raises
         OSError."""
         staged = destination.with_name(destination.name + ".part")
         staged.unlink(missing_ok=True)
-        copy = sqlite3.connect(staged)
-        try:
+        with _as_oserror(staged), closing(sqlite3.connect(staged)) as copy:
             self._database.backup(copy)
             copy.execute("PRAGMA journal_mode = DELETE")
-        finally:
-            copy.close()
         _fsync(staged)
         staged.replace(destination)
         _fsync_directory(destination.parent)
+
+    def export(self, folder: Path) -> None:
+        """`ledger.db` and the trajectories, in memory or not, as files in `folder`. Raises OSError."""
+        (folder / "trajectories").mkdir(parents=True, exist_ok=True)
+        self.backup(folder / "ledger.db")
+        self._blobs.export(folder / "trajectories")
 
     def close(self) -> None:
         """Release the files and the lock; idempotent."""
@@ -209,6 +245,29 @@ class BlobFiles:
         row = self._connection(number).execute(query, (rollout_id, attempt)).fetchone()
         return bytes(row[0]) if row else None
 
+    def drop(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """Delete these files, but for the newest; those that were there. Raises OSError."""
+        if self._directory is None:
+            return ()
+        dropped = [number for number in sorted(numbers) if number < self._current and self._path(number).exists()]
+        for number in dropped:
+            if (database := self._open.pop(number, None)) is not None:
+                database.close()
+            # The database last: while it is there, what is left of the others belongs to it.
+            for suffix in ("-wal", "-shm", ""):
+                self._path(number).with_name(self._path(number).name + suffix).unlink(missing_ok=True)
+        if dropped:
+            _fsync_directory(self._directory)
+        return tuple(dropped)
+
+    def export(self, directory: Path) -> None:
+        """Copies of all files."""
+        numbers = range(1, self._current + 1)
+        for number in numbers if self._directory is None else filter(lambda each: self._path(each).exists(), numbers):
+            path = directory / f"{number:06d}.db"
+            with _as_oserror(path), closing(sqlite3.connect(path)) as copy:
+                self._connection(number).backup(copy)
+
     def close(self) -> None:
         for database in self._open.values():
             database.close()
@@ -261,7 +320,7 @@ def _create_or_check(database: sqlite3.Connection, identity: Mapping[str, str], 
     (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if not schema and not application and not tables:
         with _transaction(database):
-            for statement in LEDGER_DDL.split(";\n"):
+            for statement in LEDGER_STATEMENTS:
                 database.execute(statement)
             database.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", identity.items())
             database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
@@ -275,14 +334,28 @@ def _create_or_check(database: sqlite3.Connection, identity: Mapping[str, str], 
                 f"{path} was made with {key} = {stored.get(key)}, this run has {value}: "
                 "resume with the same run and task file, or start a new run directory"
             )
+    if schema < SCHEMA_VERSION:
+        with _transaction(database):
+            migrate(database, schema)
 
 
 def check_schema(schema: int, application: int, path: Path) -> None:
     """Raises LedgerRefused unless the header is that of a ledger this headrace can read."""
     if application != APPLICATION_ID:
         raise LedgerRefused(f"{path} is a SQLite file of another program: choose another run directory")
+    if schema < 1:
+        raise LedgerRefused(f"{path} has no schema number: it is damaged, restore a copy")
     if schema > SCHEMA_VERSION:
         raise LedgerRefused(f"{path} has schema {schema}, this headrace reads up to {SCHEMA_VERSION}: upgrade headrace")
+
+
+@contextmanager
+def _as_oserror(path: Path) -> Iterator[None]:
+    """A copy that cannot be written is the trouble of its disk, not of the ledger."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise OSError(errno.EIO, f"the copy of the ledger cannot be written: {error}", str(path)) from error
 
 
 @contextmanager

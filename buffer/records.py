@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from headrace.buffer.advantages import AdvantageKind
     from headrace.buffer.tasks import TaskId
     from headrace.buffer.types import BatchId, Cause, GroupId, RolloutId
     from headrace.buffer.versions import PolicyVersion
 
 
 class RolloutState(StrEnum):
-    """Where a rollout is. The last four are final, except that a rollback takes TRAINED back to SEALED."""
+    """Where a rollout is. The last five are final, except that a rollback takes TRAINED back to SEALED."""
 
     PENDING = "pending"
     """Waits for its first or next attempt."""
@@ -38,27 +39,24 @@ class RolloutState(StrEnum):
     TRAINED = "trained"
     """In a committed batch (also when that step was skipped)."""
     EVICTED = "evicted"
-    """Over the staleness bound before it could be trained."""
+    """Over the staleness bound, and issued again as often as it may be."""
     FILTERED = "filtered"
     """Nothing to train on; `reason` is a `FilterReason`."""
     POISON = "poison"
     """`max_attempts` attempts died of infra."""
+    CANCELLED = "cancelled"
+    """Unfinished when its group was sealed, and `unfinished = "abort"`."""
 
 
-FINISHED = frozenset(
+FINAL = frozenset(
     {
-        RolloutState.WAITING,
-        RolloutState.SEALED,
-        RolloutState.LEASED,
         RolloutState.TRAINED,
         RolloutState.EVICTED,
         RolloutState.FILTERED,
+        RolloutState.POISON,
+        RolloutState.CANCELLED,
     }
 )
-"""States with an accepted result."""
-
-
-FINAL = frozenset({RolloutState.TRAINED, RolloutState.EVICTED, RolloutState.FILTERED, RolloutState.POISON})
 """States that end a rollout."""
 
 
@@ -81,7 +79,7 @@ class GroupState(StrEnum):
     OPEN = "open"
     """Members are missing."""
     SEALED = "sealed"
-    """Its members have fixed advantages."""
+    """Its members have fixed baselines and scales, also those that still run."""
     DROPPED = "dropped"
     """Fewer than `min_members` finished."""
 
@@ -101,16 +99,24 @@ class BatchState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """`ordinal` is the position in the task stream, `seal_order` the position among sealed groups. `closed`: nothing
-    can change any more short of a return to an older checkpoint; the core has forgotten it."""
+    """`ordinal` counts the groups opened, `seal_order` those sealed. `closed`: nothing can change any more short of a
+    return to an older checkpoint; the core has forgotten it.
+
+    `rule`, `min_members` and `advantage` are those it was sealed by. The group is complete when each member finished or
+    is poison: groups with a `seal_order` of at least `complete_before` were sealed after that."""
 
     group_id: GroupId
     ordinal: int
     task_id: TaskId
     state: GroupState
     opened_at_s: float
+    max_evictions: int = 0
     seal_order: int | None = None
     ended_at_s: float | None = None
+    rule: str | None = None
+    min_members: int | None = None
+    advantage: AdvantageKind | None = None
+    complete_before: int | None = None
     closed: bool = False
 
     @property
@@ -120,7 +126,12 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
-    """`attempt` is the current one (0: none yet), `failures` counts attempts that died of infra."""
+    """`attempt` is the current one (0: none yet), `failures` counts attempts that died of infra, `evictions` those that
+    went over the staleness bound.
+
+    `reward` and `advantage` are of the current attempt. `first_reward` is that of the first attempt that finished, and
+    counts in the group's statistics. `baseline` and `scale` are fixed when the group is sealed. `late`: unfinished
+    then."""
 
     rollout_id: RolloutId
     group_id: GroupId
@@ -132,10 +143,25 @@ class RolloutRecord:
     advantage: float | None = None
     batch_id: BatchId | None = None
     reason: FilterReason | None = None
+    first_reward: float | None = None
+    baseline: float | None = None
+    scale: float | None = None
+    late: bool = False
+    evictions: int = 0
 
     @property
     def key(self) -> RolloutId:
         return self.rollout_id
+
+    @property
+    def finished(self) -> bool:
+        """Some attempt had a result that counts."""
+        return self.first_reward is not None
+
+    @property
+    def running(self) -> bool:
+        """Its first result that counts is still to come."""
+        return self.first_reward is None and self.state not in FINAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +297,38 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRecord:
+    """What is known of a task: for scales, parking and curricula.
+
+    `last_pass` is the pass over the data that opened its newest group. `finished` counts results with a reward,
+    `solved` those above 0, `duration_s` is their sum. `complete_members`, `reward_sum`, `reward_square_sum` and
+    `deviation_square_sum` (within groups) cover complete groups. `poison_streak` counts members that became poison
+    since one finished."""
+
+    task_id: TaskId
+    last_pass: int = -1
+    groups: int = 0
+    finished: int = 0
+    solved: int = 0
+    duration_s: float = 0.0
+    infra: int = 0
+    poison: int = 0
+    evicted: int = 0
+    cancelled: int = 0
+    complete_members: int = 0
+    reward_sum: float = 0.0
+    reward_square_sum: float = 0.0
+    deviation_square_sum: float = 0.0
+    poison_streak: int = 0
+    parked: bool = False
+    last_failure: str = ""
+
+    @property
+    def key(self) -> TaskId:
+        return self.task_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CounterRecord:
     """A count of something that changes no rollout: refused offers, filtered members, rolled-back batches."""
 
@@ -291,6 +349,7 @@ Record = (
     | CommitRecord
     | CheckpointRecord
     | EvaluationRecord
+    | TaskRecord
     | CounterRecord
 )
 

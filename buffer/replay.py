@@ -12,17 +12,21 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from headrace.buffer.acceptance import every_member
+from headrace.buffer.acceptance import Limits, parse_rule
 from headrace.buffer.admission import Inventory, groups_to_open
 from headrace.buffer.advantages import AdvantageKind
 from headrace.buffer.batches import BatchBook
-from headrace.buffer.groups import GroupBook, classify
+from headrace.buffer.classification import classify
+from headrace.buffer.curriculum import Curriculum, TaskCursor
+from headrace.buffer.groups import GroupBook
+from headrace.buffer.history import TaskHistory
 from headrace.buffer.records import EvaluationRecord, RolloutState, Snapshot
+from headrace.buffer.sealing import Sealing
 from headrace.buffer.state import ReplayState
 from headrace.buffer.types import Cause, Receipt, ReceiptStatus, RolloutOrder
 
@@ -48,8 +52,9 @@ class BufferConfig(BaseModel):
     """Rollouts of one task that share a baseline."""
     max_staleness: int = Field(default=4, ge=0)
     """Hard bound, in optimizer updates, on what may be trained. 0 needs mode `sync`."""
-    mode: Literal["async", "sync"] = "async"
-    """`async` paces by inventory; `sync` starts only what the current batch needs."""
+    mode: Literal["async", "sync", "one-step-off"] = "async"
+    """`async` paces by inventory; `sync` starts only what the current batch needs, when the newest version is served;
+    `one-step-off` starts what the next batch needs while the learner trains the one before."""
     max_attempts: int = Field(default=3, ge=1)
     """A rollout that dies of infrastructure this often is poison and left out."""
     min_members: int = Field(default=2, ge=2)
@@ -60,12 +65,27 @@ class BufferConfig(BaseModel):
     """`grpo` divides by the group's standard deviation, `centered` does not."""
     zero_variance: Literal["keep", "filter"] = "keep"
     """Groups with equal rewards: trained with advantage 0, or left out of batches."""
-    rule: Literal["all"] = "all"
-    """When a group is sealed; `all`: every member has finished or is poison."""
+    rule: str = "all"
+    """When a group is sealed: `all`, `count(members)`, `fraction(share)`, `deadline(seconds)`, `grace(seconds)`,
+    `expiring(updates)`, joined with `|` and `&`. `fraction(0.75) & grace(120)`: three quarters have finished, and none
+    for two minutes. `all | expiring(1)`: all, or what is finished one update before it is too stale."""
+    unfinished: Literal["carry", "abort"] = "carry"
+    """Members that still run when their group is sealed: trained later with a baseline fixed now, or cancelled.
+    `abort` biases training towards what is short."""
+    max_evictions: int = Field(default=2, ge=0)
+    """How often a rollout that went over the staleness bound is issued again."""
+    park_after: int = Field(default=2, ge=1)
+    """A task whose rollouts became poison this often in a row is parked: not issued any more."""
+    curriculum: Curriculum = "none"
+    """`frontier` prefers, among the next few tasks of a pass, those solved half of the time."""
+    passes: int | None = Field(default=None, ge=1)
+    """Passes over the data; None: no end. After the last one `take` raises DataExhausted once no batch is left."""
+    keep_trajectories: bool = False
+    """Keep files of trajectories that no checkpoint directory needs any more, for exports. They grow for ever."""
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.max_staleness == 0 and self.mode == "async":
+        if self.max_staleness == 0 and self.mode != "sync":
             raise ValueError('max_staleness = 0 needs mode = "sync": set buffer.mode, or raise buffer.max_staleness')
         if self.min_members > self.group_size:
             raise ValueError(f"min_members = {self.min_members} exceeds group_size = {self.group_size}: lower it")
@@ -74,13 +94,14 @@ class BufferConfig(BaseModel):
                 f"a group of group_size = {self.group_size} may never fit beside an unfinished batch of "
                 f"batch_size = {self.batch_size}: raise batch_size or max_staleness"
             )
+        parse_rule(self.rule, Limits(group_size=self.group_size, max_staleness=self.max_staleness))
         return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStatus:
     """Counts for people and metrics. `rollouts` covers all of the run by state, `counters` what was refused, filtered,
-    undone."""
+    undone. `parked` are tasks that are not issued any more, with their last failure."""
 
     head: PolicyVersion | None
     admit: int
@@ -93,10 +114,12 @@ class BufferStatus:
     groups_opened: int
     evaluations: int
     chain: str
+    parked: Mapping[TaskId, str]
 
 
 class ReplayBuffer:
-    """Groups in, batches out. `now` is in seconds since the Unix epoch; it is recorded and decides nothing."""
+    """Groups in, batches out. `now` is in seconds since the Unix epoch; it is recorded, and decides nothing but when
+    rules with times accept."""
 
     def __init__(self, config: BufferConfig, stream: TaskStream, snapshot: Snapshot | None = None) -> None:
         self.config = config
@@ -106,8 +129,21 @@ class ReplayBuffer:
     def fold(self, snapshot: Snapshot) -> None:
         """Replace everything by what the snapshot holds."""
         self.state = ReplayState(snapshot)
-        self._groups = GroupBook(self.state, self.config, every_member())
-        self._batches = BatchBook(self.state, self.config)
+        history = TaskHistory(self.state, park_after=self.config.park_after)
+        self._sealing = Sealing(self.state, self.config, parse_rule(self.config.rule), history)
+        self._groups = GroupBook(self.state, self.config, self._sealing, history)
+        self._batches = BatchBook(self.state, self.config, history)
+        self._cursor = TaskCursor(
+            self.state, self._stream, curriculum=self.config.curriculum, passes=self.config.passes
+        )
+
+    def tick(self, now: float) -> None:
+        """Seal what is due by now; `issue`, `offer`, `take` and `commit` do it too."""
+        self._sealing.tick(now)
+
+    def due_at(self) -> float | None:
+        """When `tick` will next have something to do if nothing happens before."""
+        return self._sealing.due_at()
 
     def drain(self) -> tuple[Record, ...]:
         """The records that changed since the last call."""
@@ -132,29 +168,33 @@ class ReplayBuffer:
         return allowed if cap is None else max(0, min(allowed, cap - stock.in_flight))
 
     def issue(self, limit: int, version: PolicyVersion, now: float) -> tuple[RolloutOrder, ...]:
-        """Up to `limit` attempts to run, at most `admit()`: pending rollouts of the oldest groups first, then new
-        groups.
+        """Up to `limit` attempts to run, at most `admit()`: pending rollouts first, those issued again before all
+        others, then new groups.
 
         `version` is the one the engines serve. In mode `sync` nothing starts before they serve the newest one.
         """
+        self.tick(now)
         if self.config.mode == "sync" and version != self.state.head:
             return ()
-        room = min(limit, self.admit())
-        while len(pending := self._groups.pending()) < room:
-            ordinal = self.state.next_ordinal
-            self._groups.open_group(self._stream.task(ordinal).id, now)
-        started = [self._groups.start(rollout, version, now) for rollout in pending[: max(0, room)]]
-        return tuple(self._order(rollout) for rollout in started)
+        orders: list[RolloutOrder] = []
+        for _ in range(min(limit, self.admit())):
+            rollout = self.state.next_pending() or self._open_group(now)
+            if rollout is None:
+                break
+            orders.append(self._order(self._groups.start(rollout, version, now)))
+        return tuple(orders)
 
     def offer(self, result: RolloutResult, now: float) -> Receipt:
         """Take in what became of an attempt; idempotent by (rollout, attempt). Late, repeated and unknown ones are
         counted."""
-        return self._groups.offer(result, now)
+        self.tick(now)
+        receipt = self._groups.offer(result, now)
+        self.tick(now)
+        return receipt
 
     def abandon(self, attempts: Iterable[tuple[RolloutId, int]], now: float) -> int:
         """The runner of these attempts is gone: they count as infra failures. Returns how many were in flight."""
-        detail = "abandoned: its worker is gone"
-        return sum(self._groups.abandon(*attempt, Cause.INFRA, detail, now) for attempt in attempts)
+        return self._abandon(attempts, Cause.INFRA, "abandoned: its worker is gone", now)
 
     def worker_lost(self, rollouts: Iterable[RolloutId], now: float) -> int:
         """`abandon` for the current attempts of these rollouts."""
@@ -164,8 +204,7 @@ class ReplayBuffer:
     def withdraw(self, attempts: Iterable[tuple[RolloutId, int]], now: float) -> int:
         """These attempts run nowhere, and never did as far as they are concerned: their order, dispatcher or driver
         was lost. No failure counts. Returns how many were in flight."""
-        detail = "withdrawn: nobody runs it"
-        return sum(self._groups.abandon(*attempt, Cause.CANCELLED, detail, now) for attempt in attempts)
+        return self._abandon(attempts, Cause.CANCELLED, "withdrawn: nobody runs it", now)
 
     def restart_in_flight(self, now: float) -> int:
         """After the driver's death: `withdraw` every attempt in flight."""
@@ -173,21 +212,34 @@ class ReplayBuffer:
 
     def keep_in_flight(self, carried: Collection[tuple[RolloutId, int]], now: float) -> int:
         """`withdraw` every attempt in flight that is not `carried`; returns how many."""
-        running = (self.state.attempts[rollout].key for rollout in self.state.by_state[RolloutState.IN_FLIGHT])
-        return self.withdraw([key for key in running if key not in carried], now)
+        return self.withdraw(self._groups.carried_by_nobody(carried), now)
 
     def over_bound(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
         """Attempts in flight that could not be trained at `version` or later, judged by the version they were issued
         at."""
         return self._groups.over_bound(version)
 
+    def to_cancel(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
+        """`over_bound`, and attempts of members that their group was sealed without."""
+        return self._groups.to_cancel(version)
+
     def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
-        """Lease the next batch, to be trained at `version`. Raises StaleEpoch, VersionMismatch."""
-        return self._batches.take(version, epoch, now)
+        """Lease the next batch, to be trained at `version`; a repeated call gives the same lease. Raises StaleEpoch,
+        VersionMismatch, DataExhausted."""
+        if (lease := self._batches.lease_at(version, epoch)) is not None:
+            return lease
+        before = self.state.changes_made
+        self.tick(now)
+        record = self._batches.take(version, epoch, now)
+        # An error must leave the core unchanged: what the sweep did is told first, and the next call raises.
+        if record is None and self.state.changes_made == before and self._cursor.left() == 0:
+            self._batches.refuse_exhausted()
+        return record
 
     def commit(self, lease: BatchLease, report: StepReport, now: float) -> None:
         """The step is done; idempotent by batch id. Raises StaleEpoch, LeaseError, VersionMismatch."""
         self._batches.commit(lease, report, now)
+        self.tick(now)
 
     def release(self, lease: BatchLease) -> None:
         """Give a batch back before its step began. Raises StaleEpoch, LeaseError."""
@@ -235,7 +287,7 @@ class ReplayBuffer:
         """Counts by state, of closed groups too."""
         rollouts = Counter(self.state.closed)
         rollouts.update({state: len(ids) for state, ids in self.state.by_state.items()})
-        skipped = sum(commit.skipped for commit in self.state.commits.values())
+        skipped = self.state.steps_skipped
         return BufferStatus(
             head=self.state.head,
             admit=self.admit(),
@@ -248,16 +300,35 @@ class ReplayBuffer:
             groups_opened=self.state.next_ordinal,
             evaluations=len(self.state.evaluations),
             chain=self.state.chain,
+            parked=dict(self.state.parked),
         )
 
+    def _abandon(self, attempts: Iterable[tuple[RolloutId, int]], cause: Cause, detail: str, now: float) -> int:
+        ended = sum(self._groups.abandon(*attempt, cause, detail, now) for attempt in attempts)
+        self.tick(now)
+        return ended
+
     def _groups_to_open(self, stock: Inventory) -> int:
-        return groups_to_open(
+        if self.config.mode == "one-step-off":
+            # The batch that is being trained is none that must be filled.
+            stock = replace(stock, leased=0)
+        room = groups_to_open(
             stock,
             batch_size=self.config.batch_size,
             group_size=self.config.group_size,
             max_staleness=self.config.max_staleness,
-            sync=self.config.mode == "sync",
+            sync=self.config.mode != "async",
         )
+        left = self._cursor.left()
+        return room if left is None else min(room, left)
+
+    def _open_group(self, now: float) -> RolloutRecord | None:
+        """The first rollout of a new group; None at the end of the data."""
+        following = self._cursor.next()
+        if following is None:
+            return None
+        self._groups.open_group(*following, now)
+        return self.state.next_pending()
 
     def _order(self, rollout: RolloutRecord) -> RolloutOrder:
         group = self.state.groups[rollout.group_id]

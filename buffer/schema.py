@@ -3,7 +3,7 @@
 Invariants:
 - One table for each kind of record; a column has the record's field name. Versions are text (`epoch.step`), structures
   are JSON.
-- `SCHEMA_VERSION` grows with every change of a table; older files are migrated or refused, newer ones refused.
+- `SCHEMA_VERSION` grows with every change of a table; older files are migrated (`migration`), newer ones refused.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from headrace.buffer.records import (
     GroupState,
     RolloutRecord,
     RolloutState,
+    TaskRecord,
     TrainedTokens,
 )
 from headrace.buffer.types import Cause
@@ -37,21 +38,32 @@ if TYPE_CHECKING:
 
     from headrace.buffer.records import Record
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x48524C31
 """`HRL1` in the file's header: this SQLite file is a ledger."""
+
+TABLES_OF_2 = """CREATE TABLE tasks (
+  task_id TEXT PRIMARY KEY, last_pass INTEGER NOT NULL, groups INTEGER NOT NULL, finished INTEGER NOT NULL,
+  solved INTEGER NOT NULL, duration_s REAL NOT NULL, infra INTEGER NOT NULL, poison INTEGER NOT NULL,
+  evicted INTEGER NOT NULL, cancelled INTEGER NOT NULL, complete_members INTEGER NOT NULL, reward_sum REAL NOT NULL,
+  reward_square_sum REAL NOT NULL, deviation_square_sum REAL NOT NULL, poison_streak INTEGER NOT NULL,
+  parked INTEGER NOT NULL, last_failure TEXT NOT NULL) WITHOUT ROWID"""
+"""New with schema 2."""
 
 LEDGER_DDL = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE epochs (epoch INTEGER PRIMARY KEY, parent TEXT, chain TEXT NOT NULL, opened_at_s REAL NOT NULL);
 CREATE TABLE groups (
   group_id TEXT PRIMARY KEY, ordinal INTEGER NOT NULL UNIQUE, task_id TEXT NOT NULL, state TEXT NOT NULL,
-  opened_at_s REAL NOT NULL, seal_order INTEGER UNIQUE, ended_at_s REAL, closed INTEGER NOT NULL) WITHOUT ROWID;
+  opened_at_s REAL NOT NULL, seal_order INTEGER UNIQUE, ended_at_s REAL, closed INTEGER NOT NULL,
+  max_evictions INTEGER NOT NULL DEFAULT 0, rule TEXT, min_members INTEGER, advantage TEXT, complete_before INTEGER)
+  WITHOUT ROWID;
 CREATE INDEX groups_by_closed ON groups (closed);
 CREATE TABLE rollouts (
   rollout_id TEXT PRIMARY KEY, group_id TEXT NOT NULL REFERENCES groups, member INTEGER NOT NULL, state TEXT NOT NULL,
   attempt INTEGER NOT NULL, failures INTEGER NOT NULL, reward REAL, advantage REAL,
-  batch_id TEXT REFERENCES batches DEFERRABLE INITIALLY DEFERRED, reason TEXT,
+  batch_id TEXT REFERENCES batches DEFERRABLE INITIALLY DEFERRED, reason TEXT, first_reward REAL, baseline REAL,
+  scale REAL, late INTEGER NOT NULL DEFAULT 0, evictions INTEGER NOT NULL DEFAULT 0,
   UNIQUE (group_id, member)) WITHOUT ROWID;
 CREATE TABLE attempts (
   rollout_id TEXT NOT NULL REFERENCES rollouts, attempt INTEGER NOT NULL, version TEXT NOT NULL,
@@ -78,6 +90,7 @@ CREATE TABLE evaluations (
   PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID;
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
+LEDGER_STATEMENTS = (*LEDGER_DDL.strip().rstrip(";").split(";\n"), TABLES_OF_2)
 
 TRAJECTORIES_DDL = """
 CREATE TABLE IF NOT EXISTS trajectories (
@@ -87,14 +100,15 @@ CREATE TABLE IF NOT EXISTS trajectories (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A record's table: key columns first, `read` and `write` convert the columns that are not plain values."""
+    """A record's table: key columns first, `read` and `conversions` (by place) are for columns that are not plain
+    values."""
 
     name: str
     record: Callable[..., Record]
     key: tuple[str, ...]
     columns: tuple[str, ...]
     read: Mapping[str, Callable[[Any], object]]
-    write: Mapping[str, Callable[[Any], object]]
+    conversions: tuple[tuple[int, Callable[[Any], object]], ...]
 
     def upsert(self) -> str:
         """SQL that inserts a row or replaces these columns of it."""
@@ -110,10 +124,12 @@ class Table:
         """SQL that reads the columns in order."""
         return f"SELECT {', '.join(self.columns)} FROM {self.name} {where}"
 
-    def row(self, record: Record) -> tuple[object, ...]:
+    def row(self, record: Record) -> list[object]:
         """The values of a record by column."""
-        values = ((column, getattr(record, column)) for column in self.columns)
-        return tuple(self.write[column](value) if column in self.write else value for column, value in values)
+        values = [getattr(record, column) for column in self.columns]
+        for place, convert in self.conversions:
+            values[place] = convert(values[place])
+        return values
 
     def load(self, row: Iterable[object]) -> Record:
         """The record of a row of `select`."""
@@ -132,7 +148,9 @@ def _table(
     write: Mapping[str, Callable[[Any], object]],
 ) -> Table:
     keys = tuple(key.split())
-    return Table(name=name, record=record, key=keys, columns=(*keys, *rest.split()), read=read, write=write)
+    columns = (*keys, *rest.split())
+    conversions = tuple((columns.index(column), convert) for column, convert in write.items())
+    return Table(name=name, record=record, key=keys, columns=columns, read=read, conversions=conversions)
 
 
 def _version(text: str | None) -> PolicyVersion | None:
@@ -143,8 +161,7 @@ def _version_text(version: PolicyVersion | None) -> str | None:
     return None if version is None else str(version)
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"))
+_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def read_trained(text: str) -> tuple[TrainedTokens, ...]:
@@ -190,7 +207,8 @@ TABLES: Mapping[type, Table] = {
         GroupRecord,
         "groups",
         "group_id",
-        "ordinal task_id state opened_at_s seal_order ended_at_s closed",
+        "ordinal task_id state opened_at_s seal_order ended_at_s closed max_evictions rule min_members advantage "
+        "complete_before",
         {"state": GroupState, "closed": bool},
         {},
     ),
@@ -198,8 +216,9 @@ TABLES: Mapping[type, Table] = {
         RolloutRecord,
         "rollouts",
         "rollout_id",
-        "group_id member state attempt failures reward advantage batch_id reason",
-        {"state": RolloutState, "reason": _optional(FilterReason)},
+        "group_id member state attempt failures reward advantage batch_id reason first_reward baseline scale late "
+        "evictions",
+        {"state": RolloutState, "reason": _optional(FilterReason), "late": bool},
         {},
     ),
     AttemptRecord: _table(
@@ -248,6 +267,15 @@ TABLES: Mapping[type, Table] = {
         "task_id tag version cause reward detail sampled recorded_at_s",
         {"version": _version, "cause": Cause, "sampled": read_trained},
         {"version": str, "sampled": _write_trained},
+    ),
+    TaskRecord: _table(
+        TaskRecord,
+        "tasks",
+        "task_id",
+        "last_pass groups finished solved duration_s infra poison evicted cancelled complete_members reward_sum "
+        "reward_square_sum deviation_square_sum poison_streak parked last_failure",
+        {"parked": bool},
+        {},
     ),
     CounterRecord: _table(CounterRecord, "counters", "name", "value", {}, {}),
 }

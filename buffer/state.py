@@ -4,6 +4,7 @@ Invariants:
 - Records change only through `put`, which keeps every index and remembers the newest record for the shell: no index
   can drift.
 - `drain` returns each changed record once; written over the rows of the ledger they make it equal to this state.
+- No call scans all rollouts but `close_covered`: with ten thousand in flight a call costs what it changes.
 - Closed groups are forgotten: all members are final and a recorded checkpoint covers what was trained. Only their
   numbers stay.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from fractions import Fraction
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, TypeVar
 
 from headrace.buffer.records import (
     FINAL,
@@ -25,18 +28,27 @@ from headrace.buffer.records import (
     EpochRecord,
     EvaluationRecord,
     GroupRecord,
+    GroupState,
     RolloutRecord,
     RolloutState,
+    TaskRecord,
 )
 from headrace.buffer.versions import PolicyVersion, VersionTree
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from headrace.buffer.records import Record, Snapshot
+    from headrace.buffer.tasks import TaskId
     from headrace.buffer.types import BatchId, GroupId, RolloutId
+
+K = TypeVar("K")
+Versions = tuple[PolicyVersion, ...]
+"""Which versions sampled a trajectory's trained tokens: what its staleness depends on."""
 
 
 class ReplayState:
-    """Read its fields freely; change them with `put` only."""
+    """Read its fields freely; change them with `put` only. Names with an underscore are indices."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.groups: dict[GroupId, GroupRecord] = {}
@@ -49,19 +61,31 @@ class ReplayState:
         self.epochs: dict[int, EpochRecord] = {}
         self.checkpoints: dict[PolicyVersion, CheckpointRecord] = {}
         self.evaluations = set(snapshot.evaluations)
+        self.tasks: dict[TaskId, TaskRecord] = {}
         self.counters: Counter[str] = Counter()
         self.tree = VersionTree()
         self.closed = Counter(snapshot.closed)
         self.next_ordinal, self.next_seal = snapshot.next_ordinal, snapshot.next_seal
         self.next_batch, self.next_commit = snapshot.next_batch, snapshot.next_commit
+        self.steps_skipped = 0
+        self.parked: dict[TaskId, str] = {}
+        self.complete_members, self.deviation_square_sum = 0, Fraction()
+        self.changes_made = 0
         self._changes: dict[tuple[type, object], Record] = {}
-        for record in snapshot.records:
+        self._open: dict[GroupId, None] = {}
+        self._pending: list[tuple[bool, int, int, RolloutId]] = []
+        self._in_flight: dict[PolicyVersion, dict[RolloutId, None]] = {}
+        self._free: dict[Versions, dict[RolloutId, None]] = {}
+        self._batches: dict[BatchState, dict[BatchId, None]] = {state: {} for state in BatchState}
+        # Attempts after the rollouts in a snapshot: the indices by version need both.
+        for record in sorted(snapshot.records, key=lambda record: isinstance(record, RolloutRecord)):
             self._index(record)
 
     def put(self, record: Record) -> None:
         """Insert or replace a record."""
         self._index(record)
         self._changes[type(record), record.key] = record
+        self.changes_made += 1
 
     def drain(self) -> tuple[Record, ...]:
         """The changed records since the last call, each in its newest form."""
@@ -79,10 +103,49 @@ class ReplayState:
         self.put(moved)
         return moved
 
+    def task(self, task_id: TaskId) -> TaskRecord:
+        """What is known of a task, possibly nothing."""
+        return self.tasks.get(task_id) or TaskRecord(task_id=task_id)
+
+    def group_of(self, rollout_id: RolloutId) -> GroupRecord:
+        """The group of a rollout."""
+        return self.groups[self.rollouts[rollout_id].group_id]
+
     def rollouts_of(self, group_id: GroupId) -> tuple[RolloutRecord, ...]:
         """The members of a group, by member number."""
         members = self.members[group_id]
         return tuple(self.rollouts[members[number]] for number in sorted(members))
+
+    def open_groups(self) -> tuple[GroupId, ...]:
+        """Groups that are not sealed yet, oldest first."""
+        return tuple(self._open)
+
+    def next_pending(self) -> RolloutRecord | None:
+        """The rollout whose attempt is next: those issued again first, then those of the oldest groups."""
+        while self._pending:
+            known = self.rollouts.get(self._pending[0][-1])
+            if known is not None and known.state is RolloutState.PENDING:
+                return known
+            heappop(self._pending)
+        return None
+
+    @property
+    def in_flight_by_version(self) -> Mapping[PolicyVersion, Mapping[RolloutId, None]]:
+        """Rollouts in flight by the version their attempt was issued at."""
+        return self._in_flight
+
+    @property
+    def free_by_versions(self) -> Mapping[Versions, Mapping[RolloutId, None]]:
+        """Sealed rollouts that no batch holds, by the versions that sampled them."""
+        return self._free
+
+    def free_count(self) -> int:
+        """How many sealed rollouts no batch holds."""
+        return sum(map(len, self._free.values()))
+
+    def versions_of(self, rollout_id: RolloutId) -> Versions:
+        """The versions of a rollout's trained tokens."""
+        return tuple(part.version for part in self.attempts[rollout_id].trained)
 
     def age(self, rollout_id: RolloutId) -> tuple[int, int]:
         """Order of sealed rollouts, oldest first: (seal order of the group, member)."""
@@ -91,12 +154,12 @@ class ReplayState:
 
     def queue(self) -> list[BatchRecord]:
         """Batches to be issued again, in order."""
-        queued = (batch for batch in self.batches.values() if batch.state is BatchState.QUEUED)
+        queued = (self.batches[batch_id] for batch_id in self._batches[BatchState.QUEUED])
         return sorted(queued, key=lambda batch: batch.queue_order or 0)
 
     def leases(self) -> list[BatchRecord]:
         """Batches held by a learner, in the order they were taken."""
-        leased = (batch for batch in self.batches.values() if batch.state is BatchState.LEASED)
+        leased = (self.batches[batch_id] for batch_id in self._batches[BatchState.LEASED])
         return sorted(leased, key=lambda batch: (batch.epoch, batch.version.step))
 
     @property
@@ -124,17 +187,23 @@ class ReplayState:
             return last.version
         return PolicyVersion(epoch.epoch, epoch.parent.step if epoch.parent else 0)
 
+    @property
+    def next_version(self) -> PolicyVersion | None:
+        """The version at which the next batch will be trained: the head, and a step for each lease."""
+        head = self.head
+        return head and PolicyVersion(head.epoch, head.step + len(self._batches[BatchState.LEASED]))
+
     def close_covered(self, sequence: int) -> None:
         """Close and forget what the steps up to `sequence`, now in a checkpoint, leave nothing to do for."""
         covered = {commit.batch_id for commit in self.commits.values() if commit.sequence <= sequence}
         for group_id in [group_id for group_id in self.groups if self._is_final(group_id, covered)]:
             self.put(replace(self.groups[group_id], closed=True))
             self._forget(group_id)
-        done = (BatchState.COMMITTED, BatchState.DISSOLVED)
-        for batch in [batch for batch in self.batches.values() if batch.state in done]:
-            if batch.state is BatchState.DISSOLVED or batch.batch_id in covered:
-                self.put(replace(batch, closed=True))
-                del self.batches[batch.batch_id]
+        for state in (BatchState.COMMITTED, BatchState.DISSOLVED):
+            for batch_id in tuple(self._batches[state]):
+                if state is BatchState.DISSOLVED or batch_id in covered:
+                    self.put(replace(self.batches[batch_id], closed=True))
+                    del self.batches[batch_id], self._batches[state][batch_id]
 
     def _is_final(self, group_id: GroupId, covered: set[BatchId]) -> bool:
         return all(
@@ -157,13 +226,9 @@ class ReplayState:
             case AttemptRecord():
                 self.attempts[record.rollout_id] = record
             case GroupRecord():
-                self.groups[record.group_id] = record
-                self.members.setdefault(record.group_id, {})
-                self.next_ordinal = max(self.next_ordinal, record.ordinal + 1)
-                self.next_seal = max(self.next_seal, (record.seal_order or 0) + 1)
+                self._index_group(record)
             case BatchRecord():
-                self.batches[record.batch_id] = record
-                self.next_batch = max(self.next_batch, record.ordinal + 1)
+                self._index_batch(record)
             case CommitRecord():
                 self._index_commit(record)
             case EpochRecord():
@@ -174,20 +239,73 @@ class ReplayState:
                 self.checkpoints[record.version] = record
             case EvaluationRecord():
                 self.evaluations.add(record.key)
+            case TaskRecord():
+                self._index_task(record)
             case CounterRecord():
                 self.counters[record.name] = record.value
+
+    def _index_group(self, record: GroupRecord) -> None:
+        self.groups[record.group_id] = record
+        self.members.setdefault(record.group_id, {})
+        self.next_ordinal = max(self.next_ordinal, record.ordinal + 1)
+        self.next_seal = max(self.next_seal, (record.seal_order or 0) + 1)
+        if record.state is GroupState.OPEN:
+            self._open[record.group_id] = None
+        else:
+            self._open.pop(record.group_id, None)
 
     def _index_rollout(self, record: RolloutRecord) -> None:
         known = self.rollouts.get(record.rollout_id)
         if known is not None:
             del self.by_state[known.state][record.rollout_id]
+            self._unindex_by_version(known)
         self.rollouts[record.rollout_id] = record
         self.by_state[record.state][record.rollout_id] = None
         self.members.setdefault(record.group_id, {})[record.member] = record.rollout_id
+        if record.state is RolloutState.PENDING and (known is None or known.state is not RolloutState.PENDING):
+            place = (record.evictions == 0, self.groups[record.group_id].ordinal, record.member)
+            heappush(self._pending, (*place, record.rollout_id))
+        elif record.state is RolloutState.IN_FLIGHT:
+            version = self.attempts[record.rollout_id].version
+            self._in_flight.setdefault(version, {})[record.rollout_id] = None
+        elif record.state is RolloutState.SEALED and record.batch_id is None:
+            self._free.setdefault(self.versions_of(record.rollout_id), {})[record.rollout_id] = None
+
+    def _unindex_by_version(self, known: RolloutRecord) -> None:
+        """Must come before the next attempt's record is put."""
+        if known.state is RolloutState.IN_FLIGHT:
+            _discard(self._in_flight, self.attempts[known.rollout_id].version, known.rollout_id)
+        elif known.state is RolloutState.SEALED and known.batch_id is None:
+            _discard(self._free, self.versions_of(known.rollout_id), known.rollout_id)
+
+    def _index_batch(self, record: BatchRecord) -> None:
+        known = self.batches.get(record.batch_id)
+        if known is not None:
+            del self._batches[known.state][record.batch_id]
+        self.batches[record.batch_id] = record
+        self._batches[record.state][record.batch_id] = None
+        self.next_batch = max(self.next_batch, record.ordinal + 1)
 
     def _index_commit(self, record: CommitRecord) -> None:
         self.next_commit = max(self.next_commit, record.sequence + 1)
         if record.rolled_back_by is None:
             self.commits[record.sequence] = record
-        else:
-            self.commits.pop(record.sequence, None)
+            self.steps_skipped += record.skipped
+        elif self.commits.pop(record.sequence, None) is not None:
+            self.steps_skipped -= record.skipped
+
+    def _index_task(self, record: TaskRecord) -> None:
+        # Exact sums: a core folded from the rows must come to the same scale, whatever the order of the rows.
+        known = self.task(record.task_id)
+        self.complete_members += record.complete_members - known.complete_members
+        if record.deviation_square_sum != known.deviation_square_sum:
+            self.deviation_square_sum += Fraction(record.deviation_square_sum) - Fraction(known.deviation_square_sum)
+        self.tasks[record.task_id] = record
+        if record.parked:
+            self.parked[record.task_id] = record.last_failure
+
+
+def _discard(index: dict[K, dict[RolloutId, None]], key: K, rollout_id: RolloutId) -> None:
+    del index[key][rollout_id]
+    if not index[key]:
+        del index[key]

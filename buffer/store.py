@@ -13,10 +13,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.buffer.errors import CodecError, LedgerBroken, ReplayError
@@ -27,7 +30,6 @@ from headrace.buffer.types import Batch, BatchItem, BatchLease, ReceiptStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
-    from pathlib import Path
     from types import TracebackType
     from typing import Self, TypeVar
 
@@ -38,6 +40,12 @@ if TYPE_CHECKING:
     from headrace.buffer.versions import PolicyVersion
 
     T = TypeVar("T")
+
+
+SHORTEST_WAIT_S = 0.001
+"""The clock may be coarser than the loop's: a group that is nearly due is not asked for in a tight loop."""
+
+logger = logging.getLogger(__name__)
 
 
 class ReplayStore:
@@ -147,7 +155,7 @@ class ReplayStore:
     async def take(self, version: PolicyVersion, epoch: int, *, timeout_s: float) -> Batch | None:
         """Lease the next batch, to be trained at `version`; waits up to `timeout_s`, then None. Repeating it is safe.
 
-        Raises StaleEpoch (also while waiting, when a newer learner opens), VersionMismatch."""
+        Raises StaleEpoch (also while waiting, when a newer learner opens), VersionMismatch, DataExhausted."""
         record = await self._until(lambda: self._core.take(version, epoch, self._clock()), timeout_s)
         return None if record is None else await self._batch(record)
 
@@ -162,6 +170,22 @@ class ReplayStore:
     async def checkpointed(self, ref: CheckpointRef) -> None:
         """A checkpoint directory is durable. Raises StaleEpoch, LedgerMismatch."""
         await self._change(lambda: self._core.checkpointed(ref, self._clock()))
+        async with self._writing:
+            self._check()
+            await self._in_thread(lambda: self._back_up_beside(Path(ref.path)))
+            if not self._core.config.keep_trajectories:
+                with self._ending_on_failure():
+                    await self._in_thread(self._ledger.drop_covered)
+
+    def _back_up_beside(self, checkpoint: Path) -> None:
+        """A copy of the ledger in the checkpoint's directory, for a node whose disk is lost. It does without when the
+        directory is not here or takes no more: the checkpoint itself is whole."""
+        if not checkpoint.is_dir():
+            return
+        try:
+            self._ledger.backup(checkpoint / "ledger.db")
+        except (OSError, sqlite3.Error) as error:
+            logger.warning("no copy of the ledger in %s: %s", checkpoint, error)
 
     async def open_epoch(self, checkpoint: CheckpointRef | None) -> PolicyVersion:
         """A new learner incarnation starts at `checkpoint`; returns its first version. Raises LedgerMismatch,
@@ -197,6 +221,12 @@ class ReplayStore:
         self._check()
         return self._core.status()
 
+    @property
+    def head(self) -> PolicyVersion | None:
+        """The version that the next step starts from; None before the first epoch."""
+        self._check()
+        return self._core.state.head
+
     def admit(self, in_flight: int | None = None) -> int:
         """How many rollouts may start now."""
         self._check()
@@ -207,11 +237,36 @@ class ReplayStore:
         self._check()
         return self._core.over_bound(version)
 
+    def to_cancel(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
+        """Attempts that run in vain: `over_bound`, and those of members that their group was sealed without."""
+        self._check()
+        return self._core.to_cancel(version)
+
+    async def cancellations(
+        self, known: Collection[tuple[RolloutId, int]], *, timeout_s: float
+    ) -> tuple[tuple[RolloutId, int], ...] | None:
+        """Attempts that run in vain at the newest version, as soon as there are others than `known`; None when there
+        are not within `timeout_s`."""
+
+        def look() -> tuple[tuple[RolloutId, int], ...] | None:
+            self._core.tick(self._clock())
+            head = self._core.state.head
+            vain = () if head is None else self._core.to_cancel(head)
+            return None if set(vain) <= set(known) else vain
+
+        return await self._until(look, timeout_s)
+
     async def backup(self, destination: Path) -> None:
         """A consistent copy of `ledger.db`, to be kept with a checkpoint. Raises OSError."""
         self._check()
         async with self._writing:
             await self._in_thread(lambda: self._ledger.backup(destination))
+
+    async def export(self, folder: Path) -> None:
+        """A copy of the whole ledger, trajectories too, as `verify` reads it. Raises OSError."""
+        self._check()
+        async with self._writing:
+            await self._in_thread(lambda: self._ledger.export(folder))
 
     def _offer(self, result: RolloutResult, now: float) -> Receipt:
         receipt = self._core.offer(result, now)
@@ -225,18 +280,25 @@ class ReplayStore:
         return receipt
 
     async def _until(self, attempt: Callable[[], T | None], timeout_s: float) -> T | None:
-        """Apply `attempt` now and after each change until it gives something or the time is over."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        """Apply `attempt` now, after each change, and when a group is due, until it gives something or the time is
+        over."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
         while True:
             changed = self._changed
             result = await self._change(attempt)
             if result is not None:
                 return result
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(min(deadline, loop.time() + self._due_in_s())):
                     await changed.wait()
             except TimeoutError:
-                return None
+                if loop.time() >= deadline:
+                    return None
+
+    def _due_in_s(self) -> float:
+        due_at = self._core.due_at()
+        return math.inf if due_at is None else max(SHORTEST_WAIT_S, due_at - self._clock())
 
     async def _change(self, change: Callable[[], T]) -> T:
         result = self._apply(change)

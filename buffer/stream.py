@@ -1,9 +1,8 @@
 """The order of training tasks.
 
 Invariants:
-- `task(ordinal)` depends on the seed, the ordinal and the tasks only: a cursor is one number, and a resumed run
-  continues the order.
-- Each pass over the tasks is a permutation of its own; the stream never ends.
+- The order of a pass depends on the seed, the number of the pass and the tasks only: a resumed run finds it again.
+- Each pass over the tasks is a permutation of its own; there is always a next one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TaskStream:
-    """Tasks by ordinal (from 0), endless. ValueError without tasks or with a repeated id."""
+    """Tasks in passes. ValueError without tasks or with a repeated id."""
 
     def __init__(self, tasks: Sequence[Task], *, seed: int) -> None:
         if not tasks:
@@ -29,17 +28,15 @@ class TaskStream:
         if len(self._by_id) != len(self._tasks):
             raise ValueError("task ids repeat: each training task needs an id of its own")
         self._seed = seed
-        self._pass = -1
-        self._order: list[int] = []
 
-    def task(self, ordinal: int) -> Task:
-        """The task at this position of the stream."""
-        lap, position = divmod(ordinal, len(self._tasks))
-        if lap != self._pass:
-            self._order = list(range(len(self._tasks)))
-            random.Random(f"headrace tasks {self._seed} {lap}").shuffle(self._order)
-            self._pass = lap
-        return self._tasks[self._order[position]]
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def order(self, lap: int) -> list[TaskId]:
+        """The tasks of a pass (from 0), in the order in which they come."""
+        order = [task.id for task in self._tasks]
+        random.Random(f"headrace tasks {self._seed} {lap}").shuffle(order)
+        return order
 
     def by_id(self, task_id: TaskId) -> Task:
         """KeyError when the stream has no such task."""

@@ -23,6 +23,7 @@ from headrace.buffer.task_errors import TaskFileError
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+    from typing import Self
 
 TaskId = NewType("TaskId", str)
 _STRICT: ConfigDict = ConfigDict(extra="forbid", strict=True)
@@ -44,6 +45,9 @@ class EvaluatorKind(StrEnum):
     `check` with `expected`, where given, is compared too."""
     NONE = "none"
     """Reward 1 for every finished rollout, no sandbox: for measuring the orchestration only."""
+    SIMULATED = "simulated"
+    """No sandbox: after `seconds` the reward is 1 with chance `success`, by a draw from the attempt's name; both stand
+    in `expected`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,29 @@ class EvaluatorSpec:
     expected: str = ""
     test_files: tuple[str, ...] = ()
     repository: RepositorySpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedVerdict:
+    """What a simulated evaluator does: chance of reward 1, and its time."""
+
+    success: float
+    seconds: float = 0.0
+
+    @classmethod
+    def parse(cls, expected: str) -> Self:
+        """From `EvaluatorSpec.expected`. ValueError."""
+        document = json.loads(expected)
+        if not isinstance(document, dict) or not set(document) <= {"success", "seconds"} or "success" not in document:
+            raise ValueError("is no object with success, and perhaps seconds")
+        verdict = cls(**{key: float(value) for key, value in document.items()})
+        if not 0 <= verdict.success <= 1 or not 0 <= verdict.seconds < float("inf"):
+            raise ValueError("success is not from 0 to 1, or seconds is below 0")
+        return verdict
+
+    def expected(self) -> str:
+        """The inverse of `parse`."""
+        return json.dumps(asdict(self), sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +250,9 @@ def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
         raise TaskFileError(f"{where}.repository: belongs to the kind repository, which needs it")
     if evaluator.repository is not None and (reason := why_unusable(evaluator.repository)) is not None:
         raise TaskFileError(f"{where}.repository.{reason}")
+    if evaluator.kind is EvaluatorKind.SIMULATED:
+        _check_chance(evaluator.expected, where=f"{where}.expected")
+        return
     if evaluator.kind is not EvaluatorKind.NONE and not (is_repository and not evaluator.check):
         _check_source(evaluator.check, where=f"{where}.check")
     if evaluator.kind is EvaluatorKind.COMPARE or (is_repository and evaluator.check):
@@ -232,6 +262,13 @@ def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
             raise TaskFileError(f"{where}.expected: is no JSON: {error}; write the value of `result`") from error
     elif evaluator.expected:
         raise TaskFileError(f"{where}.expected: is compared with a check of the kinds compare and repository only")
+
+
+def _check_chance(expected: str, *, where: str) -> None:
+    try:
+        SimulatedVerdict.parse(expected)
+    except ValueError as error:
+        raise TaskFileError(f'{where}: {error}; write {{"success": 0.5, "seconds": 2}}') from error
 
 
 def _check_source(source: str, *, where: str) -> None:

@@ -4,7 +4,7 @@ words.
 Invariants:
 - Pure reading: see `evidence`. It works on a run whose process was killed and on one that is running.
 - The surviving path, every rollout's state, every staleness and the hash chain are derived again from attempts,
-  commits and forks, and compared with what is stored.
+  commits and forks, and compared with what is stored; so are baselines and advantages (`verify_groups`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
 
+from headrace.buffer.classification import FAILED, trained_tokens
 from headrace.buffer.evidence import read_evidence, read_trajectories
-from headrace.buffer.groups import trained_tokens
 from headrace.buffer.records import BatchState, GroupState, RolloutState
 from headrace.buffer.types import Cause, batch_digest, extend_chain
+from headrace.buffer.verify_groups import group_problems
 from headrace.buffer.versions import PolicyVersion, VersionTree
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from headrace.buffer.types import RolloutId
 
 _LIVE = frozenset({RolloutState.WAITING, RolloutState.SEALED, RolloutState.LEASED, RolloutState.TRAINED})
-_FAILED = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON})
 _UNTRAINED_ENDS = {
     GroupState.OPEN: {RolloutState.WAITING},
     GroupState.SEALED: {RolloutState.SEALED, RolloutState.EVICTED, RolloutState.FILTERED},
@@ -39,9 +39,10 @@ _UNTRAINED_ENDS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
     """`issued` counts the rollouts of all opened groups and equals the sum of the counts from `trained` to
-    `cancelled`: `pending` never had an attempt, `infra` and `cancelled` wait for their next one. Staleness is in
-    optimizer updates; `max_staleness` is the bound of the newest step. `lost` counts rollouts whose stored state their
-    history does not support, `trained_twice` those in more than one step of the surviving path."""
+    `cancelled`: `pending` never had an attempt, or had one that was evicted; `infra` wait for their next one;
+    `cancelled` do too, or were left out when their group was sealed. Staleness is in optimizer updates;
+    `max_staleness` is the bound of the newest step. `lost` counts rollouts whose stored state their history does not
+    support, `trained_twice` those in more than one step of the surviving path."""
 
     issued: int
     trained: int
@@ -95,6 +96,7 @@ class _Audit:
         self._check_chain()
         trained = self._trained()
         self._check_states(trained)
+        self.problems += group_problems(self.evidence)
         self._check_trajectories()
         staleness = self._staleness()
         for witness in self.evidence.witnesses:
@@ -170,7 +172,7 @@ class _Audit:
         if [group.ordinal for group in self.evidence.groups] != list(range(len(groups))):
             self.problems.append("the ordinals of the groups have gaps")
         self._check_members()
-        failures = Counter(attempt.rollout_id for attempt in self.evidence.attempts if attempt.cause in _FAILED)
+        failures = Counter(attempt.rollout_id for attempt in self.evidence.attempts if attempt.cause in FAILED)
         for rollout in self.evidence.rollouts:
             allowed = self._allowed(rollout, groups[rollout.group_id].state, held, trained)
             if rollout.state not in allowed:
@@ -208,15 +210,17 @@ class _Audit:
         if rollout.rollout_id in held[BatchState.LEASED]:
             return {RolloutState.LEASED}
         attempt = self.attempts.get((rollout.rollout_id, rollout.attempt))
+        left_out = {RolloutState.CANCELLED} if rollout.late and group is GroupState.SEALED else set()
         if attempt is None:
-            return {RolloutState.PENDING} if rollout.attempt == 0 else set()
+            return {RolloutState.PENDING, *left_out} if rollout.attempt == 0 else set()
         if attempt.ended_at_s is None:
             return {RolloutState.IN_FLIGHT}
-        if attempt.cause in _FAILED:
-            return {RolloutState.PENDING, RolloutState.POISON}
-        if attempt.cause is Cause.CANCELLED:
-            return {RolloutState.PENDING}
-        return _UNTRAINED_ENDS[group]
+        again = {RolloutState.PENDING} if rollout.evictions else set()
+        if attempt.reward is not None:
+            return {*_UNTRAINED_ENDS[group], *(again if group is GroupState.SEALED else ())}
+        if attempt.cause in FAILED:
+            return {RolloutState.PENDING, RolloutState.POISON, *left_out}
+        return {RolloutState.PENDING, RolloutState.EVICTED, *left_out}
 
     def _check_trajectories(self) -> None:
         """What may still be trained, or be trained again after a return to the last checkpoint, must be readable and
@@ -287,7 +291,7 @@ class _Audit:
 
     def _count_as(self, rollout: RolloutRecord) -> str:
         attempt = self.attempts.get((rollout.rollout_id, rollout.attempt))
-        if rollout.state is not RolloutState.PENDING or attempt is None:
+        if rollout.state is not RolloutState.PENDING or attempt is None or attempt.reward is not None:
             return rollout.state.value
         return "cancelled" if attempt.cause is Cause.CANCELLED else "infra"
 
@@ -296,7 +300,7 @@ class _Audit:
         self.problems.append(f"{rollout_id} {why}")
 
 
-_COUNTS = (*(state.value for state in RolloutState), "infra", "cancelled")
+_COUNTS = (*(state.value for state in RolloutState), "infra")
 
 
 def _digest(batch: BatchRecord) -> bytes:

@@ -15,11 +15,12 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.policies.learner_errors import LearnerAlreadyOpen, LearnerNotOpen
+from headrace.policies.simulated import SimulatedLearnerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,6 +67,10 @@ class LearnerConfig(BaseModel):
     """Newest checkpoints that are kept."""
     seed: int = 0
     """Of torch and Megatron. The model has no dropout, so steps do not depend on it."""
+    kind: Literal["megatron", "simulated"] = "megatron"
+    """`simulated` takes time instead of computing; of the keys above it knows none."""
+    simulated: SimulatedLearnerConfig = SimulatedLearnerConfig()
+    """Settings of the simulated learner."""
 
 
 class MegatronLearner:

@@ -22,6 +22,8 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 
+from headrace.policies.random_states import random_states, restore_random_states
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -48,9 +50,9 @@ class InProcessSave(torch_strategies.TorchDistSaveShardedStrategy):  # type: ign
 
 
 def save_state(directory: Path, model: GPTModel, optimizer: torch.optim.AdamW) -> None:
-    """Write parameters, AdamW's moments and step count, and torch's random state into the empty `directory`."""
+    """Write parameters, AdamW's moments and step count, and all random states into the empty `directory`."""
     updates = _updates(optimizer)
-    state = _sharded(model, optimizer, updates) | {"updates": updates, "random": torch.get_rng_state()}
+    state = _sharded(model, optimizer, updates) | {"updates": updates, "random": random_states()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dist_checkpointing.save(state, str(directory), sharded_strategy=InProcessSave())
@@ -67,7 +69,7 @@ def load_state(directory: Path, model: GPTModel, optimizer: torch.optim.AdamW) -
     model.load_state_dict(loaded["model"])
     if updates:
         _copy_moments(model, optimizer, loaded["moments"])
-    torch.set_rng_state(loaded["random"])
+    restore_random_states(loaded["random"])
 
 
 def _updates(optimizer: torch.optim.AdamW) -> int:

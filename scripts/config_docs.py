@@ -15,7 +15,10 @@ from pydantic import BaseModel
 from headrace.actors.config import RunConfig
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
-SET_BY_THE_RUN = {"learner": {"model_dir", "checkpoint_dir", "snapshot_dir", "seed"}}
+SET_BY_THE_RUN = {
+    "learner": {"model_dir", "checkpoint_dir", "snapshot_dir", "seed"},
+    "learner.simulated": {"checkpoint_dir", "seed"},
+}
 HEAD = """# Configuration
 
 A recipe is a TOML file (`scripts/recipes/*.toml`); its tables are the headings below. `--set table.key=value` overrides
@@ -48,10 +51,15 @@ def section(path: str, model: type[BaseModel]) -> list[str]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             nested.append((f"{path}.{name}" if path else name, field.annotation))
             continue
-        default = "required" if field.is_required() else f"`{field.default}`"
+        default = "required" if field.is_required() else f"`{_shown(field.default)}`"
         lines.append(f"| `{name}` | {default} | {texts.get(name, '')} |")
     table = [f"\n## [{path}]\n", "| key | default | meaning |", "|---|---|---|", *lines] if lines else []
     return table + [line for sub_path, sub in nested for line in section(sub_path, sub)]
+
+
+def _shown(default: object) -> object:
+    """A default as text that is the same in every process."""
+    return sorted(str(item) for item in default) if isinstance(default, frozenset) else default
 
 
 def render() -> str:

@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 class AdminRoutes:
-    """Handlers over the sessions of one gateway. `base_url` gives the base of the URLs handed to agents."""
+    """Handlers over the sessions of one gateway. `base_url` gives the base of the URLs handed to agents, `decode` the
+    text of ids."""
 
     def __init__(
         self,
@@ -50,12 +51,14 @@ class AdminRoutes:
         admin_token: str,
         base_url: Callable[[], str],
         *,
+        decode: Callable[[Sequence[int]], str],
         max_body_bytes: int,
         max_context_tokens: int | None,
     ) -> None:
         self._sessions = sessions
         self._admin_token = admin_token.encode()
         self._base_url = base_url
+        self._decode = decode
         self._max_body_bytes = max_body_bytes
         self._max_context_tokens = max_context_tokens
 
@@ -94,19 +97,22 @@ class AdminRoutes:
         return {"session_id": live.core.spec.session_id, "base_url": f"{self._base_url()}/s/{live.token}"}
 
     async def _finish_many(self, request: web.Request) -> web.StreamResponse:
-        ids = codec.read_form(codec.FinishForm, await self._body(request)).session_ids
+        form = codec.read_form(codec.FinishForm, await self._body(request))
+        ids = form.session_ids
         async with asyncio.TaskGroup() as group:
-            closing = {name: group.create_task(self._report(name)) for name in dict.fromkeys(ids)}
+            closing = {name: group.create_task(self._report(name, form)) for name in dict.fromkeys(ids)}
         return json_response({"reports": [closing[name].result() for name in ids]})
 
-    async def _report(self, name: str) -> dict[str, object]:
+    async def _report(self, name: str, form: codec.FinishForm) -> dict[str, object]:
         """What a session left, or why it cannot be told: the others of the request are told all the same."""
         try:
             finished = await self._sessions.finish(SessionId(name))
         except LogBroken as error:
             logger.error("session %s: %s", name, error)
             return {"error": error.code, "session_id": name}
-        return codec.write_report(finished.report) if finished else {"error": SessionUnknown.code, "session_id": name}
+        if finished is None:
+            return {"error": SessionUnknown.code, "session_id": name}
+        return codec.write_report(finished.with_conversation(self._decode) if form.conversation else finished.report)
 
     async def _finish(self, request: web.Request) -> web.StreamResponse:
         form = codec.read_form(codec.FinishOneForm, await self._body(request) or b"{}")

@@ -62,9 +62,13 @@ class GatewayClient:
             for entry in answer["sessions"]
         ]
 
-    async def finish(self, session_ids: Sequence[SessionId]) -> list[SessionReport | SessionUnknown]:
-        """Close the sessions and take what they left, in order. Raises GatewayUnreachable."""
-        answer = await self._post("/sessions/finish", {"session_ids": list(session_ids)})
+    async def finish(
+        self, session_ids: Sequence[SessionId], *, conversation: bool = False
+    ) -> list[SessionReport | SessionUnknown]:
+        """Close the sessions and take what they left, in order; with every turn as text if `conversation`. Raises
+        GatewayUnreachable."""
+        body: dict[str, object] = {"session_ids": list(session_ids), "conversation": conversation}
+        answer = await self._post("/sessions/finish", body)
         return [_report(entry) for entry in answer["reports"]]
 
     async def _post(self, path: str, body: dict[str, object]) -> dict[str, list[dict[str, str]]]:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.serve.capture.events import Exhausted
-from headrace.serve.capture.rows import Lineage, Masked, SessionReport
+from headrace.serve.capture.rows import Lineage, Masked, SaidTurn, SessionReport
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling, SessionId, SessionSpec
 from headrace.serve.errors import BadRequest
 
@@ -119,6 +119,7 @@ class FinishForm(BaseModel):
 
     model_config = _STRICT
     session_ids: list[_Name] = Field(min_length=1, max_length=4096)
+    conversation: bool = False
 
 
 class FinishOneForm(BaseModel):
@@ -169,6 +170,7 @@ def write_report(report: SessionReport) -> dict[str, object]:
         "temperature": trajectory.temperature if trajectory else None,
         "rows": [_write_row(row) for row in trajectory.rows] if trajectory else [],
         "lineages": [asdict(lineage) for lineage in report.lineages],
+        "conversation": [turn.to_json() for turn in report.conversation],
         **_counts(report),
     }
 
@@ -252,6 +254,21 @@ class LineageForm(BaseModel):
     truncated: bool
 
 
+class SaidTurnForm(BaseModel):
+    """As `SaidTurn`."""
+
+    model_config = _STRICT
+    turn_id: str
+    parent: str
+    lineage: str
+    prompt: str
+    answer: str
+    sampled_tokens: int
+    status: str
+    masked: str
+    versions: tuple[str, ...]
+
+
 class ReportForm(BaseModel):
     """As `write_report` writes it."""
 
@@ -260,6 +277,7 @@ class ReportForm(BaseModel):
     temperature: float | None
     rows: list[RowForm]
     lineages: list[LineageForm]
+    conversation: list[SaidTurnForm] = []
     turns: int
     sampled_tokens: int
     trained_tokens: int
@@ -285,4 +303,5 @@ class ReportForm(BaseModel):
             lineages=tuple(Lineage(name=entry.name, truncated=entry.truncated) for entry in self.lineages),
             drift=self.drift,
             lost_calls=self.lost_calls,
+            conversation=tuple(SaidTurn(**entry.model_dump()) for entry in self.conversation),
         )

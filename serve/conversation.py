@@ -158,3 +158,7 @@ class TurnAnswer:
     @property
     def text(self) -> str:
         return "".join(block.text for block in self.blocks if isinstance(block, Text))
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        return tuple(block for block in self.blocks if isinstance(block, ToolCall))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -74,6 +75,8 @@ class EnginePool:
         self._clock = clock
         self._tracer = tracer
         self._clients: dict[EngineId, _Client] = {}
+        self.silent: Counter[EngineId] = Counter()
+        """Calls in a row that an engine did not answer in time."""
         self._changed = asyncio.Event()
 
     async def replace_table(self, table: RoutingTable) -> bool:
@@ -83,6 +86,8 @@ class EnginePool:
         urls = {route.engine_id: route.url for route in table.engines}
         gone = [engine_id for engine_id, client in self._clients.items() if urls.get(engine_id) != client.url]
         dropped = [self._clients.pop(engine_id) for engine_id in gone]
+        for engine_id in gone:
+            self.silent.pop(engine_id, None)
         for route in table.engines:
             if route.engine_id not in self._clients:
                 self._clients[route.engine_id] = _Client(url=route.url, engine=self._connect(route))
@@ -187,6 +192,7 @@ class EnginePool:
                 async with asyncio.timeout(self._deadlines.call_s):
                     outcome = await asyncio.shield(call)
             except TimeoutError:
+                self.silent[engine_id] += 1
                 await self._abort(client, engine_id, request.request_id, call)
                 return EngineError(f"no answer within gateway.turn_timeout_s = {self._deadlines.call_s:g}")
             except asyncio.CancelledError:
@@ -196,6 +202,7 @@ class EnginePool:
                 partial = await _despite_cancellation(abort)
                 pieces += [partial] if partial else []
                 raise
+        self.silent.pop(engine_id, None)
         if isinstance(outcome, Completion):
             pieces.append(outcome)
             self.router.note(engine_id, outcome.spans)

@@ -17,7 +17,7 @@ import logging
 import secrets
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -100,7 +100,8 @@ class GatewayConfig(BaseModel):
 class GatewayStats:
     """A snapshot for progress lines and metrics. `tokens_by_version` counts recorded tokens since the start, keys are
     `epoch.step`; `lost_calls` counts call markup that gave no call; `parser_fails`: of many such turns in a row none
-    gave one, so the parser does not fit the model."""
+    gave one, so the parser does not fit the model; `silent` counts the calls in a row that an engine did not answer in
+    time."""
 
     sessions: int
     turns_in_flight: dict[str, int]
@@ -108,6 +109,7 @@ class GatewayStats:
     tokens_by_version: dict[str, int]
     lost_calls: int = 0
     parser_fails: bool = False
+    silent: dict[str, int] = field(default_factory=dict)
 
 
 class Gateway:
@@ -158,7 +160,7 @@ class Gateway:
     def _make_parts(
         self, renderer: Renderer, parser: OutputParser, tasks: asyncio.TaskGroup, stack: AsyncExitStack
     ) -> None:
-        config = self._config
+        config, self._decode = self._config, renderer.decode
         deadlines = EngineDeadlines(
             gate_wait_s=config.gate_wait_s, call_s=config.turn_timeout_s, abort_grace_s=config.abort_grace_s
         )
@@ -232,6 +234,7 @@ class Gateway:
             tokens_by_version=dict(self._turns.tokens_by_version),
             lost_calls=self._turns.lost_calls,
             parser_fails=self._turns.parser_alarm.raised,
+            silent={str(engine): number for engine, number in self._pool.silent.items()},
         )
 
     def _load_renderer(self) -> Renderer:
@@ -263,6 +266,7 @@ class Gateway:
             self._sessions,
             self._admin_token,
             lambda: config.advertise_url or self._base_url,
+            decode=self._decode,
             max_body_bytes=config.max_body_bytes,
             max_context_tokens=config.max_context_tokens,
         ).add_to(app)

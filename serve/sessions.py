@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from headrace.serve.capture.rows import tree_of
+from headrace.serve.capture.rows import conversation_of, tree_of
 from headrace.serve.capture.session import Session
 from headrace.serve.capture.session_log import Opened
 from headrace.serve.errors import LogBroken, SessionExists
@@ -36,10 +36,19 @@ SWEEP_EVERY_S = 30.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Finished:
-    """What a session left. `tree` is its trie as JSON."""
+    """What a session left."""
 
     report: SessionReport
-    tree: list[dict[str, object]]
+    session: Session
+
+    @property
+    def tree(self) -> list[dict[str, object]]:
+        """Its trie as JSON."""
+        return tree_of(self.session)
+
+    def with_conversation(self, decode: Callable[[Sequence[int]], str]) -> SessionReport:
+        """The report with every sampled turn as text."""
+        return replace(self.report, conversation=conversation_of(self.session, decode))
 
 
 class SessionTable:
@@ -128,12 +137,12 @@ class SessionTable:
         live = self.get(session_id)
         if live is None:
             known = self._log.load_finished(session_id) if self._log else None
-            return Finished(known.report(), tree_of(known)) if known else None
+            return Finished(known.report(), known) if known else None
         # It stays in the table until it has ended: whoever asked may be gone by then, and ask again.
         report = await self._turns.close(live)
         if self._drop(live) and self._log is not None:
             self._log.finish(session_id)
-        return Finished(report, tree_of(live.core))
+        return Finished(report, live.core)
 
     async def forget(self, session_id: SessionId) -> bool:
         """End a session without a report; False when there is none."""

@@ -26,7 +26,6 @@ from headrace.policies.tokenizer_errors import TemplateRefused
 from headrace.serve.capture.events import Delivered, Exhausted, Failed, Spent
 from headrace.serve.capture.matching import wishes_of
 from headrace.serve.capture.trie import path
-from headrace.serve.conversation import ToolCall
 from headrace.serve.engines import join_pieces
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown
 from headrace.serve.observing import span_names
@@ -300,8 +299,7 @@ class Turns:
             self.tokens_by_version[str(span.version)] += span.end - span.start
         self.sampled_tokens += len(completion.output_ids)
         self.lost_calls += event.lost_calls
-        calls = sum(isinstance(block, ToolCall) for block in event.answer.blocks)
-        self.parser_alarm.saw(calls=calls, lost_calls=event.lost_calls)
+        self.parser_alarm.saw(calls=len(event.answer.calls), lost_calls=event.lost_calls)
         while len(self.tokens_by_version) > VERSIONS_KEPT:
             del self.tokens_by_version[next(iter(self.tokens_by_version))]
 

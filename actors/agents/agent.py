@@ -51,6 +51,19 @@ class AgentReport:
     log_tail: str = ""
 
 
+class SimulatedPolicy(Protocol):
+    """Simulated engines, for one run of the simulated agent."""
+
+    @property
+    def key(self) -> str:
+        """Names the attempt, the same in every run: task, rollout and attempt number."""
+        ...
+
+    async def turn(self, tokens: int, seconds: float) -> None:
+        """One answer of so many tokens, which takes so long to generate."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSession:
     """The policy, for one run of an agent. `base_url` is the session's own (`http://host:port/s/<token>`), as this
@@ -60,6 +73,8 @@ class AgentSession:
     base_url: str
     chat: Chat
     context_tokens: int | None = None
+    simulated: SimulatedPolicy | None = None
+    """Where engines are simulated: in place of the other two."""
 
 
 class Agent(Protocol):

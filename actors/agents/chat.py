@@ -72,6 +72,14 @@ class Chat(Protocol):
         ...
 
 
+class NoChat:
+    """Stands where an agent gets no policy to talk to."""
+
+    async def __call__(self, messages: Sequence[ChatMessage]) -> ChatReply:
+        """Raises ChatFailed."""
+        raise ChatFailed("this run has no gateway: its engines cannot talk")
+
+
 class ChatClient:
     """Calls `POST {base_url}/v1/chat/completions`. Awaiting an instance with the messages is one turn of the policy."""
 

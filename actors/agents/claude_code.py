@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from pydantic import BaseModel, ConfigDict
 
-from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch
+from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch, result_event
 
 if TYPE_CHECKING:
     from headrace.actors.agents.cli_agent import Place, Printed, ProgramConfig
@@ -61,14 +61,4 @@ class ClaudeCode(CliAgent):
         )
 
     def ending(self, printed: Printed) -> Ending:
-        for event in printed.events():
-            match event:
-                case {"type": "result", **rest}:
-                    turns = rest.get("num_turns")
-                    return Ending(
-                        result=str(rest.get("result") or rest.get("errors") or rest.get("subtype") or ""),
-                        turns=turns if isinstance(turns, int) else 0,
-                        error=bool(rest.get("is_error")),
-                    )
-        # One long last line is not kept; then its exit code is all there is.
-        return Ending(error=not printed.cut)
+        return result_event(printed, failure="errors")

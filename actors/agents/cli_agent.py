@@ -183,6 +183,21 @@ class Printed:
         return "\n--- standard error ---\n".join(part for part in both if part)
 
 
+def result_event(printed: Printed, *, failure: str) -> Ending:
+    """The end as the event `result` of a stream of JSON tells it; `failure` is the field with what went wrong."""
+    for event in printed.events():
+        match event:
+            case {"type": "result", **rest}:
+                turns = rest.get("num_turns")
+                return Ending(
+                    result=str(rest.get("result") or rest.get(failure) or rest.get("subtype") or ""),
+                    turns=turns if isinstance(turns, int) else 0,
+                    error=bool(rest.get("is_error")),
+                )
+    # One long last line is not kept; then its exit code is all there is.
+    return Ending(error=not printed.cut)
+
+
 class CliAgent(ABC):
     """An agent that is a program; one subclass each. Holds no state between runs."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch
+from headrace.actors.agents.cli_agent import CliAgent, Ending, Launch, result_event
 
 if TYPE_CHECKING:
     from headrace.actors.agents.cli_agent import Place, Printed
@@ -30,13 +30,4 @@ class QwenCode(CliAgent):
         )
 
     def ending(self, printed: Printed) -> Ending:
-        for event in printed.events():
-            match event:
-                case {"type": "result", **rest}:
-                    return Ending(
-                        result=str(rest.get("result") or rest.get("error") or rest.get("subtype") or ""),
-                        turns=rest["num_turns"] if isinstance(rest.get("num_turns"), int) else 0,
-                        error=bool(rest.get("is_error")),
-                    )
-        # One long last line is not kept; then its exit code is all there is.
-        return Ending(error=not printed.cut)
+        return result_event(printed, failure="error")

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.actors.evaluators.verdict import Verdict, broken, failed, solved
+from headrace.actors.evaluators.verdict import Verdict, broken, failed, printed, solved
 from headrace.actors.in_sandbox import source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headrace.sandboxes.base import Sandbox
+    from headrace.sandboxes.base import ExecResult, Sandbox
 
 MAX_ANSWER_BYTES: Final = 1 << 20
 
@@ -43,12 +44,17 @@ async def compare(
         timeout_s=timeout_s,
         max_output_bytes=MAX_ANSWER_BYTES,
     )
+    log = printed(result.stdout, result.stderr)
+    return replace(_verdict(result, json.loads(expected)), log=log)
+
+
+def _verdict(result: ExecResult, expected: object) -> Verdict:
     answer = last_answer(result.stdout)
     if result.exit_code != 0 or result.truncated or answer is None:
         return broken(f"the check ended with {result.exit_code} and no answer: {_tail(result.stderr)}")
     if "result" not in answer:
         return failed(f"the check ended in {str(answer.get('error'))[:100]}: {_tail(result.stderr)}")
-    return solved() if same_json(answer["result"], json.loads(expected)) else failed("the result is another one")
+    return solved() if same_json(answer["result"], expected) else failed("the result is another one")
 
 
 def _tail(stderr: bytes) -> str:

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headrace.actors.evaluators.collecting import LeftDiff
@@ -29,6 +30,7 @@ from headrace.actors.evaluators.verdict import (
     broken,
     failed,
     invalid,
+    printed,
     solved,
     told,
 )
@@ -54,11 +56,28 @@ async def evaluate(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
     try:
         await rooms.freeze(request.sandbox.id)
         verdict = await _score(request, rooms)
-        return await _blame(request, rooms, verdict) if verdict.cause is Cause.EVALUATOR else verdict
+        if verdict.cause is Cause.EVALUATOR:
+            verdict = await _blame(request, rooms, verdict)
+        return await _kept(request, rooms, verdict)
     except FrozenPathRefused as error:
         return failed(f"a data path is gone or of another kind: {error}")
     except SandboxError as error:
         return Verdict(reward=None, cause=Cause.INFRA, detail=f"{type(error).__name__}: {error}")
+
+
+async def _kept(request: EvaluationRequest, rooms: CleanRooms, verdict: Verdict) -> Verdict:
+    """The verdict with log and patch for those who keep them, without for all others. The patch of a task that is
+    scored by its state is collected for this alone, and what goes wrong with that changes no verdict."""
+    if not request.keep:
+        return replace(verdict, log="", patch="")
+    if request.task.evaluator.kind is not EvaluatorKind.STATE:
+        return verdict
+    try:
+        async with rooms.clean(_spec_with_data(request)) as room:
+            patch = await collect_patch(request.task, room)
+    except (PatchRefused, SandboxError) as error:
+        return replace(verdict, log=printed(verdict.log, f"what the agent left is no patch: {error}"))
+    return replace(verdict, patch=patch.as_diff(request.task))
 
 
 async def _blame(request: EvaluationRequest, rooms: CleanRooms, first: Verdict) -> Verdict:
@@ -69,7 +88,8 @@ async def _blame(request: EvaluationRequest, rooms: CleanRooms, first: Verdict) 
     again = await _score(request, rooms)
     if again.cause is not Cause.EVALUATOR:
         return again
-    return invalid(f"only what the agent left breaks the check: {again.detail}")
+    blamed = invalid(f"only what the agent left breaks the check: {again.detail}")
+    return replace(blamed, log=again.log, patch=again.patch)
 
 
 async def _score(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
@@ -100,11 +120,13 @@ async def _score_patch(request: EvaluationRequest, rooms: CleanRooms) -> Verdict
     except ExecTimeout as error:
         return broken(f"collecting the patch outlived {error}")
     dropped: tuple[Dropped, ...] = ()
+    left = patch
     if request.task.evaluator.kind is EvaluatorKind.COMPARE:
         patch, dropped = patch.filtered(request.task)
     spec = SandboxSpec(image=request.task.image, labels=LABELS)
     verdict = await _check_files(request.task, patch.applied_to(request.task), spec, rooms)
-    return Verdict(reward=verdict.reward, cause=verdict.cause, detail=told(verdict.detail, summary(dropped)))
+    diff = left.as_diff(request.task) if request.keep else ""
+    return replace(verdict, detail=told(verdict.detail, summary(dropped)), patch=diff)
 
 
 async def _check_files(task: Task, files: Mapping[str, bytes], spec: SandboxSpec, rooms: CleanRooms) -> Verdict:
@@ -136,7 +158,9 @@ async def run_check(task: Task, room: Sandbox) -> Verdict:
     result = await room.exec(f"{PYTHON} -", stdin=spec.check.encode(), cwd="/", timeout_s=spec.timeout_s)
     detail = (result.stdout + result.stderr).decode(errors="replace")[-MAX_DETAIL_CHARACTERS:]
     if result.exit_code == 0:
-        return solved()
-    if result.exit_code == 1 and b"Traceback" not in result.stderr:
-        return failed(detail)
-    return broken(f"check ended with {result.exit_code}: {detail}")
+        verdict = solved()
+    elif result.exit_code == 1 and b"Traceback" not in result.stderr:
+        verdict = failed(detail)
+    else:
+        verdict = broken(f"check ended with {result.exit_code}: {detail}")
+    return replace(verdict, log=printed(result.stdout, result.stderr))

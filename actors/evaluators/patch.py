@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass
+from difflib import unified_diff
 from typing import TYPE_CHECKING
 
 from headrace.actors.evaluators.diff_filter import Dropped, reason_for_path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
 
 MAX_FILES, MAX_FOLDERS, MAX_BYTES = 50, 1000, 1 << 20
+MAX_COMPARED_LINES = 200
 
 # Runs in a clean sandbox over read-only data: prints {path: text} of the regular files. Without recursion, and a path
 # that the kernel refuses as too long is not passed over: what is not seen would count as deleted.
@@ -83,6 +85,10 @@ class Patch:
         files.update(hidden)
         return {path: text.encode() for path, text in files.items()}
 
+    def as_diff(self, task: Task) -> str:
+        """A unified diff against the task's own files, by path."""
+        return "".join(file_diff(path, task.files.get(path), self.changes[path]) for path in sorted(self.changes))
+
     def filtered(self, task: Task) -> tuple[Patch, tuple[Dropped, ...]]:
         """Without what `diff_filter` forbids and the task's test files, and what was left out."""
         tests = frozenset(path[1:] for path in task.evaluator.test_files)
@@ -109,6 +115,26 @@ async def collect_patch(task: Task, room: Sandbox) -> Patch:
     if result.exit_code != 0 or result.truncated:
         raise SandboxError(f"collecting the patch ended with {result.exit_code}: {result.stderr[-200:]!r}")
     return difference(files_below(task.files, task.evaluator.data_paths), json.loads(result.stdout))
+
+
+def file_diff(path: str, before: str | None, after: str | None) -> str:
+    """One file's part of a unified diff; None is no file. Long files are shown as replaced whole: finding the shortest
+    diff of hostile text may take for ever."""
+    old, new = (_lines(text or "") for text in (before, after))
+    name = path if path.isprintable() else json.dumps(path)
+    names = ("/dev/null" if before is None else f"a{name}", "/dev/null" if after is None else f"b{name}")
+    if max(len(old), len(new)) <= MAX_COMPARED_LINES:
+        lines = list(unified_diff(old, new, *names))
+    else:
+        header = [f"--- {names[0]}\n", f"+++ {names[1]}\n", f"@@ -1,{len(old)} +1,{len(new)} @@\n"]
+        lines = [*header, *(f"-{line}" for line in old), *(f"+{line}" for line in new)]
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def _lines(text: str) -> list[str]:
+    """Lines with their ends, split at line feeds only."""
+    parts = text.split("\n")
+    return [f"{part}\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
 
 
 def files_below(files: Mapping[str, str], data_paths: Sequence[str]) -> dict[str, str]:

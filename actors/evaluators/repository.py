@@ -18,7 +18,7 @@ from headrace.actors.evaluators.diff_filter import Dropped, FilterRules, filter_
 from headrace.actors.evaluators.report import Report, ReportUntrusted, named, read_report
 from headrace.actors.evaluators.running import RunBroken, TestRun, parse_logs, run_tests
 from headrace.actors.evaluators.unified_diff import DiffRefused, parse_diff
-from headrace.actors.evaluators.verdict import LABELS, Verdict, broken, failed, invalid, solved, told
+from headrace.actors.evaluators.verdict import LABELS, Verdict, broken, failed, invalid, printed, solved, told
 from headrace.actors.in_sandbox import source
 from headrace.actors.preparing import ANY_OWNER, GIT, lay_out
 from headrace.buffer.repositories import RepositorySpec, Swepro, TestIds, required_ids
@@ -52,7 +52,8 @@ async def score_repository(request: EvaluationRequest, rooms: CleanRooms) -> Ver
         return invalid(str(error))
     except ExecTimeout as error:
         return broken(f"collecting the diff outlived {error}")
-    return await grade(request.task, left, rooms)
+    verdict = await grade(request.task, left, rooms)
+    return replace(verdict, patch=left.diff.decode(errors="replace")) if request.keep else verdict
 
 
 def _repository_of(task: Task) -> RepositorySpec:
@@ -80,7 +81,9 @@ async def grade(task: Task, left: LeftDiff, rooms: CleanRooms) -> Verdict:
 async def _decide(task: Task, left: LeftDiff, rooms: CleanRooms, dropped: list[Dropped]) -> Verdict:
     """Raises DiffRefused, RunBroken, ReportUntrusted, SandboxError. Whatever is filtered is added to `dropped`."""
     outcome = await _run(task, left, rooms, dropped)
-    return await _judge(task, outcome, rooms) if isinstance(outcome, TestRun) else outcome
+    if not isinstance(outcome, TestRun):
+        return outcome
+    return replace(await _judge(task, outcome, rooms), log=printed(outcome.stdout, outcome.stderr))
 
 
 async def _run(task: Task, left: LeftDiff, rooms: CleanRooms, dropped: list[Dropped]) -> Verdict | TestRun:

@@ -14,27 +14,33 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef, SandboxSpec
 
 MAX_DETAIL_CHARACTERS: Final = 500
+MAX_LOG_CHARACTERS: Final = 1 << 18
 LABELS: Final = {"purpose": "evaluate"}
 """Of every clean sandbox: the pool admits them before others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRequest:
-    """What to score: the agent's sandbox (frozen by the evaluator) and the task it worked on."""
+    """What to score: the agent's sandbox (frozen by the evaluator) and the task it worked on. `keep`: the verdict
+    tells what the agent left and what the evaluation printed."""
 
     key: str
     task: Task
     sandbox: SandboxRef
     traceparent: str = ""
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`reward` is None exactly when `cause` is evaluator or infra."""
+    """`reward` is None exactly when `cause` is evaluator or infra. `log` is what the check or the tests printed,
+    `patch` a diff of what the agent left: hostile text, told only to those who asked to keep it."""
 
     reward: float | None
     cause: Cause
     detail: str = ""
+    log: str = ""
+    patch: str = ""
 
 
 class CleanRooms(Protocol):
@@ -60,6 +66,12 @@ def invalid(detail: str) -> Verdict:
 def broken(detail: str) -> Verdict:
     """Nothing was decided: somebody broke the check, and `evaluation` finds out who."""
     return Verdict(reward=None, cause=Cause.EVALUATOR, detail=detail)
+
+
+def printed(*outputs: bytes | str) -> str:
+    """The ends of what a check printed, together at most MAX_LOG_CHARACTERS."""
+    texts = [output if isinstance(output, str) else output.decode(errors="replace") for output in outputs]
+    return "\n".join(text for text in texts if text)[-MAX_LOG_CHARACTERS:]
 
 
 def told(*sentences: str) -> str:

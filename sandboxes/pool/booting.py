@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 PURPOSE_LABEL: Final = "purpose"
 EVALUATE: Final = "evaluate"
 """A spec with the label purpose=evaluate is admitted before others."""
+HELD_OUT: Final = "evaluation"
+"""An agent's sandbox with the label purpose=evaluation is admitted before those of training."""
 HOLDER_LABEL: Final = "holder"
 """Whose the sandbox is: all that a holder has is renewed, and released, together."""
 OWNER_LABEL: Final = "headrace-owner"
@@ -58,8 +60,8 @@ class LeaseRequest:
 
     @property
     def priority(self) -> Priority:
-        evaluates = self.spec.labels.get(PURPOSE_LABEL) == EVALUATE
-        return Priority.EVALUATION if evaluates else Priority.ROLLOUT
+        by_purpose = {EVALUATE: Priority.EVALUATION, HELD_OUT: Priority.HELD_OUT}
+        return by_purpose.get(self.spec.labels.get(PURPOSE_LABEL, ""), Priority.ROLLOUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +169,7 @@ class Booter:
 
     def _settle(self, boot: _Boot) -> None:
         """Intents that became no holding: what the provider refused is nothing, the rest is looked for."""
-        for name in set(boot.tried):
+        for name in dict.fromkeys(boot.tried):
             if name in boot.in_doubt:
                 self._custody.doubt(name, boot.key)
             else:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 FILE_NAME: Final = "sandboxes.db"
 _SCHEMA_VERSION: Final = 1
+_PRIMARY: Final = 0xFF
+"""The part of SQLite's error codes that names the kind."""
+_DISK_TROUBLE: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
 _DDL: Final = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS sandboxes (
@@ -120,6 +123,8 @@ class SandboxLedger:
             raise LedgerRefused(f"{path} is in use by another process: one pool for one ledger") from error
         except sqlite3.DatabaseError as error:
             os.close(lock)
+            if getattr(error, "sqlite_errorcode", 0) & _PRIMARY in _DISK_TROUBLE:
+                raise LedgerRefused(f"{path} cannot be opened ({error}): see to the disk, then start again") from error
             raise LedgerRefused(f"{path} is no sandbox ledger of this version ({error}): move it away") from error
 
     @classmethod

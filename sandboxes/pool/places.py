@@ -4,7 +4,8 @@ Invariants:
 - `booting + live <= max_live`, and at most `boot_concurrency` boot at once. Frozen sandboxes run nothing and do not
   count.
 - Evaluations go first, and `evaluation_reserve` places are theirs alone: rollouts that hold a sandbox while they wait
-  for an evaluation's can never stop each other. Warm sandboxes go last.
+  for an evaluation's can never stop each other. Agents on held-out tasks go before those on training tasks, warm
+  sandboxes last.
 - Within a priority the order is that of the numbers: whoever tries again has kept its own, and goes before later ones.
 """
 
@@ -20,9 +21,11 @@ class Priority(IntEnum):
 
     EVALUATION = 0
     """A clean sandbox of an evaluation: a rollout holds its own while it waits."""
-    ROLLOUT = 1
+    HELD_OUT = 1
+    """An agent's sandbox on a held-out task: overtakes rollouts that queue, and has no place of its own."""
+    ROLLOUT = 2
     """An agent's sandbox, and everything that says nothing about its purpose."""
-    WARM = 2
+    WARM = 3
     """One for later."""
 
 

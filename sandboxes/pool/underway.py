@@ -32,7 +32,7 @@ class Underway:
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
-        self._running: set[_Running] = set()
+        self._running: dict[_Running, None] = {}
         self._by_request: dict[tuple[str, str], _Running] = {}
 
     async def join(
@@ -63,12 +63,12 @@ class Underway:
                 return error
 
         running = _Running(holder, request_key, self._tasks.create_task(run()))
-        self._running.add(running)
+        self._running[running] = None
         if request_key:
             self._by_request[holder, request_key] = running
 
         def ended(_: asyncio.Task[Lease | Exception]) -> None:
-            self._running.discard(running)
+            self._running.pop(running, None)
             self._forget(running)
 
         running.task.add_done_callback(ended)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from headrace.serve.capture.trie import Status, below, path
 from headrace.serve.conversation import Purpose
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from headrace.serve.capture.events import Exhausted
     from headrace.serve.capture.session import Session, SessionId
     from headrace.serve.capture.trie import PromptNode, SampledNode, Trie
@@ -46,6 +48,26 @@ _IN_ROWS = (None, Masked.SAMPLING, Masked.TRUNCATED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaidTurn:
+    """One sampled turn as text: `prompt` is what was new to the engine since the turn `parent` ("" opens a row),
+    `answer` what was sampled; both with special tokens as they are spelled. `status`, `masked` (why it is not trained)
+    and `lineage` as in the trie; `versions` are the weights that sampled it."""
+
+    turn_id: str
+    parent: str
+    lineage: str
+    prompt: str
+    answer: str
+    sampled_tokens: int
+    status: str
+    masked: str
+    versions: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
     """What a row is: `name` within its session; `truncated`: the end of the context cut its last turn."""
 
@@ -58,7 +80,8 @@ class SessionReport:
     """What a session leaves. `trajectory` is None when nothing was sampled that stands in a row; `lineages` has one
     entry for each of its rows. `failures` are engine, gateway and network failures that reached the agent: when there
     is one the outcome is infra, whatever is scored. `drift` counts turns by how their echo differed, `lost_calls` call
-    markup that gave no call. `rerendered` counts the conversations begun by a full render, after the first."""
+    markup that gave no call. `rerendered` counts the conversations begun by a full render, after the first.
+    `conversation` holds every sampled turn as text, for those who asked for it."""
 
     session_id: SessionId
     trajectory: Trajectory | None
@@ -72,6 +95,7 @@ class SessionReport:
     lineages: tuple[Lineage, ...] = ()
     drift: dict[str, int] = field(default_factory=dict)
     lost_calls: int = 0
+    conversation: tuple[SaidTurn, ...] = ()
 
 
 def report_of(session: Session) -> SessionReport:
@@ -192,6 +216,24 @@ def tree_of(session: Session) -> list[dict[str, object]]:
     """The trie as JSON, node by node: what every turn was, how long, what became of it."""
     verdicts = verdicts_of(session)
     return [_describe(node, verdicts[node], session.trie) for node in session.trie.sampled]
+
+
+def conversation_of(session: Session, decode: Callable[[Sequence[int]], str]) -> tuple[SaidTurn, ...]:
+    """Every sampled turn as text, in the order sampled, those that were cut or dropped too."""
+    return tuple(
+        SaidTurn(
+            turn_id=node.turn_id,
+            parent=node.parent.parent.turn_id if node.parent.parent else "",
+            lineage=_name(node, session.trie),
+            prompt=decode(node.parent.ids),
+            answer=decode(node.ids),
+            sampled_tokens=len(node.ids),
+            status=node.status.value,
+            masked=reason.value if reason else "",
+            versions=tuple(str(version) for version in sorted({span.version for span in node.spans})),
+        )
+        for node, reason in verdicts_of(session).items()
+    )
 
 
 def _describe(node: SampledNode, reason: Masked | None, trie: Trie) -> dict[str, object]:

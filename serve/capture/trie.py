@@ -279,7 +279,7 @@ class Trie:
             spans=event.spans,
             served=served,
             plain=plain_digest(answer.blocks),
-            calls=tuple(block for block in answer.blocks if isinstance(block, ToolCall)),
+            calls=answer.calls,
             wishes=event.wishes,
             answer=answer if event.status is not Status.ABORTED else None,
             status=event.status,

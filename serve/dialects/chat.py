@@ -178,13 +178,13 @@ def _call(call: ToolCall) -> dict[str, object]:
 
 def _content(turn: TurnAnswer) -> str | None:
     """null where there are only calls, as OpenAI has it."""
-    only_calls = not turn.text and any(isinstance(block, ToolCall) for block in turn.blocks)
+    only_calls = not turn.text and bool(turn.calls)
     return None if only_calls else turn.text
 
 
 def _answer_message(turn: TurnAnswer) -> dict[str, object]:
     reasoning = [block.text for block in turn.blocks if isinstance(block, Reasoning)]
-    calls = [_call(block) for block in turn.blocks if isinstance(block, ToolCall)]
+    calls = [_call(call) for call in turn.calls]
     message: dict[str, object] = {"role": "assistant", "content": _content(turn), "refusal": None}
     if calls:
         message["tool_calls"] = calls

@@ -123,7 +123,7 @@ def _answer(tokenizer: Tokenizer, texts: Texts, number: int) -> Answer:
     name = "Bash"
     if number % 4 == 0:
         name = "Edit"
-        arguments = {"file_path": "/work/calc.py", "old_string": texts.code(120), "new_string": texts.code(120)}
+        arguments = {"file_path": "/workspace/calc.py", "old_string": texts.code(120), "new_string": texts.code(120)}
     call = orjson.dumps({"name": name, "arguments": arguments}).decode()
     reasoning, said = texts.prose(160).strip(), texts.prose(80).strip()
     text = f"<think>\n{reasoning}\n</think>\n\n{said}\n<tool_call>\n{call}\n</tool_call>"

@@ -27,7 +27,8 @@ BARS = "▁▂▃▄▅▆▇█"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """One moment of a run. Shares are in [0, 1]; None means not known yet. `rewards` are mean rewards of the steps so
-    far; `parser_fails`: of the last turns that wrote tool calls, none was read."""
+    far; `parser_fails`: of the last turns that wrote tool calls, none was read; `held_up_by`: the station that is
+    full."""
 
     phase: str
     step: int
@@ -43,6 +44,7 @@ class Progress:
     learner_idle_share: float | None = None
     infra_failures: int = 0
     parser_fails: bool = False
+    held_up_by: str = ""
     rewards: tuple[float, ...] = ()
 
 
@@ -64,6 +66,8 @@ def plain_line(progress: Progress) -> str:
         parts.append(f"infra {progress.infra_failures}")
     if progress.parser_fails:
         parts.append(f"parser {PARSER_FAILS}")
+    if progress.held_up_by:
+        parts.append(f"full: {progress.held_up_by}")
     return "  ".join(parts)
 
 
@@ -92,6 +96,8 @@ def panel(progress: Progress) -> RenderableType:
         cells.append(_pair("infra", str(progress.infra_failures), "bold red"))
     if progress.parser_fails:
         cells.append(_pair("parser", PARSER_FAILS, "bold red"))
+    if progress.held_up_by:
+        cells.append(_pair("full", progress.held_up_by, "bold yellow"))
     state.add_row(*cells)
     return Group(top, state)
 

@@ -14,6 +14,8 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+    from types import ModuleType
 
 Reply = tuple[int, Any, Any]
 
@@ -103,3 +105,14 @@ async def wire() -> AsyncIterator[Callable[..., Wire]]:
     """`wire(url, key="any")`: a client."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
         yield lambda url, key="any": Wire(url=url, http=http, key=key)
+
+
+@pytest.fixture(scope="module", name="rigs")
+def load_rigs(load_support: Callable[[str], ModuleType]) -> Any:
+    return load_support("agent_rig")
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(rigs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = rigs.write_tokenizer(tmp_path_factory.mktemp("model"))
+    return folder

@@ -17,22 +17,9 @@ from headrace.actors.agents.qwen_code import QwenCode
 from headrace.serve.capture.events import Exhausted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-    from types import ModuleType
 
 pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
-
-
-@pytest.fixture(scope="module", name="rigs")
-def load_rigs(load_support: Callable[[str], ModuleType]) -> Any:
-    return load_support("agent_rig")
-
-
-@pytest.fixture(scope="module")
-def tokenizer_dir(rigs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = rigs.write_tokenizer(tmp_path_factory.mktemp("model"))
-    return folder
 
 
 @dataclass

@@ -15,7 +15,6 @@ from headrace.serve.capture.events import Exhausted
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from pathlib import Path
-    from types import ModuleType
 
 pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
 SLOW = ("qwen-code", "opencode")
@@ -25,17 +24,6 @@ START_S = {"claude-code": 3, "codex": 3, "mini-swe-agent": 8, "qwen-code": 15, "
 
 def kinds(*quick: str) -> list[Any]:
     return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in START_S]
-
-
-@pytest.fixture(scope="module", name="rigs")
-def load_rigs(load_support: Callable[[str], ModuleType]) -> Any:
-    return load_support("agent_rig")
-
-
-@pytest.fixture(scope="module")
-def tokenizer_dir(rigs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = rigs.write_tokenizer(tmp_path_factory.mktemp("model"))
-    return folder
 
 
 def titled(rigs: Any, *lines: Any) -> Any:

@@ -11,9 +11,7 @@ from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.buffer.types import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-    from types import ModuleType
 
 pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
 PATIENCE_S = {"claude-code": 8, "codex": 8, "mini-swe-agent": 20, "qwen-code": 40, "opencode": 40}
@@ -31,17 +29,6 @@ ONE_RETRY: dict[str, dict[str, Any]] = {
     "mini-swe-agent": {"environment": {"MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1"}},
 }
 """By which a recipe has an agent give up soon."""
-
-
-@pytest.fixture(scope="module", name="rigs")
-def load_rigs(load_support: Callable[[str], ModuleType]) -> Any:
-    return load_support("agent_rig")
-
-
-@pytest.fixture(scope="module")
-def tokenizer_dir(rigs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = rigs.write_tokenizer(tmp_path_factory.mktemp("model"))
-    return folder
 
 
 class Failing:

@@ -14,16 +14,9 @@ from headrace.sandboxes import doctor
 from headrace.sandboxes.errors import NamespacesUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
-    from types import ModuleType
 
 pytestmark = [pytest.mark.agents_latest, pytest.mark.namespaces, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module", name="rigs")
-def load_rigs(load_support: Callable[[str], ModuleType]) -> Any:
-    return load_support("agent_rig")
 
 
 @pytest.mark.parametrize("agent", PINNED)

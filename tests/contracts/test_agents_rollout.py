@@ -44,11 +44,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.agents, pytest.mark.namespaces]
 
 
-@pytest.fixture(scope="module", name="rigs")
-def load_rigs(load_support: Callable[[str], ModuleType]) -> Any:
-    return load_support("agent_rig")
-
-
 @pytest.fixture(scope="module", name="repositories")
 def load_repositories(load_support: Callable[[str], ModuleType]) -> Any:
     return load_support("repositories")

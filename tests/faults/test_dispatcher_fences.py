@@ -82,18 +82,24 @@ async def test_an_order_that_a_dead_dispatcher_waits_for_is_never_given_out(acto
 
 async def test_what_a_worker_finishes_goes_to_the_dispatcher_it_serves(actors: Actors) -> None:
     worker, replay = actors.worker, actors.replay
-    await worker.reset("dead")
+    incarnation = (await worker.reset("dead")).incarnation
     orders = list((await replay.issue(3, "next", timeout_s=1)).orders)
     async with asyncio.TaskGroup() as tasks, asyncio.timeout(WAIT_S):
-        orphan = tasks.create_task(worker.finished("dead", timeout_s=WAIT_S))
+        orphan = tasks.create_task(worker.finished("dead", incarnation, after=0, timeout_s=WAIT_S))
         await asyncio.wait([orphan], timeout=0.2)
         incarnation = (await worker.reset("next")).incarnation
         await worker.start(orders, incarnation)
         ended: set[tuple[RolloutId, int]] = set()
+        seen = 0
         while len(ended) < 3:
-            finished = await worker.finished("next", timeout_s=WAIT_S)
+            finished = await worker.finished("next", incarnation, after=seen, timeout_s=WAIT_S)
+            lost = await worker.finished("next", incarnation, after=seen, timeout_s=WAIT_S)
+            assert lost[: len(finished)] == finished, "whoever lost an answer asks again"
+            seen = finished[-1].number
             ended |= {(item.rollout_id, item.attempt) for item in finished}
         assert await orphan == []
+        with pytest.raises(ActorLost):
+            await worker.finished("next", "one that died unnoticed", after=0, timeout_s=WAIT_S)
     assert ended == {(order.rollout_id, order.attempt) for order in orders}
     assert (await worker.status()).running == 0
 

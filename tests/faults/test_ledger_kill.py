@@ -1,72 +1,189 @@
-"""A buffer that is killed with -9 again and again loses nothing that it acknowledged and trains nothing twice."""
+"""A ledger whose process is killed again and again, at random or at the worst moment, loses nothing that it
+acknowledged, trains nothing twice and keeps the bound; every run ends with its steps."""
 
 from __future__ import annotations
 
 import random
 import sqlite3
-import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import TYPE_CHECKING
 
 import pytest
+from tests.faults.ledger_life import BROKE, Plan
+from tests.faults.striking import Moment
 
+from headrace.buffer.evidence import has_begun, read_evidence
 from headrace.buffer.verify import verify
+from headrace.sandboxes.launcher import syscalls
 
-LIVES = 10
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 PROGRAM = Path(__file__).with_name("ledger_life.py")
+HANG_S = 60.0
+KILLS = 4
+"""Of one run, before a life that nobody strikes."""
+LATEST = {Moment.STATEMENT: 150, Moment.TORN_WRITE: 150, Moment.DISK_FULL: 150, Moment.FILE: 25, Moment.CHECKPOINT: 12}
+FROM_OUTSIDE_LINES = 20
 
 
-def live_and_die(run_dir: Path, seed: int, lines: int) -> list[list[str]]:
-    """Run one life and kill it once it has said `lines` lines; returns all it said."""
-    command = [sys.executable, str(PROGRAM), str(run_dir), str(seed)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+@dataclass(slots=True)
+class Told:
+    """What all lives of a run have said that was acknowledged to them."""
+
+    offered: set[tuple[str, str]] = field(default_factory=set)
+    commits: set[tuple[str, str]] = field(default_factory=set)
+    path: list[list[str]] = field(default_factory=list)
+    """Rollouts of each update that still counts, in order; skipped steps train nothing."""
+    stand: tuple[int, int] = (0, 0)
+    done: bool = False
+
+    def hear(self, line: str) -> None:
+        word, *words = line.split()
+        if word == "offered":
+            self.offered.add((words[0], words[1]))
+        elif word == "opened":
+            self.stand = version(words[0])
+            self.path = self.path[: self.stand[1]]
+        elif word == "committed":
+            self.commits.add((words[0], words[1]))
+            if version(words[0]) != self.stand:
+                self.stand = version(words[0])
+                self.path.append([member.split("#")[0] for member in words[2:]])
+        self.done = word == "done" or self.done
+
+
+def version(text: str) -> tuple[int, int]:
+    epoch, step = text.split(".")
+    return int(epoch), int(step)
+
+
+def live(
+    run_dir: Path, seed: int, life: int, moment: Moment, at: int, strike: Callable[[Popen[str]], None] = Popen.kill
+) -> tuple[list[str], int]:
+    """One life to its end; all lines that it said in full, and its exit code. `COUNT` is struck from outside when it
+    has said `at` lines."""
+    command = [sys.executable, str(PROGRAM), str(run_dir), str(seed), str(life), moment.value, str(at)]
+    with Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
         said = []
-        try:
+        if moment is Moment.COUNT and at:
             for line in process.stdout:
-                said.append(line.split())
-                if len(said) >= lines:
+                said.append(line)
+                if len(said) >= at:
+                    strike(process)
                     break
+        try:
+            rest, errors = process.communicate(timeout=HANG_S)
         finally:
             process.kill()
-        rest, errors = process.communicate()
-        assert process.returncode == -9, errors
-    # The kill may have cut the last line.
-    return said + [line.split() for line in rest.splitlines(keepends=True) if line.endswith("\n")]
+    assert process.returncode in (0, -9, BROKE), errors
+    said += rest.splitlines(keepends=True)
+    return [line.strip() for line in said if line.endswith("\n")], process.returncode
 
 
-def stored_offers(run_dir: Path) -> set[tuple[str, str]]:
+def check(run_dir: Path, plan: Plan, told: Told) -> None:
+    """What must hold whenever the process is dead."""
+    if not has_begun(run_dir):
+        assert (told.offered, told.commits) == (set(), set())
+        return
+    report = verify(run_dir)
+    assert report.problems == ()
+    assert (report.trained_twice, report.lost) == (0, 0)
+    assert report.max_staleness_seen <= plan.config.max_staleness
     with closing(sqlite3.connect(f"{(run_dir / 'ledger.db').as_uri()}?mode=ro", uri=True)) as database:
-        rows = database.execute(
-            "SELECT rollout_id, attempt FROM attempts WHERE offered AND trajectory_file IS NOT NULL"
-        )
-        return {(rollout_id, str(attempt)) for rollout_id, attempt in rows}
+        attempts = database.execute("SELECT rollout_id, attempt FROM attempts WHERE trajectory_file IS NOT NULL")
+        assert told.offered <= {(rollout_id, str(attempt)) for rollout_id, attempt in attempts}
+        assert told.commits <= set(database.execute("SELECT version, batch_id FROM commits"))
 
 
-def stored_commits(run_dir: Path) -> set[tuple[str, str]]:
-    with closing(sqlite3.connect(f"{(run_dir / 'ledger.db').as_uri()}?mode=ro", uri=True)) as database:
-        return set(database.execute("SELECT version, batch_id FROM commits"))
+def check_ended(run_dir: Path, plan: Plan, told: Told) -> None:
+    """All steps are there, and they are those that were acknowledged."""
+    trained = [rollout for batch in told.path for rollout in batch]
+    assert len(told.path) == plan.steps
+    assert len(trained) == len(set(trained)) == plan.steps * plan.config.batch_size
+    evidence = read_evidence(run_dir)
+    batches = {batch.batch_id: [str(member.rollout_id) for member in batch.members] for batch in evidence.batches}
+    kept = [commit for commit in evidence.commits if commit.rolled_back_by is None and not commit.skipped]
+    assert [batches[commit.batch_id] for commit in kept] == told.path
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_lives_of_a_killed_buffer(tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    offered: set[tuple[str, str]] = set()
-    committed: set[tuple[str, str]] = set()
-    saved, reports = [], []
-    for life in range(LIVES):
-        said = live_and_die(tmp_path, seed * 100 + life, chance.randint(1, 120))
-        offered |= {(words[1], words[2]) for words in said if words[0] == "offered"}
-        committed |= {(words[1], words[2]) for words in said if words[0] == "committed"}
-        saved += [words[1] for words in said if words[0] == "saved"]
-        assert said[0][0] == "opened"
-        report = verify(tmp_path)
-        assert report.problems == ()
-        assert (report.trained_twice, report.lost) == (0, 0)
-        assert report.max_staleness_seen <= 2
-        assert offered <= stored_offers(tmp_path)
-        assert committed <= stored_commits(tmp_path)
-        reports.append(report)
-    assert reports[-1].steps_rolled_back > 0, "steps after a checkpoint were undone"
-    assert reports[-1].steps > reports[0].steps
-    assert reports[-1].checkpoints >= len(saved) > 0
+def live_through(run_dir: Path, seed: int, moments: list[Moment]) -> int:
+    """A run from its first life to its end; how many of its lives were cut short."""
+    chance, plan, told = random.Random(f"strikes {seed}"), Plan.draw(seed), Told()
+    struck = 0
+    for life, moment in enumerate([*moments, Moment.COUNT]):
+        last = life == len(moments)
+        at = 0 if last else chance.randint(1, LATEST.get(moment, FROM_OUTSIDE_LINES))
+        print(f"seed {seed}, life {life}: {moment} {at}")
+        lines, code = live(run_dir, seed, life, moment, at)
+        for line in lines:
+            told.hear(line)
+        struck += code != 0
+        check(run_dir, plan, told)
+        if told.done:
+            break
+    assert told.done
+    check_ended(run_dir, plan, told)
+    return struck
+
+
+def moments_of(seed: int, count: int) -> list[Moment]:
+    return random.Random(f"moments {seed}").choices(list(Moment), k=count)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_that_are_killed_at_any_moment_end(tmp_path: Path, seed: int) -> None:
+    # Each kind of moment in each few runs, in an order of its own.
+    moments = [list(Moment)[(seed + number) % len(Moment)] for number in range(KILLS)]
+    assert live_through(tmp_path / "run", seed, moments) >= KILLS - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 130))
+def test_many_runs_that_are_killed_at_any_moment_end(tmp_path: Path, seed: int) -> None:
+    assert live_through(tmp_path / "run", seed, moments_of(seed, 6)) >= 5
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """One with room for a few lives, and for what a ledger wants to see free."""
+    folder.mkdir()
+    syscalls.mount("tmpfs", str(folder), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=24m,mode=700")
+    try:
+        yield folder
+    finally:
+        syscalls.detach(str(folder))
+
+
+@pytest.mark.namespaces
+def test_a_run_whose_disk_is_full_again_and_again_ends(tmp_path: Path) -> None:
+    """Checkpoints and backups are on it too: what fails half-way is no checkpoint."""
+    seed = 7
+    plan, told = Plan.draw(seed), Told()
+    with small_disk(tmp_path / "disk") as disk:
+        run_dir, other = disk / "run", disk / "of somebody else"
+
+        def fill(_: Popen[str]) -> None:
+            with other.open("wb", buffering=0) as file, suppress(OSError):
+                while file.write(b"x" * 4096):
+                    pass
+
+        for life, lines in enumerate((5, 20, 15)):
+            said, code = live(run_dir, seed, life, Moment.COUNT, lines, fill)
+            for line in said:
+                told.hear(line)
+            assert code == BROKE
+            check(run_dir, plan, told)
+            said, code = live(run_dir, seed, 50 + life, Moment.COUNT, 0)
+            assert (code, "is full" in said[0]) == (BROKE, True), "it is refused before anything is written"
+            other.unlink()
+        said, code = live(run_dir, seed, 99, Moment.COUNT, 0)
+        for line in said:
+            told.hear(line)
+        assert told.done
+        check(run_dir, plan, told)
+        check_ended(run_dir, plan, told)

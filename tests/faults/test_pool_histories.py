@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.pool.booting import HOLDER_LABEL, LeaseRequest
@@ -17,7 +18,7 @@ from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from headrace.sandboxes.base import Feature, Sandbox, SandboxInfo, SandboxProvider
     from headrace.sandboxes.pool.ledger import Change, Entry
@@ -277,14 +278,8 @@ def open_pool(hosts: Mapping[str, SandboxProvider], disk: Disk) -> Pool:
     return Pool(hosts, CONFIG, ledger=disk, clock=asyncio.get_running_loop().time)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def run_virtual(load_support: Callable[[str], Any]) -> Callable[[Coroutine[Any, Any, None]], None]:
-    run: Callable[[Coroutine[Any, Any, None]], None] = load_support("virtual_time").run_virtual
-    return run
-
-
 @pytest.mark.parametrize("part", range(6))
-def test_nothing_is_left_whatever_happens(run_virtual: Any, part: int) -> None:
+def test_nothing_is_left_whatever_happens(part: int) -> None:
     for seed in range(part, HISTORIES, 6):
         try:
             run_virtual(history(seed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import signal
 import time
@@ -18,12 +19,15 @@ from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import RayRuntime
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.verify import verify
+from headrace.buffer.versions import PolicyVersion
 from headrace.sandboxes.leftovers import sandboxes_left
 
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
     from pathlib import Path
+
+    from headrace.buffer.evidence import Evidence
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(300)]
 
@@ -191,13 +195,38 @@ def test_a_killed_driver_leaves_nothing_and_the_run_resumes(rig: Any, tmp_path: 
     assert not directory.is_driven()
     assert verify(directory.path).clean
 
-    resumed = rig.start_driver("resume", str(directory.path), "--quiet")
+    before = read_evidence(directory.path)
+    resumed = rig.start_driver("resume", str(directory.path), "--quiet", "--json", str(tmp_path / "out.json"))
     _, errors = resumed.communicate(timeout=DEADLINE_S)
     assert resumed.returncode == 0, errors.decode()
     report = verify(directory.path)
     assert report.clean, report.problems
     assert (report.steps, report.trained_twice, report.lost) == (8, 0, 0)
     assert sandboxes_left(directory.path) == 0
+    told = json.loads((tmp_path / "out.json").read_bytes())["resume"]
+    assert told == json.loads((directory.path / "resumes" / "2.json").read_bytes())
+    assert f"resume from checkpoint {told['checkpoint']} as epoch 2".encode() in errors
+    assert_resumed_as_told(told, before, read_evidence(directory.path))
+
+
+def assert_resumed_as_told(told: dict[str, Any], before: Evidence, after: Evidence) -> None:
+    """Undone steps were done again on the same batches in the same order, and came to the same."""
+    assert told["lost"] == 0
+    in_flight = [rollout for rollout in before.rollouts if rollout.state == "in_flight"]
+    assert told["restarted"] == len(in_flight)
+    attempts = {rollout.rollout_id: rollout.attempt for rollout in after.rollouts}
+    assert all(attempts[rollout.rollout_id] > rollout.attempt for rollout in in_flight)
+    undone = [commit for commit in after.commits if commit.rolled_back_by == 2]
+    assert len(undone) == told["steps_undone"] >= 1, "it was killed past a checkpoint"
+    assert told["batches"][: len(undone)] == [commit.batch_id for commit in undone]
+    again = [commit for commit in after.commits if commit.epoch == 2 and commit.batch_id in told["batches"]]
+    dissolved = {batch.batch_id for batch in after.batches if batch.state == "dissolved"}
+    assert [commit.batch_id for commit in again] == [name for name in told["batches"] if name not in dissolved]
+    first, repeated = undone[0], again[0]
+    assert repeated.chain == first.chain, "the chain holds the members and their order"
+    assert repeated.version == PolicyVersion(2, first.version.step)
+    for name in ("loss", "grad_norm", "entropy", "tokens", "mean_reward", "mean_staleness"):
+        assert repeated.metrics.get(name) == pytest.approx(first.metrics.get(name), rel=1e-4, abs=1e-7), name
 
 
 @pytest.mark.slow

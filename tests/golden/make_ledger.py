@@ -1,6 +1,7 @@
-"""Makes a golden run directory: `python tests/golden/make_ledger.py tests/golden/ledger_v1`.
+"""Makes a golden run directory: `python tests/golden/make_ledger.py tests/golden/ledger_v2`.
 
-Run it once for each schema version, never again for an old one: its files must go on loading.
+Run it once for each schema version, never again for an old one: its files must go on loading. `ledger_v1` was made by
+an earlier version of this script.
 """
 
 from __future__ import annotations
@@ -33,10 +34,16 @@ async def step(store, version):
     return SteppedBatch(batch_id=batch.lease.batch_id, members=members, skipped=False), after
 
 
+CONFIG = cases.SMALL.model_copy(
+    update={"batch_size": 8, "group_size": 4, "rule": "count(3) | deadline(1000)", "max_attempts": 2}
+)
+
+
 async def make(run_dir: Path):
+    """A run with members carried, issued again, poisoned and still running, a checkpoint, and steps undone."""
     ticks = itertools.count(1_800_000_000)
     async with await ReplayStore.open(
-        run_dir, cases.SMALL, cases.tasks(), run_id="golden", seed=3, clock=lambda: float(next(ticks))
+        run_dir, CONFIG, cases.tasks(), run_id="golden", seed=3, clock=lambda: float(next(ticks))
     ) as store:
         version = await store.open_epoch(None)
         first, version = await step(store, version)
@@ -52,12 +59,15 @@ async def make(run_dir: Path):
         await step(store, version)
         version = await store.open_epoch(ref)
         await step(store, version)
-        orders = await store.issue(4, PolicyVersion(2, 3))
-        await store.offer_many([cases.ended(orders[0], Cause.INFRA), cases.result(orders[1], PolicyVersion(2, 3))])
+        version = PolicyVersion(2, 3)
+        orders = await store.issue(6, version)
+        await store.offer_many([cases.ended(orders[0], Cause.INFRA)])
+        await store.offer_many([cases.ended(order, Cause.INFRA) for order in await store.issue(1, version)])
+        await store.offer_many([cases.result(order, PolicyVersion(1, 0)) for order in orders[1:4]])
         await store.record_evaluations(
-            [(cases.result(orders[2], version), orders[2].task.id)], tag="held out", version=version
+            [(cases.result(orders[5], version), orders[5].task.id)], tag="held out", version=version
         )
-        await store.take(PolicyVersion(2, 3), 2, timeout_s=0.0)
+        await store.take(version, 2, timeout_s=0.0)
 
 
 if __name__ == "__main__":

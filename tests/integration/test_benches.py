@@ -14,9 +14,9 @@ BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 pytestmark = [pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(1800)]
 
 
-def bench(name: str) -> dict[str, Any]:
+def bench(name: str, *options: str) -> dict[str, Any]:
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
-    command = [str(BENCH), name, "--json"]
+    command = [str(BENCH), name, "--json", *options]
     output = subprocess.run(command, check=True, env=environment, timeout=1500, stdout=subprocess.PIPE).stdout
     result: dict[str, Any] = json.loads(output)
     return result
@@ -36,6 +36,21 @@ def test_orchestration_costs_little() -> None:
     assert result["rollouts"] >= 2000
     assert result["ray_cpu_ms_per_rollout"] <= 3
     assert result["ray_calls_per_rollout"] <= 2
+    # 20 turns of 200 ms, 512 rollouts at once.
+    assert result["turns_of_200_ms"]["wall_over_ideal"] <= 1.25
+    assert result["turns_of_200_ms"]["ray_cpu_ms_per_rollout"] <= 3
+    assert result["turns_of_20_ms"]["rollouts"] == 1024
+    assert result["memory"]["in_flight"] == 2000
+    assert result["memory"]["pss_mb"] <= 2000
+
+
+@pytest.mark.parametrize(("slots", "max_staleness", "least"), [(64, 4, 0.95), (160, 8, 0.93)])
+def test_real_time_agrees_with_virtual_time(slots: int, max_staleness: int, least: float) -> None:
+    result = bench("replay", "--slots", str(slots), "--max-staleness", str(max_staleness))
+    assert result["problems"] == []
+    assert result["agrees"], result["real_over_virtual"]
+    assert result["real"]["fraction_of_ideal"] >= least
+    assert result["real"]["max_staleness_seen"] <= max_staleness
 
 
 def test_a_gateway_costs_little() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -420,6 +421,24 @@ async def test_chain_continues_over_checkpoints_and_epochs(tmp_path: Path, tiny_
     assert third.chain == checkpoints.fold_chain("", stepped)
     assert third.batch_ids == ("b22",)
     assert sorted(path.name for path in config.checkpoint_dir.iterdir()) == ["1.2", "2.3"]
+
+
+async def test_every_random_generator_goes_on_from_the_checkpoint(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = learner_config(tmp_path, tiny_model_dir)
+    async with opened(config) as learner:
+        random.seed(5)
+        np.random.seed(6)
+        torch.manual_seed(7)
+        np.random.standard_normal()
+        saved = await learner.save()
+        drawn = draw()
+    async with opened(config, saved, epoch=2):
+        assert draw() == drawn
+
+
+def draw() -> tuple[float, float, float]:
+    """The next value of each generator of this process."""
+    return random.random(), float(np.random.standard_normal()), float(torch.rand(()))
 
 
 async def test_one_learner_a_process(tmp_path: Path, tiny_model_dir: Path) -> None:

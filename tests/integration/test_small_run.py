@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from headrace.actors.held_out.answers import read_answers
 from headrace.actors.launch import status_of
 from headrace.actors.metrics import read_metrics
 from headrace.buffer.evidence import read_evidence
+from headrace.buffer.tasks import load_tasks, tasks_digest
 from headrace.buffer.verify import verify
+from headrace.sandboxes.leftovers import sandboxes_left
 from headrace.serve.observing.tracing import trace_id_for
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from headrace.actors.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(300)]
@@ -89,3 +96,69 @@ def test_no_reward_without_an_evaluation_and_no_evaluation_of_infra(finished_run
         if attempt.offered and attempt.reward is None:
             assert attempt.cause in ("infra", "evaluator", "cancelled")
             assert not attempt.trained
+
+
+def test_every_answer_of_the_evaluations_is_kept(finished_run: RunDirectory) -> None:
+    summaries = {
+        record["tag"]: record for record in read_metrics(finished_run.metrics) if record["kind"] == "evaluation"
+    }
+    traces = spans_of(finished_run)
+    for tag, version in (("base", "1.0"), ("final", "1.6")):
+        folder = finished_run.path / "evaluations" / tag
+        document = json.loads((folder / "summary.json").read_bytes())
+        answers = read_answers(folder / "results.jsonl")
+        assert len({answer.rollout_id for answer in answers}) == len(answers) == document["n"] == 4
+        assert document["success"] == summaries[tag]["success"]
+        assert document["dataset_sha256"] == tasks_digest(load_tasks(finished_run.heldout_tasks)[:4])
+        assert set(document["versions"]) == {version}
+        for answer in answers:
+            kept = folder / "rollouts" / answer.folder
+            turns = [json.loads(line) for line in (kept / "conversation.jsonl").read_text().splitlines()]
+            assert sum(turn["sampled_tokens"] for turn in turns) == answer.sampled_tokens
+            assert len(turns) == answer.turns
+            assert turns[0]["parent"] == ""
+            assert {turn["parent"] for turn in turns[1:]} <= {turn["turn_id"] for turn in turns}
+            metadata = json.loads((kept / "metadata.json").read_bytes())
+            assert (metadata["cause"], metadata["reward"]) == (answer.cause, answer.reward)
+            assert metadata["session"]["sampled_tokens"] == answer.sampled_tokens
+            if answer.cause != "invalid":
+                assert (kept / "evaluator.log").read_text().startswith(("solved", "failed"))
+            spans = traces[answer.trace_id]
+            assert any(span["name"] == "rollout" for span in spans)
+    kept = list((finished_run.path / "evaluations").glob("*/rollouts/*/patch.diff"))
+    assert all(path.read_text().startswith("--- ") for path in kept)
+    ledger = read_evidence(finished_run.path)
+    assert not {group.group_id for group in ledger.groups} & {"base", "final"}
+
+
+def test_a_killed_evaluation_of_a_checkpoint_goes_on_and_touches_no_ledger(
+    finished_run: RunDirectory, load_support: Callable[[str], Any], tmp_path: Path
+) -> None:
+    rig, out = load_support("run_rig"), tmp_path / "out"
+    before = read_evidence(finished_run.path)
+    wanted = ("eval", str(finished_run.path), "--checkpoint", "1.3", "--samples", "2", "--limit", "12", "--quiet")
+    arguments = (*wanted, "--out", str(out), "--json", str(tmp_path / "summary.json"))
+    first = rig.start_driver(*arguments)
+    try:
+        while not read_answers(out / "results.jsonl"):
+            assert first.poll() is None, first.communicate()[1].decode()
+            time.sleep(0.05)
+    finally:
+        first.kill()
+        first.communicate()
+    recorded = read_answers(out / "results.jsonl")
+    assert not (out / "summary.json").exists()
+    second = rig.start_driver(*arguments)
+    _, errors = second.communicate(timeout=200)
+    assert second.returncode == 0, errors.decode()
+    answers = read_answers(out / "results.jsonl")
+    assert answers[: len(recorded)] == recorded
+    assert len({answer.rollout_id for answer in answers}) == len(answers) == 24
+    document = json.loads((out / "summary.json").read_bytes())
+    assert json.loads((tmp_path / "summary.json").read_bytes()) == document | {"out": str(out)}
+    assert (document["n"], set(document["versions"])) == (24, {"1.3"})
+    assert document["model"] == str(finished_run.checkpoints / "1.3")
+    assert set(document["pass_at_k"]) == {"1", "2"}
+    assert sandboxes_left(out / "service") == 0
+    assert read_evidence(finished_run.path) == before
+    assert not finished_run.is_driven()

@@ -1,6 +1,8 @@
-"""Random lives of a buffer and its ledger against a plain model, with crashes and resumes at any point.
+"""Random lives of a buffer and its ledger against a plain model, with crashes and resumes at any point, and a clock
+that jumps both ways.
 
-The model knows versions as the tuples of updates that made their weights, so its staleness needs no tree of versions.
+The model knows versions as the tuples of updates that made their weights, so its staleness needs no tree of versions;
+it says of a rule whether it accepts now, where the buffer knows from when on.
 """
 
 from __future__ import annotations
@@ -17,15 +19,37 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from headrace.buffer.errors import DataExhausted
 from headrace.buffer.ledger import Ledger, StoredTrajectory
-from headrace.buffer.records import FINISHED, BatchState, RolloutState
+from headrace.buffer.records import BatchState, GroupState, RolloutState
 from headrace.buffer.replay import BufferConfig
 from headrace.buffer.types import Cause, CheckpointRef, ReceiptStatus, StepReport, batch_digest, extend_chain
 from headrace.buffer.verify import verify
 from headrace.buffer.versions import PolicyVersion
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
-CONFIG = BufferConfig(batch_size=3, group_size=2, max_staleness=2, max_attempts=2)
+SIZES = {"batch_size": 3, "group_size": 3, "max_staleness": 2, "max_attempts": 2}
+RULES = {
+    "all": lambda seen: False,
+    "count(2)": lambda seen: len(seen.ends) >= 2,
+    "fraction(0.6) & grace(3) | deadline(9)": lambda seen: (
+        (len(seen.ends) >= 2 and seen.now - max(seen.ends) >= 3) or seen.now - seen.opened >= 9
+    ),
+    "all | expiring(1)": lambda seen: seen.updates_left <= 1,
+    "at_least(2) & deadline(5)": lambda seen: len(seen.ends) >= 2 and seen.now - seen.opened >= 5,
+}
+"""What each says of a group with at least two finished members and one that runs."""
+
+CONFIGS = (
+    {"group_size": 2},
+    {"rule": "all", "max_evictions": 0, "zero_variance": "filter"},
+    {"rule": "count(2)", "advantage": "centered"},
+    {"rule": "count(2)", "unfinished": "abort", "passes": 1, "park_after": 1},
+    {"rule": "fraction(0.6) & grace(3) | deadline(9)", "max_evictions": 1, "curriculum": "frontier", "passes": 2},
+    {"rule": "fraction(0.6) & grace(3) | deadline(9)", "unfinished": "abort"},
+    {"rule": "all | expiring(1)", "max_evictions": 3},
+    {"rule": "at_least(2) & deadline(5)", "curriculum": "frontier", "zero_variance": "filter"},
+)
 IDENTITY = {"run_id": "run"}
 
 
@@ -48,8 +72,14 @@ def distance(one: tuple, other: tuple) -> int:
 
 def tables(buffer):
     state = buffer.state
-    return {name: getattr(state, name) for name in vars(state) if name not in {"_changes", "by_state"}} | {
-        "by_state": {name: set(ids) for name, ids in state.by_state.items()}
+    known = {name: value for name, value in vars(state).items() if not name.startswith("_")}
+    del known["changes_made"]
+    return known | {
+        "by_state": {name: set(ids) for name, ids in state.by_state.items()},
+        "open": set(state.open_groups()),
+        "in flight": {version: set(ids) for version, ids in state.in_flight_by_version.items()},
+        "free": {versions: set(ids) for versions, ids in state.free_by_versions.items()},
+        "next": state.next_pending(),
     }
 
 
@@ -57,9 +87,10 @@ class BufferMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.run_dir = Path(tempfile.mkdtemp())
-        self.core = cases.core(CONFIG)
         self.open_ledger()
-        self.in_flight, self.sampled, self.accepted = {}, {}, set()
+        self.now = 1000.0
+        self.in_flight, self.sampled, self.accepted, self.aborted = {}, {}, {}, {}
+        self.opened, self.seen, self.sealed = {}, set(), set()
         self.path, self.checkpoints, self.leases = [], [], []
         self.weights = {}
         self.updates = 0
@@ -82,24 +113,76 @@ class BufferMachine(RuleBasedStateMachine):
         self.ledger.write(self.core.drain(), self.stored)
         self.stored = []
 
-    @initialize()
-    def first_epoch(self):
-        assert self.core.open_epoch(None, 0.0) == PolicyVersion(1, 0)
+    @initialize(changes=st.sampled_from(CONFIGS))
+    def first_epoch(self, changes):
+        self.config = BufferConfig(**(SIZES | changes))
+        self.core = cases.core(self.config)
+        assert self.core.open_epoch(None, self.now) == PolicyVersion(1, 0)
         self.weights[PolicyVersion(1, 0)] = ()
         self.persist()
 
+    def settled(self):
+        """After a call with a time: what the rule accepts by now is sealed, and nothing else."""
+        for rollout_id in list(self.in_flight):
+            if self.core.state.rollouts[rollout_id].state is RolloutState.CANCELLED:
+                assert self.config.unfinished == "abort"
+                self.aborted[rollout_id] = self.in_flight.pop(rollout_id)
+        for group_id in list(self.opened):
+            group = self.core.state.groups[group_id]
+            due = self.due(group_id)
+            if group.state is GroupState.OPEN:
+                assert not due
+            else:
+                assert due or group_id in self.sealed, "it was due when it was sealed"
+                del self.opened[group_id]
+        self.persist()
+
+    def due(self, group_id):
+        """Whether the group is to be sealed or dropped, by what the model saw."""
+        members = [member.rollout_id for member in self.core.state.rollouts_of(group_id)]
+        ends = [self.accepted[member] for member in members if member in self.accepted]
+        lost = {RolloutState.POISON, RolloutState.EVICTED}
+        gone = [m for m in members if m not in self.accepted and self.core.state.rollouts[m].state in lost]
+        if len(ends) + len(gone) == len(members):
+            return True
+        if len(ends) < 2:
+            return False
+        now = self.weights[self.core.state.head] + ("leased",) * len(self.leases)
+        oldest = max(distance(now, self.weights[version]) for _, version in ends)
+        seen = SimpleNamespace(
+            ends=[end for end, _ in ends],
+            now=self.now,
+            opened=self.opened[group_id],
+            updates_left=self.config.max_staleness - oldest,
+        )
+        return RULES[self.config.rule](seen)
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 3.0, 10.0, -2.0, -1000.0, 1e6]))
+    def wait(self, seconds):
+        self.now += seconds
+        due_at = self.core.due_at()
+        before = len(self.opened)
+        self.core.tick(self.now)
+        self.settled()
+        assert (len(self.opened) < before) == (due_at is not None and due_at <= self.now)
+
     @rule(limit=st.integers(1, 9))
     def issue(self, limit):
+        self.core.tick(self.now)
+        self.settled()
         room = self.core.admit()
-        orders = self.core.issue(limit, self.head, 1.0)
-        self.persist()
+        orders = self.core.issue(limit, self.head, self.now)
         assert len(orders) == min(limit, room)
         for order in orders:
             assert (order.rollout_id, order.attempt) not in self.sampled
             self.in_flight[order.rollout_id] = order
             self.sampled[order.rollout_id, order.attempt] = None
+            if order.group_id not in self.seen:
+                self.seen.add(order.group_id)
+                self.opened[order.group_id] = self.now
+        self.settled()
         if any(order.attempt == 1 and order.rollout_id.endswith("-0") for order in orders):
-            assert self.core.inventory().total <= (CONFIG.max_staleness + 1) * CONFIG.batch_size
+            assert self.core.inventory().total <= (self.config.max_staleness + 1) * self.config.batch_size
 
     @precondition(lambda self: self.in_flight)
     @rule(seed=st.integers(0, 1 << 16), share=st.sampled_from([0.3, 0.7, 1.0]))
@@ -107,10 +190,25 @@ class BufferMachine(RuleBasedStateMachine):
         """Some of what is in flight ends, mostly well."""
         chance = random.Random(seed)
         for rollout_id in sorted(self.in_flight):
-            if chance.random() < share:
-                order = self.in_flight.pop(rollout_id)
-                self.finish(order, chance) if chance.random() < 0.9 else self.fail(order, chance)
-        self.persist()
+            if rollout_id in self.in_flight and chance.random() < share:
+                self.now += chance.choice([0.0, 0.0, 0.5, 2.0])
+                self.core.tick(self.now)
+                self.settled()
+                if (order := self.in_flight.pop(rollout_id, None)) is not None:
+                    self.finish(order, chance) if chance.random() < 0.9 else self.fail(order, chance)
+                self.settled()
+
+    @precondition(lambda self: self.aborted)
+    @rule()
+    def hear_of_aborted(self):
+        for order in self.aborted.values():
+            key = (order.rollout_id, order.attempt)
+            closed = order.group_id not in self.core.state.groups
+            assert closed or key in self.core.to_cancel(self.head)
+            assert self.core.offer(cases.result(order, self.head), self.now).status is ReceiptStatus.LATE
+            assert key not in self.core.to_cancel(self.head)
+        self.aborted = {}
+        self.settled()
 
     def finish(self, order, chance):
         versions = chance.choices(sorted(self.weights)[-3:], k=chance.randint(1, 2))
@@ -118,21 +216,22 @@ class BufferMachine(RuleBasedStateMachine):
         done = cases.result(
             order, *(versions if tokens else ()), reward=float(chance.randint(0, 1)), trainable=trainable, tokens=2
         )
-        assert self.core.offer(done, 2.0).status is ReceiptStatus.ACCEPTED
-        self.accepted.add(order.rollout_id)
+        issued_at = self.core.state.attempts[order.rollout_id].version
+        assert self.core.offer(done, self.now).status is ReceiptStatus.ACCEPTED
+        self.accepted.setdefault(order.rollout_id, (self.now, issued_at))
         if tokens:
             self.sampled[order.rollout_id, order.attempt] = versions
             self.stored.append(
                 StoredTrajectory(rollout_id=order.rollout_id, attempt=order.attempt, trajectory=done.trajectory)
             )
-        assert self.core.offer(done, 2.0).status in {ReceiptStatus.DUPLICATE, ReceiptStatus.LATE}
+        assert self.core.offer(done, self.now).status in {ReceiptStatus.DUPLICATE, ReceiptStatus.LATE}
 
     def fail(self, order, chance):
         cause = chance.choice([Cause.INFRA, Cause.EVALUATOR, Cause.CANCELLED, None])
         if cause is None:
-            assert self.core.abandon([(order.rollout_id, order.attempt)], 2.0) == 1
+            assert self.core.abandon([(order.rollout_id, order.attempt)], self.now) == 1
         else:
-            assert self.core.offer(cases.ended(order, cause), 2.0).status is ReceiptStatus.ACCEPTED
+            assert self.core.offer(cases.ended(order, cause), self.now).status is ReceiptStatus.ACCEPTED
 
     @rule(seed=st.integers(0, 1 << 16), steps=st.integers(1, 3))
     def train(self, seed, steps):
@@ -149,12 +248,30 @@ class BufferMachine(RuleBasedStateMachine):
     @rule()
     def take(self):
         version = self.next_version
-        record = self.core.take(version, self.head.epoch, 3.0)
-        self.persist()
+        try:
+            record = self.core.take(version, self.head.epoch, self.now)
+        except DataExhausted:
+            stock = self.core.inventory()
+            assert self.config.passes is not None or self.core.status().parked
+            assert stock.total - stock.leased < self.config.batch_size
+            assert self.core.drain() == (), "an error leaves everything as it is"
+            return
+        self.settled_before_lease(record)
         if record is not None:
-            assert record == self.core.take(version, self.head.epoch, 3.0)
-            assert len(record.members) == CONFIG.batch_size
+            assert record == self.core.take(version, self.head.epoch, self.now)
+            assert len(record.members) == self.config.batch_size
             self.leases.append(record)
+            self.core.tick(self.now)
+            self.settled()
+
+    def settled_before_lease(self, record):
+        """The lease itself moves the version; what expires by that is sealed with the next call."""
+        if record is None:
+            self.settled()
+        else:
+            self.sealed |= {g for g in self.opened if self.core.state.groups[g].state is not GroupState.OPEN}
+            assert all(self.due(group_id) for group_id in self.sealed & set(self.opened))
+            self.persist()
 
     @precondition(lambda self: self.leases)
     @rule(skipped=st.booleans())
@@ -164,16 +281,16 @@ class BufferMachine(RuleBasedStateMachine):
         after = before if skipped else PolicyVersion(before.epoch, before.step + 1)
         report = StepReport(batch_id=record.batch_id, version=after, skipped=skipped)
         for _ in range(2):
-            self.core.commit(cases.lease_of(record), report, 4.0)
-        self.persist()
+            self.core.commit(cases.lease_of(record), report, self.now)
         members = tuple((member.rollout_id, member.attempt) for member in record.members)
         for key in members:
             oldest = max(distance(self.weights[before], self.weights[version]) for version in self.sampled[key])
-            assert oldest <= CONFIG.max_staleness
+            assert oldest <= self.config.max_staleness
         self.path.append(Step(record.batch_id, members, self.weights[before], after))
         if not skipped:
             self.updates += 1
             self.weights[after] = (*self.weights[before], self.updates)
+        self.settled()
 
     @precondition(lambda self: self.leases)
     @rule()
@@ -191,7 +308,7 @@ class BufferMachine(RuleBasedStateMachine):
         )
         self.checkpoints.append((ref, len(self.path)))
         if recorded:
-            self.core.checkpointed(ref, 5.0)
+            self.core.checkpointed(ref, self.now)
             self.persist()
 
     @precondition(lambda self: self.path or self.leases)
@@ -202,7 +319,7 @@ class BufferMachine(RuleBasedStateMachine):
         undone = [step.batch_id for step in self.path[length:]]
         if self.core.needs_history(ref):
             self.core.fold(self.ledger.load(history=True))
-        version = self.core.open_epoch(ref, 6.0)
+        version = self.core.open_epoch(ref, self.now)
         self.persist()
         self.core.fold(self.ledger.load())
         self.weights[version] = self.weights[ref.version if ref else PolicyVersion(1, 0)]
@@ -212,9 +329,13 @@ class BufferMachine(RuleBasedStateMachine):
         queued = [batch.batch_id for batch in self.core.state.queue()]
         assert queued[: len(undone)] == undone
         if driver:
-            assert self.core.restart_in_flight(6.0) == len(self.in_flight)
-            self.in_flight = {}
-            self.persist()
+            self.core.tick(self.now)
+            self.settled()
+            assert self.core.restart_in_flight(self.now) == len(self.in_flight)
+            self.in_flight, self.aborted = {}, {}
+            assert self.core.to_cancel(version) == ()
+        self.core.tick(self.now)
+        self.settled()
 
     def leads_here(self, ref):
         return self.weights[ref.version] == self.weights[self.head][: len(self.weights[ref.version])]
@@ -225,15 +346,25 @@ class BufferMachine(RuleBasedStateMachine):
         before = tables(self.core)
         self.ledger.close()
         self.open_ledger()
-        self.core = cases.core(CONFIG, self.ledger.load())
+        self.core = cases.core(self.config, self.ledger.load())
         assert tables(self.core) == before
 
     @invariant()
     def rollouts_are_conserved(self):
         status = self.core.status()
-        assert sum(status.rollouts.values()) == status.groups_opened * CONFIG.group_size
+        assert sum(status.rollouts.values()) == status.groups_opened * self.config.group_size
         assert set(self.core.state.by_state[RolloutState.IN_FLIGHT]) == set(self.in_flight)
-        assert sum(status.rollouts[state] for state in FINISHED) == len(self.accepted)
+        for rollout in self.core.state.rollouts.values():
+            assert rollout.finished == (rollout.rollout_id in self.accepted)
+            assert rollout.evictions <= self.config.max_evictions
+
+    @invariant()
+    def each_task_comes_once_in_a_pass(self):
+        tasks = self.core.state.tasks.values()
+        newest = max((task.last_pass for task in tasks), default=0)
+        assert all(task.groups <= task.last_pass + 1 for task in tasks)
+        assert all(task.parked or task.groups >= newest for task in tasks)
+        assert self.config.passes is None or newest < self.config.passes
 
     @invariant()
     def nothing_is_trained_twice(self):
@@ -259,7 +390,7 @@ class BufferMachine(RuleBasedStateMachine):
         try:
             report = verify(self.run_dir)
             assert report.problems == ()
-            assert report.issued == self.core.status().groups_opened * CONFIG.group_size
+            assert report.issued == self.core.status().groups_opened * self.config.group_size
             assert report.trained == sum(len(step.members) for step in self.path)
         finally:
             shutil.rmtree(self.run_dir)

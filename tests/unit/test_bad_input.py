@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ import pytest
 from headrace.actors import cli
 from headrace.actors.config import load_recipe
 from headrace.actors.errors import ConfigError
+from headrace.actors.held_out.command import Asked, prepare_evaluation
+from headrace.actors.launch import RunRequest, prepare, sole_driver
+from headrace.actors.run_directory import RunDirectory
+from headrace.buffer.tasks import TaskId, load_tasks, write_tasks
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "scripts" / "models" / "tiny"
@@ -47,7 +52,9 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     ("text", "says"),
     [
         ("[model\n", "not valid TOML"),
-        ("", "model is missing"),
+        ("", "model.path is missing"),
+        ('[engines]\nbackend = "simulated"\n', 'goes with learner.kind = "simulated" and agent.kind = "simulated"'),
+        ('[model]\npath = "x"\n[learner]\nkind = "simulated"\n', 'engines.backend = "simulated" and agent.kind'),
         ('[model]\npath = "x"\n[buffer]\nmax_stalenes = 2\n', "unknown key buffer.max_stalenes"),
         ('[model]\npath = "x"\n[buffer]\nbatch_size = "many"\n', "buffer.batch_size"),
         ('[model]\npath = "x"\n[buffer]\nmax_staleness = 0\n', "set buffer.mode, or raise buffer.max_staleness"),
@@ -242,3 +249,83 @@ def test_the_page_of_keys_is_the_code() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert (ROOT / "docs" / "configuration.md").read_text() == module.render(), "run scripts/config_docs.py"
+
+
+def eval_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line of a refused evaluation."""
+    assert headrace(monkeypatch, "eval", *arguments) == cli.EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert len(error.strip().splitlines()) == 1, error
+    return error
+
+
+@pytest.fixture
+def run_dir(recipe: Path, tmp_path: Path) -> Path:
+    """A run that was made and never driven, with a checkpoint that lacks a model."""
+    prepare(RunRequest(recipe=recipe, runs_dir=tmp_path / "runs", name="one", overrides=["tasks.heldout_count=64"]))
+    for version in ("1.9", "1.10"):
+        (tmp_path / "runs" / "one" / "checkpoints" / version).mkdir(parents=True)
+    return tmp_path / "runs" / "one"
+
+
+def test_an_evaluation_of_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
+) -> None:
+    assert "cannot be read" in eval_refused(monkeypatch, capsys, str(tmp_path / "none.toml"))
+    assert "no run there" in eval_refused(monkeypatch, capsys, str(tmp_path))
+    assert "is a recipe" in eval_refused(monkeypatch, capsys, str(recipe), "--checkpoint", "1.3")
+    broken = tmp_path / "tasks.jsonl"
+    assert "cannot be read" in eval_refused(monkeypatch, capsys, str(recipe), "--tasks", str(broken))
+    broken.write_text("{}\n")
+    assert "tasks.jsonl:1" in eval_refused(monkeypatch, capsys, str(recipe), "--tasks", str(broken))
+
+
+def test_a_checkpoint_that_does_not_exist_lists_those_that_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_dir: Path
+) -> None:
+    error = eval_refused(monkeypatch, capsys, str(run_dir), "--checkpoint", "1.3")
+    assert "it has 1.9, 1.10" in error
+    assert "1.10 has no config.json" in eval_refused(monkeypatch, capsys, str(run_dir)), "the newest, by number"
+    shutil.rmtree(run_dir / "checkpoints")
+    assert "has no checkpoint yet" in eval_refused(monkeypatch, capsys, str(run_dir))
+    assert "--set" in eval_refused(monkeypatch, capsys, str(run_dir), "--set", "buffer.batch_size=8")
+    assert not (run_dir / "evaluations").exists()
+
+
+def test_a_run_that_is_driven_is_not_evaluated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], run_dir: Path
+) -> None:
+    with sole_driver(RunDirectory(path=run_dir)):
+        assert "is being driven by another process" in eval_refused(monkeypatch, capsys, str(run_dir))
+
+
+def test_training_tasks_are_not_evaluated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    train = load_tasks(run_dir / "tasks" / "train.jsonl")[:2]
+    tasks = tmp_path / "tasks.jsonl"
+    write_tasks(tasks, [replace(task, id=TaskId(f"renamed-{n}")) for n, task in enumerate(train)])
+    for source in (recipe, run_dir):
+        error = eval_refused(monkeypatch, capsys, str(source), "--tasks", str(tasks))
+        assert "2 tasks are also in tasks.train ('renamed-0', 'renamed-1')" in error
+
+
+def test_an_output_folder_of_something_else_is_refused_and_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("headrace.actors.held_out.command.require_namespaces", lambda: None)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    arguments = [str(recipe), "--out", str(out)]
+    assert "is not empty, and holds something else" in eval_refused(monkeypatch, capsys, *arguments)
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
+    evaluation = prepare_evaluation(Asked(source=recipe, out=tmp_path / "free", runs_dir=tmp_path))
+    (out / "evaluation.json").write_text(json.dumps(evaluation.identity))
+    assert prepare_evaluation(Asked(source=recipe, out=out, runs_dir=tmp_path)).identity == evaluation.identity
+    assert "holds something else" in eval_refused(monkeypatch, capsys, *arguments, "--samples", "9")
+    (out / "summary.json").write_text("{}")
+    assert "this evaluation is finished" in eval_refused(monkeypatch, capsys, *arguments)
+    assert "is a file" in eval_refused(monkeypatch, capsys, str(recipe), "--out", str(recipe))
+    assert not (tmp_path / "free").exists(), "a check makes nothing"

@@ -26,14 +26,14 @@ PLAIN = LeaseRequest(spec=SandboxSpec())
 
 
 @asynccontextmanager
-async def opened(tmp_path: Path) -> AsyncIterator[tuple[SandboxPool, Leases]]:
+async def opened(tmp_path: Path, *, lease_s: float = 60.0) -> AsyncIterator[tuple[SandboxPool, Leases]]:
     """One place for rollouts."""
     config = PoolConfig(max_live=2, evaluation_reserve=1, reconcile_every_s=0.05)
     section = SandboxSection(provider=SandboxKind.SUBPROCESS, pool=config)
     async with (
         asyncio.timeout(60),
         SandboxPool(section, directory=RunDirectory(path=tmp_path)) as pool,
-        Leases(pool, "worker") as leases,
+        Leases(pool, "worker", lease_s=lease_s) as leases,
     ):
         yield pool, leases
 
@@ -87,10 +87,9 @@ async def test_a_lease_that_was_given_up_while_its_pool_was_away_is_released(tmp
 
 
 async def test_a_holder_keeps_what_it_has_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases_module, "LEASE_S", 2.0)
-    monkeypatch.setattr(leases_module, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(leases_module, "HEARTBEATS", 20)
     beats = asyncio.Event()
-    async with opened(tmp_path) as (pool, leases):
+    async with opened(tmp_path, lease_s=2.0) as (pool, leases):
         lease = await leases.lease(PLAIN)
         renew, count = pool.renew_holder, 0
 
@@ -109,8 +108,8 @@ async def test_a_holder_keeps_what_it_has_by_its_heartbeat(tmp_path: Path, monke
 
 
 async def test_what_a_dead_holder_had_is_reaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases_module, "LEASE_S", 0.3)
-    async with opened(tmp_path) as (pool, leases):
+    monkeypatch.setattr(leases_module, "HEARTBEATS", 0.01)
+    async with opened(tmp_path, lease_s=0.3) as (pool, leases):
         await leases.lease(PLAIN)
         while (status := await pool.status()).live > 0:  # noqa: ASYNC110
             await asyncio.sleep(0.02)

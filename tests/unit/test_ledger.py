@@ -28,8 +28,14 @@ IDENTITY = {"run_id": "run", "tasks_sha256": "00"}
 def tables(buffer):
     """All that a core knows, comparable."""
     state = buffer.state
-    return {name: getattr(state, name) for name in vars(state) if name not in {"_changes", "by_state"}} | {
-        "by_state": {name: set(ids) for name, ids in state.by_state.items()}
+    known = {name: value for name, value in vars(state).items() if not name.startswith("_")}
+    del known["changes_made"]
+    return known | {
+        "by_state": {name: set(ids) for name, ids in state.by_state.items()},
+        "open": set(state.open_groups()),
+        "in flight": {version: set(ids) for version, ids in state.in_flight_by_version.items()},
+        "free": {versions: set(ids) for versions, ids in state.free_by_versions.items()},
+        "next": state.next_pending(),
     }
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import runpy
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from headrace.buffer.errors import LedgerRefused
+from headrace.buffer.evidence import read_evidence
+from headrace.buffer.ledger import Ledger
 from headrace.buffer.records import RolloutState
+from headrace.buffer.schema import SCHEMA_VERSION
 from headrace.buffer.store import ReplayStore
+from headrace.buffer.types import StepReport
 from headrace.buffer.verify import verify
 from headrace.buffer.versions import PolicyVersion
 
@@ -18,17 +25,101 @@ TESTS = Path(__file__).parents[1]
 cases = SimpleNamespace(**runpy.run_path(str(TESTS / "replay_cases.py")))
 
 
-@pytest.mark.parametrize("name", ["ledger_v1"])
-async def test_an_old_run_goes_on(tmp_path, name):
-    run_dir = tmp_path / name
-    shutil.copytree(TESTS / "golden" / name, run_dir)
+EARLY = cases.SMALL.model_copy(
+    update={"batch_size": 8, "group_size": 4, "rule": "count(3) | deadline(1000)", "max_attempts": 2}
+)
+
+
+@pytest.fixture
+def golden(tmp_path):
+    """Copies a golden run by its name."""
+    return lambda name: shutil.copytree(TESTS / "golden" / name, tmp_path / name)
+
+
+async def open_run(run_dir, config):
+    return await ReplayStore.open(run_dir, config, cases.tasks(), run_id="golden", seed=3)
+
+
+async def finish_all(store, version):
+    orders = await store.issue(1000, version)
+    return await store.offer_many([cases.result(order, version) for order in orders])
+
+
+async def test_a_run_of_schema_1_goes_on(golden):
+    run_dir = golden("ledger_v1")
     report = verify(run_dir)
     assert report.problems == ()
     assert (report.issued, report.trained, report.leased, report.steps_rolled_back) == (24, 12, 4, 1)
-    async with await ReplayStore.open(run_dir, cases.SMALL, cases.tasks(), run_id="golden", seed=3) as store:
+    version = PolicyVersion(2, 3)
+    async with await open_run(run_dir, cases.SMALL) as store:
         status = store.status()
-        assert (status.head, status.evaluations) == (PolicyVersion(2, 3), 1)
+        assert (status.head, status.evaluations) == (version, 1)
         assert status.rollouts[RolloutState.IN_FLIGHT] == 2
-        batch = await store.take(PolicyVersion(2, 3), 2, timeout_s=0.0)
+        batch = await store.take(version, 2, timeout_s=0.0)
         assert batch.items[1].reward == 1.0
         assert batch.items[1].trajectory.rows[0].tokens_T.shape == (8,)
+        after = PolicyVersion(2, 4)
+        await store.commit(batch.lease, StepReport(batch_id=batch.lease.batch_id, version=after, skipped=False))
+        await store.restart_in_flight()
+        await finish_all(store, after)
+        assert (await store.take(after, 2, timeout_s=0.0)) is not None
+    report = verify(run_dir)
+    assert report.problems == ()
+    assert (report.steps, report.lost, report.trained_twice) == (4, 0, 0)
+
+
+async def test_a_run_of_schema_2_goes_on(golden):
+    run_dir = golden("ledger_v2")
+    report = verify(run_dir)
+    assert report.problems == ()
+    assert (report.issued, report.trained, report.leased, report.poison) == (48, 24, 8, 1)
+    async with await open_run(run_dir, EARLY) as store:
+        assert store.status().counters["rollouts_reissued"] == 3
+        version = PolicyVersion(2, 3)
+        again = await store.issue(3, version)
+        assert {order.attempt for order in again} == {2}
+        assert {order.group_id for order in again} == {"g000010"}
+        await store.offer_many([cases.result(order, version, reward=0.0) for order in again])
+    report = verify(run_dir)
+    assert report.problems == ()
+    assert report.sealed == 8 + 3
+
+
+def test_a_reader_leaves_an_old_ledger_as_it_is(golden):
+    run_dir = golden("ledger_v1")
+    before = (run_dir / "ledger.db").read_bytes()
+    evidence = read_evidence(run_dir)
+    assert (run_dir / "ledger.db").read_bytes() == before
+    assert {task.groups for task in evidence.tasks} == {1, 2}
+    assert all(rollout.baseline is not None for rollout in evidence.rollouts if rollout.advantage is not None)
+    assert {group.rule for group in evidence.groups if group.seal_order} == {"all"}
+
+
+def test_a_migration_that_breaks_off_leaves_schema_1(golden):
+    run_dir = golden("ledger_v1")
+    identity = {"run_id": "golden"}
+    with closing(sqlite3.connect(run_dir / "ledger.db")) as database, database:
+        database.execute("CREATE TABLE tasks (in_the_way)")
+    with pytest.raises(LedgerRefused, match="already exists"):
+        Ledger.open(run_dir, identity)
+    with closing(sqlite3.connect(run_dir / "ledger.db")) as database, database:
+        assert database.execute("PRAGMA user_version").fetchone() == (1,)
+        assert "late" not in [row[1] for row in database.execute("PRAGMA table_info(rollouts)")]
+        database.execute("DROP TABLE tasks")
+    Ledger.open(run_dir, identity).close()
+    with closing(sqlite3.connect(run_dir / "ledger.db")) as database:
+        assert database.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+
+
+def test_a_migrated_ledger_has_the_tables_of_a_new_one(golden, tmp_path):
+    migrated = golden("ledger_v1")
+    Ledger.open(migrated, {"run_id": "golden"}).close()
+    Ledger.open(tmp_path / "new", {"run_id": "golden"}).close()
+    assert columns(migrated) == columns(tmp_path / "new")
+
+
+def columns(run_dir):
+    """Name, type, NOT NULL and default of every column of every table."""
+    with closing(sqlite3.connect(run_dir / "ledger.db")) as database:
+        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {table: sorted(row[1:] for row in database.execute(f"PRAGMA table_info({table})")) for table in tables}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import runpy
 import shutil
@@ -13,7 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from headrace.buffer.batches import BatchBook
 from headrace.buffer.errors import LedgerRefused
+from headrace.buffer.evidence import read_evidence
+from headrace.buffer.ledger import Ledger, StoredTrajectory
 from headrace.buffer.store import ReplayStore
 from headrace.buffer.types import Cause, CheckpointRef, StepReport
 from headrace.buffer.verify import verify
@@ -166,3 +170,99 @@ def test_a_directory_without_a_ledger_is_refused(tmp_path):
     (tmp_path / "ledger.db").write_bytes(b"nothing of the kind" * 300)
     with pytest.raises(LedgerRefused, match="not readable"):
         verify(tmp_path)
+
+
+EARLY = cases.SMALL.model_copy(update={"batch_size": 8, "group_size": 4, "rule": "count(3)"})
+
+
+@pytest.fixture
+async def early_dir(tmp_path):
+    """A run whose groups are sealed with a member running: some trained, some evicted and issued again."""
+    clock = itertools.count(100)
+    run_dir = tmp_path / "early"
+    store = await ReplayStore.open(
+        run_dir, EARLY, cases.tasks(), run_id="run", seed=3, clock=lambda: float(next(clock))
+    )
+    async with store:
+        version = await store.open_epoch(None)
+        for _ in range(3):
+            orders = await store.issue(1000, FIRST)
+            for number, order in enumerate(orders):
+                await store.offer_many([cases.result(order, FIRST, reward=number % 3 / 2)])
+            batch = await store.take(version, 1, timeout_s=0.0)
+            version = PolicyVersion(1, version.step + 1)
+            await store.commit(batch.lease, StepReport(batch_id=batch.lease.batch_id, version=version, skipped=False))
+        await store.take(version, 1, timeout_s=0.0)
+        for order in await store.issue(9, version):
+            await store.offer_many([cases.result(order, version)])
+    return run_dir
+
+
+async def test_a_run_with_early_groups_is_clean(early_dir):
+    report = verify(early_dir)
+    assert report.problems == ()
+    assert report.trained == 24
+    parts = ("trained", "leased", "sealed", "waiting", "in_flight", "pending", "evicted", "filtered", "infra", "poison")
+    assert report.issued == sum(getattr(report, part) for part in (*parts, "cancelled"))
+    evidence = read_evidence(early_dir)
+    assert any(rollout.evictions for rollout in evidence.rollouts)
+    assert any(rollout.late for rollout in evidence.rollouts)
+
+
+@pytest.mark.parametrize(
+    ("statement", "problem"),
+    [
+        ("UPDATE rollouts SET baseline = baseline + 0.1 WHERE rollout_id = 'g000001-1'", "g000001-1 has baseline"),
+        ("UPDATE rollouts SET baseline = NULL WHERE late AND group_id = 'g000002'", "has baseline None"),
+        ("UPDATE rollouts SET scale = scale * 2 WHERE rollout_id = 'g000001-1'", "g000001-1 has scale"),
+        ("UPDATE rollouts SET advantage = advantage + 1 WHERE rollout_id = 'g000001-0'", "does not follow from"),
+        ("UPDATE rollouts SET first_reward = 0.25 WHERE rollout_id = 'g000001-0'", "counts 0.25 in its group"),
+        ("UPDATE rollouts SET late = 0 WHERE group_id = 'g000001'", "g000001-0 has scale"),
+        ("UPDATE rollouts SET evictions = 9 WHERE evictions", "over its group's cap"),
+        ("UPDATE rollouts SET evictions = 2 WHERE rollout_id = 'g000000-0'", "more evictions than its attempts"),
+        ("UPDATE groups SET max_evictions = 0", "over its group's cap"),
+        ("UPDATE groups SET complete_before = NULL WHERE group_id = 'g000000'", "says it is not complete"),
+        ("UPDATE groups SET rule = 'count(4)' WHERE group_id = 'g000000'", "before its rule count(4) accepted"),
+        ("UPDATE groups SET rule = 'most' WHERE group_id = 'g000000'", "'most' is not a rule"),
+        ("UPDATE groups SET min_members = 4 WHERE group_id = 'g000000'", "was sealed with 3 finished members"),
+        ("UPDATE tasks SET solved = solved + 1 WHERE task_id = 'task-1'", "task task-1 counts"),
+        ("DELETE FROM tasks WHERE task_id = 'task-2'", "task task-2 counts 0 groups"),
+        ("UPDATE rollouts SET state = 'cancelled' WHERE state = 'trained' AND late", "history says trained"),
+        ("UPDATE rollouts SET state = 'pending' WHERE rollout_id = 'g000000-0'", "says trained"),
+    ],
+)
+async def test_contradictions_of_groups_are_found(early_dir, statement, problem):
+    change(early_dir, statement)
+    report = verify(early_dir)
+    assert any(problem in line for line in report.problems), report.problems
+
+
+@pytest.mark.parametrize("rule", ["all", "count(3)"])
+def test_a_take_that_is_off_by_one_is_shown(tmp_path, monkeypatch, rule):
+    """The sweep is told a bound of one more than the run's, which is what the commits record."""
+    config = EARLY.model_copy(update={"rule": rule})
+    buffer = cases.core(config)
+    lax = config.model_copy(update={"max_staleness": config.max_staleness + 1})
+    sweep = BatchBook._evict_sealed
+
+    def off_by_one(book, version):
+        with monkeypatch.context() as patch:
+            patch.setattr(book, "_config", lax)
+            sweep(book, version)
+
+    monkeypatch.setattr(BatchBook, "_evict_sealed", off_by_one)
+    ledger = Ledger.open(tmp_path, {"run_id": "run"})
+    version = buffer.open_epoch(None, 0.0)
+    for _ in range(4):
+        done = [cases.result(order, FIRST) for order in buffer.issue(1000, FIRST, 0.0)]
+        for one in done:
+            buffer.offer(one, 1.0)
+        stored = [
+            StoredTrajectory(rollout_id=one.rollout_id, attempt=one.attempt, trajectory=one.trajectory) for one in done
+        ]
+        _, version = cases.step(buffer, version)
+        ledger.write(buffer.drain(), stored)
+    ledger.close()
+    report = verify(tmp_path)
+    assert report.max_staleness_seen == config.max_staleness + 1
+    assert any("was trained at staleness 3 > 2" in line for line in report.problems)

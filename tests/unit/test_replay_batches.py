@@ -65,19 +65,48 @@ def test_the_version_must_follow(stocked):
         )
 
 
-def test_what_is_over_the_bound_is_evicted_and_counted(stocked):
+def test_what_is_over_the_bound_is_issued_again_first_then_evicted(stocked):
     version = FIRST
     for _ in range(3):
         record, version = cases.step(stocked, version)
     assert [member.staleness for member in record.members] == [2, 2, 2, 2]
-    cases.fill(stocked, FIRST, limit=2)
+    slow = cases.fill(stocked, FIRST, limit=2)
+    fixed = [stocked.state.rollouts[order.rollout_id] for order in slow]
     cases.fill(stocked, version, limit=4)
-    record = stocked.take(version, 1, 4.0)
-    assert [member.staleness for member in record.members] == [0, 0, 0, 0]
-    assert stocked.status().rollouts[RolloutState.EVICTED] == 2
+    for evictions in (1, 2):
+        record = stocked.take(version, 1, 4.0)
+        assert not {order.rollout_id for order in slow} & set(ids(record))
+        stocked.release(cases.lease_of(record))
+        assert stocked.inventory().pending == 2
+        again = stocked.issue(2, FIRST, 5.0)
+        assert [(order.rollout_id, order.attempt) for order in again] == [
+            (order.rollout_id, evictions + 1) for order in slow
+        ]
+        for order in again:
+            stocked.offer(cases.result(order, FIRST, reward=0.25), 6.0)
+    now = [stocked.state.rollouts[order.rollout_id] for order in slow]
+    assert [(one.baseline, one.scale, one.first_reward) for one in now] == [
+        (one.baseline, one.scale, one.first_reward) for one in fixed
+    ]
+    assert [one.advantage for one in now] == [(0.25 - one.baseline) / one.scale for one in now]
+    stocked.take(version, 1, 7.0)
+    assert stocked.status().rollouts[RolloutState.EVICTED] == 2, "two chances, and no more"
     assert stocked.status().counters["rollouts_evicted"] == 2
-    evicted = [rollout for rollout in stocked.state.rollouts.values() if rollout.state is RolloutState.EVICTED]
-    assert all(rollout.reward is not None and rollout.advantage is not None for rollout in evicted)
+    assert stocked.status().counters["rollouts_reissued"] == 4
+    assert stocked.inventory().pending == 0
+
+
+def test_the_stalest_go_first_then_the_oldest():
+    buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 3}))
+    buffer.open_epoch(None, 0.0)
+    cases.fill(buffer, FIRST, limit=4)
+    slow = buffer.issue(2, FIRST, 0.0)
+    _, version = cases.step(buffer, FIRST)
+    fast = cases.fill(buffer, version, limit=4)
+    for order in slow:
+        buffer.offer(cases.result(order, FIRST), 2.0)
+    record = buffer.take(version, 1, 3.0)
+    assert ids(record) == [order.rollout_id for order in (*slow, *fast[:2])], "sealed last, but most urgent"
 
 
 def test_staleness_is_that_of_the_oldest_trained_token():
@@ -173,7 +202,7 @@ def test_resume_issues_the_undone_batches_again_in_order(stocked):
 
 
 def test_a_batch_over_the_bound_after_resume_loses_only_those_members():
-    buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 1}))
+    buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 1, "max_evictions": 0}))
     buffer.open_epoch(None, 0.0)
     cases.fill(buffer, FIRST, limit=4)
     kept = cases.fill(buffer, FIRST, limit=2)

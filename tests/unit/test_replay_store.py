@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.buffer.errors import LedgerBroken, StaleEpoch
+from headrace.buffer.errors import DataExhausted, LedgerBroken, StaleEpoch
 from headrace.buffer.ledger import Ledger
 from headrace.buffer.records import RolloutState
 from headrace.buffer.store import ReplayStore
@@ -130,6 +130,56 @@ async def test_issue_waits_for_room(tmp_path):
             await asyncio.sleep(0)
             group.create_task(step(store, FIRST))
         assert len(waiting.result()) == 4
+
+
+async def test_a_waiting_take_comes_back_when_a_group_is_due():
+    config = cases.SMALL.model_copy(update={"rule": "deadline(0.05)", "group_size": 4})
+    store = await ReplayStore.open(None, config, cases.tasks(), run_id="run", seed=3)
+    async with store, asyncio.timeout(GUARD_S):
+        await store.open_epoch(None)
+        orders = await store.issue(8, FIRST)
+        await store.offer_many([cases.result(order, FIRST) for order in (*orders[:2], *orders[4:6])])
+        batch = await store.take(FIRST, 1, timeout_s=10 * GUARD_S)
+        assert [item.rollout_id for item in batch.items] == [o.rollout_id for o in (*orders[:2], *orders[4:6])]
+        assert store.status().inventory.in_flight == 4, "carried"
+
+
+async def test_what_runs_in_vain_is_told_at_once_and_once():
+    config = cases.SMALL.model_copy(update={"group_size": 4, "rule": "count(3)", "unfinished": "abort"})
+    store = await ReplayStore.open(None, config, cases.tasks(), run_id="run", seed=3)
+    async with store, asyncio.timeout(GUARD_S):
+        await store.open_epoch(None)
+        orders = await store.issue(8, FIRST)
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(store.cancellations([], timeout_s=10 * GUARD_S))
+            await asyncio.sleep(0)
+            group.create_task(store.offer_many([cases.result(order, FIRST) for order in orders[:3]]))
+        left_out = (orders[3].rollout_id, 1)
+        assert waiting.result() == (left_out,)
+        assert await store.cancellations([left_out], timeout_s=0.0) is None
+        await store.offer_many([cases.result(order, FIRST) for order in orders[4:7]])
+        assert await store.cancellations([left_out], timeout_s=0.0) == (left_out, (orders[7].rollout_id, 1))
+
+
+async def test_a_waiting_take_is_told_when_the_data_ends():
+    config = cases.SMALL.model_copy(update={"passes": 1, "rule": "count(2)", "unfinished": "abort"})
+    store = await ReplayStore.open(None, config, cases.tasks(1), run_id="run", seed=3)
+    async with store, asyncio.timeout(GUARD_S):
+        await store.open_epoch(None)
+        orders = await store.issue(8, FIRST)
+        assert len(orders) == 2
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(_exhausted(store))
+            await asyncio.sleep(0)
+            group.create_task(store.offer_many([cases.result(order, FIRST) for order in orders]))
+        assert "2 rollouts are left over" in waiting.result()
+        assert store.status().rollouts[RolloutState.SEALED] == 2, "the store goes on"
+
+
+async def _exhausted(store):
+    with pytest.raises(DataExhausted) as caught:
+        await store.take(FIRST, 1, timeout_s=10 * GUARD_S)
+    return str(caught.value)
 
 
 async def test_orders_nobody_received_become_new_attempts(tmp_path):

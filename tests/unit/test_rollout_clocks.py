@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import pytest
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
 from headrace.actors.rollout import RolloutConfig, run_rollout
+from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
 from headrace.sandboxes.base import SandboxSpec
@@ -86,15 +86,7 @@ def order() -> RolloutOrder:
     return RolloutOrder(rollout_id=RolloutId("r"), group_id=GroupId("g"), attempt=1, task=task)
 
 
-@pytest.fixture(scope="module")
-def run_virtual(load_support: Callable[[str], Any]) -> Any:
-    random.seed(1)
-    return load_support("virtual_time").run_virtual
-
-
-def simulated(
-    run_virtual: Any, check: Callable[[Any, Places], None], *, boot_s: float = 2.0, taken: int = 0, **takes_s: float
-) -> None:
+def simulated(check: Callable[[Any, Places], None], *, boot_s: float = 2.0, taken: int = 0, **takes_s: float) -> None:
     """Run one rollout, after `taken` places were taken for good."""
 
     async def main() -> None:
@@ -109,14 +101,14 @@ def simulated(
     run_virtual(main())
 
 
-def test_every_phase_is_clocked(run_virtual: Any) -> None:
+def test_every_phase_is_clocked() -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (1.0, Cause.SOLVED)
         assert [name for name, _ in result.phases_s] == [
             *("queue", "boot", "prepare", "prepare", "agent", "agent", "evaluate")
         ]
 
-    simulated(run_virtual, check)
+    simulated(check)
 
 
 @pytest.mark.parametrize(
@@ -128,35 +120,33 @@ def test_every_phase_is_clocked(run_virtual: Any) -> None:
         ("evaluate", {"evaluate": EVER_S}),
     ],
 )
-def test_what_takes_too_long_is_infra_by_the_name_of_its_phase(
-    run_virtual: Any, phase: str, settings: dict[str, Any]
-) -> None:
+def test_what_takes_too_long_is_infra_by_the_name_of_its_phase(phase: str, settings: dict[str, Any]) -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (None, Cause.INFRA)
         assert result.outcome.detail.startswith(f"{phase}: ")
 
-    simulated(run_virtual, check, **settings)
+    simulated(check, **settings)
 
 
-def test_the_agents_clock_begins_with_the_agent(run_virtual: Any) -> None:
+def test_the_agents_clock_begins_with_the_agent() -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (1.0, Cause.SOLVED)
 
-    simulated(run_virtual, check, boot_s=18, prepare=4, open=30, agent=39)
+    simulated(check, boot_s=18, prepare=4, open=30, agent=39)
 
 
-def test_an_agent_out_of_time_is_scored(run_virtual: Any) -> None:
+def test_an_agent_out_of_time_is_scored() -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (1.0, Cause.BUDGET)
 
-    simulated(run_virtual, check, agent=EVER_S)
+    simulated(check, agent=EVER_S)
 
 
-def test_the_guard_covers_what_no_clock_does(run_virtual: Any) -> None:
+def test_the_guard_covers_what_no_clock_does() -> None:
     def check(result: Any, _: Places) -> None:
         assert (result.outcome.reward, result.outcome.cause) == (None, Cause.INFRA)
 
-    simulated(run_virtual, check, open=EVER_S)
+    simulated(check, open=EVER_S)
 
 
 WITHOUT_A_TURN = [
@@ -178,24 +168,22 @@ WITHOUT_A_TURN = [
 
 
 @pytest.mark.parametrize(("report", "sampled_tokens", "infra"), WITHOUT_A_TURN)
-def test_an_agent_that_never_got_a_turn_is_infra(
-    run_virtual: Any, report: AgentReport, sampled_tokens: int, infra: str | None
-) -> None:
+def test_an_agent_that_never_got_a_turn_is_infra(report: AgentReport, sampled_tokens: int, infra: str | None) -> None:
     """Whatever the evaluator would say: the policy had no part in it. A policy that used the time up for one turn had,
     and an agent that is no program may need none."""
-    outcome = outcome_after(run_virtual, report, turns=0, sampled_tokens=sampled_tokens)
+    outcome = outcome_after(report, turns=0, sampled_tokens=sampled_tokens)
     assert (outcome.cause is Cause.INFRA) == (outcome.reward is None) == (infra is not None)
     assert re.search(infra or "^$", outcome.detail)
 
 
 @pytest.mark.parametrize("exit_code", [1, 126, 127, 137])
-def test_no_exit_code_escapes_the_verdict_after_a_turn(run_virtual: Any, exit_code: int) -> None:
+def test_no_exit_code_escapes_the_verdict_after_a_turn(exit_code: int) -> None:
     """Commands of the policy run as the agent's user, and can end it."""
     report = AgentReport(stop=StopReason.ERROR, turns=1, exit_code=exit_code)
-    assert outcome_after(run_virtual, report, turns=1, sampled_tokens=5).reward == 1.0
+    assert outcome_after(report, turns=1, sampled_tokens=5).reward == 1.0
 
 
-def outcome_after(run_virtual: Any, report: AgentReport, *, turns: int, sampled_tokens: int) -> Outcome:
+def outcome_after(report: AgentReport, *, turns: int, sampled_tokens: int) -> Outcome:
     outcomes: list[Outcome] = []
 
     async def main() -> None:

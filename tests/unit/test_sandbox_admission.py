@@ -71,6 +71,19 @@ def test_evaluations_overtake_and_have_places_of_their_own() -> None:
     assert desk.core.grant(0) == [second]
 
 
+def test_held_out_tasks_overtake_what_queues_and_have_no_place_of_their_own() -> None:
+    desk = Desk(max_live=2)
+    running, queued = desk.ask(), desk.ask()
+    assert desk.core.grant(0) == [running]
+    desk.core.booted(running)
+    held_out = desk.ask(Priority.HELD_OUT)
+    assert desk.core.grant(0) == [], "the last place is for evaluations of what runs"
+    desk.core.leave(running)
+    assert desk.core.grant(0) == [held_out]
+    desk.core.leave(held_out)
+    assert desk.core.grant(0) == [queued]
+
+
 def test_warm_sandboxes_go_last() -> None:
     desk = Desk(boot_concurrency=1)
     warm, rollout = desk.ask(Priority.WARM), desk.ask()

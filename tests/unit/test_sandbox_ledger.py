@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import LedgerRefused
+from headrace.sandboxes.launcher import syscalls
 from headrace.sandboxes.pool.booting import HOLDER_LABEL, LeaseRequest
 from headrace.sandboxes.pool.ledger import (
     FILE_NAME,
@@ -75,6 +76,19 @@ def test_a_ledger_in_use_and_a_file_that_is_none_are_refused(tmp_path: Path) -> 
     (tmp_path / FILE_NAME).write_bytes(b"no database, but long enough to be taken for one" * 100)
     with pytest.raises(LedgerRefused, match="move it away"):
         SandboxLedger.open(tmp_path)
+
+
+@pytest.mark.namespaces
+def test_a_full_disk_is_no_reason_to_move_the_ledger_away(tmp_path: Path) -> None:
+    syscalls.mount("tmpfs", str(tmp_path), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=1m,mode=700")
+    try:
+        (tmp_path / "other").write_bytes(bytes(992 << 10))
+        with pytest.raises(LedgerRefused, match="see to the disk"):
+            SandboxLedger.open(tmp_path / "sandboxes")
+        (tmp_path / "other").unlink()
+        SandboxLedger.open(tmp_path / "sandboxes").close()
+    finally:
+        syscalls.detach(str(tmp_path))
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["put", "drop"])), max_size=20))

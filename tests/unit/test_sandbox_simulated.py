@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
+from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.sandboxes.base import ExecResult, FrozenMount, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import (
     BootTimeout,
@@ -24,15 +25,6 @@ from headrace.sandboxes.pool.booting import HOLDER_LABEL, OWNER_LABEL, LeaseRequ
 from headrace.sandboxes.pool.circuit_breaker import BreakerState
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
-
-@pytest.fixture(scope="module")
-def run_virtual(load_support: Callable[[str], Any]) -> Callable[[Coroutine[Any, Any, None]], None]:
-    run: Callable[[Coroutine[Any, Any, None]], None] = load_support("virtual_time").run_virtual
-    return run
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +60,7 @@ def echo(_: SandboxId, command: str) -> ExecResult:
 # The provider
 
 
-def test_time_is_only_that_of_the_loop(run_virtual: Any) -> None:
+def test_time_is_only_that_of_the_loop() -> None:
     async def main() -> None:
         provider = SimulatedProvider(
             SimulationConfig(boot_s=3, boot_sigma=0, answer_s=0, exec_s=2),
@@ -92,7 +84,7 @@ def test_time_is_only_that_of_the_loop(run_virtual: Any) -> None:
     run_virtual(main())
 
 
-def test_commands_run_once_for_each_exec_id_and_end_with_their_sandbox(run_virtual: Any) -> None:
+def test_commands_run_once_for_each_exec_id_and_end_with_their_sandbox() -> None:
     async def main() -> None:
         commands: list[str] = []
 
@@ -116,7 +108,7 @@ def test_commands_run_once_for_each_exec_id_and_end_with_their_sandbox(run_virtu
     run_virtual(main())
 
 
-def test_the_same_seed_is_the_same_history(run_virtual: Any) -> None:
+def test_the_same_seed_is_the_same_history() -> None:
     async def history() -> list[object]:
         provider = host(seed=3, boot_failure=0.2, ambiguous=0.2, life_s=20)
         results: list[object] = []
@@ -142,7 +134,7 @@ def test_the_same_seed_is_the_same_history(run_virtual: Any) -> None:
 # The pool
 
 
-def test_shed_load_is_tried_again_and_never_before_it_may(run_virtual: Any) -> None:
+def test_shed_load_is_tried_again_and_never_before_it_may() -> None:
     async def main() -> None:
         provider = host(creates_per_s=1, retry_after_s=20)
         async with pool_of(provider, retry_base_s=0.001) as pool:
@@ -156,7 +148,7 @@ def test_shed_load_is_tried_again_and_never_before_it_may(run_virtual: Any) -> N
     run_virtual(main())
 
 
-def test_an_ambiguous_create_is_one_sandbox(run_virtual: Any) -> None:
+def test_an_ambiguous_create_is_one_sandbox() -> None:
     async def main() -> None:
         provider = host(ambiguous=0.6, seed=1)
         async with pool_of(provider, boot_attempts=20, breaker_failures=100) as pool:
@@ -169,7 +161,7 @@ def test_an_ambiguous_create_is_one_sandbox(run_virtual: Any) -> None:
     run_virtual(main())
 
 
-def test_what_a_given_up_create_made_is_found_and_killed(run_virtual: Any) -> None:
+def test_what_a_given_up_create_made_is_found_and_killed() -> None:
     async def main() -> None:
         provider = host(ambiguous=1, boot_s=5)
         async with pool_of(provider, boot_attempts=1) as pool:
@@ -184,7 +176,7 @@ def test_what_a_given_up_create_made_is_found_and_killed(run_virtual: Any) -> No
     run_virtual(main())
 
 
-def test_a_create_that_never_answers_is_given_up(run_virtual: Any) -> None:
+def test_a_create_that_never_answers_is_given_up() -> None:
     async def main() -> None:
         provider = host(lost_create=1)
         async with pool_of(provider, boot_attempts=2, create_timeout_s=30) as pool:
@@ -198,7 +190,7 @@ def test_a_create_that_never_answers_is_given_up(run_virtual: Any) -> None:
     run_virtual(main())
 
 
-def test_queue_and_boot_have_clocks_of_their_own(run_virtual: Any) -> None:
+def test_queue_and_boot_have_clocks_of_their_own() -> None:
     async def main() -> None:
         async with pool_of(host(boot_s=10, boot_sigma=0), max_live=2) as pool:
             request = LeaseRequest(spec=SandboxSpec(), queue_timeout_s=5, boot_timeout_s=20)
@@ -221,7 +213,7 @@ def test_queue_and_boot_have_clocks_of_their_own(run_virtual: Any) -> None:
     run_virtual(main())
 
 
-def test_a_full_provider_is_waited_for_by_the_clock_of_the_queue(run_virtual: Any) -> None:
+def test_a_full_provider_is_waited_for_by_the_clock_of_the_queue() -> None:
     """It has fewer places than the pool thinks: that is no failed boot, however often it says so."""
 
     async def main() -> None:
@@ -239,7 +231,7 @@ def test_a_full_provider_is_waited_for_by_the_clock_of_the_queue(run_virtual: An
     run_virtual(main())
 
 
-def test_a_provider_that_stays_full_ends_the_wait_in_time(run_virtual: Any) -> None:
+def test_a_provider_that_stays_full_ends_the_wait_in_time() -> None:
     async def main() -> None:
         async with pool_of(host(capacity=1, boot_s=1, boot_sigma=0), max_live=40) as pool:
             await pool.lease_one(LeaseRequest(spec=SandboxSpec(ttl_s=1000)))
@@ -251,7 +243,7 @@ def test_a_provider_that_stays_full_ends_the_wait_in_time(run_virtual: Any) -> N
     run_virtual(main())
 
 
-def test_a_full_queue_refuses_at_once(run_virtual: Any) -> None:
+def test_a_full_queue_refuses_at_once() -> None:
     async def main() -> None:
         async with pool_of(host(), max_live=2, max_waiting=2) as pool:
             waiting = asyncio.create_task(pool.lease([SandboxSpec() for _ in range(6)]))  # noqa: RUF006 - awaited below
@@ -270,7 +262,7 @@ def test_a_full_queue_refuses_at_once(run_virtual: Any) -> None:
     run_virtual(main())
 
 
-def test_leases_end_unless_their_holder_renews_them(run_virtual: Any) -> None:
+def test_leases_end_unless_their_holder_renews_them() -> None:
     async def main() -> None:
         provider = host(answer_s=0)
         async with pool_of(provider) as pool:
@@ -292,7 +284,7 @@ def test_leases_end_unless_their_holder_renews_them(run_virtual: Any) -> None:
     run_virtual(main())
 
 
-def test_another_pools_sandboxes_on_the_account_are_left_alone(run_virtual: Any) -> None:
+def test_another_pools_sandboxes_on_the_account_are_left_alone() -> None:
     async def main() -> None:
         provider = host()
         theirs = await provider.create(SandboxSpec(ttl_s=1e6, labels={OWNER_LABEL: "another"}))
@@ -307,7 +299,7 @@ def test_another_pools_sandboxes_on_the_account_are_left_alone(run_virtual: Any)
     run_virtual(main())
 
 
-def test_releasing_a_holder_breaks_off_its_boots(run_virtual: Any) -> None:
+def test_releasing_a_holder_breaks_off_its_boots() -> None:
     async def main() -> None:
         provider = host(boot_s=10, boot_sigma=0)
         async with pool_of(provider) as pool:
@@ -324,7 +316,7 @@ def test_releasing_a_holder_breaks_off_its_boots(run_virtual: Any) -> None:
     run_virtual(main())
 
 
-def test_kills_do_not_wait_for_boots_and_failing_ones_keep_their_place(run_virtual: Any) -> None:
+def test_kills_do_not_wait_for_boots_and_failing_ones_keep_their_place() -> None:
     async def main() -> None:
         provider = host(kill_failure=0.8, lost_create=0, seed=2)
         async with pool_of(provider, max_live=5, boot_concurrency=4) as pool:
@@ -341,7 +333,7 @@ def test_kills_do_not_wait_for_boots_and_failing_ones_keep_their_place(run_virtu
     run_virtual(main())
 
 
-def test_a_hanging_boot_path_does_not_hold_up_kills(run_virtual: Any) -> None:
+def test_a_hanging_boot_path_does_not_hold_up_kills() -> None:
     async def main() -> None:
         provider = host(seed=4)
         async with pool_of(provider, boot_concurrency=2) as pool:
@@ -363,7 +355,7 @@ def test_a_hanging_boot_path_does_not_hold_up_kills(run_virtual: Any) -> None:
 # Warm sandboxes
 
 
-def test_plain_specs_are_served_warm_and_the_stock_is_refilled(run_virtual: Any) -> None:
+def test_plain_specs_are_served_warm_and_the_stock_is_refilled() -> None:
     async def main() -> None:
         provider = host(boot_s=20, boot_sigma=0)
         async with pool_of(provider, warm={"host": 3}) as pool:
@@ -387,7 +379,7 @@ def test_plain_specs_are_served_warm_and_the_stock_is_refilled(run_virtual: Any)
     run_virtual(main())
 
 
-def test_what_does_not_run_a_command_is_not_handed_out(run_virtual: Any) -> None:
+def test_what_does_not_run_a_command_is_not_handed_out() -> None:
     async def main() -> None:
         provider = host(stuck_sandbox=0.5, seed=6)
         async with pool_of(provider, warm={"host": 4}, warm_check_s=2) as pool:
@@ -403,7 +395,7 @@ def test_what_does_not_run_a_command_is_not_handed_out(run_virtual: Any) -> None
     run_virtual(main())
 
 
-def test_warm_sandboxes_give_way(run_virtual: Any) -> None:
+def test_warm_sandboxes_give_way() -> None:
     async def main() -> None:
         async with pool_of(host(), max_live=4, evaluation_reserve=1, warm={"host": 2}) as pool:
             await asyncio.sleep(10)
@@ -416,7 +408,7 @@ def test_warm_sandboxes_give_way(run_virtual: Any) -> None:
 # Several hosts
 
 
-def test_a_sandbox_that_becomes_warm_gives_way_to_who_waits_already(run_virtual: Any) -> None:
+def test_a_sandbox_that_becomes_warm_gives_way_to_who_waits_already() -> None:
     async def main() -> None:
         async with pool_of(host(boot_s=2, boot_sigma=0), max_live=4, warm={"host": 1}) as pool:
             await pool.lease([SandboxSpec(cpu=1.0)])
@@ -431,7 +423,7 @@ def test_a_sandbox_that_becomes_warm_gives_way_to_who_waits_already(run_virtual:
     run_virtual(main())
 
 
-def test_a_request_that_was_given_up_begins_anew(run_virtual: Any) -> None:
+def test_a_request_that_was_given_up_begins_anew() -> None:
     async def main() -> None:
         provider = host(boot_s=2)
         async with pool_of(provider) as pool:
@@ -447,7 +439,7 @@ def test_a_request_that_was_given_up_begins_anew(run_virtual: Any) -> None:
     run_virtual(main())
 
 
-def test_boots_are_spread_by_load_and_prefer_hosts_that_know_the_image(run_virtual: Any) -> None:
+def test_boots_are_spread_by_load_and_prefer_hosts_that_know_the_image() -> None:
     async def main() -> None:
         first, second = named("a"), named("b")
         async with pool_of(first, second, max_live=20) as pool:
@@ -463,7 +455,7 @@ def test_boots_are_spread_by_load_and_prefer_hosts_that_know_the_image(run_virtu
     run_virtual(main())
 
 
-def test_a_transient_failure_is_tried_on_another_host_first(run_virtual: Any) -> None:
+def test_a_transient_failure_is_tried_on_another_host_first() -> None:
     async def main() -> None:
         bad, good = named("a", boot_failure=1), named("b")
         async with pool_of(bad, good) as pool:
@@ -474,7 +466,7 @@ def test_a_transient_failure_is_tried_on_another_host_first(run_virtual: Any) ->
     run_virtual(main())
 
 
-def test_a_permanent_error_is_not_carried_elsewhere(run_virtual: Any) -> None:
+def test_a_permanent_error_is_not_carried_elsewhere() -> None:
     async def main() -> None:
         first, second = named("a", images=("x",)), named("b", images=("x",))
         async with pool_of(first, second) as pool:
@@ -486,7 +478,7 @@ def test_a_permanent_error_is_not_carried_elsewhere(run_virtual: Any) -> None:
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_host_that_goes_takes_no_traffic_and_comes_back_by_one_probe(run_virtual: Any, silent: bool) -> None:
+def test_a_host_that_goes_takes_no_traffic_and_comes_back_by_one_probe(silent: bool) -> None:
     async def main() -> None:
         first, second = named("a"), named("b")
         settings = {"breaker_failures": 3, "breaker_open_s": 60, "create_timeout_s": 10, "answer_timeout_s": 5}
@@ -520,7 +512,7 @@ def breaker_of(status: Any, name: str) -> BreakerState:
     return next(row.breaker for row in status.hosts if row.name == name)
 
 
-def test_frozen_data_is_shown_on_its_own_host(run_virtual: Any) -> None:
+def test_frozen_data_is_shown_on_its_own_host() -> None:
     async def main() -> None:
         first, second = named("a"), named("b")
         async with pool_of(first, second) as pool:
@@ -558,11 +550,11 @@ async def storm(creates: int) -> None:
         assert {info.id for info in provider.living} == refs
 
 
-def test_a_boot_storm(run_virtual: Any) -> None:
+def test_a_boot_storm() -> None:
     run_virtual(storm(500))
 
 
-def test_a_boot_storm_without_a_bucket_is_still_typed(run_virtual: Any) -> None:
+def test_a_boot_storm_without_a_bucket_is_still_typed() -> None:
     async def main() -> None:
         provider = host(creates_per_s=30, retry_after_s=1, seed=9)
         async with pool_of(provider, boots_per_s=1000, burst=500, boot_concurrency=500, max_live=600) as pool:

@@ -1,0 +1,91 @@
+"""An agent that takes time instead of working: for virtual time, replays and measuring the orchestration.
+
+Invariants:
+- How long a rollout takes, how that is split over its turns, and whether it fails, depends on seed, task, rollout and
+  attempt alone.
+- It runs nothing in its sandbox, and asks the simulated engines for every turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from headrace.actors.agents.agent import AgentNotStarted, AgentReport, StopReason
+from headrace.actors.simulation.durations import Durations, DurationsConfig
+from headrace.actors.simulation.tasks import is_solved
+from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
+from headrace.policies.errors import EngineUnavailable
+
+if TYPE_CHECKING:
+    from headrace.actors.agents.agent import AgentSession
+    from headrace.buffer.tasks import Task
+    from headrace.sandboxes.base import HostFolder, Sandbox
+
+
+class SimulatedAgentConfig(BaseModel):
+    """How long simulated rollouts take, and of what."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    durations: DurationsConfig = DurationsConfig()
+    """The agent's time from its start to its end, while engines are not paused."""
+    turns: int = Field(default=8, ge=1)
+    """Turns of a rollout."""
+    tokens_per_turn: int = Field(default=8, ge=1)
+    """Tokens that one turn samples."""
+    generating_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of a turn's time that the engines take; the rest is the tool's."""
+    failing_turns: float = Field(default=0.0, ge=0, le=1)
+    """Chance that the engines fail a turn, which ends the rollout as infra."""
+    stuck_turns: float = Field(default=0.0, ge=0, le=1)
+    """Chance that a turn never ends; the deadline of the agent ends its rollout."""
+    seed: int = 0
+    """Of the durations, their split, and which turns fail or are stuck."""
+
+
+class SimulatedAgent:
+    """Finishes after its turns."""
+
+    def __init__(self, config: SimulatedAgentConfig) -> None:
+        self._config = config
+        self._durations = Durations(config.durations, seed=config.seed)
+
+    @property
+    def folders(self) -> tuple[HostFolder, ...]:
+        return ()
+
+    async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
+        """Raises AgentNotStarted without simulated engines, EngineUnavailable for a turn that fails."""
+        policy, config = session.simulated, self._config
+        if policy is None:
+            raise AgentNotStarted('the simulated agent asks simulated engines: set engines.backend = "simulated"')
+        fates = random.Random(f"fates {config.seed} {policy.key}")
+        for turn_s in self.turns_s(policy.key, solved=_solves(task, policy.key)):
+            if fates.random() < config.failing_turns:
+                raise EngineUnavailable("a simulated turn failed (agent.simulated.failing_turns)")
+            if fates.random() < config.stuck_turns:
+                turn_s = math.inf
+            await policy.turn(config.tokens_per_turn, turn_s * config.generating_share)
+            await asyncio.sleep(turn_s * (1 - config.generating_share))
+        return AgentReport(stop=StopReason.FINISHED, turns=config.turns)
+
+    def turns_s(self, key: str, *, solved: bool = False) -> list[float]:
+        """The duration of an attempt, split over its turns by a draw of its own. `key`: task, rollout, attempt."""
+        chance = random.Random(f"turns {self._config.seed} {key}")
+        shares = [chance.uniform(0.5, 1.5) for _ in range(self._config.turns)]
+        duration_s = self._durations.draw_s(key, task=key.rsplit(" ", 2)[0], solved=solved)
+        whole = sum(shares)
+        return [duration_s * share / whole for share in shares]
+
+
+def _solves(task: Task, key: str) -> bool:
+    """What the simulated evaluator will say of this attempt; other evaluators look at what it left."""
+    if task.evaluator.kind is not EvaluatorKind.SIMULATED:
+        return False
+    _, rollout_id, attempt = key.rsplit(" ", 2)
+    return is_solved(task, SimulatedVerdict.parse(task.evaluator.expected).success, f"{rollout_id}.{attempt}")

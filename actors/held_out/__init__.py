@@ -1,0 +1,1 @@
+"""Evaluation on held-out tasks: answers, what is kept of each, the summary, and `headrace eval`."""

@@ -1,0 +1,269 @@
+"""`headrace eval`: from a recipe or a run to a finished evaluation.
+
+Invariants:
+- Everything that can be wrong is looked at before anything is made; a refused evaluation leaves nothing behind.
+- The output folder belongs to one evaluation: `evaluation.json` says which. The same request goes on with what an
+  interrupted one left; any other one is refused.
+- The ledger, the checkpoints and the metrics of a run are not touched, and nobody drives the run meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from headrace.actors.choosing import make_agent
+from headrace.actors.config import ModelSection, SandboxKind, load_recipe
+from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cause
+from headrace.actors.held_out.folders import EvaluationFolders
+from headrace.actors.held_out.overlap import refuse_overlap
+from headrace.actors.held_out.service import EvaluationService
+from headrace.actors.held_out.summary import About
+from headrace.actors.launch import load_task_sets, reopen, sole_driver, watch
+from headrace.actors.parts import recipe_digest
+from headrace.actors.run_directory import RunDirectory
+from headrace.actors.runtime import RayRuntime, start_local_ray, stop_local_ray
+from headrace.buffer.tasks import load_tasks, tasks_digest
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.checkpoints import list_checkpoints
+from headrace.policies.learner import WeightsSnapshot
+from headrace.policies.model_files import check_model_files
+from headrace.sandboxes.doctor import require_namespaces
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from headrace.actors.config import RunConfig
+    from headrace.actors.held_out.summary import EvaluationSummary
+    from headrace.buffer.tasks import Task
+
+START_VERSION = PolicyVersion(1, 0)
+"""What the model of a recipe is called, as in a run of it."""
+MAX_NAMED = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command line asked for. `source` is a recipe or the directory of a run; None takes the recipe's."""
+
+    source: Path
+    out: Path | None = None
+    checkpoint: str | None = None
+    samples: int | None = None
+    tasks: Path | None = None
+    limit: int | None = None
+    overrides: Sequence[str] = ()
+    runs_dir: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A checked request. `run` is the run whose checkpoint is evaluated, `version` that of its weights."""
+
+    config: RunConfig
+    run: RunDirectory | None
+    version: PolicyVersion
+    tasks: tuple[Task, ...]
+    samples: int
+    recipe_sha256: str
+    out: Path
+
+    @property
+    def tag(self) -> str:
+        return f"eval-{self.version}"
+
+    @property
+    def about(self) -> About:
+        return About(model=str(self.config.model.path), recipe_sha256=self.recipe_sha256)
+
+    @property
+    def directory(self) -> RunDirectory:
+        """Where engines, gateway and pool of the evaluation work."""
+        return RunDirectory(path=self.out / "service")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The contents of evaluation.json: what makes two evaluations the same one."""
+        return {
+            "model": str(self.config.model.path),
+            "version": str(self.version),
+            "recipe_sha256": self.recipe_sha256,
+            "dataset_sha256": tasks_digest(self.tasks),
+            "samples": self.samples,
+        }
+
+
+def prepare_evaluation(asked: Asked) -> Evaluation:
+    """Check everything; makes nothing. Raises ConfigError, RunMissing and the errors of tasks, model and sandboxes."""
+    is_run = asked.source.is_dir()
+    evaluation = _of_run(asked) if is_run else _of_recipe(asked)
+    if evaluation.config.engines.backend == "simulated":
+        raise ConfigError("engines.backend simulated has no policy to evaluate; set it to cpu")
+    check_model_files(evaluation.config.model.path)
+    make_agent(evaluation.config.agent)
+    if evaluation.config.sandbox.provider is SandboxKind.LOCAL:
+        require_namespaces()
+    _refuse_taken(evaluation)
+    return evaluation
+
+
+def _of_recipe(asked: Asked) -> Evaluation:
+    if asked.checkpoint is not None:
+        raise ConfigError(f"--checkpoint {asked.checkpoint}: {asked.source} is a recipe; name the directory of a run")
+    out = (asked.out or _free_folder(asked.runs_dir, f"{asked.source.stem}-eval")).resolve()
+    config = load_recipe(asked.source, asked.overrides, out / "service")
+    train, held_out = load_task_sets(config)
+    return Evaluation(
+        config=config,
+        run=None,
+        version=START_VERSION,
+        tasks=_chosen(asked, config, train, held_out),
+        samples=asked.samples or config.evaluation.samples,
+        recipe_sha256=recipe_digest(config),
+        out=out,
+    )
+
+
+def _of_run(asked: Asked) -> Evaluation:
+    if asked.overrides:
+        raise ConfigError(f"--set: {asked.source} is a run, which keeps its configuration; name a recipe")
+    try:
+        config, run = reopen(asked.source)
+    except RunMissing as error:
+        raise ConfigError(str(error)) from error
+    if run.is_driven():
+        raise ConfigError(f"{run.path} is being driven by another process; stop that one first")
+    checkpoint = _checkpoint(run, asked.checkpoint)
+    train, held_out = load_tasks(run.train_tasks), load_tasks(run.heldout_tasks)
+    tasks = _chosen(asked, config, train, held_out)
+    samples = asked.samples or config.evaluation.samples
+    name = f"{checkpoint.name}-{tasks_digest(tasks)[:8]}-{samples}"
+    return Evaluation(
+        config=config.model_copy(update={"model": ModelSection(path=checkpoint)}),
+        run=run,
+        version=PolicyVersion.parse(checkpoint.name),
+        tasks=tasks,
+        samples=samples,
+        recipe_sha256=recipe_digest(config),
+        out=asked.out.resolve() if asked.out else run.path / "evaluations" / name,
+    )
+
+
+def _checkpoint(run: RunDirectory, wanted: str | None) -> Path:
+    """The newest checkpoint, or the one of this version. Raises ConfigError that lists those that exist."""
+    found = list_checkpoints(run.checkpoints)
+    if not found:
+        raise ConfigError(
+            f"{run.path} has no checkpoint yet; train on (`headrace resume {run.path}`), or name a recipe"
+        )
+    if wanted is None:
+        return found[-1]
+    for path in found:
+        if path.name == wanted:
+            return path
+    names = ", ".join(path.name for path in found[-MAX_NAMED:])
+    raise ConfigError(f"--checkpoint {wanted}: {run.path} has no such checkpoint; it has {names}")
+
+
+def _chosen(asked: Asked, config: RunConfig, train: Sequence[Task], held_out: Sequence[Task]) -> tuple[Task, ...]:
+    """The tasks to evaluate. Raises TaskFileError, ConfigError."""
+    if asked.tasks is None:
+        return tuple(held_out[: asked.limit or config.evaluation.tasks])
+    tasks = load_tasks(asked.tasks)[: asked.limit]
+    refuse_overlap(train, tasks, f"--tasks {asked.tasks}")
+    return tasks
+
+
+def _free_folder(parent: Path, stem: str) -> Path:
+    number = 1
+    while (parent / f"{stem}-{number}").exists():
+        number += 1
+    return parent / f"{stem}-{number}"
+
+
+def _refuse_taken(evaluation: Evaluation) -> None:
+    """Raises ConfigError unless the folder is free, or holds this very evaluation, unfinished."""
+    out = evaluation.out
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: is a file; name a folder")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if _read_identity(out) != evaluation.identity:
+        raise ConfigError(f"--out {out}: is not empty, and holds something else; choose another folder")
+    if (out / "summary.json").exists():
+        raise ConfigError(f"--out {out}: this evaluation is finished, see summary.json there; choose another folder")
+
+
+def _read_identity(out: Path) -> object:
+    try:
+        return orjson.loads((out / "evaluation.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return None
+
+
+def drive_evaluation(evaluation: Evaluation, *, quiet: bool = False) -> EvaluationSummary:
+    """Run it to its end, in this process and a Ray of its own. Raises RunError and what ended it."""
+    with ExitStack() as stack:
+        if evaluation.run is not None:
+            stack.enter_context(_alone(evaluation.run))
+        _make(evaluation)
+        stack.enter_context(_alone(evaluation.directory))
+        start_local_ray(evaluation.directory.path, object_store_bytes=evaluation.config.service.object_store_bytes)
+        stack.callback(stop_local_ray)
+        try:
+            return asyncio.run(_drive(evaluation, quiet=quiet))
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+
+async def _drive(evaluation: Evaluation, *, quiet: bool) -> EvaluationSummary:
+    service = EvaluationService(
+        evaluation.config,
+        evaluation.directory,
+        RayRuntime(),
+        evaluations=EvaluationFolders(root=evaluation.out, about=evaluation.about, is_one=True),
+        weights=await asyncio.to_thread(_weights, evaluation),
+    )
+    async with service, asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(watch(service, quiet=quiet))
+        summary = await service.run(evaluation.tasks, samples=evaluation.samples, tag=evaluation.tag)
+        watching.cancel()
+    return summary
+
+
+def _weights(evaluation: Evaluation) -> WeightsSnapshot:
+    path = evaluation.config.model.path / "model.safetensors"
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return WeightsSnapshot(version=evaluation.version, path=path, sha256=sha256)
+
+
+def _make(evaluation: Evaluation) -> None:
+    """The output folder with its identity. Raises ConfigError."""
+    identity = orjson.dumps(evaluation.identity, option=orjson.OPT_INDENT_2)
+    try:
+        evaluation.directory.path.mkdir(parents=True, exist_ok=True)
+        staged = evaluation.out / "evaluation.partial"
+        staged.write_bytes(identity)
+        staged.replace(evaluation.out / "evaluation.json")
+    except OSError as error:
+        raise ConfigError(f"--out: {evaluation.out} cannot be written: {error.strerror}; choose another") from error
+
+
+@contextmanager
+def _alone(directory: RunDirectory) -> Iterator[None]:
+    """Nobody else drives this directory meanwhile. Raises ConfigError."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(sole_driver(directory))
+        except RunExists as error:
+            raise ConfigError(str(error)) from error
+        yield

@@ -1,0 +1,36 @@
+"""Held-out tasks are no training tasks.
+
+Invariant: two tasks are the same problem when all but their id and family is equal: a task that was only renamed is not
+held out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from headrace.actors.errors import ConfigError
+from headrace.buffer.tasks import TaskId, task_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.buffer.tasks import Task
+
+MAX_NAMED, MAX_ID_CHARACTERS = 5, 80
+
+
+def refuse_overlap(train: Sequence[Task], held_out: Sequence[Task], source: str) -> None:
+    """Raises ConfigError, which names `source` (a key, an option) and the ids, when a task is on both sides."""
+    trained = {_problem(task) for task in train}
+    both = [task.id for task in held_out if _problem(task) in trained]
+    if both:
+        names = ", ".join(repr(task_id[:MAX_ID_CHARACTERS]) for task_id in both[:MAX_NAMED])
+        rest = f" and {len(both) - MAX_NAMED} more" if len(both) > MAX_NAMED else ""
+        raise ConfigError(
+            f"{source}: {len(both)} tasks are also in tasks.train ({names}{rest}); take them out of one of the files"
+        )
+
+
+def _problem(task: Task) -> str:
+    return task_digest(replace(task, id=TaskId(""), family=""))

@@ -1,0 +1,114 @@
+"""The service of `headrace eval`: a fixed policy answers held-out tasks, and nothing is trained.
+
+Invariants:
+- The parts are those of a run, without learner and buffer: engines get the policy by a push, as in training, so that
+  every answer carries the version that sampled it.
+- It ends with all answers recorded, or with an error that says why. A stall is such an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, NoReturn, Self
+
+from headrace.actors.errors import RunStalled, first_cause
+from headrace.actors.guarding import guard, keep_running
+from headrace.actors.headway import Headway
+from headrace.actors.held_out.records import EvaluationRecords
+from headrace.actors.parts import ServiceParts
+from headrace.actors.retry import until_back
+from headrace.actors.supervision import or_none
+from headrace.serve.observing.progress import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.actors.config import RunConfig
+    from headrace.actors.held_out.folders import EvaluationFolders
+    from headrace.actors.held_out.summary import EvaluationSummary
+    from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.runtime import Runtime
+    from headrace.buffer.tasks import Task
+    from headrace.policies.learner import WeightsSnapshot
+
+SUPERVISION_S = 1.0
+
+
+class EvaluationService(ServiceParts):
+    """One evaluation of one policy. `weights` are those of the model that `config` names, with their version."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        runtime: Runtime,
+        *,
+        evaluations: EvaluationFolders,
+        weights: WeightsSnapshot,
+    ) -> None:
+        super().__init__(config, directory, runtime, evaluations=evaluations)
+        self._weights = weights
+        self._started_s = time.monotonic()
+        self._wanted = 0
+
+    async def __aenter__(self) -> Self:
+        try:
+            async with asyncio.TaskGroup() as starting:
+                records = starting.create_task(self._spawn("records", EvaluationRecords))
+                starting.create_task(self._start_pool())
+                starting.create_task(self._start_gateway())
+            await self._start_workers(records.result())
+            await self._start_dispatcher(records.result())
+        except BaseExceptionGroup as group:
+            await self._stack.aclose()
+            raise first_cause(group) from group
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def run(self, tasks: Sequence[Task], *, samples: int, tag: str) -> EvaluationSummary:
+        """Push the weights, and evaluate. Raises RunStalled, DiskFull, EngineUnavailable, and what ends the dispatcher
+        for good."""
+        self._wanted = len(tasks) * samples
+        try:
+            async with asyncio.TaskGroup() as group:
+                watching = [
+                    group.create_task(guard(self._runtime, name, actor, self._config.service.hang_s))
+                    for name, actor in self._actors.items()
+                ]
+                watching.append(group.create_task(self._supervise()))
+                await until_back(lambda: self._engines.push(self._weights, rollouts_in_flight=0))
+                summary = await keep_running(
+                    lambda: self._dispatcher.evaluate(tasks, samples=samples, tag=tag), self._dispatcher.status
+                )
+                for task in watching:
+                    task.cancel()
+        except BaseExceptionGroup as error:
+            # Whatever it broke: a full disk is the cause.
+            self._refuse_full_disk()
+            raise first_cause(error) from error
+        return summary
+
+    async def progress(self) -> Progress:
+        """One moment: a step is an answer."""
+        dispatcher, pool = await asyncio.gather(or_none(self._dispatcher.status), or_none(self._pool.status))
+        return Progress(
+            phase="evaluation",
+            step=min(dispatcher.answered, self._wanted) if dispatcher else 0,
+            total_steps=self._wanted,
+            version=str(self._weights.version),
+            elapsed_s=time.monotonic() - self._started_s,
+            rollouts_in_flight=dispatcher.evaluating if dispatcher else 0,
+            sandboxes=pool.live if pool else 0,
+        )
+
+    async def _supervise(self) -> NoReturn:
+        headway = Headway(time.monotonic(), self._config.service.stall_s)
+        while True:
+            await asyncio.sleep(SUPERVISION_S)
+            self._refuse_full_disk()
+            dispatcher = await or_none(self._dispatcher.status)
+            if (reason := headway.stalled(time.monotonic(), None, dispatcher)) is not None:
+                raise RunStalled(f"{reason}; {await self.progress()}")

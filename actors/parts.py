@@ -1,0 +1,182 @@
+"""The actors that every service is made of, training or not: pool, gateway, engines, evaluator, workers, dispatcher.
+
+Invariants:
+- Every actor is named, kept in `_actors` for its guard, and stopped when the service's context ends, the last first.
+- Who starts them, and in what order, is the service's: see `service` and `held_out.service`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import orjson
+
+from headrace.actors.choosing import make_agent
+from headrace.actors.dispatcher import Dispatcher
+from headrace.actors.engines import EngineGroup, EnginesConfig
+from headrace.actors.errors import DiskFull
+from headrace.actors.evaluator import Evaluator
+from headrace.actors.gateway import GatewayActor
+from headrace.actors.held_out.folders import EvaluationFolders
+from headrace.actors.held_out.summary import About
+from headrace.actors.observing import Observing
+from headrace.actors.owning import Owning
+from headrace.actors.retry import until_back
+from headrace.actors.sandbox_pool import SandboxPool
+from headrace.actors.simulation.engines import SimulatedEngineGroup
+from headrace.actors.worker import RolloutWorker, WorkerParts
+from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
+from headrace.serve.gateway import GatewayConfig
+
+if TYPE_CHECKING:
+    from headrace.actors.config import RunConfig
+    from headrace.actors.held_out.records import RolloutStore
+    from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.runtime import Runtime
+
+R = TypeVar("R")
+
+
+class ServiceParts(Owning):
+    """Base of the services: starts the actors that they share."""
+
+    def __init__(
+        self, config: RunConfig, directory: RunDirectory, runtime: Runtime, *, evaluations: EvaluationFolders
+    ) -> None:
+        super().__init__()
+        self._config = config
+        self._directory = directory
+        self._runtime = runtime
+        self._evaluations = evaluations
+        self._observing = Observing(config=config.telemetry, run_dir=directory.path)
+        self._is_simulated = config.engines.backend == "simulated"
+        self._gateway: GatewayActor | None = None
+        self._actors: dict[str, object] = {}
+
+    async def process_ids(self) -> dict[str, int]:
+        """Process id by actor name; for operators and fault tests."""
+        return {name: (await self._runtime.stats(actor))[0] for name, actor in self._actors.items()}
+
+    async def _start_pool(self) -> None:
+        self._pool = await self._spawn("sandbox-pool", SandboxPool, self._config.sandbox, directory=self._directory)
+
+    async def _start_gateway(self) -> None:
+        config, directory = self._config, self._directory
+        self._gateway = await self._spawn(
+            "gateway",
+            GatewayActor,
+            GatewayConfig(
+                tokenizer_dir=config.model.path,
+                session_log_dir=directory.path / "sessions",
+                **config.gateway.model_dump(),
+            ),
+            address_file=directory.path / "gateway.json",
+            observing=self._observing,
+        )
+
+    async def _start_workers(self, replay: RolloutStore) -> None:
+        """Engines and evaluator, then the workers that need both."""
+        async with asyncio.TaskGroup() as starting:
+            engines = starting.create_task(self._spawn_engines())
+            evaluator = starting.create_task(self._spawn("evaluator", Evaluator, self._pool, self._observing))
+        self._engines = engines.result()
+        parts = await self._worker_parts(replay, evaluator.result())
+        async with asyncio.TaskGroup() as starting:
+            workers = [
+                starting.create_task(self._spawn(f"worker-{index}", RolloutWorker, parts))
+                for index in range(self._config.service.workers)
+            ]
+        self._workers = [worker.result() for worker in workers]
+
+    async def _spawn_engines(self) -> EngineGroup | SimulatedEngineGroup:
+        config = self._config
+        if self._gateway is None:
+            return await self._spawn(
+                "engines",
+                SimulatedEngineGroup,
+                config.engines.simulated,
+                observing=self._observing,
+                directory=self._directory,
+            )
+        return await self._spawn(
+            "engines",
+            EngineGroup,
+            _engines(config),
+            config.push,
+            gateway=self._gateway,
+            model_dir=config.model.path,
+            seed=config.service.seed,
+            observing=self._observing,
+        )
+
+    async def _start_dispatcher(self, replay: RolloutStore) -> None:
+        self._dispatcher = await self._spawn(
+            "dispatcher",
+            Dispatcher,
+            self._config.dispatcher,
+            replay=replay,
+            pool=self._pool,
+            workers=self._workers,
+            evaluations=self._evaluations,
+        )
+
+    async def _worker_parts(self, replay: RolloutStore, evaluator: Evaluator) -> WorkerParts:
+        config = self._config
+        return WorkerParts(
+            pool=self._pool,
+            evaluator=evaluator,
+            replay=replay,
+            agent=make_agent(config.agent),
+            gateway=None if self._gateway is None else await until_back(self._gateway.address),
+            simulated_engines=cast("SimulatedEngineGroup", self._engines) if self._is_simulated else None,
+            sampling=Sampling(temperature=config.sampling.temperature),
+            budgets=Budgets(
+                max_turns=config.agent.max_turns,
+                max_tokens_per_turn=config.sampling.max_tokens_per_turn,
+                max_context_tokens=config.sampling.max_context_tokens,
+                max_sampled_tokens=config.sampling.max_sampled_tokens,
+                wall_s=config.rollout.agent_timeout_s,
+                final_text=FINAL_TEXT if config.agent.is_program else "",
+            ),
+            train_truncated=config.sampling.train_truncated,
+            rollout=config.rollout,
+            observing=self._observing,
+            evaluations=self._evaluations,
+        )
+
+    def _refuse_full_disk(self) -> None:
+        free_bytes = shutil.disk_usage(self._directory.path).free
+        if free_bytes < self._config.service.min_free_bytes:
+            raise DiskFull(
+                f"the disk of {self._directory.path} has {free_bytes >> 20} MiB left, less than service.min_free_bytes "
+                f"({self._config.service.min_free_bytes >> 20} MiB): free some space, then resume the run"
+            )
+
+    async def _spawn(self, name: str, cls: type[R], *args: object, **kwargs: object) -> R:
+        actor = await self._runtime.spawn(cls, *args, name=name, **kwargs)
+        self._actors[name] = actor
+        self._stack.push_async_callback(self._runtime.stop, actor)
+        return actor
+
+
+def periodic_evaluations(config: RunConfig, directory: RunDirectory) -> EvaluationFolders:
+    """Where a run keeps the evaluations it makes while it trains."""
+    about = About(model=str(config.model.path), recipe_sha256=recipe_digest(config))
+    return EvaluationFolders(root=directory.path / "evaluations", about=about)
+
+
+def recipe_digest(config: RunConfig) -> str:
+    """SHA-256 over the resolved recipe, hexadecimal; the same wherever the run directory lies."""
+    document = config.model_dump(mode="json")
+    for key in ("checkpoint_dir", "snapshot_dir"):
+        del document["learner"][key]
+    return hashlib.sha256(orjson.dumps(document, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _engines(config: RunConfig) -> EnginesConfig:
+    """The engines take what a session may have, unless the recipe says more."""
+    context = config.engines.max_context_tokens or config.sampling.max_context_tokens
+    return config.engines.model_copy(update={"max_context_tokens": context})

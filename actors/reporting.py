@@ -1,0 +1,139 @@
+"""`headrace report RUN`: what the scheduling did to a run, read from its directory.
+
+Invariant: pure reading, of runs that are over, killed or running; nothing is taken from what a process says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Table
+
+from headrace.actors.metrics import read_metrics
+from headrace.actors.utilisation import bottleneck, mean_loads
+from headrace.buffer.evidence import read_evidence
+from headrace.buffer.report import acceptance_by_decile, left_out
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rich.console import RenderableType
+
+    from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.utilisation import StationLoad
+    from headrace.buffer.evidence import Evidence
+    from headrace.buffer.report import DecileReport, LeftOut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Early:
+    """Groups that were sealed with members unfinished, all together. Means over the groups' own means; None without
+    any."""
+
+    groups: int
+    late: int
+    late_finished: int
+    early_mean_s: float | None
+    late_mean_s: float | None
+    early_mean_reward: float | None
+    late_mean_reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """`staleness` counts trained rollouts of the surviving path by staleness; `causes` ended attempts by cause;
+    `parked` gives tasks that are not issued any more with their last failure."""
+
+    steps: int
+    staleness: dict[int, int]
+    causes: dict[str, int]
+    evicted: int
+    deciles: tuple[DecileReport, ...]
+    early: Early
+    parked: dict[str, str]
+    stations: tuple[StationLoad, ...]
+    held_up_by: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"staleness": {str(staleness): count for staleness, count in self.staleness.items()}}
+
+    def tables(self) -> RenderableType:
+        """For a person."""
+        staleness = ", ".join(f"{staleness}: {count}" for staleness, count in self.staleness.items())
+        causes = ", ".join(f"{cause} {count}" for cause, count in self.causes.items())
+        lines = [
+            f"{self.steps} steps; trained rollouts by staleness {staleness or '-'}; evictions {self.evicted}",
+            f"ended attempts: {causes or '-'}",
+        ]
+        if self.early.groups:
+            lines.append(
+                f"{self.early.groups} groups were sealed early, without {self.early.late} members, of which "
+                f"{self.early.late_finished} have finished since; mean reward {_number(self.early.early_mean_reward)} "
+                f"early, {_number(self.early.late_mean_reward)} late"
+            )
+        lines += [f"parked: {task} ({failure})" for task, failure in self.parked.items()]
+        lines += [f"station {load.line()}" for load in self.stations]
+        lines += [f"held up by {self.held_up_by}"] if self.held_up_by else []
+        return Group(*lines, "", _deciles(self.deciles)) if self.deciles else Group(*lines)
+
+
+def report_of(directory: RunDirectory) -> RunReport:
+    """Read everything again. Raises LedgerRefused."""
+    evidence = read_evidence(directory.path)
+    records = [record for record in read_metrics(directory.metrics) if record["kind"] == "stations"]
+    loads = mean_loads(records)
+    full = bottleneck(loads, in_flight=0.0)
+    return RunReport(
+        steps=sum(commit.rolled_back_by is None and not commit.skipped for commit in evidence.commits),
+        staleness=_staleness(evidence),
+        causes=dict(Counter(attempt.cause.value for attempt in evidence.attempts if attempt.cause is not None)),
+        evicted=sum(rollout.evictions for rollout in evidence.rollouts),
+        deciles=acceptance_by_decile(evidence),
+        early=_early(left_out(evidence)),
+        parked={task.task_id: task.last_failure for task in evidence.tasks if task.parked},
+        stations=loads,
+        held_up_by=None if full is None else full.station.value,
+    )
+
+
+def _staleness(evidence: Evidence) -> dict[int, int]:
+    batches = {batch.batch_id: batch for batch in evidence.batches}
+    steps = [commit for commit in evidence.commits if commit.rolled_back_by is None]
+    seen = Counter(member.staleness for step in steps for member in batches[step.batch_id].members)
+    return dict(sorted(seen.items()))
+
+
+def _early(groups: Sequence[LeftOut]) -> Early:
+    return Early(
+        groups=len(groups),
+        late=sum(group.late for group in groups),
+        late_finished=sum(group.late_finished for group in groups),
+        early_mean_s=_mean(group.early_mean_s for group in groups),
+        late_mean_s=_mean(group.late_mean_s for group in groups),
+        early_mean_reward=_mean(group.early_mean_reward for group in groups),
+        late_mean_reward=_mean(group.late_mean_reward for group in groups),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _deciles(deciles: Sequence[DecileReport]) -> Table:
+    """Long rollouts must not vanish from training: the columns say where they went."""
+    table = Table(
+        "duration up to", *(f"{decile.longest_s:.3g} s" for decile in deciles), box=None, title_justify="left"
+    )
+    for name in ("finished", "trained", "evicted", "filtered", "held", "cancelled"):
+        table.add_row(name, *(str(getattr(decile, name)) for decile in deciles))
+    table.add_row("mean reward", *(_number(decile.mean_reward) for decile in deciles))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

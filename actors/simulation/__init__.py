@@ -1,0 +1,1 @@
+"""The ordinary actors over simulated engines, learner and sandboxes, in virtual time."""

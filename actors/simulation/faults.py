@@ -1,0 +1,380 @@
+"""`headrace simulate --faults SEED`: one run under a storm of faults, in virtual time, and what must hold after it.
+
+The ordinary actors run over simulated backends, with a real ledger, real checkpoints and a real sandbox ledger in a
+folder. Actors and drivers are killed; calls are delayed, lost, repeated and reordered; parts are cut off or slowed;
+hosts and engines go down, the disk is full, the wall clock jumps.
+
+Invariants:
+- The same seed is the same history: chance comes from the seed alone, time from the event loop.
+- A storm ends, and the run ends after it: with all its steps, on the ledger as it was left. If not, that is a problem.
+- What is checked is read from files and from the simulated host, not from what the actors say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import random
+import tempfile
+import warnings
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.errors import ActorError, first_cause
+from headrace.actors.guarding import keep_running
+from headrace.actors.retry import until_back
+from headrace.actors.run_directory import RunDirectory
+from headrace.actors.sandbox_pool import SandboxPool
+from headrace.actors.simulation.account import history_digest
+from headrace.actors.simulation.durations import DurationsConfig
+from headrace.actors.simulation.faulty_runtime import CallFaults, FaultyRuntime
+from headrace.actors.simulation.faulty_world import FaultyLoop, Line, WallClock
+from headrace.actors.simulation.plan import LEASE_S, SimulationPlan
+from headrace.actors.simulation.stage import open_stage
+from headrace.buffer.errors import ReplayError
+from headrace.buffer.tasks import write_tasks
+from headrace.buffer.verify import verify
+from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
+
+if TYPE_CHECKING:
+    from headrace.actors.simulation.stage import Stage
+
+PATIENCE_S: Final = 6 * 3600.0
+"""After a storm a run of a few steps needs minutes."""
+LEASES_S: Final = 3 * LEASE_S
+"""Beyond every lease of a sandbox, and a sweep."""
+SETTLE_S: Final = 600.0
+"""Beyond the deadlines of what is being cancelled."""
+MEMORY: Final = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storm:
+    """What happens to one run. Times in seconds, chances from 0 to 1."""
+
+    plan: SimulationPlan
+    calls: CallFaults
+    host: SimulationConfig
+    lasts_s: float
+    between_s: float
+    """Mean time between two strikes."""
+    driver_deaths: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultReport:
+    """`problems` is empty when everything held. `digest` is of the history: events and every row of the ledger."""
+
+    seed: int
+    digest: str
+    problems: tuple[str, ...]
+    steps: int
+    strikes: dict[str, int]
+    virtual_s: float
+
+    @property
+    def replay(self) -> str:
+        """The command that makes this history again."""
+        return f"headrace simulate --faults {self.seed}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"clean": not self.problems, "replay": self.replay}
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        struck = ", ".join(f"{kind} {times}" for kind, times in self.strikes.items())
+        verdict = [f"PROBLEM  {problem}" for problem in self.problems] or ["everything held"]
+        return [
+            f"history {self.seed}: {self.steps} steps in {self.virtual_s / 60:.0f} simulated minutes",
+            f"struck by: {struck}",
+            f"digest {self.digest}",
+            *verdict,
+            f"again: {self.replay}",
+        ]
+
+
+def draw_storm(seed: int) -> Storm:
+    """A small run, and what happens to it."""
+    chance = random.Random(f"storm {seed}")
+    group, bound = chance.choice((2, 4)), chance.choice((1, 2, 4))
+    rules = ["all", "all", f"count({group - 1})", "fraction(0.5) & grace(20)"]
+    rules += ["all | expiring(1)"] if bound > 1 else []
+    plan = SimulationPlan(
+        seed=seed,
+        batch_size=group * chance.choice((1, 2, 3)),
+        group_size=group,
+        slots=chance.choice((4, 8, 16)),
+        workers=chance.choice((1, 2)),
+        max_staleness=bound,
+        rule=chance.choice(rules),
+        steps=chance.randint(6, 16),
+        save_every=chance.choice((1, 2, 3)),
+        durations=DurationsConfig(mean_s=40.0, median_s=30.0, cap_s=150.0),
+        learner_s=chance.choice((5.0, 20.0)),
+        push_s=chance.choice((0.5, 5.0)),
+        boot_s=1.0,
+        evaluate_s=1.0,
+        tasks=24,
+        turns=3,
+        buffer={"unfinished": chance.choice(("carry", "abort")), "max_attempts": 50},
+    )
+    harsh = chance.choice((0.0, 0.5, 1.0, 2.0))
+    calls = CallFaults(
+        delay_s=0.01,
+        slow=0.02 * harsh,
+        slow_s=chance.choice((2.0, 30.0)),
+        lost=0.004 * harsh,
+        answer_lost=0.004 * harsh,
+        repeated=0.004 * harsh,
+        restart_s=chance.choice((1.0, 8.0)),
+    )
+    host = SimulationConfig(
+        seed=seed,
+        capacity=64,
+        boot_s=1.0,
+        boot_failure=0.02 * harsh,
+        ambiguous=0.02 * harsh,
+        lost_create=0.01 * harsh,
+        kill_failure=0.02 * harsh,
+        ends_leases=chance.random() < 0.7,
+    )
+    return Storm(
+        plan=plan,
+        calls=calls,
+        host=host,
+        lasts_s=chance.uniform(0.6, 1.5) * plan.steps * plan.ideal_s,
+        between_s=chance.choice((15.0, 40.0, 120.0)),
+        driver_deaths=chance.choice((0, 0, 1, 2)),
+    )
+
+
+def simulate_faults(seed: int) -> FaultReport:
+    """One history. Never raises for what the history shows: that is a problem in the report."""
+    with tempfile.TemporaryDirectory(prefix="headrace-faults-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        storm, directory = draw_storm(seed), _prepare(Path(folder) / "run", draw_storm(seed).plan)
+        history = History(seed=seed, storm=storm, directory=directory)
+        before = random.getstate()
+        random.seed(seed)
+        try:
+            # The dead that clean up begin work in groups that are over: it is never awaited, as they are never heard.
+            with warnings.catch_warnings(), asyncio.Runner(loop_factory=FaultyLoop) as runner:
+                warnings.filterwarnings("ignore", message="coroutine .* was never awaited")
+                runner.run(history.run())
+                gc.collect()
+        finally:
+            random.setstate(before)
+        return history.report()
+
+
+def _prepare(path: Path, plan: SimulationPlan) -> RunDirectory:
+    directory = RunDirectory(path=path)
+    directory.train_tasks.parent.mkdir(parents=True)
+    write_tasks(directory.train_tasks, plan.task_set())
+    directory.identity.write_text("faults")
+    return directory
+
+
+class DriverDied(Exception):
+    """Everything of one life ends here."""
+
+
+class History:
+    """One run from its first driver to its end."""
+
+    def __init__(self, *, seed: int, storm: Storm, directory: RunDirectory) -> None:
+        self.seed, self.storm, self.directory = seed, storm, directory
+        self.events: list[str] = []
+        self.strikes: dict[str, int] = {}
+        self.problems: list[str] = []
+        self.ended_s = 0.0
+        self.stage: Stage | None = None
+        self.clock = WallClock()
+        self.chance = random.Random(f"strikes {seed}")
+
+    def note(self, kind: str, who: str, what: str) -> None:
+        self.events.append(f"{asyncio.get_running_loop().time():.6f} {kind} {who} {what}")
+        self.strikes[kind] = self.strikes.get(kind, 0) + 1
+
+    async def run(self) -> None:
+        """Drivers, one after the other, until the run is done; then what is left behind is looked at."""
+        loop = asyncio.get_running_loop()
+        self.cloud = SimulatedProvider(self.storm.host)
+        lives = self.storm.driver_deaths
+        try:
+            async with asyncio.timeout(self.storm.lasts_s + PATIENCE_S):
+                while not await self._life(dies=lives > 0 and self._in_storm()):
+                    lives -= 1
+        except TimeoutError:
+            self.problems.append(f"the run did not end within {PATIENCE_S / 3600:g} h after the storm")
+        except (ActorError, ReplayError) as error:
+            self.problems.append(f"the run ended with {type(error).__name__}: {error}")
+        self.ended_s = loop.time()
+        # The next run on this directory would begin so.
+        async with SandboxPool(
+            self.storm.plan.sandbox_section(),
+            directory=self.directory,
+            clock=self.clock.time,
+            provider=Line(self.cloud),
+        ):
+            await asyncio.sleep(LEASES_S)
+        if self.cloud.living:
+            self.problems.append(f"{len(self.cloud.living)} sandboxes are left")
+        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        if left:
+            self.problems.append(f"{len(left)} tasks of dead actors live on: {left[0]}")
+
+    def report(self) -> FaultReport:
+        checked = verify(self.directory.path)
+        problems = [*self.problems, *checked.problems]
+        if not self.problems and checked.steps < self.storm.plan.steps:
+            problems.append(f"{checked.steps} of {self.storm.plan.steps} steps are in the ledger")
+        digest = hashlib.sha256("\n".join(self.events).encode() + history_digest(self.directory.path).encode())
+        return FaultReport(
+            seed=self.seed,
+            digest=digest.hexdigest(),
+            problems=tuple(problems),
+            steps=checked.steps,
+            strikes=dict(sorted(self.strikes.items())),
+            virtual_s=self.ended_s,
+        )
+
+    async def _life(self, *, dies: bool) -> bool:
+        """One driver; whether the run is done."""
+        runtime, self.stage = FaultyRuntime(self.storm.calls, self.chance, self.note), None
+        try:
+            async with runtime, asyncio.TaskGroup() as tasks:
+                striking = tasks.create_task(self._strike(runtime))
+                if dies:
+                    tasks.create_task(self._die(runtime, self.chance.uniform(20.0, self.storm.lasts_s)))
+                await self._drive(runtime)
+                striking.cancel()
+                raise DriverDied
+        except BaseExceptionGroup as group:
+            if not isinstance(first_cause(group), DriverDied):
+                raise first_cause(group) from group
+        return not runtime.is_dead
+
+    async def _die(self, runtime: FaultyRuntime, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        self.note("driver died", "driver", "")
+        await runtime.kill_all()
+        raise DriverDied
+
+    async def _drive(self, runtime: FaultyRuntime) -> None:
+        """What the service does for a run: keep its loops running until the learner is done."""
+        line = Line(self.cloud)
+        async with (
+            open_stage(
+                self.storm.plan, runtime, clock=self.clock.time, directory=self.directory, provider=line
+            ) as stage,
+            asyncio.TaskGroup() as tasks,
+        ):
+            self.stage = stage
+            dispatching = tasks.create_task(keep_running(stage.dispatcher.run, stage.dispatcher.status))
+            await keep_running(stage.learner.run, stage.learner.status)
+            dispatching.cancel()
+            await until_back(stage.dispatcher.stop_training)
+            if not self._in_storm():
+                await self._settle(stage)
+
+    async def _settle(self, stage: Stage) -> None:
+        """What was cancelled ends: then nobody carries anything, and the ledger has nothing in flight."""
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                while (await until_back(stage.dispatcher.status)).in_flight:  # noqa: ASYNC110 - virtual time
+                    await asyncio.sleep(1.0)
+        except TimeoutError:
+            self.problems.append(f"after {SETTLE_S:g} s the dispatcher carries what has ended")
+        in_flight = (await until_back(stage.replay.status)).inventory.in_flight
+        if in_flight:
+            self.problems.append(f"{in_flight} attempts are in flight that nobody carries")
+
+    def _in_storm(self) -> bool:
+        return asyncio.get_running_loop().time() < self.storm.lasts_s
+
+    async def _strike(self, runtime: FaultyRuntime) -> None:
+        """Strike again and again while the storm lasts; then let calls arrive."""
+        while self._in_storm():
+            await asyncio.sleep(self.chance.expovariate(1 / self.storm.between_s))
+            strike = self.chance.choice(STRIKES)
+            await strike(self, runtime)
+        runtime.calm()
+        self.cloud.come_back()
+        self.note("calm", "storm", "")
+
+
+async def _kill(history: History, runtime: FaultyRuntime) -> None:
+    if runtime.cells:
+        runtime.cells[history.chance.choice(sorted(runtime.cells))].kill("struck")
+
+
+async def _cut_off(history: History, runtime: FaultyRuntime) -> None:
+    if not runtime.cells:
+        return
+    name = history.chance.choice(sorted(runtime.cells))
+    history.note("cut off", name, "")
+    runtime.cut_off.add(name)
+    try:
+        await asyncio.sleep(history.chance.uniform(1.0, 60.0))
+    finally:
+        runtime.cut_off.discard(name)
+
+
+async def _slow_down(history: History, runtime: FaultyRuntime) -> None:
+    if not runtime.cells:
+        return
+    name = history.chance.choice(sorted(runtime.cells))
+    history.note("slowed", name, "")
+    runtime.slowed[name] = history.chance.choice((20.0, 200.0))
+    try:
+        await asyncio.sleep(history.chance.uniform(1.0, 60.0))
+    finally:
+        runtime.slowed.pop(name, None)
+
+
+async def _host_down(history: History, runtime: FaultyRuntime) -> None:
+    lose, silent = history.chance.random() < 0.5, history.chance.random() < 0.3
+    history.note("host down", "host", f"loses sandboxes: {lose}, silent: {silent}")
+    history.cloud.go_down(lose_sandboxes=lose, silent=silent)
+    try:
+        await asyncio.sleep(history.chance.uniform(1.0, 60.0))
+    finally:
+        history.cloud.come_back()
+
+
+async def _engines_down(history: History, runtime: FaultyRuntime) -> None:
+    if history.stage is None:
+        return
+    engines = history.stage.engines
+    history.note("engines down", "engines", "")
+    with suppress(ActorError):
+        await engines.go_down()
+    try:
+        await asyncio.sleep(history.chance.uniform(1.0, 90.0))
+    finally:
+        # A new life of the group knows nothing of it; one that lives must be told.
+        with suppress(ActorError):
+            await until_back(engines.come_back)
+
+
+async def _disk_full(history: History, runtime: FaultyRuntime) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, FaultyLoop)
+    history.note("disk full", "disk", "")
+    loop.disk_full = True
+    try:
+        await asyncio.sleep(history.chance.uniform(0.1, 40.0))
+    finally:
+        loop.disk_full = False
+
+
+async def _clock_jump(history: History, runtime: FaultyRuntime) -> None:
+    by_s = history.chance.uniform(-7200.0, 7200.0)
+    history.note("clock jump", "clock", f"{by_s:.0f} s")
+    history.clock.jump(by_s)
+
+
+STRIKES: Final = (_kill, _kill, _kill, _cut_off, _slow_down, _host_down, _engines_down, _disk_full, _clock_jump)

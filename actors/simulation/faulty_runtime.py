@@ -1,0 +1,393 @@
+"""A runtime whose calls are delayed, lost, repeated and reordered, and whose actors are killed: for histories of faults
+in virtual time.
+
+Invariants:
+- All chance is of one seed, and time is the event loop's: under a virtual-time loop a history repeats.
+- An actor that was killed does nothing more: its tasks are cancelled, its calls arrive nowhere, what it had open on a
+  `Disk` is closed without a commit. Whoever waits for it gets ActorLost; another one is started from its disk.
+- A call that was lost, on its way or on its way back, ends as ActorLost after `runtime.WATCH_S`, as over Ray.
+- Actors are entered again for ever, unless `stop` was called; who enters and fails is tried again.
+- Nothing but calls crosses: arguments and results are copied, so that no two actors share an object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import logging
+import pickle
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+
+from headrace.actors.errors import ActorGone, ActorLost
+from headrace.actors.runtime import ENDING, WATCH_S, require_async
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Coroutine, Iterator
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+BURIAL_S = 0.001
+
+RUNNING: contextvars.ContextVar[Incarnation | None] = contextvars.ContextVar("headrace.incarnation", default=None)
+"""The incarnation whose code runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFaults:
+    """Chances of one call, from 0 to 1, and times in seconds."""
+
+    delay_s: float = 0.002
+    """Mean time of a message, exponential."""
+    slow: float = 0.01
+    """Chance that a message takes `slow_s` at most instead."""
+    slow_s: float = 20.0
+    lost: float = 0.003
+    """Chance that the call never arrives."""
+    answer_lost: float = 0.003
+    """Chance that its answer never does."""
+    repeated: float = 0.003
+    """Chance that it arrives a second time, later; nobody waits for that answer."""
+    restart_s: float = 5.0
+    """Mean time from an actor's death until another one is being entered."""
+
+
+NO_FAULTS = CallFaults(delay_s=0.0, slow=0.0, lost=0.0, answer_lost=0.0, repeated=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """An error of the actor's method: a copy crosses, as everything does."""
+
+    error: Exception
+
+
+class Incarnation:
+    """One life of an actor: what dies with it."""
+
+    def __init__(self, cell: Cell, number: int) -> None:
+        self.cell, self.number, self.alive = cell, number, True
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        self.at_death: list[Callable[[], None]] = []
+        """Called at once when it dies, before anything of it can run again."""
+        self.waiting: dict[asyncio.Future[Any], None] = {}
+        self.context = contextvars.copy_context()
+        self.context.run(RUNNING.set, self)
+        self.context.run(ENDING.set, self._end_itself)
+        self.instance: Any = None
+        self.life: asyncio.Task[None] | None = None
+        self.over = asyncio.Event()
+        """Its context ended, or it died."""
+
+    def _end_itself(self) -> None:
+        self.cell.kill("it ended itself")
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task of this incarnation."""
+        return asyncio.get_running_loop().create_task(work, context=self.context.copy())
+
+    def die(self) -> None:
+        """Kill: nothing of it is told to anybody."""
+        self.alive = False
+        self.over.set()
+        for close in self.at_death:
+            close()
+        for answer in list(self.waiting):
+            if not answer.done():
+                answer.set_exception(ActorLost(f"actor {self.cell.name} died"))
+                # Its caller may be dead too.
+                answer.exception()
+        for task in list(self.tasks):
+            task.cancel()
+        self._bury()
+
+    def _bury(self) -> None:
+        """Cancel what is left, again and again: code that cleans up after itself waits for others that are dead too.
+
+        The actor's context only once: it waits for its tasks, and contextlib of Python 3.11 loops for ever when a task
+        group in an exit stack in another one is cancelled twice."""
+        for task in [task for task in self.tasks if task is not self.life]:
+            task.cancel()
+        if self.tasks:
+            asyncio.get_running_loop().call_later(BURIAL_S, self._bury)
+
+
+class Cell:
+    """One named actor through all its lives."""
+
+    def __init__(self, runtime: FaultyRuntime, name: str, make: Callable[[], object]) -> None:
+        self.name = name
+        self.make = make
+        self.runtime = runtime
+        self.current: Incarnation | None = None
+        self.lives = 0
+        self.stopped = False
+        self.entered = asyncio.Event()
+        self.closing = asyncio.Event()
+
+    async def live(self) -> None:
+        """Lives, one after the other, until it is stopped."""
+        while not self.stopped:
+            self.lives += 1
+            incarnation = self.current = Incarnation(self, self.lives)
+            life = incarnation.life = incarnation.begin(self._live(incarnation))
+            await incarnation.over.wait()
+            if incarnation.alive:
+                await asyncio.wait([life])
+                self._ended(incarnation, _error_of(life))
+            if not self.stopped:
+                await asyncio.sleep(self.runtime.chance.expovariate(1 / self.runtime.faults.restart_s))
+
+    async def _live(self, incarnation: Incarnation) -> None:
+        try:
+            incarnation.instance = self.make()
+            async with AsyncExitStack() as stack:
+                if hasattr(incarnation.instance, "__aenter__"):
+                    await stack.enter_async_context(incarnation.instance)
+                if incarnation.alive:
+                    self.entered.set()
+                await self.closing.wait()
+        finally:
+            incarnation.over.set()
+
+    def _ended(self, incarnation: Incarnation, error: BaseException | None) -> None:
+        """Its context ended by itself: it was stopped, or it broke, and takes the actor along."""
+        if self.stopped:
+            self.current = None
+            incarnation.die()
+            return
+        logger.warning("actor %s broke", self.name, exc_info=error)
+        self.kill("its context broke")
+
+    def kill(self, why: str) -> None:
+        """kill -9, now. Nothing to do while it is down."""
+        incarnation, self.current = self.current, None
+        self.entered.clear()
+        if incarnation is not None and incarnation.alive:
+            self.runtime.note("died", self.name, why)
+            incarnation.die()
+
+
+def _error_of(task: asyncio.Task[None]) -> BaseException | None:
+    return None if task.cancelled() else task.exception()
+
+
+class Proxy:
+    """Stands for an actor: attribute access gives an async callable."""
+
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
+
+    def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await self._cell.runtime.call(self._cell, method, args, kwargs)
+
+        return call
+
+
+@dataclass(slots=True)
+class FaultyRuntime:
+    """Satisfies `runtime.Runtime`; an async context manager. One per life of a driver: `kill_all` is that one's death.
+
+    `note` is told every event of the history: (kind, who, what).
+    """
+
+    faults: CallFaults
+    chance: random.Random
+    note: Callable[[str, str, str], None] = lambda _kind, _who, _what: None
+    cells: dict[str, Cell] = field(default_factory=dict)
+    cut_off: set[str] = field(default_factory=set)
+    """Actors that no call reaches for now."""
+    slowed: dict[str, float] = field(default_factory=dict)
+    """How many times longer messages to an actor take."""
+    is_dead: bool = False
+    """Its driver was killed."""
+    _lives: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    async def __aenter__(self) -> Self:
+        asyncio.get_running_loop().set_task_factory(cast("Any", self._task_of_incarnation))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._end_all()
+
+    def _task_of_incarnation(
+        self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any
+    ) -> asyncio.Task[Any]:
+        """A task, remembered by the incarnation whose code makes it."""
+        task = NumberedTask(next(self._numbers), work, loop=loop, **options)
+        context = options.get("context")
+        incarnation = RUNNING.get() if context is None else context.get(RUNNING)
+        if incarnation is not None:
+            incarnation.tasks[task] = None
+            task.add_done_callback(lambda ended: incarnation.tasks.pop(ended, None))
+            if not incarnation.alive:
+                task.cancel()
+        return task
+
+    async def spawn(self, cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
+        require_async(cls)
+        cell = self.cells[name] = Cell(self, name, lambda: cls(*args, **kwargs))
+        # Of the driver, whoever spawns: its own context, not that of the caller.
+        self._lives[name] = asyncio.get_running_loop().create_task(cell.live(), context=contextvars.Context())
+        await cell.entered.wait()
+        return cast("T", Proxy(cell))
+
+    async def stop(self, actor: object) -> None:
+        cell = cast("Proxy", actor)._cell  # noqa: SLF001 - the proxy is ours
+        cell.stopped = True
+        cell.closing.set()
+        if cell.current is None:
+            self._lives[cell.name].cancel()
+        await asyncio.wait([self._lives[cell.name]])
+
+    async def stats(self, actor: object) -> tuple[int, int]:
+        """(number of the incarnation, 0). ActorLost while it is down."""
+        cell = cast("Proxy", actor)._cell  # noqa: SLF001 - the proxy is ours
+        if cell.current is None:
+            raise ActorLost(f"actor {cell.name} is down")
+        return cell.lives, 0
+
+    async def restart(self, actor: object, process_id: int) -> None:
+        cell = cast("Proxy", actor)._cell  # noqa: SLF001 - the proxy is ours
+        if cell.lives == process_id:
+            cell.kill("it was killed by its guard")
+
+    def calm(self) -> None:
+        """From now on calls arrive."""
+        self.faults = replace(NO_FAULTS, delay_s=self.faults.delay_s, restart_s=self.faults.restart_s)
+        self.cut_off.clear()
+        self.slowed.clear()
+
+    async def kill_all(self) -> None:
+        """The driver dies, and everything with it."""
+        self.is_dead = True
+        await self._end_all()
+
+    async def _end_all(self) -> None:
+        for cell in self.cells.values():
+            cell.stopped = True
+            cell.kill("the driver died")
+        for life in self._lives.values():
+            life.cancel()
+        if self._lives:
+            await asyncio.wait(self._lives.values())
+
+    async def call(self, cell: Cell, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call through the boundary."""
+        _require_alive()
+        name = f"{cell.name}.{method}"
+        made_of = pickle.dumps((args, kwargs))
+        await self._travel(cell)
+        if self._strikes("lost", self.faults.lost, name) or cell.name in self.cut_off:
+            await self._lose(cell)
+        answer = self._arrive(cell, method, made_of)
+        if self._strikes("repeated", self.faults.repeated, name):
+            later = self.chance.uniform(0, self.faults.slow_s)
+            asyncio.get_running_loop().call_later(later, self._arrive_again, cell, method, made_of)
+        try:
+            result = await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            # Of a dead caller nobody hears that it gave up.
+            if _is_alive():
+                answer.cancel()
+            raise
+        await self._travel(cell)
+        if self._strikes("answer lost", self.faults.answer_lost, name):
+            await self._lose(cell)
+        _require_alive()
+        value = pickle.loads(result)
+        if isinstance(value, _Raised):
+            raise value.error
+        return value
+
+    def _arrive(self, cell: Cell, method: str, made_of: bytes) -> asyncio.Future[bytes]:
+        """The call is executed; the future is its answer. ActorLost while the actor is down."""
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        incarnation = cell.current
+        if incarnation is None or not cell.entered.is_set():
+            answer.set_exception(
+                ActorGone(f"actor {cell.name} is stopped") if cell.stopped else ActorLost(f"actor {cell.name} is down")
+            )
+            return answer
+        incarnation.waiting[answer] = None
+        work = incarnation.begin(_execute(incarnation.instance, method, made_of, answer))
+        answer.add_done_callback(lambda _: incarnation.waiting.pop(answer, None))
+        answer.add_done_callback(lambda _: work.cancel() if answer.cancelled() else None)
+        return answer
+
+    def _arrive_again(self, cell: Cell, method: str, made_of: bytes) -> None:
+        answer = self._arrive(cell, method, made_of)
+        answer.add_done_callback(lambda _: answer.cancelled() or answer.exception())
+
+    async def _travel(self, cell: Cell) -> None:
+        if self.faults.delay_s == 0.0:
+            return
+        seconds = self.chance.expovariate(1 / self.faults.delay_s) * self.slowed.get(cell.name, 1.0)
+        if self.chance.random() < self.faults.slow:
+            seconds = self.chance.uniform(0, self.faults.slow_s)
+        await asyncio.sleep(seconds)
+
+    async def _lose(self, cell: Cell) -> None:
+        """Nothing comes back; asked twice, the actor knows nothing of the call."""
+        await asyncio.sleep(2 * WATCH_S)
+        raise ActorLost(f"actor {cell.name} knows nothing of a call")
+
+    def _strikes(self, kind: str, chance: float, name: str) -> bool:
+        struck = self.chance.random() < chance
+        if struck:
+            self.note(kind, name, "")
+        return struck
+
+
+async def _execute(instance: object, method: str, made_of: bytes, answer: asyncio.Future[bytes]) -> None:
+    args, kwargs = pickle.loads(made_of)
+    try:
+        result = pickle.dumps(await getattr(instance, method)(*args, **kwargs))
+    except asyncio.CancelledError:
+        if not answer.done():
+            answer.set_exception(ActorLost(f"a call of {method} was broken off"))
+            answer.exception()
+        raise
+    except Exception as error:  # noqa: BLE001 - the one boundary: the caller gets it with its type
+        result = pickle.dumps(_Raised(error))
+    if not answer.done():
+        answer.set_result(result)
+
+
+def _is_alive() -> bool:
+    """Whether the code that runs is that of a living actor, or of none."""
+    incarnation = RUNNING.get()
+    return incarnation is None or incarnation.alive
+
+
+def _require_alive() -> None:
+    """CancelledError for code of a dead incarnation: whatever it does reaches nobody."""
+    if not _is_alive():
+        raise asyncio.CancelledError
+
+
+class NumberedTask(asyncio.Task[Any]):
+    """Sets of tasks have an order that repeats: it does not hang on addresses."""
+
+    def __init__(self, number: int, *arguments: Any, **options: Any) -> None:
+        self._number = number
+        super().__init__(*arguments, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+__all__ = ["NO_FAULTS", "RUNNING", "CallFaults", "FaultyRuntime"]

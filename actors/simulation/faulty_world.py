@@ -1,0 +1,122 @@
+"""What outlives simulated actors: disk, wall clock and the host of the sandboxes.
+
+Invariants:
+- Work for a thread is done at once, in place: nothing runs beside the loop, so virtual time cannot race ahead.
+- What an actor opened on disk is closed when it is killed; its later work there is not done. A full disk refuses all.
+- The host takes nothing from the dead, and goes on without its pools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sqlite3
+from typing import TYPE_CHECKING, Any
+
+from headrace.actors.simulation.faulty_runtime import RUNNING
+from headrace.actors.simulation.virtual_time import VirtualTimeLoop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headrace.sandboxes.base import Feature, Sandbox, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
+    from headrace.sandboxes.simulated.provider import SimulatedProvider
+
+EPOCH_S = 1_700_000_000.0
+
+
+class NumberedFuture(asyncio.Future[Any]):
+    """As `NumberedTask`."""
+
+    def __init__(self, number: int, *, loop: asyncio.AbstractEventLoop) -> None:
+        self._number = number
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class FaultyLoop(VirtualTimeLoop):
+    """Virtual time with a disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.disk_full = False
+        self._numbers = itertools.count()
+
+    def create_future(self) -> NumberedFuture:
+        return NumberedFuture(next(self._numbers), loop=self)
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, work: Callable[..., Any], *arguments: Any
+    ) -> asyncio.Future[Any]:
+        """Does the work now. That of a dead actor is cancelled undone."""
+        done: asyncio.Future[Any] = self.create_future()
+        incarnation = RUNNING.get()
+        if incarnation is not None and not incarnation.alive:
+            done.cancel()
+            return done
+        if self.disk_full:
+            done.set_exception(sqlite3.OperationalError("database or disk is full"))
+            return done
+        try:
+            result = work(*arguments)
+        except Exception as error:  # noqa: BLE001 - belongs to whoever waits for the thread
+            done.set_exception(error)
+            return done
+        if incarnation is not None and hasattr(result, "close"):
+            incarnation.at_death.append(result.close)
+        done.set_result(result)
+        return done
+
+
+class WallClock:
+    """Unix seconds that people set."""
+
+    def __init__(self) -> None:
+        self._offset_s = EPOCH_S
+
+    def time(self) -> float:
+        return self._offset_s + asyncio.get_running_loop().time()
+
+    def jump(self, by_s: float) -> None:
+        self._offset_s += by_s
+
+
+class Line:
+    """The way of pools to the host; satisfies `base.SandboxProvider`."""
+
+    def __init__(self, provider: SimulatedProvider) -> None:
+        self._provider = provider
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        return self._provider.features
+
+    async def create(self, spec: SandboxSpec) -> SandboxRef:
+        _require_alive()
+        return await self._provider.create(spec)
+
+    async def attach(self, ref: SandboxRef) -> Sandbox:
+        _require_alive()
+        return await self._provider.attach(ref)
+
+    async def list(self) -> list[SandboxInfo]:
+        _require_alive()
+        return await self._provider.list()
+
+    async def destroy(self, sandbox: SandboxId) -> None:
+        _require_alive()
+        await self._provider.destroy(sandbox)
+
+    async def aclose(self) -> None:
+        """The host goes on without this pool."""
+
+
+def _require_alive() -> None:
+    incarnation = RUNNING.get()
+    if incarnation is not None and not incarnation.alive:
+        raise asyncio.CancelledError

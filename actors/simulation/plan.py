@@ -1,0 +1,234 @@
+"""What to simulate: one small plan, and the ordinary configs of the actors that follow from it.
+
+Invariants:
+- What cannot work is refused before anything runs, on one line that names what to change.
+- Deadlines are far beyond what the plan's durations can reach: nothing of a plan ends as an infrastructure failure by
+  its own clocks.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from headrace.actors.agents.simulated import SimulatedAgentConfig
+from headrace.actors.config import SandboxKind, SandboxSection, explain
+from headrace.actors.dispatcher import DispatcherConfig
+from headrace.actors.errors import ConfigError
+from headrace.actors.learner import LearnerLoopConfig
+from headrace.actors.pacing import PacingConfig
+from headrace.actors.rollout import RolloutConfig
+from headrace.actors.simulation.durations import Durations, DurationsConfig
+from headrace.actors.simulation.tasks import simulated_tasks
+from headrace.buffer.replay import BufferConfig
+from headrace.policies.simulated import PushMode, SimulatedEnginesConfig, SimulatedLearnerConfig
+from headrace.sandboxes.pool.pool import PoolConfig
+from headrace.sandboxes.simulated.provider import SimulationConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from headrace.buffer.tasks import Task
+
+LEASE_S: Final = 3600.0
+"""Of simulated sandboxes: heartbeats of ten thousand cost more than they show."""
+PAGE: Final = "docs/simulate.md"
+MOST_WARMUP_STEPS: Final = 30
+UNLIMITED_PER_S: Final = 1e6
+
+
+class Mode(StrEnum):
+    """How rollouts and steps follow each other."""
+
+    ASYNC = "async"
+    """Rollouts go on all the time, paced by inventory and bound."""
+    ONE_STEP_OFF = "one-step-off"
+    """The rollouts of the next batch run while the learner trains the one before; a barrier for each batch."""
+    SYNC = "sync"
+    """Rollouts of one batch, then its step, then the push."""
+
+
+class SimulationPlan(BaseModel):
+    """One simulated run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slots: int = Field(default=64, ge=1)
+    """Most rollouts in flight."""
+    batch_size: int = Field(default=64, ge=1)
+    """Rollouts in a batch."""
+    group_size: int = Field(default=8, ge=2)
+    """Rollouts of one task that share a baseline."""
+    max_staleness: int = Field(default=4, ge=0)
+    """Hard bound, in optimizer updates."""
+    rule: str = "all"
+    """Acceptance rule of a group."""
+    mode: Mode = Mode.ASYNC
+    """`async`, `one-step-off` or `sync`."""
+    push: PushMode = PushMode.OVERLAP
+    """`overlap`, `pause` or `drain`."""
+    steps: int = Field(default=100, ge=1)
+    """Optimizer updates. The first of them warm up and are not measured: half of them, 30 at most."""
+    seed: int = Field(default=0, ge=0)
+    """Of durations, rewards, task order and everything else."""
+    durations: DurationsConfig = DurationsConfig()
+    """Time of an agent's work on one rollout."""
+    learner_s: float = Field(default=240.0, ge=0)
+    """Time of one step."""
+    push_s: float = Field(default=10.0, ge=0)
+    """Time of one push."""
+    boot_s: float = Field(default=1.0, gt=0)
+    """Median time of booting a sandbox."""
+    evaluate_s: float = Field(default=0.0, ge=0)
+    """Time of one evaluation."""
+    tasks: int = Field(default=512, ge=1)
+    """Tasks in the data set; each has a chance of success of its own."""
+    chances: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
+    """Chances of success of recorded tasks: each task has one of them. Empty: any chance from 0 to 1."""
+    failure: float = Field(default=0.0, ge=0, lt=1)
+    """Chance that an attempt dies of infrastructure."""
+    turns: int = Field(default=4, ge=1)
+    """Turns of a rollout."""
+    workers: int = Field(default=1, ge=1)
+    """Rollout workers, which share the slots."""
+    save_every: int = Field(default=10, ge=1)
+    """Optimizer updates between checkpoints."""
+    pacing: PacingConfig = PacingConfig()
+    """Adaptive concurrency; somebody has to tell the dispatcher of the load."""
+    buffer: dict[str, Any] = Field(default_factory=dict)
+    """Further keys of the recipe's [buffer], e.g. `{ zero_variance = "filter" }`."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """Each step of mode `sync` begins anew."""
+        return 0 if self.mode is Mode.SYNC else min(MOST_WARMUP_STEPS, self.steps // 2)
+
+    @property
+    def mean_s(self) -> float:
+        """Of the durations that are drawn."""
+        return Durations(self.durations, seed=self.seed).mean_s
+
+    @property
+    def ideal_s(self) -> float:
+        """Least time of a step: the learner's, or that of as many rollouts as a batch has over all slots."""
+        return max(self.learner_s, self.batch_size * self.mean_s / self.slots)
+
+    @property
+    def longest_s(self) -> float:
+        """Of the durations that can be drawn."""
+        factor = self.durations.straggler_factor if self.durations.stragglers else 1.0
+        return min(self.durations.cap_s, factor * max(self.durations.recorded_s, default=self.durations.cap_s))
+
+    def buffer_config(self) -> BufferConfig:
+        """Raises ConfigError."""
+        keys = {
+            "batch_size": self.batch_size,
+            "group_size": self.group_size,
+            "max_staleness": self.max_staleness,
+            "mode": self.mode.value,
+            "rule": self.rule,
+        }
+        try:
+            return BufferConfig.model_validate(keys | self.buffer)
+        except ValidationError as error:
+            raise ConfigError(f"simulate: buffer: {explain(error)}") from error
+
+    def dispatcher_config(self) -> DispatcherConfig:
+        return DispatcherConfig(slots_per_worker=-(-self.slots // self.workers), pacing=self.pacing)
+
+    def rollout_config(self) -> RolloutConfig:
+        """Deadlines beyond what a drain or many pauses may add."""
+        patience_s = 100 * (self.longest_s + self.learner_s + self.push_s + self.evaluate_s + 60.0)
+        return RolloutConfig(
+            queue_timeout_s=patience_s,
+            boot_timeout_s=patience_s,
+            prepare_timeout_s=patience_s,
+            agent_timeout_s=patience_s,
+            evaluate_timeout_s=patience_s,
+            guard_s=10 * patience_s,
+            lease_s=LEASE_S,
+        )
+
+    def sandbox_section(self) -> SandboxSection:
+        """Room for all slots, and for what is being torn down beside them."""
+        most = 2 * self.slots + 16
+        pool = PoolConfig(
+            max_live=most,
+            boot_concurrency=most,
+            boots_per_s=UNLIMITED_PER_S,
+            burst=most,
+            max_waiting=most,
+            create_timeout_s=LEASE_S,
+            teardown_concurrency=most,
+            sweep_every_s=LEASE_S,
+        )
+        host = SimulationConfig(seed=self.seed, capacity=2 * most, boot_s=self.boot_s)
+        return SandboxSection(provider=SandboxKind.SIMULATED, pool=pool, simulated=host)
+
+    def agent_config(self) -> SimulatedAgentConfig:
+        failing_turns = 1 - (1 - self.failure) ** (1 / self.turns)
+        return SimulatedAgentConfig(
+            durations=self.durations, turns=self.turns, failing_turns=failing_turns, seed=self.seed
+        )
+
+    def engines_config(self) -> SimulatedEnginesConfig:
+        return SimulatedEnginesConfig(push=self.push, push_s=self.push_s)
+
+    def learner_config(self, checkpoint_dir: Path | None = None) -> SimulatedLearnerConfig:
+        return SimulatedLearnerConfig(step_s=self.learner_s, seed=self.seed, checkpoint_dir=checkpoint_dir)
+
+    def loop_config(self) -> LearnerLoopConfig:
+        return LearnerLoopConfig(steps=self.steps, save_every=self.save_every)
+
+    def task_set(self) -> tuple[Task, ...]:
+        return simulated_tasks(self.seed, self.tasks, evaluate_s=self.evaluate_s, chances=self.chances)
+
+
+MINUTE_S: Final = 60.0
+PRESETS: Final[Mapping[str, SimulationPlan]] = {
+    "swe64": SimulationPlan(
+        durations=DurationsConfig(mean_s=9.94 * MINUTE_S, median_s=8.67 * MINUTE_S, cap_s=30 * MINUTE_S),
+        learner_s=4 * MINUTE_S,
+        push_s=10.0,
+    )
+}
+"""By name. `swe64`: software engineering tasks, 8 x 8 rollouts a batch, mean 10 and at most 30 minutes, learner 4
+minutes (published by users of other systems)."""
+
+
+def make_plan(preset: str, changes: Mapping[str, Any], overrides: Sequence[str] = ()) -> SimulationPlan:
+    """A preset with changed keys; `overrides` are `key=value` or `table.key=value`, the value in TOML. Raises
+    ConfigError."""
+    if preset not in PRESETS:
+        raise ConfigError(f"--preset {preset}: unknown; known: {', '.join(sorted(PRESETS))}")
+    document = PRESETS[preset].model_dump()
+    document |= {key: value for key, value in changes.items() if value is not None}
+    for override in overrides:
+        apply_setting(document, override)
+    try:
+        plan = SimulationPlan.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(f"simulate: {explain(error, page=PAGE)}") from error
+    plan.buffer_config()
+    return plan
+
+
+def apply_setting(document: dict[str, Any], override: str) -> None:
+    """Set one key of a plan: `key=value` or `table.key=value`. Raises ConfigError."""
+    key, separator, text = override.partition("=")
+    path = key.strip().split(".")
+    if not separator or not all(path):
+        raise ConfigError(f"--set {override}: write key=value, e.g. --set batch_size=2048")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    for part in path[:-1]:
+        document = document.setdefault(part, {})
+        if not isinstance(document, dict):
+            raise ConfigError(f"--set {override}: {part} is a value, not a table")
+    document[path[-1]] = value

@@ -1,0 +1,362 @@
+"""`scripts/soak --kills N`: runs of the real service over real Ray, with simulated backends, whose processes are killed
+with -9 one after the other; what must hold is checked after each kill.
+
+Invariants:
+- A process is killed by its id, and only if the driver that was started here is its ancestor.
+- The same seed chooses the same victims and pauses; what they hit is a matter of timing.
+- What is checked is read from files and from the system: the ledger while the run goes on, what a dead driver leaves,
+  the memory of processes that live on. A run that ends otherwise than with all its steps is a problem.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import orjson
+import psutil
+import typer
+
+from headrace.actors.launch import RunRequest, prepare
+from headrace.buffer.evidence import has_begun
+from headrace.buffer.verify import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headrace.actors.run_directory import RunDirectory
+
+DRIVER: Final = "driver"
+DRIVER_SHARE: Final = 0.06
+"""Of all kills."""
+AT_ONCE_SHARE: Final = 0.4
+"""Of the kills that do not wait for a step after the one before."""
+ANSWER_S: Final = 300.0
+"""The run is stuck when it does not answer, or makes no step, for so long."""
+END_S: Final = 300.0
+GONE_S: Final = 60.0
+"""What a dead driver started is gone by then."""
+WARM_S: Final = 10.0
+"""A process has loaded by then what it needs."""
+GROWTH_BYTES: Final = 64 << 20
+"""More than this is a leak in a run of minutes."""
+RAY_AGENTS: Final = ("ray::RuntimeEnvAgent", "ray::DashboardAgent")
+"""They try for a minute to reach a dead head, then end."""
+MAX_STALENESS: Final = 2
+RECIPE: Final = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "simulated.toml"
+RULES: Final = ("all", "count(3)", "fraction(0.5) & grace(0.5)", "all | expiring(1)")
+QUICK: Final = (
+    "agent.simulated.durations.mean_s=0.6",
+    "agent.simulated.durations.median_s=0.4",
+    "agent.simulated.durations.cap_s=4",
+    "learner.simulated.step_s=0.2",
+    "learner.simulated.save_s=0.1",
+    "engines.simulated.push_s=0.05",
+    "sandbox.simulated.boot_failure=0.02",
+    "buffer.batch_size=16",
+    "buffer.group_size=4",
+    f"buffer.max_staleness={MAX_STALENESS}",
+    "buffer.max_attempts=50",
+    "dispatcher.slots_per_worker=16",
+    "training.save_every=3",
+    "evaluation.tasks=2",
+    "service.workers=2",
+    "service.hang_s=30",
+    "service.stall_s=180",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakPlan:
+    """`kills` over as many runs as it takes, each of `steps` steps."""
+
+    folder: Path
+    kills: int
+    seed: int = 0
+    steps: int = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakReport:
+    """`problems` is empty when everything held. `growth_mib` is the most that a process of this name grew after its
+    first seconds, `watched_s` how long the longest of them was watched."""
+
+    seed: int
+    kills: dict[str, int]
+    runs: int
+    drivers: int
+    steps: int
+    steps_undone: int
+    rollouts: int
+    max_staleness_seen: int
+    max_staleness: int
+    growth_mib: dict[str, float]
+    watched_s: dict[str, float]
+    seconds: float
+    problems: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Memory:
+    """Resident memory of processes by name, from when they were warm."""
+
+    first: dict[psutil.Process, tuple[str, float, int]] = field(default_factory=dict)
+    growth_bytes: dict[str, int] = field(default_factory=dict)
+    watched_s: dict[str, float] = field(default_factory=dict)
+
+    def note(self, name: str, process: psutil.Process) -> None:
+        with suppress(psutil.NoSuchProcess):
+            now, bytes_now = time.time(), process.memory_info().rss
+            if now - process.create_time() < WARM_S:
+                return
+            _, since, before = self.first.setdefault(process, (name, now, bytes_now))
+            self.growth_bytes[name] = max(self.growth_bytes.get(name, 0), bytes_now - before)
+            self.watched_s[name] = max(self.watched_s.get(name, 0.0), now - since)
+
+    def problems(self) -> list[str]:
+        return [
+            f"{name} grew by {grown >> 20} MiB"
+            for name, grown in sorted(self.growth_bytes.items())
+            if grown > GROWTH_BYTES
+        ]
+
+
+class Driver:
+    """One driver process, asked and killed."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        read, write = os.pipe()
+        command = [sys.executable, "-m", "headrace.actors.simulation.soaked", str(directory.path), str(write)]
+        with log_of(directory).open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=(write,), start_new_session=True
+            )
+        os.close(write)
+        self._answers = os.fdopen(read, "rb")
+
+    def ask(self, question: str) -> Any:
+        """None when the run ends without an answer. Raises TimeoutError."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(question.encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        if not select.select([self._answers], [], [], ANSWER_S)[0]:
+            raise TimeoutError(f"no answer in {ANSWER_S:g} s: {question}")
+        line = self._answers.readline()
+        return orjson.loads(line) if line else None
+
+    def process(self) -> psutil.Process:
+        return psutil.Process(self._process.pid)
+
+    def descendants(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            found: list[psutil.Process] = psutil.Process(self._process.pid).children(recursive=True)
+            return found
+        return []
+
+    def kill(self) -> list[psutil.Process]:
+        """End it; what it had started, and is still there a while later."""
+        if self._process.poll() is not None:
+            self._close()
+            return []
+        family = [process for process in self.descendants() if not _is_ray_agent(process)]
+        self._process.kill()
+        self._close()
+        left: list[psutil.Process] = psutil.wait_procs(family, timeout=GONE_S)[1]
+        return left
+
+    def end(self) -> int | None:
+        """Wait for the end of the run; its exit code, None when it has to be killed."""
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return None
+        self._close()
+        return self._process.returncode
+
+    def _close(self) -> None:
+        for pipe in (self._process.stdin, self._answers):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        self._process.wait()
+
+
+def log_of(directory: RunDirectory) -> Path:
+    """What the drivers of a run print."""
+    return directory.path / "driver.log"
+
+
+class Soak:
+    """All runs of one plan; `say` gets a line for each kill and each end."""
+
+    def __init__(self, plan: SoakPlan, say: Callable[[str], object]) -> None:
+        self._plan, self._say = plan, say
+        self._chance = random.Random(f"soak {plan.seed}")
+        self._kills: Counter[str] = Counter()
+        self._memory = Memory()
+        self._problems: list[str] = []
+        self._runs = self._drivers = self._highest_staleness = 0
+        self._ended: Counter[str] = Counter()
+
+    def run(self) -> SoakReport:
+        """Until all kills are done and the last run has ended, or one did not."""
+        began_s = time.monotonic()
+        while self._kills.total() < self._plan.kills and not self._problems:
+            self._runs += 1
+            self._one_run(f"soak-{self._runs}")
+        return SoakReport(
+            seed=self._plan.seed,
+            kills=dict(sorted(self._kills.items())),
+            runs=self._runs,
+            drivers=self._drivers,
+            steps=self._ended["steps"],
+            steps_undone=self._ended["undone"],
+            rollouts=self._ended["rollouts"],
+            max_staleness_seen=self._highest_staleness,
+            max_staleness=MAX_STALENESS,
+            growth_mib={name: grown / 2**20 for name, grown in sorted(self._memory.growth_bytes.items())},
+            watched_s=dict(sorted(self._memory.watched_s.items())),
+            seconds=time.monotonic() - began_s,
+            problems=(*self._problems, *self._memory.problems()),
+        )
+
+    def _one_run(self, name: str) -> None:
+        rule = self._chance.choice(RULES)
+        overrides = (*QUICK, f"training.steps={self._plan.steps}", f"buffer.rule={rule}", f"service.seed={self._runs}")
+        request = RunRequest(recipe=RECIPE, runs_dir=self._plan.folder, name=name, overrides=overrides)
+        _, directory = prepare(request)
+        self._say(f"run {name}, rule {rule}")
+        driver = self._start(directory)
+        try:
+            while self._kills.total() < self._plan.kills and self._pause(driver, directory):
+                driver = self._strike(driver, directory)
+            code = driver.end()
+        except TimeoutError as error:
+            self._problem(f"{name}: {error}")
+            code = None
+        finally:
+            driver.kill()
+        self._check_end(directory, code)
+
+    def _start(self, directory: RunDirectory) -> Driver:
+        self._drivers += 1
+        return Driver(directory)
+
+    def _pause(self, driver: Driver, directory: RunDirectory) -> bool:
+        """Until it is time for the next kill; False when the run ended before."""
+        if self._problems:
+            return False
+        if self._chance.random() < AT_ONCE_SHARE:
+            time.sleep(self._chance.random())
+            return True
+        step = verify(directory.path).steps if has_begun(directory.path) else 0
+        return bool(driver.ask(f"reached {step + 1}"))
+
+    def _strike(self, driver: Driver, directory: RunDirectory) -> Driver:
+        """Kill one; the driver that the run has afterwards."""
+        found: dict[str, int] | None = driver.ask("processes")
+        if found is None:
+            return driver
+        self._watch(driver, found)
+        victim = DRIVER if self._chance.random() < DRIVER_SHARE else self._chance.choice(sorted(found))
+        if victim == DRIVER:
+            if left := driver.kill():
+                self._problem(f"a dead driver left {[process.pid for process in left]}")
+            driver = self._start(directory)
+        elif not _kill_ours(driver, found[victim]):
+            return driver
+        self._kills[victim] += 1
+        self._check(directory, victim)
+        return driver
+
+    def _watch(self, driver: Driver, found: dict[str, int]) -> None:
+        """Note the memory of all that live."""
+        for name, process_id in found.items():
+            with suppress(psutil.NoSuchProcess):
+                self._memory.note(name, psutil.Process(process_id))
+        self._memory.note(DRIVER, driver.process())
+
+    def _check(self, directory: RunDirectory, victim: str) -> None:
+        """The ledger, while the run goes on."""
+        told = f"{self._kills.total():4} of {self._plan.kills}  {directory.path.name}  {victim:14}"
+        if not has_begun(directory.path):
+            self._say(f"{told} before anything was recorded")
+            return
+        report = verify(directory.path)
+        self._highest_staleness = max(self._highest_staleness, report.max_staleness_seen)
+        for problem in report.problems:
+            self._problem(f"{directory.path.name} after {victim}: {problem}")
+        if report.max_staleness_seen > MAX_STALENESS:
+            self._problem(f"{directory.path.name} after {victim}: staleness {report.max_staleness_seen}")
+        clean = "clean" if report.clean else "NOT CLEAN"
+        self._say(f"{told} step {report.steps:3}, undone {report.steps_rolled_back:3}, {clean}")
+
+    def _check_end(self, directory: RunDirectory, code: int | None) -> None:
+        """It ended by itself, with all its steps."""
+        name = directory.path.name
+        if code != 0:
+            self._problem(f"{name} ended with {code}: {log_of(directory).read_text(errors='replace').strip()[-2000:]}")
+            return
+        report = verify(directory.path)
+        whole = (report.steps, report.trained_twice, report.lost, report.poison, report.problems)
+        if whole != (self._plan.steps, 0, 0, 0, ()):
+            self._problem(f"{name}: steps, trained twice, lost, poison, problems: {whole}")
+        self._highest_staleness = max(self._highest_staleness, report.max_staleness_seen)
+        self._ended.update(steps=report.steps, undone=report.steps_rolled_back, rollouts=report.issued)
+        self._say(f"run {name} ended: {report.steps} steps, {report.steps_rolled_back} undone and done again")
+
+    def _problem(self, problem: str) -> None:
+        self._problems.append(problem)
+        self._say(f"PROBLEM: {problem}")
+
+
+def _kill_ours(driver: Driver, process_id: int) -> bool:
+    """False when it is not, or no longer, a process of this driver."""
+    for process in driver.descendants():
+        if process.pid == process_id:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+                return True
+    return False
+
+
+def _is_ray_agent(process: psutil.Process) -> bool:
+    try:
+        return process.cmdline()[0] in RAY_AGENTS
+    except (psutil.NoSuchProcess, IndexError):
+        return False
+
+
+def main(
+    kills: Annotated[int, typer.Option(min=1, help="Processes to kill, one after the other.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Of victims, pauses and rules.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 60,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+) -> None:
+    """Kill actors, learner and driver of simulated runs over real Ray, and check after each kill."""
+    with tempfile.TemporaryDirectory(prefix="headrace-soak-") as folder:
+        plan = SoakPlan(folder=Path(folder), kills=kills, seed=seed, steps=steps)
+        report = Soak(plan, typer.echo).run()
+    document = orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2)
+    if json is not None:
+        json.write_bytes(document + b"\n")
+    typer.echo(document)
+    raise typer.Exit(1 if report.problems else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

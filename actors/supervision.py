@@ -1,0 +1,200 @@
+"""One look a second at all parts of a run: how busy each station is, what is overloaded, what hangs.
+
+Invariants:
+- A part that does not answer in time is left out of the look; a look never waits longer than `STATUS_TIMEOUT_S`.
+- A learner that answers and gets nowhere with a step, a save or an opening is killed: its successor goes on from the
+  last checkpoint, and `headway` ends the run when that helps nothing.
+- What was measured goes to the metrics every `RECORD_S`, so that a report can say which station held the run up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from headrace.actors.errors import ActorLost
+from headrace.actors.learner import Stage
+from headrace.actors.pacing import Pressure
+from headrace.actors.utilisation import Station, UtilisationMeter, bottleneck
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+    from headrace.actors.config import RunConfig
+    from headrace.actors.dispatcher import Dispatcher, DispatcherStatus
+    from headrace.actors.gateway import GatewayActor
+    from headrace.actors.learner import LearnerLoop, LearnerStatus
+    from headrace.actors.metrics import MetricsLog
+    from headrace.actors.runtime import Runtime
+    from headrace.actors.sandbox_pool import SandboxPool
+    from headrace.actors.utilisation import StationLoad
+    from headrace.actors.worker import RolloutWorker, WorkerStatus
+    from headrace.sandboxes.pool.pool import PoolStatus
+    from headrace.serve.gateway import GatewayStats
+
+R = TypeVar("R")
+
+STATUS_TIMEOUT_S = 5.0
+"""A part that tells nothing for so long is shown without a value."""
+RECORD_S = 10.0
+"""Between two records of the stations."""
+_ENDS = frozenset({Stage.OPENING, Stage.STEPPING, Stage.SAVING})
+"""Stages that end by themselves, unless the learner hangs."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What is looked at."""
+
+    learner: LearnerLoop
+    dispatcher: Dispatcher
+    pool: SandboxPool
+    gateway: GatewayActor | None
+    workers: Sequence[RolloutWorker]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What each part said; None for one that did not answer."""
+
+    learner: LearnerStatus | None
+    dispatcher: DispatcherStatus | None
+    pool: PoolStatus | None
+    gateway: GatewayStats | None
+    workers: tuple[WorkerStatus | None, ...]
+
+    def in_use(self) -> dict[Station, float]:
+        """How many are in each station, of those that answered."""
+        found: dict[Station, float] = {}
+        if self.pool is not None:
+            found[Station.QUEUE] = self.pool.waiting
+            found[Station.BOOT] = self.pool.booting
+            found[Station.SANDBOX] = self.pool.booting + self.pool.live
+        if self.gateway is not None:
+            found[Station.ENGINE] = sum(self.gateway.turns_in_flight.values())
+        if all(worker is not None for worker in self.workers):
+            phases = [worker.phases for worker in self.workers if worker is not None]
+            found[Station.EVALUATOR] = sum(phase.get("evaluate", 0) for phase in phases)
+            turns = [worker.turns for worker in self.workers if worker is not None and worker.turns is not None]
+            if turns:
+                found[Station.ENGINE] = sum(turns)
+            if any("simulator" in phase for phase in phases):
+                found[Station.SIMULATOR] = sum(phase.get("simulator", 0) for phase in phases)
+        if self.learner is not None:
+            found[Station.LEARNER] = 0.0 if self.learner.stage is Stage.WAITING else 1.0
+        return found
+
+
+class Supervision:
+    """Of one service; `look` once every `SUPERVISION_S`."""
+
+    def __init__(self, config: RunConfig, runtime: Runtime, metrics: MetricsLog, parts: Parts) -> None:
+        self._config, self._runtime, self._metrics, self._parts = config, runtime, metrics, parts
+        self._meter = UtilisationMeter()
+        self.loads: tuple[StationLoad, ...] = ()
+        """Over the last full stretch."""
+        self.held_up_by: StationLoad | None = None
+
+    async def look(self) -> Look:
+        """Ask every part, keep what it says, and act on it."""
+        parts = self._parts
+        learner, dispatcher, pool, gateway, workers = await asyncio.gather(
+            or_none(parts.learner.status),
+            or_none(parts.dispatcher.status),
+            or_none(parts.pool.status),
+            _nothing() if parts.gateway is None else or_none(parts.gateway.stats),
+            asyncio.gather(*(or_none(worker.status) for worker in parts.workers)),
+        )
+        look = Look(learner=learner, dispatcher=dispatcher, pool=pool, gateway=gateway, workers=tuple(workers))
+        self._measure(look)
+        await self._end_hung(learner)
+        await self._pace(look)
+        return look
+
+    def diagnosis(self) -> str:
+        """The stations in words."""
+        told = "; ".join(load.line() for load in self.loads) or "stations not measured yet"
+        return told if self.held_up_by is None else f"{told}; held up by {self.held_up_by.station}"
+
+    def _measure(self, look: Look) -> None:
+        in_use = look.in_use()
+        if look.dispatcher is None:
+            return
+        self._meter.sample(time.monotonic(), in_use, look.dispatcher.finished)
+        if self._meter.seconds < RECORD_S:
+            return
+        self.loads = self._meter.loads(capacities(self._config, look.pool))
+        self.held_up_by = bottleneck(self.loads, look.dispatcher.in_flight + look.dispatcher.evaluating)
+        self._metrics.append("stations", record_of(self.loads, self.held_up_by, self._meter.seconds))
+        self._meter.reset()
+
+    async def _end_hung(self, learner: LearnerStatus | None) -> None:
+        limit_s = self._config.training.stage_timeout_s
+        if learner is not None and learner.stage in _ENDS and learner.stage_s > limit_s:
+            logger.error("the learner is %s for %.0f s (training.stage_timeout_s) and is killed", *_stage(learner))
+            await self._runtime.restart(self._parts.learner, learner.process_id)
+
+    async def _pace(self, look: Look) -> None:
+        """Tell the dispatcher how loaded engines and services are."""
+        if not self._config.dispatcher.pacing.enabled:
+            return
+        # Simulated engines have no queue: they take every turn at once.
+        turns = None if look.gateway is None else look.in_use().get(Station.ENGINE)
+        queue = None if turns is None else turns / _engine_places(self._config)
+        outside = (Station.BOOT, Station.EVALUATOR, Station.SIMULATOR)
+        latencies = tuple(
+            (load.station.value, load.mean_s)
+            for load in self.loads
+            if load.station in outside and load.mean_s is not None
+        )
+        pressure = Pressure(engine_queue=queue, latencies_s=latencies)
+        await or_none(lambda: self._parts.dispatcher.pace(pressure))
+
+
+def capacities(config: RunConfig, pool: PoolStatus | None) -> Mapping[Station, float]:
+    """How many each station takes; those without an entry have no size."""
+    hosts = max(1, len(pool.hosts)) if pool is not None else 1
+    sizes = {
+        Station.BOOT: config.sandbox.pool.boot_concurrency * hosts,
+        Station.SANDBOX: config.sandbox.pool.max_live * hosts,
+        Station.LEARNER: 1.0,
+    }
+    return sizes if config.engines.backend == "simulated" else sizes | {Station.ENGINE: _engine_places(config)}
+
+
+def record_of(loads: Sequence[StationLoad], held_up_by: StationLoad | None, seconds: float) -> dict[str, object]:
+    """The metrics record of one stretch."""
+    return {
+        "seconds": seconds,
+        "held_up_by": None if held_up_by is None else held_up_by.station.value,
+        "stations": {
+            load.station.value: {"in_use": load.in_use, "capacity": load.capacity, "mean_s": load.mean_s}
+            for load in loads
+        },
+    }
+
+
+def _engine_places(config: RunConfig) -> int:
+    return config.engines.count * config.engines.max_running
+
+
+def _stage(learner: LearnerStatus) -> tuple[str, float]:
+    return learner.stage.value, learner.stage_s
+
+
+async def _nothing() -> None:
+    """Of a part that this run has not."""
+
+
+async def or_none(call: Callable[[], Awaitable[R]]) -> R | None:
+    """What a part says, None when it is lost or slow."""
+    try:
+        async with asyncio.timeout(STATUS_TIMEOUT_S):
+            return await call()
+    except (ActorLost, TimeoutError):
+        return None

@@ -1,0 +1,124 @@
+"""`headrace tune`: read, fit, search, choose, write.
+
+Invariant: everything is checked before the search begins: an output folder that cannot be made costs no minutes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+from pydantic import ValidationError
+
+from headrace.actors.config import explain
+from headrace.actors.errors import ConfigError
+from headrace.actors.simulation.plan import Mode, SimulationPlan, apply_setting
+from headrace.actors.tuning.candidates import Candidate, Space, candidates
+from headrace.actors.tuning.fitting import Fit, fit
+from headrace.actors.tuning.page import page
+from headrace.actors.tuning.picture import pareto_png
+from headrace.actors.tuning.recorded_run import read_run
+from headrace.actors.tuning.records import Recording, read_traces
+from headrace.actors.tuning.result import Tuned
+from headrace.actors.tuning.searching import Effort, search
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+TURNS: Final = 2
+"""Of a simulated rollout: versions change between turns, durations do not."""
+PAGE: Final = "docs/tuning.md"
+PICTURE, HTML, JSON, TOML = "tuning.png", "tuning.html", "tuning.json", "tuning.toml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneRequest:
+    """What the command line asked for. `overrides` are keys of the plan: what a record does not know, or gets wrong."""
+
+    source: Path
+    out: Path | None = None
+    steps: int = 48
+    seed: int = 0
+    within: float = 0.03
+    space: Space = field(default_factory=Space)
+    overrides: Sequence[str] = ()
+    processes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A search that can begin."""
+
+    request: TuneRequest
+    recording: Recording
+    fit: Fit
+    base: SimulationPlan
+    candidates: tuple[Candidate, ...]
+
+
+def prepare_tuning(request: TuneRequest) -> Prepared:
+    """Read and fit. Raises ConfigError, RunMissing, LedgerRefused."""
+    source = request.source
+    if not source.exists():
+        raise ConfigError(f"{source}: there is no such run or file")
+    recording = read_run(source) if source.is_dir() else read_traces(source)
+    fitted = fit(recording)
+    base = _plan(recording, fitted, request)
+    found = candidates(base, fitted, request.space, recording.sandboxes)
+    if request.out is not None:
+        _make(request.out)
+    return Prepared(request=request, recording=recording, fit=fitted, base=base, candidates=found)
+
+
+def run_tuning(prepared: Prepared, say: Callable[[int, int, int], None]) -> Tuned:
+    """Search, choose, and write what was asked for. Raises ConfigError."""
+    request = prepared.request
+    effort = Effort(steps=request.steps, processes=request.processes or os.cpu_count() or 1, within=request.within)
+    searched = search(prepared.candidates, prepared.base, effort, say)
+    tuned = Tuned(recording=prepared.recording, fit=prepared.fit, base=prepared.base, searched=searched)
+    if request.out is not None:
+        write(tuned, request.out)
+    return tuned
+
+
+def write(tuned: Tuned, out: Path) -> None:
+    """Picture, page, JSON and TOML."""
+    png = pareto_png(tuned.searched)
+    (out / PICTURE).write_bytes(png)
+    (out / HTML).write_text(page(tuned, png), encoding="utf-8")
+    (out / JSON).write_bytes(orjson.dumps(tuned.to_json(), option=orjson.OPT_INDENT_2) + b"\n")
+    (out / TOML).write_text(tuned.toml(), encoding="utf-8")
+
+
+def _plan(recording: Recording, fitted: Fit, request: TuneRequest) -> SimulationPlan:
+    """What was recorded, in virtual time."""
+    document: dict[str, Any] = {
+        **recording.settings,
+        "mode": Mode.ASYNC,
+        "durations": fitted.durations.model_dump(),
+        "chances": fitted.chances,
+        "failure": round(min(0.9, recording.failure), 4),
+        "turns": TURNS,
+        "seed": request.seed,
+    }
+    # A bound of 0 is that of mode sync, which has no rule to tune.
+    document["max_staleness"] = max(1, document.get("max_staleness", 4))
+    for override in request.overrides:
+        apply_setting(document, override)
+    if "learner_s" not in document:
+        raise ConfigError(f"{recording.source}: the learner is not in it; add --set learner_s=SECONDS of one step")
+    try:
+        return SimulationPlan.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(f"tune: {explain(error, page=PAGE)}") from error
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / JSON).touch()
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}); name a folder") from error

@@ -1,0 +1,190 @@
+"""A run directory, or a ledger that `headrace simulate --keep` left, as a `Recording`.
+
+Invariants:
+- Everything comes from the ledger, the metrics and the configuration that lie there; nothing is changed.
+- Where the run waited (for a place, for slots, for the learner) is no part of a duration: the simulation makes its own
+  waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.errors import ConfigError
+from headrace.actors.launch import reopen
+from headrace.actors.metrics import read_metrics
+from headrace.actors.run_directory import RunDirectory
+from headrace.actors.simulation.plan import MOST_WARMUP_STEPS
+from headrace.actors.tuning.records import Observation, Recording
+from headrace.buffer.evidence import read_evidence
+from headrace.buffer.types import Cause
+from headrace.sandboxes.simulated.provider import SimulationConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from headrace.actors.config import RunConfig
+    from headrace.buffer.evidence import Evidence
+    from headrace.buffer.records import AttemptRecord
+
+BEFORE: Final = ("boot", "prepare")
+"""Phases before the agent, without the wait for a place."""
+_PLANNED: Final = frozenset(
+    {"batch_size", "group_size", "max_staleness", "rule", "unfinished", "mode", "max_in_flight", "passes"}
+)
+"""Keys of [buffer] that a candidate decides, or that a simulation has no use for."""
+
+
+def read_run(path: Path) -> Recording:
+    """Raises ConfigError, RunMissing, LedgerRefused."""
+    evidence = read_evidence(path)
+    if not evidence.commits:
+        raise ConfigError(f"{path}: the run has made no step yet: there is no time of a step to compare with")
+    directory = RunDirectory(path=path)
+    config = reopen(path)[0] if directory.config.is_file() else None
+    metrics = read_metrics(directory.metrics)
+    timed = _steps(evidence)
+    settings = _sizes(evidence) if config is None else _configured(config, directory)
+    settings |= _learner(evidence, metrics, timed) | _overheads(evidence)
+    if pushes := [float(record["total_s"]) for record in metrics if record.get("kind") == "push"]:
+        settings["push_s"] = fmean(pushes)
+    ends = Counter(attempt.cause for attempt in evidence.attempts if attempt.offered)
+    scored = sum(1 for attempt in evidence.attempts if attempt.reward is not None)
+    pool = None if config is None else config.sandbox.pool
+    reserved = 0 if config is None else config.dispatcher.evaluation_slots
+    return Recording(
+        source=str(path),
+        observations=tuple(_observations(evidence)),
+        settings=settings,
+        cap_s=math.inf if config is None else config.rollout.agent_timeout_s,
+        failure=ends[Cause.INFRA] / max(1, scored + ends[Cause.INFRA]),
+        step_s=fmean(timed) if timed else None,
+        workers=1 if config is None else config.service.workers,
+        capped=config is not None and config.buffer.max_in_flight is not None,
+        sandboxes=None if pool is None else pool.max_live - pool.evaluation_reserve - reserved,
+    )
+
+
+def _configured(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
+    buffer = config.buffer
+    slots = config.dispatcher.slots_per_worker * config.service.workers
+    simulated = config.engines.backend == "simulated"
+    return {
+        "slots": slots if buffer.max_in_flight is None else min(slots, buffer.max_in_flight),
+        "batch_size": buffer.batch_size,
+        "group_size": buffer.group_size,
+        "max_staleness": buffer.max_staleness,
+        "rule": buffer.rule,
+        "mode": buffer.mode,
+        "tasks": _lines(directory.train_tasks),
+        "push": config.engines.simulated.push if simulated else "overlap",
+        "buffer": {
+            key: value
+            for key, value in buffer.model_dump(mode="json", exclude_defaults=True).items()
+            if key not in _PLANNED - {"unfinished"}
+        },
+    }
+
+
+def _lines(path: Path) -> int:
+    return max(1, len(path.read_bytes().splitlines())) if path.is_file() else 512
+
+
+def _sizes(evidence: Evidence) -> dict[str, Any]:
+    """What a ledger alone shows of its run's settings."""
+    members = Counter(rollout.group_id for rollout in evidence.rollouts)
+    rules = Counter(group.rule for group in evidence.groups if group.rule)
+    changes = [(attempt.issued_at_s, 1) for attempt in evidence.attempts]
+    changes += [(attempt.ended_at_s, -1) for attempt in evidence.attempts if attempt.ended_at_s is not None]
+    in_flight = most = 0
+    for _, change in sorted(changes):
+        in_flight += change
+        most = max(most, in_flight)
+    return {
+        "slots": most,
+        "batch_size": max(len(batch.members) for batch in evidence.batches),
+        "group_size": max(2, *members.values()),
+        "max_staleness": evidence.commits[-1].max_staleness,
+        "rule": rules.most_common(1)[0][0] if rules else "all",
+        "mode": "async",
+        "tasks": max(1, len(evidence.tasks)),
+    }
+
+
+def _steps(evidence: Evidence) -> list[float]:
+    """Times between commits of one incarnation, those of the warm-up left out."""
+    commits = [commit for commit in evidence.commits if commit.rolled_back_by is None]
+    measured = commits[min(MOST_WARMUP_STEPS, len(commits) // 2) :]
+    return [
+        later.committed_at_s - earlier.committed_at_s
+        for earlier, later in pairwise(measured)
+        if earlier.epoch == later.epoch
+    ]
+
+
+def _learner(evidence: Evidence, metrics: Sequence[dict[str, Any]], timed: Sequence[float]) -> dict[str, float]:
+    """The learner's own time of a step, with its commit and its checkpoints; never its waits."""
+    steps = [float(record["step_s"]) for record in metrics if record.get("kind") == "step" and "step_s" in record]
+    steps = steps or [commit.metrics["learner_s"] for commit in evidence.commits if "learner_s" in commit.metrics]
+    steps = steps or list(timed)
+    return {"learner_s": fmean(steps)} if steps else {}
+
+
+def _overheads(evidence: Evidence) -> dict[str, float]:
+    """Mean times around the agent: before it, and after it with what is in no phase."""
+    before_s, after_s = [], []
+    for attempt in evidence.attempts:
+        if attempt.reward is None or attempt.ended_at_s is None:
+            continue
+        phases = Counter[str]()
+        for phase, seconds in attempt.phases_s:
+            phases[phase] += seconds  # type: ignore[assignment]
+        before_s.append(sum(phases[phase] for phase in BEFORE))
+        outside_s = attempt.ended_at_s - attempt.issued_at_s - sum(phases.values())
+        after_s.append(phases["evaluate"] + max(0.0, outside_s))
+    if not before_s:
+        return {}
+    # Simulated boots are lognormal about a median.
+    spread = math.exp(SimulationConfig().boot_sigma ** 2 / 2)
+    return {"boot_s": max(1e-3, fmean(before_s) / spread), "evaluate_s": fmean(after_s)}
+
+
+def _observations(evidence: Evidence) -> Iterator[Observation]:
+    tasks = {group.group_id: group.task_id for group in evidence.groups}
+    groups = {rollout.rollout_id: rollout.group_id for rollout in evidence.rollouts}
+    ended_s = max((_last_seen_s(attempt) for attempt in evidence.attempts), default=0.0)
+    ended_s = max([ended_s, *(commit.committed_at_s for commit in evidence.commits)])
+    overhead = _overheads(evidence)
+    before_s = overhead.get("boot_s", 0.0)
+    for attempt in evidence.attempts:
+        seen = _seen(attempt, ended_s, before_s)
+        if seen is not None:
+            seconds, finished = seen
+            task = str(tasks[groups[attempt.rollout_id]])
+            yield Observation(task=task, seconds=seconds, finished=finished, reward=attempt.reward)
+
+
+def _seen(attempt: AttemptRecord, record_ended_s: float, before_s: float) -> tuple[float, bool] | None:
+    """How long the agent was seen to work, and whether it ended by itself; None where nothing tells."""
+    agent_s = sum(seconds for phase, seconds in attempt.phases_s if phase == "agent")
+    if attempt.reward is not None:
+        return (agent_s, True) if agent_s or attempt.phases_s else None
+    if agent_s:
+        return agent_s, False
+    if attempt.cause is Cause.CANCELLED and not attempt.offered:
+        # Its driver was lost, nobody knows when.
+        return None
+    if attempt.cause is Cause.INFRA and attempt.phases_s:
+        # It died before its agent began.
+        return None
+    elapsed_s = (attempt.ended_at_s or record_ended_s) - attempt.issued_at_s - before_s
+    return (elapsed_s, False) if elapsed_s > 0 else None
+
+
+def _last_seen_s(attempt: AttemptRecord) -> float:
+    return attempt.issued_at_s if attempt.ended_at_s is None else attempt.ended_at_s

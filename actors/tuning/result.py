@@ -1,0 +1,135 @@
+"""What the tuner found: lines and a table for a person, JSON, and the TOML to paste.
+
+Invariant: what is pasted is what was simulated: every key that the chosen setting changes is in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from rich.table import Table
+
+from headrace.actors.tuning.candidates import recorded_candidate
+from headrace.actors.tuning.choosing import pareto_front
+
+if TYPE_CHECKING:
+    from headrace.actors.simulation.plan import SimulationPlan
+    from headrace.actors.tuning.fitting import Fit
+    from headrace.actors.tuning.records import Recording
+    from headrace.actors.tuning.searching import Prediction, Searched
+    from headrace.actors.tuning.trial import Trial
+
+COLUMNS = ("step s", "staleness", "largest", "waste", "slow decile", "reward", "evicted/step", "learner")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """One search, with what it rests on."""
+
+    recording: Recording
+    fit: Fit
+    base: SimulationPlan
+    searched: Searched
+
+    @property
+    def chosen(self) -> Trial:
+        return self.searched.chosen
+
+    def finals(self) -> list[Trial]:
+        """Fastest first."""
+        return sorted(self.searched.finals, key=lambda trial: (trial.step_s, trial.candidate))
+
+    def toml(self) -> str:
+        """The lines to paste into the recipe."""
+        candidate, recorded = self.chosen.candidate, recorded_candidate(self.base)
+        buffer: dict[str, object] = {
+            "mode": "async",
+            "rule": candidate.rule,
+            "unfinished": candidate.unfinished,
+            "max_staleness": candidate.max_staleness,
+        }
+        if candidate.over_issue:
+            buffer["group_size"] = self.base.group_size + candidate.over_issue
+        if self.recording.capped:
+            buffer["max_in_flight"] = candidate.slots
+        lines = ["[buffer]", *(f"{key} = {orjson.dumps(value).decode()}" for key, value in buffer.items())]
+        if candidate.slots != recorded.slots:
+            lines += ["", "[dispatcher]", f"slots_per_worker = {-(-candidate.slots // self.recording.workers)}"]
+        return "\n".join(lines) + "\n"
+
+    def lines(self) -> list[str]:
+        """What is known, and what is predicted."""
+        fit, recorded = self.fit, self.searched.recorded
+        before, after = self.searched.recorded_prediction, self.searched.chosen_prediction
+        measured = f", {self.recording.step_s:.3g} s measured" if self.recording.step_s else ""
+        attempts = f"{fit.finished} attempts ended and {fit.unfinished} did not, at {fit.tasks} tasks"
+        means = f"mean {fit.mean_s:.3g} s ({fit.naive_mean_s:.3g} s of those that ended)"
+        chosen = f"chosen ({self.chosen.candidate.label()}): {_spread(after)} a step predicted"
+        said = [
+            f"{attempts}: {means}; {fit.durations.task_share:.0%} of the variance is the task's",
+            f"recorded setting ({recorded.candidate.label()}): {_spread(before)} a step predicted{measured}",
+            f"{chosen}, {before.step_s / after.step_s:.2f} times as fast",
+        ]
+        if fit.beyond > 0.01:
+            said.append(
+                f"{fit.beyond:.1%} of attempts take longer than any that ended: a lognormal stands for them; "
+                "record a longer run to know"
+            )
+        if self.chosen.candidate.slots > self.base.slots:
+            said.append("durations are those of the recorded load: more slots may make the engines slower")
+        return said
+
+    def table(self) -> Table:
+        table = Table("", "setting", box=None)
+        for column in COLUMNS:
+            table.add_column(column, justify="right")
+        for trial in self.finals():
+            style = "bold" if trial == self.chosen else None
+            table.add_row(self.mark(trial), trial.candidate.label(), *cells(trial), style=style)
+        return table
+
+    def mark(self, trial: Trial) -> str:
+        """`>` chosen, `=` recorded, `*` on the front."""
+        if trial == self.chosen:
+            return ">"
+        if trial == self.searched.recorded:
+            return "="
+        return "*" if trial in pareto_front(self.searched.finals) else ""
+
+    def to_json(self) -> dict[str, Any]:
+        front = pareto_front(self.searched.finals)
+        return {
+            "source": self.recording.source,
+            "fit": self.fit.to_json(),
+            "recorded_step_s": self.recording.step_s,
+            "recorded": self.searched.recorded.to_json(),
+            "recorded_prediction": asdict(self.searched.recorded_prediction),
+            "chosen": self.chosen.to_json(),
+            "chosen_prediction": asdict(self.searched.chosen_prediction),
+            "toml": self.toml(),
+            "trials": [trial.to_json() | {"on_front": trial in front} for trial in self.finals()],
+            "screened": [trial.to_json() for trial in self.searched.screened],
+            "failed": [asdict(failed) for failed in self.searched.failed],
+            "plan": self.base.model_dump(mode="json", exclude={"durations", "chances"}),
+        }
+
+
+def _spread(prediction: Prediction) -> str:
+    """`26.1 s (25.2 to 27.3 s)`, by seed."""
+    return f"{prediction.step_s:.3g} s ({prediction.least_s:.3g} to {prediction.greatest_s:.3g} s)"
+
+
+def cells(trial: Trial) -> tuple[str, ...]:
+    """One for each of `COLUMNS`."""
+    return (
+        f"{trial.step_s:.3g}",
+        f"{trial.mean_staleness:.2f}",
+        str(trial.max_staleness),
+        f"{trial.waste:.1%}",
+        f"{trial.slow_share:.2f}",
+        f"{trial.reward_bias:+.3f}",
+        f"{trial.evictions:.2f}",
+        f"{trial.learner_share:.0%}",
+    )

@@ -1,0 +1,153 @@
+"""Few steps for all candidates, many for those that may be chosen (successive halving: K. Jamieson and A. Talwalkar,
+AISTATS 2016), and other seeds for the one that is.
+
+Invariants:
+- What is predicted of the chosen setting comes from seeds that it was not chosen by: the best of many is also the
+  luckiest of them.
+- The same record, space and seed give the same result, whatever the number of processes.
+- All candidates meet the same tasks, durations and rewards: what differs between them is their own doing.
+- The recorded setting goes through every round: it is what the others are compared with.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Final
+
+from headrace.actors.errors import ConfigError
+from headrace.actors.tuning.choosing import WITHIN, choose, pareto_front
+from headrace.actors.tuning.trial import FailedTrial, Trial, run_trial
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from headrace.actors.simulation.plan import SimulationPlan
+    from headrace.actors.tuning.candidates import Candidate
+
+LEAST_STEPS: Final = 8
+"""Of a trial: half of them warm up."""
+SURVIVORS: Final = 1 / 3
+MOST_SURVIVORS: Final = 16
+CONFIRMATIONS: Final = 3
+"""Other seeds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """`steps` of the second round's trials; a quarter of that in the first, at least 8. `processes` share the trials.
+    `within` as in `choose`."""
+
+    steps: int
+    processes: int
+    within: float = WITHIN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Of one setting: mean time of a step over seeds, and the least and the greatest."""
+
+    step_s: float
+    least_s: float
+    greatest_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One trial to run."""
+
+    candidate: Candidate
+    base: SimulationPlan
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """`finals` had all steps, `screened` only the first round's, `failed` got nowhere."""
+
+    recorded: Trial
+    chosen: Trial
+    recorded_prediction: Prediction
+    chosen_prediction: Prediction
+    finals: tuple[Trial, ...]
+    screened: tuple[Trial, ...]
+    failed: tuple[FailedTrial, ...]
+
+
+def search(
+    candidates: Sequence[Candidate], base: SimulationPlan, effort: Effort, say: Callable[[int, int, int], None]
+) -> Searched:
+    """`candidates[0]` is the recorded one. `say` hears (round, trials done, trials in all). Raises ConfigError when the
+    recorded one cannot be simulated."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=effort.processes, mp_context=context, initializer=_quiet) as pool:
+        screening = max(LEAST_STEPS, effort.steps // 4)
+        first = _round(pool, [Job(item, base, screening) for item in candidates], lambda *now: say(1, *now))
+        trials = [trial for trial in first if isinstance(trial, Trial)]
+        kept = [candidates[0], *survivors(trials, candidates[0])]
+        second = _round(pool, [Job(item, base, effort.steps) for item in kept], lambda *now: say(2, *now))
+        finals = tuple(trial for trial in second if isinstance(trial, Trial))
+        failed = tuple(trial for trial in (*first, *second) if isinstance(trial, FailedTrial))
+        recorded = _recorded(finals, failed, candidates[0])
+        chosen = choose(finals, within=effort.within)
+        jobs = [Job(trial.candidate, again, effort.steps) for again in _reseeded(base) for trial in (recorded, chosen)]
+        third = _round(pool, jobs, lambda *now: say(3, *now))
+    return Searched(
+        recorded=recorded,
+        chosen=chosen,
+        recorded_prediction=_prediction(third[0::2]),
+        chosen_prediction=_prediction(third[1::2]),
+        finals=finals,
+        screened=tuple(trial for trial in trials if trial.candidate not in set(kept)),
+        failed=failed,
+    )
+
+
+def _recorded(finals: Sequence[Trial], failed: Sequence[FailedTrial], candidate: Candidate) -> Trial:
+    for trial in finals:
+        if trial.candidate == candidate:
+            return trial
+    reason = next(trial.reason for trial in failed if trial.candidate == candidate)
+    raise ConfigError(f"tune: the recorded setting {candidate.label()} cannot be simulated: {reason}")
+
+
+def _reseeded(base: SimulationPlan) -> list[SimulationPlan]:
+    return [base.model_copy(update={"seed": base.seed + 1 + number}) for number in range(CONFIRMATIONS)]
+
+
+def _prediction(trials: Sequence[Trial | FailedTrial]) -> Prediction:
+    """Raises ConfigError when the setting fails with other seeds."""
+    times_s = [trial.step_s for trial in trials if isinstance(trial, Trial)]
+    for trial in trials:
+        if isinstance(trial, FailedTrial):
+            raise ConfigError(f"tune: {trial.candidate.label()} fails with another seed: {trial.reason}")
+    return Prediction(step_s=fmean(times_s), least_s=min(times_s), greatest_s=max(times_s))
+
+
+def _quiet() -> None:
+    """Failures that the plan asks for are no news."""
+    logging.getLogger("headrace").setLevel(logging.ERROR)
+
+
+def _round(
+    pool: ProcessPoolExecutor, jobs: Sequence[Job], say: Callable[[int, int], None]
+) -> list[Trial | FailedTrial]:
+    futures = [pool.submit(run_trial, job.candidate, job.base, job.steps) for job in jobs]
+    results = []
+    for done, future in enumerate(futures, start=1):
+        results.append(future.result())
+        say(done, len(futures))
+    return results
+
+
+def survivors(trials: Sequence[Trial], recorded: Candidate) -> list[Candidate]:
+    """The fastest third, and what no other beats in everything; the fastest of these if there are too many."""
+    by_speed = sorted(trials, key=lambda trial: (trial.step_s, trial.candidate))
+    fastest = by_speed[: max(1, round(SURVIVORS * len(by_speed)))]
+    front = pareto_front(trials)
+    kept = [trial.candidate for trial in by_speed if trial in fastest or trial in front]
+    others = [candidate for candidate in kept if candidate != recorded]
+    return others[: MOST_SURVIVORS - 1]

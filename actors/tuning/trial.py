@@ -1,0 +1,151 @@
+"""One candidate in virtual time, and what its ledger shows.
+
+Invariants:
+- Bias is counted against what the same attempts would have been without any rule or bound: durations and rewards of all
+  rollouts that were issued are draws that are known, also of those that were cancelled or evicted.
+- A trial depends on its plan alone: processes and their order change nothing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.errors import ConfigError, RunStalled
+from headrace.actors.simulation.durations import Durations
+from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.simulation.tasks import is_solved
+from headrace.buffer.evidence import read_evidence
+from headrace.buffer.records import RolloutState
+from headrace.buffer.tasks import SimulatedVerdict
+
+if TYPE_CHECKING:
+    from headrace.actors.simulation.plan import SimulationPlan
+    from headrace.actors.tuning.candidates import Candidate
+    from headrace.buffer.evidence import Evidence
+    from headrace.buffer.tasks import Task
+    from headrace.buffer.types import RolloutId
+
+SLOW: Final = 0.9
+"""Rank from which an attempt belongs to the slowest decile."""
+LOST: Final = frozenset({RolloutState.EVICTED, RolloutState.CANCELLED, RolloutState.POISON})
+"""Ends of rollouts that train nothing; what has not ended may still be trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bias:
+    """`slow_share`: the slowest tenth of what is issued, as a share of what is trained, over a tenth; 1 is none lost.
+    `reward`: mean reward of what is trained less that of what is issued."""
+
+    slow_share: float
+    reward: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A candidate and its figures over the measured steps. `waste` as in `Account`; `evictions` are for each step."""
+
+    candidate: Candidate
+    steps: int
+    step_s: float
+    mean_staleness: float
+    max_staleness: int
+    waste: float
+    evictions: float
+    slow_share: float
+    reward_bias: float
+    learner_share: float
+
+    @property
+    def length_bias(self) -> float:
+        """How far the slowest decile's share is from what it should be."""
+        return abs(1.0 - self.slow_share)
+
+    @property
+    def loss(self) -> float:
+        """Waste and both biases, as shares, added up: what a fast setting may cost."""
+        return self.waste + self.length_bias + abs(self.reward_bias)
+
+    def to_json(self) -> dict[str, Any]:
+        figures = {key: value for key, value in asdict(self).items() if key != "candidate"}
+        return asdict(self.candidate) | figures | {"length_bias": self.length_bias, "loss": self.loss}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedTrial:
+    """A candidate that gets nowhere."""
+
+    candidate: Candidate
+    reason: str
+
+
+def run_trial(candidate: Candidate, base: SimulationPlan, steps: int) -> Trial | FailedTrial:
+    """In this process."""
+    plan = candidate.plan(base, steps=steps)
+    with tempfile.TemporaryDirectory(prefix="headrace-tune-") as folder:
+        kept = Path(folder) / "ledger"
+        try:
+            account, _ = run_plan(plan, kept)
+        except (RunStalled, ConfigError) as error:
+            return FailedTrial(candidate=candidate, reason=str(error))
+        bias = measure_bias(read_evidence(kept), plan)
+    if account.problems or account.max_staleness > plan.max_staleness:
+        return FailedTrial(candidate=candidate, reason=f"its ledger is not clean: {account.problems[:1]}")
+    trained = sum(account.staleness.values())
+    return Trial(
+        candidate=candidate,
+        steps=steps,
+        step_s=account.step_s,
+        mean_staleness=sum(staleness * count for staleness, count in account.staleness.items()) / max(1, trained),
+        max_staleness=account.max_staleness,
+        waste=account.waste,
+        evictions=account.evicted / steps,
+        slow_share=bias.slow_share,
+        reward_bias=bias.reward,
+        learner_share=account.learner_share,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    duration_s: float
+    reward: float
+
+
+def measure_bias(evidence: Evidence, plan: SimulationPlan) -> Bias:
+    """What is trained beside what was issued. Only rollouts that could have ended by now count."""
+    tasks = {task.id: task for task in plan.task_set()}
+    of_group = {group.group_id: tasks[group.task_id] for group in evidence.groups}
+    ended_s = max((commit.committed_at_s for commit in evidence.commits), default=0.0)
+    began_s = {attempt.rollout_id: attempt.issued_at_s for attempt in evidence.attempts if attempt.attempt == 1}
+    issued = [rollout for rollout in evidence.rollouts if rollout.rollout_id in began_s]
+    old = [rollout for rollout in issued if began_s[rollout.rollout_id] <= ended_s - plan.longest_s]
+    durations = Durations(plan.durations, seed=plan.seed)
+    first, last = [], []
+    for rollout in old or issued:
+        task = of_group[rollout.group_id]
+        first.append(_draw(durations, task, rollout.rollout_id, 1))
+        if rollout.state not in LOST:
+            last.append(_draw(durations, task, rollout.rollout_id, max(1, rollout.attempt)))
+    return _bias(first, last)
+
+
+def _bias(issued: list[_Draw], trained: list[_Draw]) -> Bias:
+    if not issued or not trained:
+        return Bias(slow_share=1.0, reward=0.0)
+    slow_s = sorted(draw.duration_s for draw in issued)[int(SLOW * len(issued))]
+    expected = fmean(draw.duration_s >= slow_s for draw in issued)
+    return Bias(
+        slow_share=fmean(draw.duration_s >= slow_s for draw in trained) / expected,
+        reward=fmean(draw.reward for draw in trained) - fmean(draw.reward for draw in issued),
+    )
+
+
+def _draw(durations: Durations, task: Task, rollout_id: RolloutId, attempt: int) -> _Draw:
+    """As the simulated agent and evaluator draw."""
+    solved = is_solved(task, SimulatedVerdict.parse(task.evaluator.expected).success, f"{rollout_id}.{attempt}")
+    duration_s = durations.draw_s(f"{task.id} {rollout_id} {attempt}", task=task.id, solved=solved)
+    return _Draw(duration_s=duration_s, reward=float(solved))

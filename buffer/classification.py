@@ -1,0 +1,73 @@
+"""What a result says, as the ledger counts it.
+
+Invariants:
+- A failure has no reward, whatever the worker says; a result that contradicts itself is a failure of ours.
+- Trained tokens are counted by the version that sampled them, from the trajectory itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.buffer.records import TrainedTokens
+from headrace.buffer.types import Cause, Outcome
+
+if TYPE_CHECKING:
+    from headrace.buffer.types import RolloutResult, Row, Trajectory
+    from headrace.buffer.versions import PolicyVersion, VersionTree
+
+FAILED = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON})
+"""Ends that lead to a new attempt and count as a failure."""
+
+
+def classify(result: RolloutResult, tree: VersionTree) -> tuple[Outcome, tuple[TrainedTokens, ...]]:
+    """The outcome as the ledger counts it, and what was sampled by whom.
+
+    A failure has no reward, whatever the worker says, and a result that contradicts itself is a failure of ours.
+    """
+    outcome = result.outcome
+    if outcome.cause in FAILED or outcome.cause is Cause.CANCELLED:
+        return replace(outcome, reward=None, trainable=False), ()
+    if outcome.reward is None or not math.isfinite(outcome.reward):
+        return Outcome.infra(f"malformed result: cause {outcome.cause} with reward {outcome.reward}"), ()
+    try:
+        return outcome, trained_tokens(result.trajectory, tree)
+    except ValueError as error:
+        return Outcome.infra(f"malformed result: {error}"), ()
+
+
+def trained_tokens(trajectory: Trajectory | None, tree: VersionTree) -> tuple[TrainedTokens, ...]:
+    """How many trained tokens each version sampled. ValueError when arrays or spans do not fit, or a version is
+    unknown."""
+    counts: dict[PolicyVersion, int] = {}
+    for row in trajectory.rows if trajectory else ():
+        for version, tokens in _row_tokens(row):
+            counts[version] = counts.get(version, 0) + tokens
+    for version in counts:
+        if version.epoch not in tree.forks:
+            raise ValueError(f"sampled by version {version}, whose epoch was never opened")
+    return tuple(TrainedTokens(version=version, tokens=counts[version]) for version in sorted(counts))
+
+
+def _row_tokens(row: Row) -> list[tuple[PolicyVersion, int]]:
+    length = len(row.tokens_T)
+    if len(row.loss_mask_T) != length or len(row.logprobs_T) != length:
+        raise ValueError("the arrays of a row differ in length")
+    cumulative = np.concatenate(([0], np.cumsum(row.loss_mask_T)))
+    counts, end = [], 0
+    for span in row.versions:
+        if not end <= span.start < span.end <= length:
+            raise ValueError(f"version span [{span.start}, {span.end}) does not fit")
+        end = span.end
+        tokens = int(cumulative[span.end] - cumulative[span.start])
+        if tokens:
+            counts.append((span.version, tokens))
+    if sum(tokens for _, tokens in counts) != int(cumulative[-1]):
+        raise ValueError("trained tokens lie outside the version spans")
+    if not np.isfinite(row.logprobs_T).all():
+        raise ValueError("log-probabilities are not finite")
+    return counts

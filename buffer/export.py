@@ -1,0 +1,184 @@
+"""The ledger of a run as Parquet files, for notebooks and other programs.
+
+Invariants:
+- Reading only: it works on a run whose process was killed and on one that is running, and changes neither.
+- The folder appears complete or not at all. One file a table, with the table's own columns; `trajectories.parquet` has
+  a row for each token sequence that can be read.
+- Memory is bounded by `ROWS_AT_ONCE` trajectories, however long the run.
+
+Parquet: https://parquet.apache.org/docs/file-format/
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from headrace.buffer.codec import decode
+from headrace.buffer.errors import CodecError, ExportRefused, LedgerRefused
+from headrace.buffer.evidence import read_only
+from headrace.buffer.ledger import check_schema
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from headrace.buffer.types import Trajectory
+
+ROWS_AT_ONCE = 64
+_TYPES = {"TEXT": "string", "INTEGER": "int64", "REAL": "float64", "BLOB": "binary"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """`rows` by file; `unreadable`: attempts whose trajectory is gone or damaged."""
+
+    folder: str
+    rows: dict[str, int]
+    unreadable: int
+
+
+def export(run_dir: Path, folder: Path) -> ExportReport:
+    """Write the ledger of a run to `folder`, which must not exist. Raises ExportRefused, LedgerRefused."""
+    path = run_dir / "ledger.db"
+    if not path.is_file():
+        raise LedgerRefused(f"{run_dir} holds no ledger.db: name the directory of a run")
+    if folder.exists():
+        raise ExportRefused(f"--out {folder} exists: choose another")
+    staged = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        with closing(read_only(path)) as database:
+            (schema,) = database.execute("PRAGMA user_version").fetchone()
+            (application,) = database.execute("PRAGMA application_id").fetchone()
+            check_schema(schema, application, path)
+            staged.mkdir(parents=True)
+            # One read transaction: a live buffer may go on writing.
+            database.execute("BEGIN")
+            rows = {name: _write_table(database, name, staged) for name in _tables(database)}
+            rows["trajectories"], unreadable = _write_trajectories(database, run_dir, staged)
+        staged.rename(folder)
+    except sqlite3.DatabaseError as error:
+        raise LedgerRefused(f"{path} is not readable: {error}") from error
+    except OSError as error:
+        raise ExportRefused(f"--out {folder} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    return ExportReport(folder=str(folder), rows=rows, unreadable=unreadable)
+
+
+def _parquet() -> Any:
+    """pyarrow's Parquet module. Raises ExportRefused when it is not installed."""
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ExportRefused("exports need pyarrow: pip install 'headrace[parquet]'") from error
+    return parquet
+
+
+def _tables(database: sqlite3.Connection) -> list[str]:
+    found = database.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
+    return [name for (name,) in found if not name.startswith("sqlite_")]
+
+
+def _write_table(database: sqlite3.Connection, name: str, folder: Path) -> int:
+    parquet = _parquet()
+    import pyarrow
+
+    columns = database.execute(f"PRAGMA table_info({name})").fetchall()
+    schema = pyarrow.schema([(column[1], getattr(pyarrow, _TYPES[column[2]])()) for column in columns])
+    rows = database.execute(f"SELECT * FROM {name}").fetchall()
+    values = list(zip(*rows, strict=True)) if rows else [()] * len(columns)
+    arrays = [pyarrow.array(column, type=field.type) for column, field in zip(values, schema, strict=True)]
+    parquet.write_table(pyarrow.Table.from_arrays(arrays, schema=schema), folder / f"{name}.parquet")
+    return len(rows)
+
+
+def _write_trajectories(database: sqlite3.Connection, run_dir: Path, folder: Path) -> tuple[int, int]:
+    """How many token sequences were written, and how many attempts could not be read."""
+    parquet = _parquet()
+    schema = _row_schema()
+    written = unreadable = 0
+    rows: list[dict[str, Any]] = []
+    with parquet.ParquetWriter(folder / "trajectories.parquet", schema, compression="zstd") as writer:
+        for rollout_id, attempt, trajectory in _trajectories(database, run_dir):
+            if trajectory is None:
+                unreadable += 1
+                continue
+            rows += _rows(rollout_id, attempt, trajectory)
+            if len(rows) >= ROWS_AT_ONCE:
+                written += _flush(writer, rows, schema)
+        written += _flush(writer, rows, schema)
+    return written, unreadable
+
+
+def _row_schema() -> Any:
+    import pyarrow
+
+    span = pyarrow.struct([("start", pyarrow.int32()), ("end", pyarrow.int32()), ("version", pyarrow.string())])
+    return pyarrow.schema(
+        [
+            ("rollout_id", pyarrow.string()),
+            ("attempt", pyarrow.int64()),
+            ("row", pyarrow.int32()),
+            ("temperature", pyarrow.float64()),
+            ("tokens", pyarrow.list_(pyarrow.int32())),
+            ("loss_mask", pyarrow.list_(pyarrow.bool_())),
+            ("logprobs", pyarrow.list_(pyarrow.float32())),
+            ("versions", pyarrow.list_(span)),
+        ]
+    )
+
+
+def _rows(rollout_id: str, attempt: int, trajectory: Trajectory) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(trajectory.rows):
+        yield {
+            "rollout_id": rollout_id,
+            "attempt": attempt,
+            "row": number,
+            "temperature": trajectory.temperature,
+            "tokens": row.tokens_T,
+            "loss_mask": row.loss_mask_T,
+            "logprobs": row.logprobs_T,
+            "versions": [{"start": span.start, "end": span.end, "version": str(span.version)} for span in row.versions],
+        }
+
+
+def _flush(writer: Any, rows: list[dict[str, Any]], schema: Any) -> int:
+    import pyarrow
+
+    count = len(rows)
+    if rows:
+        writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
+        rows.clear()
+    return count
+
+
+def _trajectories(database: sqlite3.Connection, run_dir: Path) -> Iterator[tuple[str, int, Trajectory | None]]:
+    """Every attempt that has a trajectory, by file; None for what is gone or damaged."""
+    numbers = database.execute(
+        "SELECT DISTINCT trajectory_file FROM attempts WHERE trajectory_file IS NOT NULL ORDER BY 1"
+    )
+    for (number,) in numbers.fetchall():
+        query = "SELECT rollout_id, attempt FROM attempts WHERE trajectory_file = ? ORDER BY rollout_id, attempt"
+        keys = database.execute(query, (number,)).fetchall()
+        path = run_dir / "trajectories" / f"{number:06d}.db"
+        if not path.is_file():
+            yield from ((rollout_id, attempt, None) for rollout_id, attempt in keys)
+            continue
+        with closing(read_only(path)) as blobs:
+            yield from _read(blobs, keys)
+
+
+def _read(blobs: sqlite3.Connection, keys: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int, Trajectory | None]]:
+    query = "SELECT data FROM trajectories WHERE rollout_id = ? AND attempt = ?"
+    for rollout_id, attempt in keys:
+        try:
+            found = blobs.execute(query, (rollout_id, attempt)).fetchone()
+            trajectory = decode(found[0]) if found else None
+        except (sqlite3.DatabaseError, CodecError):
+            trajectory = None
+        yield rollout_id, attempt, trajectory

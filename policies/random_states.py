@@ -1,0 +1,47 @@
+"""The states of every random generator of a learner's process: Python's, numpy's, torch's, each GPU's, Megatron's.
+
+Invariant: what is drawn after `restore_random_states(random_states())` is what would have been drawn without it. Values
+are plain data and tensors, which checkpoints load without running code.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+
+def random_states() -> dict[str, Any]:
+    """All of them, to be kept in a checkpoint."""
+    version, words, gauss = random.getstate()
+    of_numpy: Any = np.random.get_state(legacy=False)
+    return {
+        "python": (version, list(words), gauss),
+        "numpy": of_numpy | {"state": {**of_numpy["state"], "key": of_numpy["state"]["key"].tolist()}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "megatron": dict(get_cuda_rng_tracker().get_states()),
+    }
+
+
+def restore_random_states(states: dict[str, Any] | torch.Tensor) -> None:
+    """The inverse. An older checkpoint holds torch's state alone; on another number of GPUs theirs stay as seeded."""
+    if isinstance(states, torch.Tensor):
+        torch.set_rng_state(states)
+        return
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    keys = np.array(states["numpy"]["state"]["key"], dtype=np.uint32)
+    np.random.set_state(states["numpy"] | {"state": {**states["numpy"]["state"], "key": keys}})
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    if states["megatron"]:
+        get_cuda_rng_tracker().set_states(states["megatron"])

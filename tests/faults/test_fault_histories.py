@@ -1,0 +1,132 @@
+"""Runs under seeded storms of faults, in virtual time. A failing seed prints the command that makes it again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from headrace.actors.cli import app
+from headrace.actors.replay import Replay
+from headrace.actors.simulation.faults import FaultReport, simulate_faults
+from headrace.buffer.batches import BatchBook
+from headrace.buffer.groups import GroupBook
+from headrace.buffer.ledger import Ledger
+from headrace.buffer.types import ReceiptStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+IN_CI = 50
+SLOW = 1000
+FOUND = (196,)
+"""Histories that showed a defect when they were first seen: a worker that died and came back between two calls."""
+
+
+def quietly(seed: int) -> FaultReport:
+    """A storm logs every death; that is not what anybody wants to read here."""
+    logging.disable(logging.CRITICAL)
+    try:
+        return simulate_faults(seed)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def broken(reports: Iterable[FaultReport]) -> list[str]:
+    return [f"{report.replay}: {report.problems[0]}" for report in reports if report.problems]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first", range(0, IN_CI, 10))
+def test_everything_holds_under_faults(first: int) -> None:
+    assert broken(quietly(seed) for seed in range(first, first + 10)) == []
+
+
+def test_everything_holds_where_it_once_did_not() -> None:
+    assert broken(map(quietly, FOUND)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_everything_holds_under_a_thousand_storms() -> None:
+    with ProcessPoolExecutor(os.cpu_count()) as processes:
+        assert broken(processes.map(quietly, range(IN_CI, IN_CI + SLOW), chunksize=10)) == []
+
+
+def test_the_same_seed_is_the_same_history_in_another_process() -> None:
+    program = (
+        "import logging, sys; logging.disable(logging.CRITICAL)\n"
+        "from headrace.actors.simulation.faults import simulate_faults\n"
+        "print(simulate_faults(11).digest)"
+    )
+    environment = os.environ | {"PYTHONHASHSEED": "12345"}
+    told = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    quietly(3)
+    assert quietly(11).digest == told.stdout.strip()
+    assert quietly(12).digest != told.stdout.strip()
+
+
+def test_the_command_says_what_happened() -> None:
+    logging.disable(logging.CRITICAL)
+    try:
+        result = CliRunner().invoke(app, ["simulate", "--faults", "11", "--json"])
+    finally:
+        logging.disable(logging.NOTSET)
+    assert result.exit_code == 0
+    told = orjson.loads(result.stdout)
+    assert told["clean"]
+    assert told["replay"] == "headrace simulate --faults 11"
+    assert told["digest"] == quietly(11).digest
+
+
+def bound_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """`take` gives what is one step over the bound."""
+    staleness = BatchBook.staleness
+    patch.setattr(BatchBook, "staleness", lambda book, rollout, version: max(0, staleness(book, rollout, version) - 1))
+
+
+def late_results_count(patch: pytest.MonkeyPatch) -> None:
+    """Results of attempts that were given up are taken in."""
+    judge = GroupBook._judge
+
+    def any_attempt(book: GroupBook, rollout_id: str, attempt: int) -> ReceiptStatus:
+        status = judge(book, rollout_id, attempt)
+        return ReceiptStatus.ACCEPTED if status is ReceiptStatus.LATE and rollout_id in book._state.attempts else status
+
+    patch.setattr(GroupBook, "_judge", any_attempt)
+
+
+def writes_are_lost(patch: pytest.MonkeyPatch) -> None:
+    """Every seventh transaction is answered and never written."""
+    write, calls = Ledger.write, iter(range(1_000_000))
+    patch.setattr(Ledger, "write", lambda ledger, *given: None if next(calls) % 7 == 6 else write(ledger, *given))
+
+
+def nobody_reconciles(patch: pytest.MonkeyPatch) -> None:
+    """What a dead dispatcher carried stays in flight for ever."""
+
+    async def nothing(replay: Replay, carried: list, dispatcher: str) -> int:
+        replay._dispatcher = dispatcher
+        return 0
+
+    patch.setattr(Replay, "reconcile", nothing)
+
+
+DEFECTS = [bound_off_by_one, late_results_count, writes_are_lost, nobody_reconciles]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda made: made.__name__)
+def test_a_defect_shows(monkeypatch: pytest.MonkeyPatch, defect: Callable[[pytest.MonkeyPatch], None]) -> None:
+    defect(monkeypatch)
+    monkeypatch.setattr("headrace.actors.simulation.faults.PATIENCE_S", 1800.0)
+    assert any(quietly(seed).problems for seed in range(12))

@@ -1,0 +1,165 @@
+"""Runs over real Ray, with simulated parts, in which something hangs or fails: they go on, or they end and say why."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.actors.errors import DiskFull, RunStalled
+from headrace.actors.launch import RunRequest, prepare, reopen
+from headrace.actors.metrics import read_metrics
+from headrace.actors.runtime import RayRuntime
+from headrace.actors.service import Service
+from headrace.buffer.evidence import read_evidence
+from headrace.buffer.verify import verify
+from headrace.sandboxes.launcher import syscalls
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+    from pathlib import Path
+
+    from headrace.actors.run_directory import RunDirectory
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("ray_cluster")]
+
+STEPS = 6
+QUICK = (
+    "agent.simulated.durations.mean_s=0.4",
+    "agent.simulated.durations.median_s=0.3",
+    "agent.simulated.durations.cap_s=2",
+    "learner.simulated.step_s=0.1",
+    "engines.simulated.push_s=0.05",
+    "buffer.batch_size=8",
+    "buffer.group_size=4",
+    "buffer.max_staleness=2",
+    "dispatcher.slots_per_worker=16",
+    "evaluation.tasks=1",
+    "training.save_every=2",
+    f"training.steps={STEPS}",
+)
+
+
+@pytest.fixture
+def open_run(load_support: Callable[[str], Any], tmp_path: Path) -> Any:
+    recipe = load_support("run_rig").RECIPE.with_name("simulated.toml")
+
+    @asynccontextmanager
+    async def open_run(
+        name: str, *overrides: str, folder: Path | None = None
+    ) -> AsyncIterator[tuple[Service, RunDirectory]]:
+        folder = folder or tmp_path
+        request = RunRequest(recipe=recipe, runs_dir=folder, name=name, overrides=(*QUICK, *overrides))
+        # A second time the run is resumed.
+        again = (folder / name).exists()
+        config, directory = reopen(folder / name) if again else prepare(request)
+        runtime = RayRuntime(f"{name}-")
+        service = await runtime.spawn(Service, config, directory, runtime, name="service")
+        try:
+            yield service, directory
+        finally:
+            await runtime.stop(service)
+
+    return open_run
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small one: room for the run, and for what a service wants to see free."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    syscalls.mount("tmpfs", str(folder), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=96m,mode=700")
+    try:
+        yield folder
+    finally:
+        syscalls.detach(str(folder))
+
+
+def epochs_of(directory: RunDirectory) -> set[str]:
+    return {record["version"].split(".")[0] for record in read_metrics(directory.metrics) if record["kind"] == "push"}
+
+
+async def test_a_learner_whose_step_never_ends_is_killed_and_the_run_goes_on(open_run: Any) -> None:
+    async with open_run("hung", "learner.simulated.hang_at_step=4", "training.stage_timeout_s=3") as (
+        service,
+        directory,
+    ):
+        assert await service.run()
+    report = verify(directory.path)
+    assert report.clean, report.problems
+    assert (report.steps, report.trained_twice, report.lost) == (STEPS, 0, 0)
+    assert report.steps_rolled_back == 1, "the step after the checkpoint was done again"
+    assert epochs_of(directory) == {"1", "2"}
+
+
+async def test_a_learner_that_always_hangs_ends_the_run_which_names_it(open_run: Any) -> None:
+    options = ("training.stage_timeout_s=1000", "service.stall_s=25", "learner.simulated.hang_at_step=3")
+    async with open_run("stuck", *options) as (service, directory):
+        with pytest.raises(RunStalled, match=r"nothing moved for 25 s .*held up by learner"):
+            await service.run()
+    assert verify(directory.path).clean
+
+
+@pytest.mark.slow
+async def test_engines_that_never_answer_end_the_run_which_names_them(open_run: Any) -> None:
+    options = ("agent.simulated.stuck_turns=1", "service.stall_s=25", "evaluation.tasks=1")
+    async with open_run("silent", *options) as (service, directory):
+        with pytest.raises(RunStalled, match=r"nothing moved for 25 s .*held up by engine"):
+            await service.run()
+    assert verify(directory.path).clean
+
+
+async def test_engines_that_fail_turns_cost_attempts_and_no_reward(open_run: Any) -> None:
+    options = ("agent.simulated.failing_turns=0.05", "buffer.max_attempts=50")
+    async with open_run("failing", *options) as (service, directory):
+        assert await service.run()
+    report = verify(directory.path)
+    assert report.clean, report.problems
+    assert (report.steps, report.poison) == (STEPS, 0)
+    failed = [attempt for attempt in read_evidence(directory.path).attempts if attempt.cause == "infra"]
+    assert failed
+    assert {attempt.reward for attempt in failed} == {None}
+
+
+@pytest.mark.slow
+async def test_engines_that_fail_every_turn_end_the_run(open_run: Any) -> None:
+    async with open_run("broken", "agent.simulated.failing_turns=1", "service.stall_s=25") as (service, directory):
+        with pytest.raises(RunStalled, match=r"nothing moved for 25 s .*a simulated turn failed") as stalled:
+            await service.run()
+    assert len(str(stalled.value)) < 4000
+    assert verify(directory.path).clean
+
+
+@pytest.mark.slow
+@pytest.mark.namespaces
+@pytest.mark.timeout(900)
+async def test_a_run_whose_disk_is_full_ends_and_goes_on_when_there_is_room(open_run: Any, disk: Path) -> None:
+    """Not one page is left, from one moment to the next: every part of the run fails to write at once."""
+    async with open_run("full", "training.steps=40", folder=disk) as (service, directory), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(raises_disk_full(service))
+        assert await service.reached(2)
+        fill(disk / "of somebody else")
+        told = await running
+    assert "free some space, then resume the run" in told
+    report = verify(directory.path)
+    assert report.clean, report.problems
+    (disk / "of somebody else").unlink()
+    async with open_run("full", folder=disk) as (service, directory):
+        assert await service.run()
+    report = verify(directory.path)
+    assert report.clean, report.problems
+    assert (report.steps, report.trained_twice, report.lost) == (40, 0, 0)
+
+
+async def raises_disk_full(service: Service) -> str:
+    with pytest.raises(DiskFull) as full:
+        await service.run()
+    return str(full.value)
+
+
+def fill(path: Path) -> None:
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"x" * 4096):
+            pass

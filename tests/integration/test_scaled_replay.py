@@ -1,0 +1,90 @@
+"""The benches over simulated parts, in short forms: a plan at scaled time over the real Ray, and the orchestration
+under load. Their long forms are `test_benches`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.actors.errors import ConfigError
+from headrace.actors.run_directory import RunDirectory
+from headrace.actors.runtime import InlineRuntime, RayRuntime
+from headrace.actors.service import Service
+from headrace.actors.simulation.durations import DurationsConfig
+from headrace.actors.simulation.load import TURNS, load_plan, run_load
+from headrace.actors.simulation.plan import SimulationPlan, make_plan
+from headrace.actors.simulation.real_time import prepare_plan, scaled
+from headrace.actors.simulation.scaled_replay import compare
+from headrace.buffer.tasks import load_tasks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MINUTE_S = 0.1
+
+
+async def replay_over(runtime: RayRuntime, plan: SimulationPlan, directory: RunDirectory) -> None:
+    config = prepare_plan(scaled(plan, MINUTE_S / 60), directory)
+    service = await runtime.spawn(Service, config, directory, runtime, name="service")
+    try:
+        assert await service.run()
+    finally:
+        await runtime.stop(service)
+
+
+def test_real_time_is_told_beside_virtual_time(ray_cluster: None, tmp_path: Path) -> None:
+    """Both sides are read from ledgers of their own; how near they are is for a quiet machine to say."""
+    plan = make_plan("swe64", {"slots": 16, "steps": 6, "max_staleness": 2, "batch_size": 16})
+    directory = RunDirectory(path=tmp_path / "run")
+    asyncio.run(replay_over(RayRuntime("replay-"), plan, directory))
+    replayed = compare(plan, directory, minute_s=MINUTE_S, wall_s=1.0)
+    assert replayed.problems() == []
+    assert replayed.real.trained == replayed.virtual.trained == 6 * 16
+    # No call is faster than one that takes no time.
+    assert 0.95 < replayed.real_over_virtual < 3
+    told = replayed.to_json()
+    assert told["measured_steps"] == 3
+    assert 0 < told["real"]["max_staleness_seen"] <= 2
+    assert told["real"]["fraction_of_ideal"] == pytest.approx(
+        told["virtual"]["fraction_of_ideal"] / told["real_over_virtual"]
+    )
+
+
+def test_a_scaled_plan_is_the_same_plan() -> None:
+    plan = make_plan("swe64", {"steps": 4})
+    small = scaled(plan, 1 / 200)
+    assert small.ideal_s == pytest.approx(plan.ideal_s / 200)
+    assert (small.learner_s, small.push_s) == (pytest.approx(1.2), pytest.approx(0.05))
+    recorded = plan.model_copy(update={"durations": DurationsConfig(recorded_s=(60.0, 120.0))})
+    assert scaled(recorded, 0.5).durations.recorded_s == (30.0, 60.0)
+    assert scaled(plan, 1.0) == plan
+
+
+def test_both_times_are_given_the_same_configs(tmp_path: Path) -> None:
+    """What the actors of the real service are made of is what the plan says."""
+    plan = make_plan("swe64", {"slots": 48, "steps": 4, "seed": 3}, ["evaluate_s=2.5"])
+    directory = RunDirectory(path=tmp_path / "run")
+    config = prepare_plan(plan, directory)
+    assert config.buffer == plan.buffer_config()
+    assert config.agent.simulated == plan.agent_config()
+    assert config.rollout == plan.rollout_config()
+    assert config.engines.simulated == plan.engines_config()
+    assert config.sandbox == plan.sandbox_section()
+    assert config.training == plan.loop_config()
+    assert config.dispatcher.slots_per_worker == 48
+    assert load_tasks(directory.train_tasks) == plan.task_set()
+    with pytest.raises(ConfigError, match="chances"):
+        prepare_plan(plan.model_copy(update={"chances": (0.5,)}), RunDirectory(path=tmp_path / "other"))
+
+
+@pytest.mark.parametrize("runtime", [InlineRuntime(), RayRuntime("load-")], ids=["inline", "ray"])
+def test_a_load_ends_once_and_is_counted(ray_cluster: None, tmp_path: Path, runtime: Any) -> None:
+    plan = load_plan(rollouts=128, in_flight=64, turn_s=0.02)
+    loaded = asyncio.run(run_load(plan, runtime, RunDirectory(path=tmp_path / "run"), idle_s=0.2))
+    assert loaded.measured.rollouts == 128
+    # Two fillings of the slots cannot take less than their turns.
+    assert loaded.wall_s >= 2 * TURNS * 0.02
+    assert loaded.measured.cpu_s > 0
+    assert (loaded.measured.calls > 0) is isinstance(runtime, RayRuntime)

@@ -1,0 +1,55 @@
+"""The ordinary service over Ray, in real time, with simulated engines, learner, sandboxes and agent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.actors.launch import RunRequest, prepare
+from headrace.actors.metrics import read_metrics
+from headrace.actors.runtime import RayRuntime
+from headrace.actors.service import Service
+from headrace.buffer.verify import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+QUICK = (
+    "agent.simulated.durations.mean_s=0.6",
+    "agent.simulated.durations.median_s=0.5",
+    "agent.simulated.durations.cap_s=2",
+    "learner.simulated.step_s=0.2",
+    "buffer.batch_size=16",
+    "buffer.group_size=4",
+    "dispatcher.slots_per_worker=16",
+    "training.steps=4",
+    "training.save_every=2",
+    "evaluation.tasks=2",
+    "service.workers=2",
+)
+
+
+@pytest.mark.parametrize("push", [pytest.param("pause", marks=pytest.mark.slow), "drain"])
+async def test_a_run_of_simulated_parts(
+    ray_cluster: None, tmp_path: Path, load_support: Callable[[str], Any], push: str
+) -> None:
+    """Two workers in processes of their own hear of every version, and of every drain."""
+    recipe = load_support("run_rig").RECIPE.with_name("simulated.toml")
+    overrides = (*QUICK, f"engines.simulated.push={push}", "engines.simulated.push_s=0.1")
+    name = f"simulated-{push}"
+    config, directory = prepare(RunRequest(recipe=recipe, runs_dir=tmp_path, name=name, overrides=overrides))
+    runtime = RayRuntime(f"{name}-")
+    service = await runtime.spawn(Service, config, directory, runtime, name="service")
+    try:
+        assert await service.run()
+    finally:
+        await runtime.stop(service)
+    report = verify(directory.path)
+    assert report.clean, report.problems
+    assert (report.steps, report.checkpoints > 0, report.infra) == (4, True, 0)
+    records = read_metrics(directory.metrics)
+    assert [record["version"] for record in records if record["kind"] == "push"] == [f"1.{step}" for step in range(5)]
+    [base, final] = [record for record in records if record["kind"] == "evaluation"]
+    assert base["infra"] == final["infra"] == 0

@@ -1,0 +1,102 @@
+"""Additive increase, multiplicative decrease of the rollouts in flight."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from pydantic import ValidationError
+
+from headrace.actors.pacing import AdaptiveLimit, PacingConfig, Pressure
+from headrace.actors.runtime import InlineRuntime
+from headrace.actors.simulation.durations import DurationsConfig
+from headrace.actors.simulation.plan import SimulationPlan
+from headrace.actors.simulation.stage import open_stage
+from headrace.actors.simulation.virtual_time import run_virtual
+
+CONFIG = PacingConfig(enabled=True, start=16, least=4, increase=2, decrease=0.5, interval_s=10.0)
+QUIET = Pressure(engine_queue=0.5)
+QUEUED = Pressure(engine_queue=2.0)
+
+
+def test_the_limit_grows_while_it_is_used_and_nothing_is_overloaded() -> None:
+    limit = AdaptiveLimit(CONFIG, most=20, now_s=0.0)
+    assert [limit.look(QUIET, limit.limit, 10.0 * n) for n in range(1, 5)] == [18, 20, 20, 20]
+    assert limit.look(QUIET, 3, 100.0) == 20
+
+
+def test_an_unused_limit_does_not_grow() -> None:
+    limit = AdaptiveLimit(CONFIG, most=64, now_s=0.0)
+    assert [limit.look(QUIET, 15, 10.0 * n) for n in range(1, 4)] == [16, 16, 16]
+
+
+def test_an_overload_shrinks_it_once_an_interval_and_never_below_the_least() -> None:
+    limit = AdaptiveLimit(CONFIG, most=64, now_s=0.0)
+    assert [limit.look(QUEUED, 16, seconds) for seconds in (10.0, 11.0, 19.0, 20.0, 30.0, 40.0)] == [8, 8, 8, 4, 4, 4]
+    assert "engines have 2.00 times" in limit.reason
+
+
+def test_a_service_that_slows_down_is_an_overload_and_is_named() -> None:
+    limit = AdaptiveLimit(CONFIG, most=64, now_s=0.0)
+    limit.look(Pressure(latencies_s=(("simulator", 1.0),)), 0, 1.0)
+    assert limit.look(Pressure(latencies_s=(("simulator", 2.9),)), 0, 10.0) == 16
+    assert limit.look(Pressure(latencies_s=(("simulator", 3.1),)), 0, 20.0) == 8
+    assert limit.reason == "simulator takes 3.1 s, at best 1 s"
+
+
+def test_it_settles_at_what_a_service_can_take() -> None:
+    """A service that answers 16 calls a second: more at once wait, and 48 wait three times too long."""
+    limit, seen = AdaptiveLimit(CONFIG, most=512, now_s=0.0), []
+    for look in range(1, 400):
+        latency_s = max(1.0, limit.limit / 16)
+        seen.append(limit.look(Pressure(latencies_s=(("evaluator", latency_s),)), limit.limit, look * 10.0))
+    settled = seen[100:]
+    assert 24 <= min(settled) <= max(settled) <= 50
+    assert len(set(settled)) > 2, "it keeps asking for more"
+
+
+def test_off_means_all_slots() -> None:
+    limit = AdaptiveLimit(PacingConfig(), most=64, now_s=0.0)
+    assert limit.look(QUEUED, 64, 100.0) == 64
+
+
+def test_fewer_slots_than_the_least() -> None:
+    limit = AdaptiveLimit(CONFIG, most=2, now_s=0.0)
+    assert limit.limit == 2
+    assert limit.look(QUEUED, 2, 10.0) == 2
+
+
+def test_a_start_below_the_least_is_refused() -> None:
+    with pytest.raises(ValidationError, match="raise the first or lower the second"):
+        PacingConfig(start=4, least=8)
+
+
+def test_a_dispatcher_has_fewer_in_flight_while_engines_are_overloaded() -> None:
+    """In virtual time: overloaded for ten minutes, then not; rollouts take half a minute."""
+    plan = SimulationPlan(
+        slots=16,
+        batch_size=16,
+        group_size=4,
+        durations=DurationsConfig(mean_s=30.0, median_s=30.0, cap_s=60.0),
+        learner_s=1.0,
+        push_s=0.1,
+        pacing=CONFIG,
+    )
+
+    async def history() -> list[int]:
+        seen = []
+        loop = asyncio.get_running_loop()
+        async with open_stage(plan, InlineRuntime(), clock=loop.time) as stage, asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(work()) for work in (stage.dispatcher.run, stage.learner.run)]
+            for look in range(120):
+                await asyncio.sleep(10.0)
+                await stage.dispatcher.pace(QUEUED if look < 60 else QUIET)
+                seen.append((await stage.dispatcher.status()).in_flight)
+            for task in running:
+                task.cancel()
+        return seen
+
+    seen = run_virtual(history())
+    assert max(seen[30:60]) <= CONFIG.least
+    assert min(seen[30:60]) > 0
+    assert max(seen[90:]) == 16

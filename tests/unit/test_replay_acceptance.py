@@ -1,0 +1,322 @@
+"""Acceptance rules: what they say, when groups are sealed by them, what becomes of those left behind."""
+
+from __future__ import annotations
+
+import math
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from pydantic import ValidationError
+
+from headrace.buffer.acceptance import ALWAYS, NEVER, GroupView, every_member, parse_rule
+from headrace.buffer.records import GroupState, RolloutState, Snapshot
+from headrace.buffer.replay import BufferConfig
+from headrace.buffer.types import Cause, ReceiptStatus
+from headrace.buffer.versions import PolicyVersion
+
+cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
+FIRST = PolicyVersion(1, 0)
+VIEW = GroupView(size=8, finished=6, running=2, opened_at_s=100.0, last_finished_at_s=160.0)
+
+
+def quartet(**changes):
+    """A buffer with one open group of four, opened at 0 s, and its orders."""
+    config = BufferConfig(**({"batch_size": 8, "group_size": 4, "max_staleness": 2, "advantage": "centered"} | changes))
+    buffer = cases.core(config)
+    buffer.open_epoch(None, 0.0)
+    return buffer, buffer.issue(4, FIRST, 0.0)
+
+
+def finish(buffer, order, now, reward=1.0):
+    return buffer.offer(cases.result(order, FIRST, reward=reward), now).status
+
+
+def member(buffer, order):
+    return buffer.state.rollouts[order.rollout_id]
+
+
+def states(buffer, orders):
+    return [member(buffer, order).state for order in orders]
+
+
+@pytest.mark.parametrize(
+    ("text", "since"),
+    [
+        ("all", NEVER),
+        ("all()", NEVER),
+        ("count(6)", ALWAYS),
+        ("count(7)", NEVER),
+        ("at_least(6)", ALWAYS),
+        ("fraction(0.75)", ALWAYS),
+        ("fraction(0.76)", NEVER),
+        ("deadline(900)", 1000.0),
+        ("grace(120)", 280.0),
+        ("expiring(1)", NEVER),
+        ("fraction(0.75) & grace(120)", 280.0),
+        ("count(7) | deadline(900)", 1000.0),
+        ("count(7) & deadline(900)", NEVER),
+        ("all | count(7) & deadline(1) | grace(0.5)", 160.5),
+        ("(all | count(6)) & deadline(1)", 101.0),
+    ],
+)
+def test_a_rule_says_from_when_it_accepts(text, since):
+    rule = parse_rule(text)
+    assert rule.since(VIEW) == since
+    assert parse_rule(rule.text).since(VIEW) == since, "its own text means the same"
+    if math.isfinite(since):
+        assert not rule(VIEW, since - 0.1)
+        assert rule(VIEW, since)
+
+
+def test_rules_know_what_expires_and_when_nothing_runs():
+    assert every_member().since(replace(VIEW, running=0)) == ALWAYS
+    expiring = parse_rule("all | expiring(1)")
+    assert expiring.expires
+    assert not parse_rule("all | grace(1)").expires
+    assert [expiring.since(replace(VIEW, updates_left=left)) for left in (2, 1, 0)] == [NEVER, ALWAYS, ALWAYS]
+    assert parse_rule("fraction(0.28)").since(replace(VIEW, size=25, finished=7)) == ALWAYS
+    assert parse_rule("grace(1)").since(replace(VIEW, finished=0)) == NEVER
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("count(9)", "count\\(9\\) can never be met with group_size = 8"),
+        ("all | at_least(9)", "can never be met"),
+        ("count(0)", "at least 1"),
+        ("count(2.5)", "no whole number"),
+        ("count(1e999)", "no whole number"),
+        ("fraction(0)", "above 0 and up to 1"),
+        ("fraction(1.1)", "above 0 and up to 1"),
+        ("deadline(0)", "seconds above 0"),
+        ("grace(1e999)", "seconds above 0"),
+        ("expiring(4)", "always holds with max_staleness = 4"),
+        ("expiring(0.5)", "no whole number"),
+        ("most", "'most' is not a rule"),
+        ("count(True)", "is not a rule"),
+        ("count(-1)", "is not a rule"),
+        ("count(6, 7)", "is not a rule"),
+        ("all + all", "is not a rule"),
+        ("__import__('os').system('true')", "is not a rule"),
+        ("", "not readable"),
+        ("all |", "not readable"),
+        ("(" * 150 + "all", "not readable"),
+        ("all | " * 60 + "all", "363 characters"),
+        ("all\0", "not readable"),
+    ],
+)
+def test_what_is_no_rule_or_can_never_be_met_is_refused(text, message):
+    with pytest.raises(ValidationError, match=message):
+        BufferConfig(rule=text)
+
+
+def test_members_left_behind_are_carried_with_fixed_baselines():
+    buffer, orders = quartet(rule="count(3)")
+    for now, (order, reward) in enumerate(zip(orders[:3], (1.0, 0.0, 0.5), strict=True), start=1):
+        finish(buffer, order, float(now), reward)
+    group = buffer.state.groups[orders[0].group_id]
+    assert (group.state, group.rule, group.ended_at_s) == (GroupState.SEALED, "count(3)", 3.0)
+    assert states(buffer, orders) == [*[RolloutState.SEALED] * 3, RolloutState.IN_FLIGHT]
+    baselines = [member(buffer, order).baseline for order in orders]
+    assert baselines == [0.25, 0.75, 0.5, 0.5], "the first two of the others"
+    assert [member(buffer, order).late for order in orders] == [False, False, False, True]
+    assert group.complete_before is None
+    assert finish(buffer, orders[3], 50.0, 0.75) is ReceiptStatus.ACCEPTED
+    assert states(buffer, orders)[3] is RolloutState.SEALED
+    assert member(buffer, orders[3]).advantage == 0.25
+    assert [member(buffer, order).baseline for order in orders] == baselines
+    assert buffer.state.groups[group.group_id].complete_before == 2
+    assert buffer.state.task(orders[0].task.id).reward_sum == 2.25
+
+
+def test_a_late_member_is_refilled_and_poison_leaves_it_out():
+    buffer, orders = quartet(rule="count(3)", max_attempts=2)
+    for order in orders[:3]:
+        finish(buffer, order, 1.0, float(order is orders[0]))
+    buffer.offer(cases.ended(orders[3], Cause.INFRA), 2.0)
+    assert states(buffer, orders)[3] is RolloutState.PENDING
+    again = buffer.issue(1, FIRST, 3.0)[0]
+    assert (again.rollout_id, again.attempt) == (orders[3].rollout_id, 2)
+    buffer.offer(cases.ended(again, Cause.INFRA), 4.0)
+    assert states(buffer, orders)[3] is RolloutState.POISON
+    assert buffer.state.groups[orders[0].group_id].complete_before == 2, "poison is not left out for being slow"
+
+
+def test_aborted_members_are_named_until_they_are_heard_of():
+    buffer, orders = quartet(rule="count(2)", unfinished="abort")
+    finish(buffer, orders[0], 1.0)
+    buffer.offer(cases.ended(orders[3], Cause.INFRA), 1.0)
+    finish(buffer, orders[1], 2.0)
+    assert states(buffer, orders)[2:] == [RolloutState.CANCELLED] * 2
+    assert buffer.inventory().in_flight == buffer.inventory().pending == 0
+    running = (orders[2].rollout_id, 1)
+    assert buffer.to_cancel(FIRST) == (running,)
+    assert buffer.over_bound(FIRST) == ()
+    again = cases.core(buffer.config, Snapshot(records=buffer.drain()))
+    for one in (buffer, again):
+        assert one.to_cancel(FIRST) == (running,)
+        assert one.keep_in_flight([running], 3.0) == 0
+        assert one.to_cancel(FIRST) == (running,), "its dispatcher carries it still"
+        assert finish(one, orders[2], 3.0) is ReceiptStatus.LATE
+        assert one.to_cancel(FIRST) == ()
+        assert states(one, orders)[2] is RolloutState.CANCELLED
+    assert buffer.status().counters["rollouts_cancelled"] == 2
+    assert buffer.state.groups[orders[0].group_id].complete_before is None
+
+
+def test_an_aborted_attempt_that_nobody_runs_is_not_named_for_ever():
+    buffer, orders = quartet(rule="count(2)", unfinished="abort")
+    for order in orders[:2]:
+        finish(buffer, order, 1.0)
+    assert len(buffer.to_cancel(FIRST)) == 2
+    assert buffer.abandon([(orders[2].rollout_id, 1)], 2.0) == 0
+    assert buffer.keep_in_flight([], 2.0) == 0
+    assert buffer.to_cancel(FIRST) == ()
+
+
+def test_fewer_than_min_members_are_never_sealed_early():
+    buffer, orders = quartet(rule="deadline(10)", min_members=3)
+    finish(buffer, orders[0], 1.0)
+    finish(buffer, orders[1], 2.0)
+    assert buffer.due_at() is None
+    buffer.tick(1000.0)
+    assert buffer.state.groups[orders[0].group_id].state is GroupState.OPEN
+    finish(buffer, orders[2], 1001.0)
+    assert buffer.state.groups[orders[0].group_id].state is GroupState.SEALED
+
+
+def test_rules_with_times_say_when_they_are_due():
+    buffer, orders = quartet(rule="grace(30) | deadline(100)")
+    finish(buffer, orders[0], 5.0)
+    finish(buffer, orders[1], 10.0)
+    assert buffer.due_at() == 40.0
+    finish(buffer, orders[2], 39.0)
+    assert buffer.due_at() == 69.0
+    buffer.tick(68.9)
+    assert member(buffer, orders[2]).state is RolloutState.WAITING
+    assert finish(buffer, orders[3], 70.0, 0.0) is ReceiptStatus.ACCEPTED
+    assert [member(buffer, order).late for order in orders] == [False, False, False, True], "it came after the grace"
+    assert buffer.due_at() is None
+
+
+@pytest.mark.parametrize("call", ["issue", "take", "tick", "abandon"])
+def test_any_call_with_a_time_settles_what_is_due(call):
+    buffer, orders = quartet(rule="deadline(100)")
+    for order in orders[:2]:
+        finish(buffer, order, 1.0)
+    {
+        "issue": lambda: buffer.issue(1, FIRST, 100.0),
+        "take": lambda: buffer.take(FIRST, 1, 100.0),
+        "tick": lambda: buffer.tick(100.0),
+        "abandon": lambda: buffer.abandon([], 100.0),
+    }[call]()
+    assert states(buffer, orders[:2]) == [RolloutState.SEALED] * 2
+
+
+def test_baselines_of_a_deadline_are_those_in_by_it():
+    buffer, orders = quartet(rule="count(2) & deadline(10)")
+    finish(buffer, orders[0], 1.0, 1.0)
+    finish(buffer, orders[1], 20.0, 0.5)
+    assert [member(buffer, order).baseline for order in orders] == [0.5, 1.0, 1.0, 1.0], (
+        "but for its own slowness the second would have been sealed with the first at 10 s"
+    )
+
+
+def test_what_expires_is_sealed_when_the_version_moves():
+    buffer, orders = quartet(rule="all | expiring(1)", batch_size=4)
+    finish(buffer, orders[0], 1.0)
+    finish(buffer, orders[1], 1.0, 0.0)
+    cases.fill(buffer, FIRST, limit=4)
+    assert buffer.state.groups[orders[0].group_id].state is GroupState.OPEN
+    record = buffer.take(FIRST, 1, 2.0)
+    report = cases.StepReport(batch_id=record.batch_id, version=PolicyVersion(1, 1), skipped=False)
+    buffer.commit(cases.lease_of(record), report, 3.0)
+    group = buffer.state.groups[orders[0].group_id]
+    assert (group.state, group.ended_at_s) == (GroupState.SEALED, 3.0), "bound 2, staleness 1: one update left"
+    assert states(buffer, orders)[2:] == [RolloutState.IN_FLIGHT] * 2
+
+
+def test_the_clock_may_jump_back():
+    buffer, orders = quartet(rule="count(3) & grace(5)")
+    for now, order in zip((1000.0, 10.0, 500.0), orders[:3], strict=True):
+        finish(buffer, order, now, now / 1000)
+    assert buffer.due_at() == 1005.0
+    buffer.tick(4.0)
+    finish(buffer, orders[3], 3.0, 0.25)
+    assert {member(buffer, order).state for order in orders} == {RolloutState.SEALED}
+    assert all(math.isfinite(member(buffer, order).baseline) for order in orders)
+
+
+def test_scales_of_early_groups_come_from_complete_ones():
+    buffer, orders = quartet(rule="count(3)", advantage="grpo")
+    for order, reward in zip(orders, (4.0, 0.0, 0.0, 0.0), strict=True):
+        finish(buffer, order, 1.0, reward)
+    assert {member(buffer, order).scale for order in orders} == {1.0}, "no history yet"
+    task = buffer.state.task(orders[0].task.id)
+    assert (task.complete_members, task.deviation_square_sum) == (4, 12.0)
+    other = buffer.issue(4, FIRST, 2.0)
+    for order in other[:3]:
+        finish(buffer, order, 3.0, 0.0)
+    assert {member(buffer, order).scale for order in other} == {math.sqrt(3.0)}, "that of all tasks"
+    finish(buffer, other[3], 3.0, 0.0)
+    third = buffer.issue(4, FIRST, 4.0)
+    for order in third[:3]:
+        finish(buffer, order, 5.0, 0.0)
+    assert {member(buffer, order).scale for order in third} == {math.sqrt(1.5)}
+
+
+def test_the_scale_of_history_has_a_floor_and_a_full_group_has_its_own():
+    buffer, orders = quartet(advantage="grpo")
+    for order, reward in zip(orders, (0.5, 0.5, 0.5, 0.5), strict=True):
+        finish(buffer, order, 1.0, reward)
+    assert {member(buffer, order).advantage for order in orders} == {0.0}
+    assert {member(buffer, order).scale for order in orders} == {1.0}, "one issued again may get another reward"
+    second = buffer.issue(4, FIRST, 2.0)
+    for order, reward in zip(second, (1.0, 0.0, 0.0, 1.0), strict=True):
+        finish(buffer, order, 3.0, reward)
+    assert [member(buffer, order).advantage for order in second] == pytest.approx(
+        (4 / 3, -4 / 3, -4 / 3, 4 / 3), abs=1e-5
+    )
+    early, orders = quartet(advantage="grpo", rule="count(3)")
+    for order in orders:
+        finish(early, order, 1.0, 0.5)
+    for order in (again := early.issue(4, FIRST, 2.0))[:3]:
+        finish(early, order, 3.0, 0.5)
+    assert {member(early, order).scale for order in again} == {0.1}
+
+
+def test_a_group_is_without_variance_only_when_no_member_runs():
+    buffer, orders = quartet(rule="count(3)", zero_variance="filter")
+    for order in orders:
+        finish(buffer, order, 1.0)
+    assert states(buffer, orders) == [RolloutState.SEALED] * 4
+    assert buffer.status().counters.get("groups_zero_variance", 0) == 0
+
+
+def test_running_attempts_over_the_bound_are_tried_again_only_so_often():
+    buffer, orders = quartet(batch_size=4, max_staleness=1, max_evictions=1)
+    slow = orders[0]
+    for order in orders[1:]:
+        finish(buffer, order, 1.0)
+    cases.fill(buffer, FIRST, limit=4)
+    _, version = cases.step(buffer, FIRST)
+    cases.fill(buffer, version, limit=4)
+    _, version = cases.step(buffer, version)
+    assert buffer.to_cancel(version) == ((slow.rollout_id, 1),)
+    buffer.offer(cases.ended(slow, Cause.CANCELLED), 2.0)
+    assert member(buffer, slow).evictions == 1
+    (again,) = buffer.issue(1, FIRST, 3.0)
+    assert again.rollout_id == slow.rollout_id
+    buffer.offer(cases.ended(again, Cause.CANCELLED), 4.0)
+    assert member(buffer, slow).state is RolloutState.EVICTED
+    assert buffer.state.groups[slow.group_id].state is GroupState.SEALED, "the others are not held up"
+    assert buffer.state.groups[slow.group_id].complete_before is None
+
+
+def test_cancelled_within_the_bound_is_no_eviction():
+    buffer, orders = quartet()
+    buffer.offer(cases.ended(orders[0], Cause.CANCELLED), 1.0)
+    assert (member(buffer, orders[0]).state, member(buffer, orders[0]).evictions) == (RolloutState.PENDING, 0)

@@ -1,0 +1,92 @@
+"""The gradient estimate of an early accepting buffer, exactly: all lengths that a group may have, through the core.
+
+A policy chooses "long" with probability P; long rollouts take longer and earn more, so dE[reward]/dP is LONG - SHORT.
+The estimate is the mean of advantage * score over what is trained. Its expectation is a sum over all groups, weighted
+by their probability: nothing is sampled, so nothing can be off by chance.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from headrace.buffer.records import RolloutState
+from headrace.buffer.replay import BufferConfig
+from headrace.buffer.versions import PolicyVersion
+
+cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
+FIRST = PolicyVersion(1, 0)
+TRAJECTORY = cases.trajectory(FIRST)
+MEMBERS, P = 8, 0.4
+SHORT, LONG = 0.2, 1.0
+SECONDS = {False: 1.0, True: 10.0}
+EARLY = ("count(6)", "fraction(0.5)", "deadline(5)", "count(3) & grace(2)", "count(7) | deadline(5)")
+
+
+def score(long: bool) -> float:
+    """d log probability / dP."""
+    return 1 / P if long else -1 / (1 - P)
+
+
+def train(buffer, lengths):
+    """Run one group with these lengths; returns (advantage, long) of what may be trained."""
+    opened = float(buffer.state.next_ordinal * 1000)
+    orders = buffer.issue(MEMBERS, FIRST, opened)
+    # Ties are broken by member, whatever its length.
+    ends = sorted((SECONDS[long] + 0.01 * member, member) for member, long in enumerate(lengths))
+    for seconds, member in ends:
+        reward = LONG if lengths[member] else SHORT
+        done = replace(cases.result(orders[member], reward=reward), trajectory=TRAJECTORY)
+        buffer.offer(done, opened + seconds)
+    buffer.tick(opened + 1000.0)
+    members = [buffer.state.rollouts[order.rollout_id] for order in orders]
+    return [
+        (member.advantage, long, member)
+        for member, long in zip(members, lengths, strict=True)
+        if member.state is RolloutState.SEALED
+    ]
+
+
+def expectations(rule, unfinished):
+    """Expected estimates: with the buffer's baselines, and with the mean over the early finishers for everybody."""
+    config = BufferConfig(
+        group_size=MEMBERS, batch_size=1 << 20, rule=rule, unfinished=unfinished, advantage="centered"
+    )
+    buffer = cases.core(config)
+    buffer.open_epoch(None, 0.0)
+    fixed, naive = [], []
+    for lengths in itertools.product((False, True), repeat=MEMBERS):
+        probability = math.prod(P if long else 1 - P for long in lengths)
+        trained = train(buffer, lengths)
+        early = [LONG if long else SHORT for _, long, member in trained if not member.late]
+        mean = math.fsum(early) / len(early)
+        share = probability / len(trained)
+        fixed += [share * advantage * score(long) for advantage, long, _ in trained]
+        naive += [share * ((LONG if long else SHORT) - mean) * score(long) for _, long, _ in trained]
+    # A plain mean that holds the member itself shrinks the estimate by (n - 1) / n even without early acceptance.
+    return math.fsum(fixed), math.fsum(naive) * MEMBERS / (MEMBERS - 1)
+
+
+@pytest.mark.parametrize("rule", ["all", *EARLY])
+def test_carried_members_leave_the_gradient_unbiased(rule):
+    estimate, naive = expectations(rule, "carry")
+    assert estimate == pytest.approx(LONG - SHORT, rel=1e-9)
+    if rule == "all":
+        assert naive == pytest.approx(LONG - SHORT, rel=1e-9)
+
+
+@pytest.mark.parametrize("rule", EARLY)
+def test_aborted_members_bias_it(rule):
+    estimate, _ = expectations(rule, "abort")
+    assert abs(estimate / (LONG - SHORT) - 1) > 0.05
+
+
+def test_the_mean_over_early_finishers_would_bias_it_too():
+    _, naive = expectations("deadline(5)", "carry")
+    assert abs(naive / (LONG - SHORT) - 1) > 0.1

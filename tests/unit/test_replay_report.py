@@ -1,0 +1,97 @@
+"""The report on long rollouts: every finished attempt in one decile, with one fate."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from headrace.buffer.evidence import read_evidence
+from headrace.buffer.ledger import Ledger
+from headrace.buffer.replay import BufferConfig
+from headrace.buffer.report import acceptance_by_decile, left_out
+from headrace.buffer.types import Cause
+from headrace.buffer.versions import PolicyVersion
+
+cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
+FIRST = PolicyVersion(1, 0)
+IDENTITY = {"run_id": "run"}
+
+
+def evidence_of(buffer, run_dir):
+    ledger = Ledger.open(run_dir, IDENTITY)
+    ledger.write(buffer.drain(), [])
+    ledger.close()
+    return read_evidence(run_dir)
+
+
+def buffer_of(**changes):
+    buffer = cases.core(BufferConfig(**({"batch_size": 20, "group_size": 4, "max_staleness": 1} | changes)))
+    buffer.open_epoch(None, 0.0)
+    return buffer
+
+
+def test_deciles_add_up_and_show_what_became_of_long_ones(tmp_path):
+    buffer = buffer_of(max_evictions=1)
+    orders = buffer.issue(40, FIRST, 0.0)
+    for seconds, order in enumerate(orders, start=1):
+        buffer.offer(cases.result(order, FIRST, reward=seconds / 40, trainable=seconds != 40), float(seconds))
+    cases.step(buffer, FIRST)
+    rows = acceptance_by_decile(evidence_of(buffer, tmp_path))
+    assert [row.decile for row in rows] == list(range(1, 11))
+    assert [row.finished for row in rows] == [4] * 10
+    assert all(row.finished == row.trained + row.evicted + row.filtered + row.held for row in rows)
+    assert [row.trained for row in rows] == [4] * 5 + [0] * 5, "sealed first, trained first"
+    assert (rows[0].shortest_s, rows[0].longest_s, rows[9].longest_s) == (1.0, 4.0, 40.0)
+    assert (rows[9].filtered, rows[9].held) == (1, 3)
+    assert rows[1].mean_reward == pytest.approx(6.5 / 40)
+
+
+def test_what_was_issued_again_was_evicted_and_what_was_aborted_is_cancelled(tmp_path):
+    buffer = buffer_of(batch_size=4, rule="count(3)", unfinished="abort")
+    first = buffer.issue(4, FIRST, 0.0)
+    for seconds, order in enumerate(first[:3], start=1):
+        buffer.offer(cases.result(order, FIRST), float(seconds))
+    second = buffer.issue(4, FIRST, 10.0)
+    buffer.offer(cases.ended(second[0], Cause.CANCELLED), 12.0)
+    assert buffer.restart_in_flight(13.0) == 3
+    rows = acceptance_by_decile(evidence_of(buffer, tmp_path))
+    assert [(row.longest_s, row.cancelled) for row in rows] == [(1.0, 0), (2.0, 1), (3.0, 1)], (
+        "one was told to end after two seconds, one was left out after three; those of the lost driver do not count"
+    )
+
+
+def test_what_is_issued_again_was_evicted(tmp_path):
+    buffer = buffer_of(batch_size=4)
+    version = FIRST
+    for seconds in (5.0, 60.0, 600.0):
+        for order in buffer.issue(4, FIRST, 0.0):
+            buffer.offer(cases.result(order, FIRST), seconds)
+        if seconds < 600:
+            _, version = cases.step(buffer, version)
+    assert buffer.take(version, 1, 700.0) is None
+    rows = acceptance_by_decile(evidence_of(buffer, tmp_path))
+    assert sum(row.trained for row in rows) == 8
+    assert {row.longest_s for row in rows if row.evicted} == {600.0}
+    assert sum(row.evicted for row in rows) == 4
+
+
+def test_what_a_rule_left_out_is_told_for_each_group(tmp_path):
+    buffer = buffer_of(rule="count(3)")
+    orders = buffer.issue(8, FIRST, 0.0)
+    for seconds, order in zip((1.0, 2.0, 3.0, 100.0), orders[:4], strict=True):
+        buffer.offer(cases.result(order, FIRST, reward=float(seconds > 50)), seconds)
+    for order in orders[4:7]:
+        buffer.offer(cases.result(order, FIRST), 200.0)
+    one, other = left_out(evidence_of(buffer, tmp_path))
+    assert (one.rule, one.early, one.late, one.late_finished) == ("count(3)", 3, 1, 1)
+    assert (one.early_mean_s, one.late_mean_s, one.early_mean_reward, one.late_mean_reward) == (2.0, 100.0, 0.0, 1.0)
+    assert (other.late, other.late_finished, other.late_mean_s) == (1, 0, None)
+
+
+def test_nothing_finished_gives_no_deciles(tmp_path):
+    buffer = buffer_of()
+    buffer.issue(4, FIRST, 0.0)
+    assert acceptance_by_decile(evidence_of(buffer, tmp_path)) == ()

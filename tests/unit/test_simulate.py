@@ -1,0 +1,241 @@
+"""`headrace simulate`: the ordinary actors in virtual time, and what their ledger shows. Most plans here are a quarter
+of the preset: 16 rollouts a batch; the preset itself runs with `slow`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from headrace.actors import cli
+from headrace.actors.errors import ConfigError, RunStalled
+from headrace.actors.simulation import simulate as simulate_module
+from headrace.actors.simulation.account import history_digest, read_account
+from headrace.actors.simulation.plan import PRESETS, Mode, SimulationPlan, make_plan
+from headrace.actors.simulation.simulate import run_plan, simulate
+from headrace.buffer.batches import BatchBook
+from headrace.buffer.evidence import read_evidence
+from headrace.buffer.verify import verify
+from headrace.policies.simulated import PushMode
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.actors.simulation.account import Account
+
+
+def quarter(**changes: Any) -> SimulationPlan:
+    """The preset with a quarter of its batch, groups and slots: the same ideal."""
+    sizes = {"batch_size": 16, "group_size": 4, "slots": 16, "tasks": 64, "turns": 2, "steps": 24}
+    return make_plan("swe64", sizes | changes)
+
+
+def account(**changes: Any) -> Account:
+    return run_plan(quarter(**changes))[0]
+
+
+@pytest.fixture(scope="module")
+def asynchronous() -> Account:
+    return account()
+
+
+@pytest.fixture(scope="module")
+def synchronous() -> Account:
+    return account(mode=Mode.SYNC)
+
+
+def test_the_preset_is_the_published_one() -> None:
+    plan = PRESETS["swe64"]
+    assert (plan.batch_size, plan.group_size, plan.learner_s, plan.push_s) == (64, 8, 240, 10)
+    assert plan.ideal_s / 60 == pytest.approx(9.9, abs=0.05)
+    assert plan.model_copy(update={"slots": 160}).ideal_s / 60 == 4.0
+
+
+def test_async_is_near_the_ideal_whole_and_within_the_bound(asynchronous: Account) -> None:
+    assert not asynchronous.problems
+    assert 0 < asynchronous.max_staleness <= 4
+    assert asynchronous.trained == sum(asynchronous.staleness.values()) == 24 * 16
+    # So few rollouts are not of the mean; no slot was idle, and nothing ran for nothing.
+    assert 0.85 < quarter().ideal_s / asynchronous.step_s < 1.15
+    assert 0.99 < asynchronous.busy["agent"] / 16 <= 1
+    assert (asynchronous.waste, asynchronous.most_in_flight) == (0, 16)
+    assert asynchronous.learner_share == pytest.approx(240 / asynchronous.step_s)
+
+
+def test_modes_differ_as_they_must(asynchronous: Account, synchronous: Account) -> None:
+    one_step_off = account(mode=Mode.ONE_STEP_OFF)
+    assert synchronous.max_staleness == 0
+    assert one_step_off.max_staleness == 1
+    # Sync waits for the slowest rollout, then the learner, then the push; one step off for the slower of the first two.
+    assert synchronous.step_s - one_step_off.step_s == pytest.approx(240 + 10, rel=0.15)
+    assert synchronous.step_s > 2 * asynchronous.step_s
+    assert not (*synchronous.problems, *one_step_off.problems)
+
+
+def test_pushes_cost_what_they_stop(asynchronous: Account) -> None:
+    pause = account(push=PushMode.PAUSE, push_s=60.0)
+    drain = account(push=PushMode.DRAIN, steps=12)
+    assert 1.02 < pause.step_s / asynchronous.step_s < 1.3
+    assert drain.step_s > 1.5 * asynchronous.step_s
+    assert not (*pause.problems, *drain.problems)
+
+
+def test_a_slow_learner_is_the_ideal_and_bounds_what_is_in_stock() -> None:
+    slow = account(learner_s=1800.0, max_staleness=2, steps=12)
+    assert slow.step_s == pytest.approx(1800, rel=0.01)
+    assert slow.learner_share == pytest.approx(1.0, abs=0.01)
+    assert slow.max_staleness <= 2
+    assert slow.busy["agent"] < 16
+
+
+def test_the_same_seed_is_the_same_ledger_to_the_last_byte(tmp_path: Path) -> None:
+    plans = [quarter(steps=8), quarter(steps=8), quarter(steps=8, seed=1)]
+    digests = []
+    for number, plan in enumerate(plans):
+        run_plan(plan, tmp_path / str(number))
+        digests.append(history_digest(tmp_path / str(number)))
+    assert digests[0] == digests[1] != digests[2]
+    first, second = (read_evidence(tmp_path / name) for name in "01")
+    assert (first.attempts, first.batches, first.commits) == (second.attempts, second.batches, second.commits)
+    assert verify(tmp_path / "0").clean
+
+
+def test_an_attempt_takes_the_same_time_whatever_the_schedule(tmp_path: Path) -> None:
+    agent_s: list[dict[tuple[str, int], float]] = []
+    for number, mode in enumerate((Mode.ASYNC, Mode.SYNC)):
+        run_plan(quarter(steps=4, mode=mode), tmp_path / str(number))
+        attempts = read_evidence(tmp_path / str(number)).attempts
+        agent_s.append(
+            {attempt.key: dict(attempt.phases_s).get("agent", 0.0) for attempt in attempts if attempt.phases_s}
+        )
+    both = agent_s[0].keys() & agent_s[1].keys()
+    assert len(both) > 32
+    assert [agent_s[0][key] for key in both] == pytest.approx([agent_s[1][key] for key in both])
+
+
+class LooseBook(BatchBook):
+    """A `take` that is off by one."""
+
+    def take(self, *arguments: Any) -> Any:
+        config = self._config
+        self._config = config.model_copy(update={"max_staleness": config.max_staleness + 1})
+        try:
+            return super().take(*arguments)
+        finally:
+            self._config = config
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["headrace", "simulate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+SMALL = ("--steps", "10", *(f"--set={key}" for key in ("batch_size=16", "group_size=4", "tasks=64", "turns=2")))
+CROWDED = (*SMALL, "--slots", "40", "--max-staleness", "2", "--json")
+
+
+def test_a_take_that_is_off_by_one_shows(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    assert run_command(monkeypatch, *CROWDED) == 0
+    sound = orjson.loads(capfdbinary.readouterr().out)
+    assert (sound["max_staleness_seen"], sound["clean"], sound["problems"]) == (2, True, [])
+    monkeypatch.setattr("headrace.buffer.replay.BatchBook", LooseBook)
+    assert run_command(monkeypatch, *CROWDED) == cli.EXIT_DIRTY
+    broken = orjson.loads(capfdbinary.readouterr().out)
+    assert (broken["max_staleness_seen"], broken["clean"]) == (3, False)
+    assert broken["problems"][0] == "trained at staleness 3, the bound is 2"
+
+
+def test_people_get_lines_and_the_ledger_where_they_want_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run_command(monkeypatch, *SMALL, "--slots", "16", "--keep", str(tmp_path / "kept")) == 0
+    said = capsys.readouterr().err
+    assert "minutes a step" in said
+    assert "ledger clean" in said
+    assert verify(tmp_path / "kept").clean
+    assert read_account(tmp_path / "kept", warmup_steps=5).trained == 160
+    assert run_command(monkeypatch, *SMALL, "--keep", str(tmp_path / "kept")) == cli.EXIT_BAD_INPUT
+    assert "--keep" in capsys.readouterr().err
+
+
+REFUSED = [
+    (("--preset", "swe65"), "--preset swe65: unknown; known: swe64"),
+    (("--max-staleness", "0"), 'needs mode = "sync"'),
+    (("--slots", "0"), "slots"),
+    (("--steps", "0"), "steps"),
+    (("--mode", "fast"), "'async', 'one-step-off' or 'sync'"),
+    (("--push", "fast"), "'overlap', 'pause' or 'drain'"),
+    (("--accept", "count(9)"), "count(9) can never be met"),
+    (("--accept", "nothing"), "rule"),
+    (("--set", "nope=1"), "unknown key nope"),
+    (("--set", "durations.mean_s=1"), "no lognormal is like that"),
+    (("--set", "buffer.batch_sizes=1"), "unknown key batch_sizes"),
+    (("--set", "slots.many=1"), "slots is a value"),
+    (("--set", "slots"), "write key=value"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
+def test_bad_input_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
+) -> None:
+    assert run_command(monkeypatch, *arguments) == cli.EXIT_BAD_INPUT
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_values_of_other_keys_are_toml() -> None:
+    plan = make_plan("swe64", {}, ["durations.recorded_s=[1.0, 2.0]", 'buffer={ zero_variance = "filter" }'])
+    assert plan.mean_s == 1.5
+    assert plan.buffer_config().zero_variance == "filter"
+    with pytest.raises(ConfigError, match="take it out"):
+        make_plan("swe64", {}, ["durations.recorded_s=[-1.0]"])
+
+
+def test_a_run_that_gets_nowhere_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that are always filtered fill no batch."""
+    monkeypatch.setattr(BatchBook, "take", lambda *_: None)
+    with pytest.raises(RunStalled, match="nothing moved for"):
+        run_plan(quarter(steps=2))
+
+
+def test_sync_mode_is_simulated_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[SimulationPlan] = []
+    real = run_plan
+
+    def watched(plan: SimulationPlan, keep: Path | None = None) -> tuple[Account, float]:
+        ran.append(plan)
+        return real(plan, keep)
+
+    monkeypatch.setattr(simulate_module, "run_plan", watched)
+    result = simulate(quarter(steps=4))
+    assert [plan.mode for plan in ran] == [Mode.ASYNC, Mode.SYNC]
+    assert result.to_json()["speedup_over_sync"] == pytest.approx(result.sync_step_s / result.account.step_s)
+    stations = result.utilisation()
+    assert stations["engine"] == pytest.approx(0.5 * stations["agent"], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("slots", "bound", "fraction", "speedup"), [(64, 4, 0.97, 3.0), (160, 8, 0.95, 7.0)])
+def test_swe64_reaches_its_figures(slots: int, bound: int, fraction: float, speedup: float) -> None:
+    said = simulate(make_plan("swe64", {"slots": slots, "max_staleness": bound})).to_json()
+    assert said["clean"]
+    assert said["fraction_of_ideal"] >= fraction
+    assert said["speedup_over_sync"] >= speedup
+    assert said["max_staleness_seen"] <= bound
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_thousand_rollouts_in_flight() -> None:
+    many = run_plan(make_plan("swe64", {"slots": 10_000, "steps": 2}, ["batch_size=4096", "turns=2"]))[0]
+    assert many.most_in_flight == 10_000
+    assert not many.problems

@@ -1,0 +1,279 @@
+"""`headrace tune` in virtual time: records, candidates, search, choice, and what is written."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from headrace.actors import cli
+from headrace.actors.simulation.durations import DurationsConfig
+from headrace.actors.simulation.plan import SimulationPlan
+from headrace.actors.simulation.simulate import run_plan
+from headrace.actors.tuning.candidates import Candidate, Space, candidates, recorded_candidate
+from headrace.actors.tuning.choosing import choose, pareto_front
+from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
+from headrace.actors.tuning.fitting import fit
+from headrace.actors.tuning.page import page
+from headrace.actors.tuning.recorded_run import read_run
+from headrace.actors.tuning.records import read_traces
+from headrace.actors.tuning.searching import survivors
+from headrace.actors.tuning.trial import Trial, run_trial
+from headrace.buffer.evidence import read_evidence
+from headrace.buffer.replay import BufferConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.actors.tuning.result import Tuned
+
+pytestmark = pytest.mark.timeout(300)
+
+TRUTH = SimulationPlan(
+    durations=DurationsConfig(
+        mean_s=30, median_s=25, cap_s=300, task_share=0.5, solved_shift=-0.5, stragglers=0.08, straggler_factor=5
+    ),
+    slots=8,
+    batch_size=4,
+    group_size=4,
+    max_staleness=2,
+    learner_s=3,
+    push_s=1,
+    evaluate_s=0.5,
+    steps=24,
+    tasks=64,
+    turns=1,
+)
+"""Latency-bound: the learner takes a fraction of what the rollouts of a batch take."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ledger of TRUTH."""
+    folder = tmp_path_factory.mktemp("tuning") / "run"
+    run_plan(TRUTH, folder)
+    return folder
+
+
+SMALL = Space(slots=(8,), bounds=(4,), rules=("fraction(0.5)",))
+
+
+def trial(**figures: Any) -> Trial:
+    names = ("rule", "unfinished", "max_staleness", "slots", "over_issue")
+    given = {name: figures.pop(name) for name in names if name in figures}
+    setting: dict[str, Any] = {"rule": "all", "unfinished": "carry", "max_staleness": 4, "slots": 8} | given
+    whole: dict[str, Any] = {
+        "steps": 8,
+        "step_s": 10.0,
+        "mean_staleness": 1.0,
+        "max_staleness": 2,
+        "waste": 0.0,
+        "evictions": 0.0,
+        "slow_share": 1.0,
+        "reward_bias": 0.0,
+        "learner_share": 0.5,
+    }
+    return Trial(candidate=Candidate(**setting), **(whole | figures))
+
+
+def test_a_ledger_tells_of_its_run(run: Path) -> None:
+    recording = read_run(run)
+    told = recording.settings
+    sizes = {key: told[key] for key in ("slots", "batch_size", "group_size", "max_staleness", "rule")}
+    assert sizes == {"slots": 8, "batch_size": 4, "group_size": 4, "max_staleness": 2, "rule": "all"}
+    assert told["learner_s"] == pytest.approx(3)
+    assert told["boot_s"] == pytest.approx(1, rel=0.15)
+    assert told["evaluate_s"] == pytest.approx(0.5, rel=0.2)
+    assert recording.step_s is not None
+    assert recording.step_s > 2 * TRUTH.learner_s
+    attempts = read_evidence(run).attempts
+    in_flight = sum(attempt.ended_at_s is None for attempt in attempts)
+    cut = sum(attempt.ended_at_s is not None and attempt.reward is None for attempt in attempts)
+    unfinished = len(recording.observations) - len(recording.finished)
+    assert 0 < in_flight <= unfinished <= in_flight + cut
+    assert len(recording.finished) == sum(attempt.reward is not None for attempt in attempts)
+
+
+def test_failures_are_told_and_come_again(tmp_path: Path) -> None:
+    failing = TRUTH.model_copy(update={"failure": 0.2, "steps": 12})
+    run_plan(failing, tmp_path / "run")
+    recording = read_run(tmp_path / "run")
+    assert recording.failure == pytest.approx(0.2, abs=0.08)
+
+
+def test_traces_in_both_forms_are_the_same(tmp_path: Path) -> None:
+    rows = [("a", 1.5, 1.0, True), ("a", 2.5, None, False), ("b", 3.5, 0.0, True)]
+    lines = [dict(zip(("task", "seconds", "reward", "finished"), row, strict=True)) for row in rows]
+    (tmp_path / "t.jsonl").write_bytes(b"\n".join(orjson.dumps(line) for line in lines))
+    text = "task,seconds,reward,finished\na,1.5,1,true\na,2.5,,False\nb,3.5,0,1\n"
+    (tmp_path / "t.csv").write_text(text)
+    first, second = read_traces(tmp_path / "t.jsonl"), read_traces(tmp_path / "t.csv")
+    assert first.observations == second.observations
+    assert [observation.finished for observation in first.observations] == [True, False, True]
+
+
+BAD = {
+    "unknown column": ("t.csv", "seconds,colour\n1,red\n", "unknown column colour; known: seconds"),
+    "no seconds": ("t.csv", "task,reward\na,1\n", "no column seconds (columns: reward, task)"),
+    "negative": ("t.jsonl", '{"seconds": -1}\n', "seconds is no number from 0 on (given: -1)"),
+    "not finite": ("t.csv", "seconds\nnan\n", "seconds is no number (given: 'nan')"),
+    "torn": ("t.jsonl", '{"seconds": 1}\n{"sec', ":2: no JSON"),
+    "no truth": ("t.csv", "seconds,finished\n1,maybe\n", "finished is neither true nor false"),
+    "short row": ("t.csv", "seconds,task\n1\n", "another number of fields"),
+    "binary": ("t.csv", b"\xff\xfe\x00", "is no text"),
+    "empty": ("t.csv", "", "no column seconds"),
+    "few": ("t.csv", "seconds\n1\n2\n", "2 of 2 attempts ended, at least 24 are needed"),
+    "no learner": ("t.csv", "seconds\n" + "1\n" * 30, "--set learner_s=SECONDS"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_traces_end_in_one_line_and_code_2(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, content, said = BAD[name]
+    path = tmp_path / file
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert _tune(monkeypatch, path) == cli.EXIT_BAD_INPUT
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--accept", "count(5)"], "count(5) can never be met with group_size = 4"),
+        (["--accept", "most"], "'most' is not a rule"),
+        (["--set", "learner_s=soon"], "learner_s"),
+        (["--set", "colour=1"], "unknown key colour"),
+        (["--out", "/dev/null/here"], "cannot be written"),
+    ],
+)
+def test_bad_options_end_in_one_line_and_code_2(
+    run: Path,
+    options: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert _tune(monkeypatch, run, *options) == cli.EXIT_BAD_INPUT
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_run_and_a_run_without_a_step_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _tune(monkeypatch, tmp_path) == cli.EXIT_BAD_INPUT
+    assert "holds no ledger.db" in capsys.readouterr().err
+    assert _tune(monkeypatch, tmp_path / "none") == cli.EXIT_BAD_INPUT
+    assert "no such run or file" in capsys.readouterr().err
+
+
+def _tune(monkeypatch: pytest.MonkeyPatch, source: Path, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["headrace", "tune", str(source), "--quiet", *options])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_every_candidate_is_one_that_the_buffer_takes(run: Path) -> None:
+    recording = read_run(run)
+    base = SimulationPlan.model_validate(recording.settings)
+    found = candidates(base, fit(recording), Space(), sandboxes=14)
+    assert found[0] == recorded_candidate(base)
+    assert len(set(found)) == len(found)
+    for candidate in found:
+        candidate.plan(base, steps=1).buffer_config()
+    assert {candidate.slots for candidate in found} == {4, 8, 14}
+    assert {candidate.max_staleness for candidate in found} == {1, 2, 4}
+    assert {candidate.unfinished for candidate in found} == {"carry", "abort"}
+    assert max(candidate.over_issue for candidate in found) == 1
+    assert not any(candidate.rule == "all | expiring(1)" and candidate.max_staleness == 1 for candidate in found)
+
+
+def test_what_is_lost_is_seen() -> None:
+    """Aborting what is slow trains hardly any of the slowest tenth; carrying it loses none when nothing is evicted."""
+    telling = TRUTH.durations.model_copy(update={"task_share": 0.1, "solved_shift": -2.5})
+    base = TRUTH.model_copy(update={"durations": telling})
+    roomy = Candidate(rule="fraction(0.5)", unfinished="carry", max_staleness=30, slots=8)
+    carried = run_trial(roomy, base, 16)
+    aborted = run_trial(Candidate(rule="fraction(0.5)", unfinished="abort", max_staleness=30, slots=8), base, 16)
+    assert isinstance(carried, Trial)
+    assert isinstance(aborted, Trial)
+    assert carried.slow_share == pytest.approx(1, abs=1e-9)
+    assert (carried.waste, carried.reward_bias) == (0, 0)
+    assert aborted.slow_share < 0.5
+    assert aborted.waste > 0.2
+    # What solves its task is shorter here.
+    assert aborted.reward_bias > 0.02
+    assert aborted.length_bias == pytest.approx(1 - aborted.slow_share)
+
+
+def test_the_choice_is_fast_first_then_harmless_then_fresh() -> None:
+    fast_but_biased = trial(step_s=10.0, slow_share=0.3, rule="count(3)")
+    stale = trial(step_s=10.2, mean_staleness=2.0, slots=9)
+    fresh = trial(step_s=10.25, mean_staleness=1.0, waste=0.005, slots=10)
+    slow = trial(step_s=11.0, mean_staleness=0.0, slots=11)
+    trials = [fast_but_biased, stale, fresh, slow]
+    assert choose(trials) == choose(trials[::-1]) == fresh
+    assert choose(trials, within=0.0) == fast_but_biased
+    assert choose(trials, within=0.2) == slow
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    best, other, beaten = trial(step_s=9, slots=1), trial(mean_staleness=0.5, slots=2), trial(step_s=12, slots=3)
+    assert pareto_front([best, other, beaten]) == [best, other]
+    twins = [trial(slots=1), trial(slots=2)]
+    assert pareto_front(twins) == twins
+
+
+def test_survivors_are_the_fast_and_the_front() -> None:
+    ladder = [trial(step_s=10.0 + place, slots=place + 1) for place in range(9)]
+    fresh = trial(step_s=40, mean_staleness=0.1, slots=99)
+    recorded = ladder[0].candidate
+    assert survivors([*ladder, fresh], recorded) == [ladder[1].candidate, ladder[2].candidate, fresh.candidate]
+
+
+@pytest.fixture(scope="module")
+def tuned(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuned, Path]:
+    """Of two rules, by one process."""
+    out = tmp_path_factory.mktemp("tuned") / "out"
+    request = TuneRequest(source=run, out=out, steps=8, space=SMALL, processes=1)
+    said: list[tuple[int, int, int]] = []
+    found = run_tuning(prepare_tuning(request), lambda *now: said.append(now))
+    assert said[-1] == (3, 6, 6)
+    return found, out
+
+
+def test_tuning_finds_a_faster_rule_and_writes_it(tuned: tuple[Tuned, Path]) -> None:
+    found, out = tuned
+    assert found.chosen.candidate != found.searched.recorded.candidate
+    assert found.searched.chosen_prediction.step_s < found.searched.recorded_prediction.step_s
+    pasted = tomllib.loads((out / "tuning.toml").read_text())
+    kept = BufferConfig.model_validate(pasted["buffer"] | {"batch_size": 4, "group_size": 4})
+    assert (kept.rule, kept.max_staleness) == (found.chosen.candidate.rule, 4)
+    assert (out / "tuning.png").read_bytes().startswith(b"\x89PNG")
+    written = orjson.loads((out / "tuning.json").read_bytes())
+    assert written["chosen"]["rule"] == kept.rule
+
+
+def test_two_processes_find_the_same(run: Path, tuned: tuple[Tuned, Path]) -> None:
+    request = TuneRequest(source=run, steps=8, space=SMALL, processes=2)
+    assert run_tuning(prepare_tuning(request), lambda *_: None).to_json() == tuned[0].to_json()
+
+
+def test_the_page_is_whole_and_escapes_what_it_shows(tuned: tuple[Tuned, Path]) -> None:
+    found, out = tuned
+    text = (out / "tuning.html").read_text()
+    picture = text[text.index("data:image") : text.index('"', text.index("data:image"))]
+    assert not re.search(r"https?:|src=\"(?!data:)|<link|<script|@import|url\(", text.replace(picture, "data:"))
+    hostile = replace(found, recording=replace(found.recording, source="<script>alert('x')</script>"))
+    assert "<script>" not in page(hostile, b"")
+    assert "&lt;script&gt;" in page(hostile, b"")

@@ -1,0 +1,80 @@
+"""How busy stations are, and which one holds a run up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from headrace.actors.utilisation import Station, StationLoad, UtilisationMeter, bottleneck, mean_loads
+
+
+def load(station: Station, in_use: float, capacity: float | None) -> StationLoad:
+    return StationLoad(station=station, in_use=in_use, capacity=capacity, mean_s=None)
+
+
+def test_times_follow_from_little_s_law() -> None:
+    """Rollouts of 4 s at the engine and 1 s at the evaluator, begun at random times, sampled once a second."""
+    chance = random.Random(7)
+    begun = sorted(chance.uniform(0, 20_000) for _ in range(40_000))
+    meter = UtilisationMeter()
+    for second in range(1000, 19_000):
+        engine = sum(1 for start in _between(begun, second - 4, second))
+        evaluator = sum(1 for start in _between(begun, second - 5, second - 4))
+        finished = len(_between(begun, 0, second - 5))
+        meter.sample(float(second), {Station.ENGINE: engine, Station.EVALUATOR: evaluator}, finished)
+    engine_load, evaluator_load = meter.loads({Station.ENGINE: 10})
+    assert engine_load.mean_s == pytest.approx(4.0, rel=0.02)
+    assert evaluator_load.mean_s == pytest.approx(1.0, rel=0.02)
+    assert engine_load.utilisation == pytest.approx(0.8, rel=0.02)
+    assert evaluator_load.utilisation is None
+
+
+def _between(times: list[float], start: float, end: float) -> list[float]:
+    from bisect import bisect_left
+
+    return times[bisect_left(times, start) : bisect_left(times, end)]
+
+
+def test_samples_weigh_with_the_time_they_stand_for() -> None:
+    meter = UtilisationMeter()
+    meter.sample(0.0, {Station.BOOT: 100.0}, 0)
+    assert meter.loads({}) == ()
+    meter.sample(1.0, {Station.BOOT: 4.0}, 1)
+    meter.sample(4.0, {Station.BOOT: 0.0}, 2)
+    assert meter.loads({}) == (StationLoad(station=Station.BOOT, in_use=1.0, capacity=None, mean_s=2.0),)
+    meter.reset()
+    meter.sample(6.0, {Station.BOOT: 3.0}, 0)
+    assert meter.loads({})[0].mean_s is None, "a dispatcher that began anew has finished nothing"
+
+
+def test_the_fullest_station_holds_the_run_up() -> None:
+    loads = [
+        load(Station.SANDBOX, 62.0, 64.0),
+        load(Station.ENGINE, 60.0, 128.0),
+        load(Station.LEARNER, 0.4, 1.0),
+        load(Station.QUEUE, 500.0, None),
+    ]
+    assert bottleneck(loads, 64.0) == loads[0]
+    assert bottleneck([*loads, load(Station.BOOT, 8.0, 8.0)], 64.0) == load(Station.BOOT, 8.0, 8.0)
+
+
+def test_a_phase_lock_on_a_service_without_a_size_is_named() -> None:
+    """The user simulator answers one call at a time: nothing is full, and nearly all rollouts wait for it."""
+    loads = [
+        load(Station.SANDBOX, 32.0, 64.0),
+        load(Station.ENGINE, 1.0, 128.0),
+        load(Station.SIMULATOR, 30.0, None),
+        load(Station.LEARNER, 0.1, 1.0),
+    ]
+    assert bottleneck(loads, 32.0) == loads[2]
+    assert bottleneck(loads, 64.0) is None
+
+
+def test_means_over_records() -> None:
+    def record(seconds: float, in_use: float) -> dict:
+        return {"seconds": seconds, "stations": {"sandbox": {"in_use": in_use, "capacity": 10, "mean_s": 1.0}}}
+
+    (sandbox,) = mean_loads([record(30.0, 10.0), record(10.0, 2.0)])
+    assert sandbox.utilisation == pytest.approx(0.8)
+    assert mean_loads([]) == ()
