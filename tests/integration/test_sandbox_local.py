@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -583,10 +584,15 @@ async def test_planted_start_files_do_nothing_in_the_clean_sandbox(provider: Loc
 
 
 async def test_a_sandbox_that_is_killed_cannot_be_frozen_any_more(provider: LocalProvider) -> None:
-    """Whoever then counts on its files must hear of it."""
+    """Whoever then counts on its files must hear of it. The launcher stands still until it has both requests: between
+    them it could have frozen the sandbox, and been right to say so."""
+    assert provider.launcher_pid is not None
     for first, second in (("kill", "freeze"), ("freeze", "kill")):
         sandbox = await provider.attach(await provider.create(SandboxSpec()))
-        results = await asyncio.gather(getattr(sandbox, first)(), getattr(sandbox, second)(), return_exceptions=True)
+        os.kill(provider.launcher_pid, signal.SIGSTOP)
+        both = asyncio.gather(getattr(sandbox, first)(), getattr(sandbox, second)(), return_exceptions=True)
+        asyncio.get_running_loop().call_soon(os.kill, provider.launcher_pid, signal.SIGCONT)
+        results = await both
         outcome = dict(zip((first, second), results, strict=True))
         assert outcome["kill"] is None
         assert isinstance(outcome["freeze"], SandboxGone)
