@@ -78,13 +78,18 @@ def prepare(request: RunRequest) -> tuple[RunConfig, RunDirectory]:
 def lay_out(config: RunConfig, directory: RunDirectory) -> None:
     """Check what the configuration names, then make the run directory. Raises ConfigError and the errors of tasks,
     model and sandboxes."""
+    check_parts(config)
+    train, heldout = load_task_sets(config)
+    _make(directory, config, train, heldout)
+
+
+def check_parts(config: RunConfig) -> None:
+    """Model, agent and sandboxes are there. Raises ConfigError, ModelInvalid and NamespacesUnavailable."""
     if config.engines.backend != "simulated":
         check_model_files(config.model.path)
     make_agent(config.agent)
-    train, heldout = load_task_sets(config)
     if config.sandbox.provider is SandboxKind.LOCAL:
         require_namespaces()
-    _make(directory, config, train, heldout)
 
 
 def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...]]:

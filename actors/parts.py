@@ -10,16 +10,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
-from typing import TYPE_CHECKING, TypeVar, cast
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import orjson
 
 from headrace.actors.choosing import make_agent
 from headrace.actors.dispatcher import Dispatcher
 from headrace.actors.engines import EngineGroup, EnginesConfig
-from headrace.actors.errors import DiskFull
+from headrace.actors.errors import DiskFull, first_cause
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.gateway import GatewayActor
+from headrace.actors.guarding import guard
 from headrace.actors.held_out.folders import EvaluationFolders
 from headrace.actors.held_out.summary import About
 from headrace.actors.observing import Observing
@@ -32,6 +34,8 @@ from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway import GatewayConfig
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Coroutine
+
     from headrace.actors.config import RunConfig
     from headrace.actors.held_out.records import RolloutStore
     from headrace.actors.run_directory import RunDirectory
@@ -59,6 +63,35 @@ class ServiceParts(Owning):
     async def process_ids(self) -> dict[str, int]:
         """Process id by actor name; for operators and fault tests."""
         return {name: (await self._runtime.stats(actor))[0] for name, actor in self._actors.items()}
+
+    @asynccontextmanager
+    async def _starting(self) -> AsyncIterator[None]:
+        """What was started stops again when the block fails; its first cause is raised."""
+        try:
+            yield
+        except BaseException as error:
+            await self._stack.aclose()
+            if isinstance(error, BaseExceptionGroup):
+                raise first_cause(error) from error
+            raise
+
+    @asynccontextmanager
+    async def _guarded(self, supervision: Coroutine[Any, Any, NoReturn]) -> AsyncIterator[asyncio.TaskGroup]:
+        """Every actor is guarded, and `supervision` goes on, for as long as the block does. Raises DiskFull when the
+        disk is full, whatever that broke, else the first cause."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beside = [
+                    tasks.create_task(guard(self._runtime, name, actor, self._config.service.hang_s))
+                    for name, actor in self._actors.items()
+                ]
+                beside.append(tasks.create_task(supervision))
+                yield tasks
+                for task in beside:
+                    task.cancel()
+        except BaseExceptionGroup as group:
+            self._refuse_full_disk()
+            raise first_cause(group) from group
 
     async def _start_pool(self) -> None:
         self._pool = await self._spawn("sandbox-pool", SandboxPool, self._config.sandbox, directory=self._directory)

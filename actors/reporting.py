@@ -88,7 +88,7 @@ def report_of(directory: RunDirectory) -> RunReport:
     loads = mean_loads(records)
     full = bottleneck(loads, in_flight=0.0)
     return RunReport(
-        steps=sum(commit.rolled_back_by is None and not commit.skipped for commit in evidence.commits),
+        steps=sum(not commit.skipped for commit in evidence.surviving),
         staleness=_staleness(evidence),
         causes=dict(Counter(attempt.cause.value for attempt in evidence.attempts if attempt.cause is not None)),
         evicted=sum(rollout.evictions for rollout in evidence.rollouts),
@@ -102,7 +102,7 @@ def report_of(directory: RunDirectory) -> RunReport:
 
 def _staleness(evidence: Evidence) -> dict[int, int]:
     batches = {batch.batch_id: batch for batch in evidence.batches}
-    steps = [commit for commit in evidence.commits if commit.rolled_back_by is None]
+    steps = evidence.surviving
     seen = Counter(member.staleness for step in steps for member in batches[step.batch_id].members)
     return dict(sorted(seen.items()))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from headrace.buffer.durable_files import replace_file
 from headrace.buffer.evidence import has_begun
 from headrace.buffer.resume_report import resume_report
 
@@ -38,6 +39,4 @@ class Resuming:
         self.told = report.to_json()
         path = self._directory.path / "resumes" / f"{report.epoch}.json"
         path.parent.mkdir(exist_ok=True)
-        staged = path.with_suffix(".partial")
-        staged.write_bytes(orjson.dumps(self.told, option=orjson.OPT_INDENT_2) + b"\n")
-        staged.replace(path)
+        replace_file(path, orjson.dumps(self.told, option=orjson.OPT_INDENT_2) + b"\n")

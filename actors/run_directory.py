@@ -12,6 +12,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def free_folder(parent: Path, stem: str) -> Path:
+    """`parent/stem-1`, `parent/stem-2`, ...: the first that is free."""
+    number = 1
+    while (parent / f"{stem}-{number}").exists():
+        number += 1
+    return parent / f"{stem}-{number}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDirectory:
     """Paths by name."""

@@ -15,10 +15,10 @@ import logging
 import time
 from collections import deque
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
-from headrace.actors.errors import RunStalled, first_cause
-from headrace.actors.guarding import guard, keep_running
+from headrace.actors.errors import RunStalled
+from headrace.actors.guarding import keep_running
 from headrace.actors.headway import Headway
 from headrace.actors.learner import LearnerLoop
 from headrace.actors.metrics import read_metrics
@@ -65,16 +65,10 @@ class Service(ServiceParts):
     async def __aenter__(self) -> Self:
         self._heldout = load_tasks(self._directory.heldout_tasks)[: self._config.evaluation.tasks]
         self._metrics = self._observing.metrics()
-        try:
+        async with self._starting():
             await self._start_stores()
             await self._start_workers(self._replay)
             await self._start_loops()
-        except BaseExceptionGroup as group:
-            await self._stack.aclose()
-            raise first_cause(group) from group
-        except BaseException:
-            await self._stack.aclose()
-            raise
         return self
 
     async def run(self) -> bool:
@@ -84,19 +78,8 @@ class Service(ServiceParts):
         """
         self._ended = False
         try:
-            async with asyncio.TaskGroup() as tasks:
-                guards = [
-                    tasks.create_task(guard(self._runtime, name, actor, self._config.service.hang_s))
-                    for name, actor in self._actors.items()
-                ]
-                supervision = tasks.create_task(self._supervise())
+            async with self._guarded(self._supervise()) as tasks:
                 done = await self._train_and_evaluate(tasks)
-                for task in (supervision, *guards):
-                    task.cancel()
-        except BaseExceptionGroup as group:
-            # Whatever it broke: a full disk is the cause.
-            self._refuse_full_disk()
-            raise first_cause(group) from group
         finally:
             self._ended = True
             self._moved.set()
@@ -109,7 +92,7 @@ class Service(ServiceParts):
             or_none(self._learner.status),
             or_none(self._dispatcher.status),
             or_none(self._pool.status),
-            or_none(self._gateway.stats) if self._gateway is not None else _none(),
+            or_none(self._gateway and self._gateway.stats),
         )
         self._count_tokens(gateway.sampled_tokens if gateway else 0)
         last = learner.last if learner else None
@@ -197,7 +180,7 @@ class Service(ServiceParts):
         self._success = summary.success
         self._metrics.append("evaluation", {"step": 0 if tag == "base" else self._step, **asdict(summary)})
 
-    async def _supervise(self) -> None:
+    async def _supervise(self) -> NoReturn:
         """Notice steps and stalls: a run that gets nowhere ends with what each part was doing."""
         headway = Headway(time.monotonic(), self._config.service.stall_s)
         while True:
@@ -289,7 +272,3 @@ def _learner(config: RunConfig) -> LearnerConfig | SimulatedLearnerConfig:
     if learner.kind == "megatron":
         return learner
     return learner.simulated.model_copy(update={"checkpoint_dir": learner.checkpoint_dir, "seed": learner.seed})
-
-
-async def _none() -> None:
-    """Of a part that this run has not."""

@@ -107,7 +107,7 @@ class Supervision:
             or_none(parts.learner.status),
             or_none(parts.dispatcher.status),
             or_none(parts.pool.status),
-            _nothing() if parts.gateway is None else or_none(parts.gateway.stats),
+            or_none(parts.gateway and parts.gateway.stats),
             asyncio.gather(*(or_none(worker.status) for worker in parts.workers)),
         )
         look = Look(learner=learner, dispatcher=dispatcher, pool=pool, gateway=gateway, workers=tuple(workers))
@@ -187,12 +187,10 @@ def _stage(learner: LearnerStatus) -> tuple[str, float]:
     return learner.stage.value, learner.stage_s
 
 
-async def _nothing() -> None:
-    """Of a part that this run has not."""
-
-
-async def or_none(call: Callable[[], Awaitable[R]]) -> R | None:
-    """What a part says, None when it is lost or slow."""
+async def or_none(call: Callable[[], Awaitable[R]] | None) -> R | None:
+    """What a part says; None when it is lost or slow, or when this run has no such part."""
+    if call is None:
+        return None
     try:
         async with asyncio.timeout(STATUS_TIMEOUT_S):
             return await call()

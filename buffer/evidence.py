@@ -33,7 +33,7 @@ from headrace.buffer.records import (
 )
 from headrace.buffer.schema import SCHEMA_VERSION, TABLES
 from headrace.buffer.types import BatchId, RolloutId, batch_digest
-from headrace.buffer.versions import PolicyVersion
+from headrace.buffer.versions import PolicyVersion, VersionTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,6 +74,18 @@ class Evidence:
     files: dict[tuple[RolloutId, int], int]
     witnesses: tuple[Witness, ...]
     damage: tuple[str, ...]
+
+    @property
+    def surviving(self) -> list[CommitRecord]:
+        """The steps that no resume undid, in their order."""
+        return [commit for commit in self.commits if commit.rolled_back_by is None]
+
+    def tree(self) -> VersionTree:
+        """All epochs with their parents; the caller's own."""
+        tree = VersionTree()
+        for epoch in self.epochs:
+            tree.open_epoch(epoch.epoch, epoch.parent)
+        return tree
 
 
 def has_begun(run_dir: Path) -> bool:

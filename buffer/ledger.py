@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from headrace.buffer.codec import decode, encode
+from headrace.buffer.durable_files import fsync
 from headrace.buffer.errors import LedgerBroken, LedgerInUse, LedgerRefused
 from headrace.buffer.local_disk import filesystem_magic, refuse_full, refuse_network
 from headrace.buffer.migration import migrate
@@ -87,7 +88,7 @@ class Ledger:
             if isinstance(error, sqlite3.DatabaseError):
                 raise LedgerRefused(f"{run_dir / 'ledger.db'} is not readable: {error}") from error
             raise
-        _fsync_directory(run_dir)
+        fsync(run_dir)
         return cls(database, blobs, lock)
 
     @classmethod
@@ -181,9 +182,9 @@ class Ledger:
         with _as_oserror(staged), closing(sqlite3.connect(staged)) as copy:
             self._database.backup(copy)
             copy.execute("PRAGMA journal_mode = DELETE")
-        _fsync(staged)
+        fsync(staged)
         staged.replace(destination)
-        _fsync_directory(destination.parent)
+        fsync(destination.parent)
 
     def export(self, folder: Path) -> None:
         """`ledger.db` and the trajectories, in memory or not, as files in `folder`. Raises OSError."""
@@ -257,7 +258,7 @@ class BlobFiles:
             for suffix in ("-wal", "-shm", ""):
                 self._path(number).with_name(self._path(number).name + suffix).unlink(missing_ok=True)
         if dropped:
-            _fsync_directory(self._directory)
+            fsync(self._directory)
         return tuple(dropped)
 
     def export(self, directory: Path) -> None:
@@ -288,7 +289,7 @@ class BlobFiles:
             with _transaction(database):
                 database.execute(TRAJECTORIES_DDL)
             if self._directory is not None:
-                _fsync_directory(self._directory)
+                fsync(self._directory)
             self._open[number] = database
         return self._open[number]
 
@@ -379,15 +380,3 @@ def _lock(path: Path) -> int:
         os.close(descriptor)
         raise LedgerInUse(f"{path.parent} is open in another process: end that run first") from None
     return descriptor
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _fsync_directory(path: Path) -> None:
-    _fsync(path)

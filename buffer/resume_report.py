@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.records import BatchState, RolloutState
 from headrace.buffer.verify import verify
-from headrace.buffer.versions import PolicyVersion, VersionTree
+from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -121,7 +121,7 @@ class _Plan:
         self.evidence, self.audit, self.max_staleness = evidence, audit, max_staleness
         self.attempts = {attempt.key: attempt for attempt in evidence.attempts}
         self.checkpoint = max(evidence.witnesses, key=lambda witness: witness.version, default=None)
-        self.path = [commit for commit in evidence.commits if commit.rolled_back_by is None]
+        self.path = evidence.surviving
         self.known = _steps_up_to(self.checkpoint, self.path)
         self.undone = self.path[self.known or 0 :]
         self.batches = self._batches_again()
@@ -169,9 +169,7 @@ class _Plan:
         """Rollouts of `batches` whose staleness is over the bound when their batch's turn comes, one step each."""
         if not self.evidence.epochs:
             return 0
-        tree = VersionTree()
-        for epoch in self.evidence.epochs:
-            tree.open_epoch(epoch.epoch, epoch.parent)
+        tree = self.evidence.tree()
         parent = self.checkpoint.version if self.checkpoint else PolicyVersion(1, 0)
         tree.open_epoch(self._epoch, parent)
         over = 0

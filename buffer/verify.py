@@ -19,7 +19,7 @@ from headrace.buffer.evidence import read_evidence, read_trajectories
 from headrace.buffer.records import BatchState, GroupState, RolloutState
 from headrace.buffer.types import Cause, batch_digest, extend_chain
 from headrace.buffer.verify_groups import group_problems
-from headrace.buffer.versions import PolicyVersion, VersionTree
+from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,9 +86,7 @@ class _Audit:
         self.problems = list(evidence.damage)
         self.batches = {batch.batch_id: batch for batch in evidence.batches}
         self.attempts = {attempt.key: attempt for attempt in evidence.attempts}
-        self.tree = VersionTree()
-        for epoch in evidence.epochs:
-            self.tree.open_epoch(epoch.epoch, epoch.parent)
+        self.tree = evidence.tree()
         self.path = self._surviving_path()
         self.lost: set[RolloutId] = set()
 
@@ -129,8 +127,7 @@ class _Audit:
             else:
                 path = path[: kept.index(epoch.chain)]
             path += [commit for commit in self.evidence.commits if commit.epoch == epoch.epoch]
-        flagged = [commit for commit in self.evidence.commits if commit.rolled_back_by is None]
-        if flagged != path:
+        if self.evidence.surviving != path:
             self.problems.append("the steps marked as undone are not those that the forks undid")
         return path
 

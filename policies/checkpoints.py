@@ -23,6 +23,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.buffer.durable_files import fsync
 from headrace.buffer.types import BatchId, CheckpointRef, RolloutId, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner_errors import CheckpointUnreadable
@@ -142,11 +143,11 @@ def publish(staged: Path, version: PolicyVersion) -> Path:
     """Make a staged checkpoint durable, then visible under its final name, which is returned."""
     for directory, _, files in os.walk(staged):
         for name in files:
-            _fsync(Path(directory, name))
-        _fsync(Path(directory))
+            fsync(Path(directory, name))
+        fsync(Path(directory))
     final = staged.with_name(str(version))
     staged.rename(final)
-    _fsync(final.parent)
+    fsync(final.parent)
     return final
 
 
@@ -171,11 +172,3 @@ def _manifest(document: dict[str, Any]) -> Manifest:
         chain=document["chain"],
         batches=batches,
     )
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

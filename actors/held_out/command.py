@@ -17,23 +17,21 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headrace.actors.choosing import make_agent
-from headrace.actors.config import ModelSection, SandboxKind, load_recipe
+from headrace.actors.config import ModelSection, load_recipe
 from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.held_out.folders import EvaluationFolders
 from headrace.actors.held_out.overlap import refuse_overlap
 from headrace.actors.held_out.service import EvaluationService
 from headrace.actors.held_out.summary import About
-from headrace.actors.launch import load_task_sets, reopen, sole_driver, watch
+from headrace.actors.launch import check_parts, load_task_sets, reopen, sole_driver, watch
 from headrace.actors.parts import recipe_digest
-from headrace.actors.run_directory import RunDirectory
+from headrace.actors.run_directory import RunDirectory, free_folder
 from headrace.actors.runtime import RayRuntime, start_local_ray, stop_local_ray
+from headrace.buffer.durable_files import replace_file
 from headrace.buffer.tasks import load_tasks, tasks_digest
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.checkpoints import list_checkpoints
 from headrace.policies.learner import WeightsSnapshot
-from headrace.policies.model_files import check_model_files
-from headrace.sandboxes.doctor import require_namespaces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
 
     from headrace.actors.config import RunConfig
     from headrace.actors.held_out.summary import EvaluationSummary
-    from headrace.buffer.tasks import Task
+from headrace.buffer.tasks import Task
 
 START_VERSION = PolicyVersion(1, 0)
 """What the model of a recipe is called, as in a run of it."""
@@ -105,10 +103,7 @@ def prepare_evaluation(asked: Asked) -> Evaluation:
     evaluation = _of_run(asked) if is_run else _of_recipe(asked)
     if evaluation.config.engines.backend == "simulated":
         raise ConfigError("engines.backend simulated has no policy to evaluate; set it to cpu")
-    check_model_files(evaluation.config.model.path)
-    make_agent(evaluation.config.agent)
-    if evaluation.config.sandbox.provider is SandboxKind.LOCAL:
-        require_namespaces()
+    check_parts(evaluation.config)
     _refuse_taken(evaluation)
     return evaluation
 
@@ -116,7 +111,7 @@ def prepare_evaluation(asked: Asked) -> Evaluation:
 def _of_recipe(asked: Asked) -> Evaluation:
     if asked.checkpoint is not None:
         raise ConfigError(f"--checkpoint {asked.checkpoint}: {asked.source} is a recipe; name the directory of a run")
-    out = (asked.out or _free_folder(asked.runs_dir, f"{asked.source.stem}-eval")).resolve()
+    out = (asked.out or free_folder(asked.runs_dir, f"{asked.source.stem}-eval")).resolve()
     config = load_recipe(asked.source, asked.overrides, out / "service")
     train, held_out = load_task_sets(config)
     return Evaluation(
@@ -178,13 +173,6 @@ def _chosen(asked: Asked, config: RunConfig, train: Sequence[Task], held_out: Se
     tasks = load_tasks(asked.tasks)[: asked.limit]
     refuse_overlap(train, tasks, f"--tasks {asked.tasks}")
     return tasks
-
-
-def _free_folder(parent: Path, stem: str) -> Path:
-    number = 1
-    while (parent / f"{stem}-{number}").exists():
-        number += 1
-    return parent / f"{stem}-{number}"
 
 
 def _refuse_taken(evaluation: Evaluation) -> None:
@@ -251,9 +239,7 @@ def _make(evaluation: Evaluation) -> None:
     identity = orjson.dumps(evaluation.identity, option=orjson.OPT_INDENT_2)
     try:
         evaluation.directory.path.mkdir(parents=True, exist_ok=True)
-        staged = evaluation.out / "evaluation.partial"
-        staged.write_bytes(identity)
-        staged.replace(evaluation.out / "evaluation.json")
+        replace_file(evaluation.out / "evaluation.json", identity)
     except OSError as error:
         raise ConfigError(f"--out: {evaluation.out} cannot be written: {error.strerror}; choose another") from error
 

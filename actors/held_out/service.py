@@ -12,8 +12,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from headrace.actors.errors import RunStalled, first_cause
-from headrace.actors.guarding import guard, keep_running
+from headrace.actors.errors import RunStalled
+from headrace.actors.guarding import keep_running
 from headrace.actors.headway import Headway
 from headrace.actors.held_out.records import EvaluationRecords
 from headrace.actors.parts import ServiceParts
@@ -53,43 +53,24 @@ class EvaluationService(ServiceParts):
         self._wanted = 0
 
     async def __aenter__(self) -> Self:
-        try:
+        async with self._starting():
             async with asyncio.TaskGroup() as starting:
                 records = starting.create_task(self._spawn("records", EvaluationRecords))
                 starting.create_task(self._start_pool())
                 starting.create_task(self._start_gateway())
             await self._start_workers(records.result())
             await self._start_dispatcher(records.result())
-        except BaseExceptionGroup as group:
-            await self._stack.aclose()
-            raise first_cause(group) from group
-        except BaseException:
-            await self._stack.aclose()
-            raise
         return self
 
     async def run(self, tasks: Sequence[Task], *, samples: int, tag: str) -> EvaluationSummary:
         """Push the weights, and evaluate. Raises RunStalled, DiskFull, EngineUnavailable, and what ends the dispatcher
         for good."""
         self._wanted = len(tasks) * samples
-        try:
-            async with asyncio.TaskGroup() as group:
-                watching = [
-                    group.create_task(guard(self._runtime, name, actor, self._config.service.hang_s))
-                    for name, actor in self._actors.items()
-                ]
-                watching.append(group.create_task(self._supervise()))
-                await until_back(lambda: self._engines.push(self._weights, rollouts_in_flight=0))
-                summary = await keep_running(
-                    lambda: self._dispatcher.evaluate(tasks, samples=samples, tag=tag), self._dispatcher.status
-                )
-                for task in watching:
-                    task.cancel()
-        except BaseExceptionGroup as error:
-            # Whatever it broke: a full disk is the cause.
-            self._refuse_full_disk()
-            raise first_cause(error) from error
-        return summary
+        async with self._guarded(self._supervise()):
+            await until_back(lambda: self._engines.push(self._weights, rollouts_in_flight=0))
+            return await keep_running(
+                lambda: self._dispatcher.evaluate(tasks, samples=samples, tag=tag), self._dispatcher.status
+            )
 
     async def progress(self) -> Progress:
         """One moment: a step is an answer."""

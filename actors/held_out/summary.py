@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from math import comb
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.actors.held_out.answers import json_bytes
+from headrace.buffer.durable_files import replace_file
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
@@ -148,14 +148,4 @@ def _tokens_by_version(answers: Iterable[Answer]) -> dict[str, int]:
 
 def write_summary(path: Path, summary: EvaluationSummary, about: About | None) -> None:
     """Durable, and complete or not there. Raises OSError."""
-    staged = path.with_suffix(".partial")
-    with staged.open("wb") as file:
-        file.write(json_bytes(summary.to_json(about), option=orjson.OPT_INDENT_2) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    staged.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    replace_file(path, json_bytes(summary.to_json(about), option=orjson.OPT_INDENT_2) + b"\n")

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from headrace.buffer.evidence import read_evidence, read_trajectories
 from headrace.buffer.records import RolloutState
 from headrace.buffer.verify import verify
-from headrace.buffer.versions import VersionTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +57,7 @@ class Account:
 def read_account(folder: Path, *, warmup_steps: int) -> Account:
     """From an exported ledger. Raises LedgerRefused."""
     evidence = read_evidence(folder)
-    commits = [commit for commit in evidence.commits if commit.rolled_back_by is None]
+    commits = evidence.surviving
     states = Counter(rollout.state for rollout in evidence.rollouts)
     began_s, ended_s = _window(evidence, commits, warmup_steps)
     steps = len(commits) - warmup_steps
@@ -86,9 +85,7 @@ def _window(evidence: Evidence, commits: list[CommitRecord], warmup_steps: int) 
 
 def _staleness(evidence: Evidence, commits: list[CommitRecord]) -> tuple[dict[int, int], list[str]]:
     """Of every trained rollout, from its stored trajectory; and what is missing."""
-    tree = VersionTree()
-    for epoch in evidence.epochs:
-        tree.open_epoch(epoch.epoch, epoch.parent)
+    tree = evidence.tree()
     batches = {batch.batch_id: batch for batch in evidence.batches}
     trained_at = {
         (member.rollout_id, member.attempt): commit.trained_at

@@ -118,7 +118,7 @@ def _sizes(evidence: Evidence) -> dict[str, Any]:
 
 def _steps(evidence: Evidence) -> list[float]:
     """Times between commits of one incarnation, those of the warm-up left out."""
-    commits = [commit for commit in evidence.commits if commit.rolled_back_by is None]
+    commits = evidence.surviving
     measured = commits[min(MOST_WARMUP_STEPS, len(commits) // 2) :]
     return [
         later.committed_at_s - earlier.committed_at_s
