@@ -113,11 +113,9 @@ def _make(directory: RunDirectory, config: RunConfig, train: Sequence[Task], hel
     staged = directory.path.with_name(f".{directory.path.name}.{os.getpid()}")
     partial = RunDirectory(path=staged)
     try:
-        partial.train_tasks.parent.mkdir(parents=True)
-        write_tasks(partial.train_tasks, train)
+        partial.write_beginning(train, uuid.uuid4().hex)
         write_tasks(partial.heldout_tasks, heldout)
         partial.config.write_bytes(orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
-        partial.identity.write_text(uuid.uuid4().hex)
         staged.rename(directory.path)
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)

@@ -26,7 +26,7 @@ from headrace.actors.runtime import InlineRuntime, RayRuntime, start_local_ray, 
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.worker import RolloutWorker, WorkerParts
 from headrace.buffer.replay import BufferConfig
-from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, write_tasks
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.serve.capture.session import Budgets, Sampling
 from headrace.serve.observing.telemetry import TelemetryConfig
@@ -153,11 +153,9 @@ def without_spans(directory: RunDirectory) -> Observing:
 def prepare_directory(path: Path) -> RunDirectory:
     """A run directory with tasks that need no look at what the agent left."""
     directory = RunDirectory(path=path)
-    directory.train_tasks.parent.mkdir(parents=True)
     evaluator = EvaluatorSpec(kind=EvaluatorKind.NONE)
     tasks = [Task(id=TaskId(f"none-{n}"), family="none", instruction="return", evaluator=evaluator) for n in range(64)]
-    write_tasks(directory.train_tasks, tasks)
-    directory.identity.write_text("orchestration")
+    directory.write_beginning(tasks, "orchestration")
     return directory
 
 

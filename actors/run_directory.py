@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from headrace.buffer.tasks import write_tasks
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from headrace.buffer.tasks import Task
 
 
 def free_folder(parent: Path, stem: str) -> Path:
@@ -74,6 +79,12 @@ class RunDirectory:
     def lock(self) -> Path:
         """Held by the driving process; says nothing by its existence."""
         return self.path / "driver.lock"
+
+    def write_beginning(self, train: Sequence[Task], identity: str) -> None:
+        """What a buffer begins from: the training tasks, and what the ledger knows the run by. Raises OSError."""
+        self.train_tasks.parent.mkdir(parents=True)
+        write_tasks(self.train_tasks, train)
+        self.identity.write_text(identity)
 
     def append_session(self, started_s: float, ended_s: float) -> None:
         with self.sessions.open("ab") as file:

@@ -92,7 +92,7 @@ class Service(ServiceParts):
             or_none(self._learner.status),
             or_none(self._dispatcher.status),
             or_none(self._pool.status),
-            or_none(self._gateway and self._gateway.stats),
+            or_none(None if self._gateway is None else self._gateway.stats),
         )
         self._count_tokens(gateway.sampled_tokens if gateway else 0)
         last = learner.last if learner else None

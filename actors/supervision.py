@@ -107,7 +107,7 @@ class Supervision:
             or_none(parts.learner.status),
             or_none(parts.dispatcher.status),
             or_none(parts.pool.status),
-            or_none(parts.gateway and parts.gateway.stats),
+            or_none(None if parts.gateway is None else parts.gateway.stats),
             asyncio.gather(*(or_none(worker.status) for worker in parts.workers)),
         )
         look = Look(learner=learner, dispatcher=dispatcher, pool=pool, gateway=gateway, workers=tuple(workers))

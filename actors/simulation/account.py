@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from headrace.buffer.classification import trained_tokens
 from headrace.buffer.evidence import read_evidence, read_trajectories
 from headrace.buffer.records import RolloutState
 from headrace.buffer.verify import verify
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
     from headrace.buffer.evidence import Evidence
     from headrace.buffer.records import AttemptRecord, CommitRecord
-    from headrace.buffer.types import Trajectory
-    from headrace.buffer.versions import PolicyVersion
 
 _UNDECIDED = frozenset({RolloutState.IN_FLIGHT, RolloutState.WAITING, RolloutState.SEALED, RolloutState.LEASED})
 
@@ -53,6 +52,12 @@ class Account:
     def max_staleness(self) -> int:
         return max(self.staleness, default=0)
 
+    def problems_at(self, bound: int) -> list[str]:
+        """What must not be in a run with this bound."""
+        seen = self.max_staleness
+        over = [f"trained at staleness {seen}, the bound is {bound}"] if seen > bound else []
+        return [*over, *self.problems]
+
 
 def read_account(folder: Path, *, warmup_steps: int) -> Account:
     """From an exported ledger. Raises LedgerRefused."""
@@ -70,7 +75,7 @@ def read_account(folder: Path, *, warmup_steps: int) -> Account:
         evicted=sum(rollout.evictions for rollout in evidence.rollouts) + states[RolloutState.EVICTED],
         waste=_waste(evidence),
         busy=_busy(evidence, began_s, ended_s),
-        most_in_flight=_most_in_flight(evidence),
+        most_in_flight=most_in_flight(evidence),
         learner_share=learner_s / (ended_s - began_s),
         problems=(*verify(folder).problems, *problems),
         history_sha256=history_digest(folder),
@@ -95,18 +100,16 @@ def _staleness(evidence: Evidence, commits: list[CommitRecord]) -> tuple[dict[in
     seen: Counter[int] = Counter()
     problems: list[str] = []
     for key, trajectory in read_trajectories(evidence, set(trained_at)):
-        versions = [] if trajectory is None else _trained_versions(trajectory)
-        if versions:
-            seen[max(tree.staleness(trained_at[key], version) for version in versions)] += 1
+        try:
+            trained = trained_tokens(trajectory, tree)
+        except ValueError as error:
+            problems.append(f"{key[0]} attempt {key[1]} was trained: {error}")
+            continue
+        if trained:
+            seen[max(tree.staleness(trained_at[key], part.version) for part in trained)] += 1
         else:
             problems.append(f"{key[0]} attempt {key[1]} was trained, and has no trained token in the ledger")
     return dict(sorted(seen.items())), problems
-
-
-def _trained_versions(trajectory: Trajectory) -> list[PolicyVersion]:
-    return [
-        span.version for row in trajectory.rows for span in row.versions if row.loss_mask_T[span.start : span.end].any()
-    ]
 
 
 def _waste(evidence: Evidence) -> float:
@@ -132,7 +135,7 @@ def _busy(evidence: Evidence, began_s: float, ended_s: float) -> dict[str, float
     return {phase: seconds / (ended_s - began_s) for phase, seconds in sorted(spent_s.items())}
 
 
-def _most_in_flight(evidence: Evidence) -> int:
+def most_in_flight(evidence: Evidence) -> int:
     """Of one moment, ends before beginnings."""
     changes = [(attempt.issued_at_s, 1) for attempt in evidence.attempts]
     changes += [(attempt.ended_at_s, -1) for attempt in evidence.attempts if attempt.ended_at_s is not None]

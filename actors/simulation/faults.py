@@ -35,11 +35,12 @@ from headrace.actors.simulation.faulty_world import FaultyLoop, Line, WallClock
 from headrace.actors.simulation.plan import LEASE_S, SimulationPlan
 from headrace.actors.simulation.stage import open_stage
 from headrace.buffer.errors import ReplayError
-from headrace.buffer.tasks import write_tasks
 from headrace.buffer.verify import verify
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from headrace.actors.simulation.stage import Stage
 
 PATIENCE_S: Final = 6 * 3600.0
@@ -154,7 +155,8 @@ def draw_storm(seed: int) -> Storm:
 def simulate_faults(seed: int) -> FaultReport:
     """One history. Never raises for what the history shows: that is a problem in the report."""
     with tempfile.TemporaryDirectory(prefix="headrace-faults-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
-        storm, directory = draw_storm(seed), _prepare(Path(folder) / "run", draw_storm(seed).plan)
+        storm = draw_storm(seed)
+        directory = _prepare(Path(folder) / "run", storm.plan)
         history = History(seed=seed, storm=storm, directory=directory)
         before = random.getstate()
         random.seed(seed)
@@ -171,9 +173,7 @@ def simulate_faults(seed: int) -> FaultReport:
 
 def _prepare(path: Path, plan: SimulationPlan) -> RunDirectory:
     directory = RunDirectory(path=path)
-    directory.train_tasks.parent.mkdir(parents=True)
-    write_tasks(directory.train_tasks, plan.task_set())
-    directory.identity.write_text("faults")
+    directory.write_beginning(plan.task_set(), "faults")
     return directory
 
 
@@ -306,6 +306,14 @@ class History:
         self.note("calm", "storm", "")
 
 
+async def _undo_later(history: History, least_s: float, most_s: float, undo: Callable[[], object]) -> None:
+    """Also when the storm is broken off."""
+    try:
+        await asyncio.sleep(history.chance.uniform(least_s, most_s))
+    finally:
+        undo()
+
+
 async def _kill(history: History, runtime: FaultyRuntime) -> None:
     if runtime.cells:
         runtime.cells[history.chance.choice(sorted(runtime.cells))].kill("struck")
@@ -317,10 +325,7 @@ async def _cut_off(history: History, runtime: FaultyRuntime) -> None:
     name = history.chance.choice(sorted(runtime.cells))
     history.note("cut off", name, "")
     runtime.cut_off.add(name)
-    try:
-        await asyncio.sleep(history.chance.uniform(1.0, 60.0))
-    finally:
-        runtime.cut_off.discard(name)
+    await _undo_later(history, 1.0, 60.0, lambda: runtime.cut_off.discard(name))
 
 
 async def _slow_down(history: History, runtime: FaultyRuntime) -> None:
@@ -329,20 +334,14 @@ async def _slow_down(history: History, runtime: FaultyRuntime) -> None:
     name = history.chance.choice(sorted(runtime.cells))
     history.note("slowed", name, "")
     runtime.slowed[name] = history.chance.choice((20.0, 200.0))
-    try:
-        await asyncio.sleep(history.chance.uniform(1.0, 60.0))
-    finally:
-        runtime.slowed.pop(name, None)
+    await _undo_later(history, 1.0, 60.0, lambda: runtime.slowed.pop(name, None))
 
 
 async def _host_down(history: History, runtime: FaultyRuntime) -> None:
     lose, silent = history.chance.random() < 0.5, history.chance.random() < 0.3
     history.note("host down", "host", f"loses sandboxes: {lose}, silent: {silent}")
     history.cloud.go_down(lose_sandboxes=lose, silent=silent)
-    try:
-        await asyncio.sleep(history.chance.uniform(1.0, 60.0))
-    finally:
-        history.cloud.come_back()
+    await _undo_later(history, 1.0, 60.0, history.cloud.come_back)
 
 
 async def _engines_down(history: History, runtime: FaultyRuntime) -> None:
@@ -365,10 +364,7 @@ async def _disk_full(history: History, runtime: FaultyRuntime) -> None:
     assert isinstance(loop, FaultyLoop)
     history.note("disk full", "disk", "")
     loop.disk_full = True
-    try:
-        await asyncio.sleep(history.chance.uniform(0.1, 40.0))
-    finally:
-        loop.disk_full = False
+    await _undo_later(history, 0.1, 40.0, lambda: setattr(loop, "disk_full", False))
 
 
 async def _clock_jump(history: History, runtime: FaultyRuntime) -> None:

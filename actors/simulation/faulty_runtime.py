@@ -3,8 +3,9 @@ in virtual time.
 
 Invariants:
 - All chance is of one seed, and time is the event loop's: under a virtual-time loop a history repeats.
-- An actor that was killed does nothing more: its tasks are cancelled, its calls arrive nowhere, what it had open on a
-  `Disk` is closed without a commit. Whoever waits for it gets ActorLost; another one is started from its disk.
+- An actor that was killed does nothing more: its tasks are cancelled, its calls arrive nowhere, what it had open is
+  closed without a commit (`Incarnation.at_death`). Whoever waits for it gets ActorLost; another one is started from
+  its disk.
 - A call that was lost, on its way or on its way back, ends as ActorLost after `runtime.WATCH_S`, as over Ray.
 - Actors are entered again for ever, unless `stop` was called; who enters and fails is tried again.
 - Nothing but calls crosses: arguments and results are copied, so that no two actors share an object.
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.runtime import ENDING, WATCH_S, require_async
+from headrace.actors.simulation.numbered import NumberedTask
 
 if TYPE_CHECKING:
     import random
@@ -284,7 +286,7 @@ class FaultyRuntime:
 
     async def call(self, cell: Cell, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call through the boundary."""
-        _require_alive()
+        require_alive()
         name = f"{cell.name}.{method}"
         made_of = pickle.dumps((args, kwargs))
         await self._travel(cell)
@@ -304,7 +306,7 @@ class FaultyRuntime:
         await self._travel(cell)
         if self._strikes("answer lost", self.faults.answer_lost, name):
             await self._lose(cell)
-        _require_alive()
+        require_alive()
         value = pickle.loads(result)
         if isinstance(value, _Raised):
             raise value.error
@@ -370,24 +372,10 @@ def _is_alive() -> bool:
     return incarnation is None or incarnation.alive
 
 
-def _require_alive() -> None:
+def require_alive() -> None:
     """CancelledError for code of a dead incarnation: whatever it does reaches nobody."""
     if not _is_alive():
         raise asyncio.CancelledError
 
 
-class NumberedTask(asyncio.Task[Any]):
-    """Sets of tasks have an order that repeats: it does not hang on addresses."""
-
-    def __init__(self, number: int, *arguments: Any, **options: Any) -> None:
-        self._number = number
-        super().__init__(*arguments, **options)
-
-    def __hash__(self) -> int:
-        return self._number
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-__all__ = ["NO_FAULTS", "RUNNING", "CallFaults", "FaultyRuntime"]
+__all__ = ["NO_FAULTS", "RUNNING", "CallFaults", "FaultyRuntime", "require_alive"]

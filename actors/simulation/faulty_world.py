@@ -13,7 +13,8 @@ import itertools
 import sqlite3
 from typing import TYPE_CHECKING, Any
 
-from headrace.actors.simulation.faulty_runtime import RUNNING
+from headrace.actors.simulation.faulty_runtime import RUNNING, require_alive
+from headrace.actors.simulation.numbered import NumberedFuture
 from headrace.actors.simulation.virtual_time import VirtualTimeLoop
 
 if TYPE_CHECKING:
@@ -23,20 +24,6 @@ if TYPE_CHECKING:
     from headrace.sandboxes.simulated.provider import SimulatedProvider
 
 EPOCH_S = 1_700_000_000.0
-
-
-class NumberedFuture(asyncio.Future[Any]):
-    """As `NumberedTask`."""
-
-    def __init__(self, number: int, *, loop: asyncio.AbstractEventLoop) -> None:
-        self._number = number
-        super().__init__(loop=loop)
-
-    def __hash__(self) -> int:
-        return self._number
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
 
 class FaultyLoop(VirtualTimeLoop):
@@ -97,26 +84,20 @@ class Line:
         return self._provider.features
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
-        _require_alive()
+        require_alive()
         return await self._provider.create(spec)
 
     async def attach(self, ref: SandboxRef) -> Sandbox:
-        _require_alive()
+        require_alive()
         return await self._provider.attach(ref)
 
     async def list(self) -> list[SandboxInfo]:
-        _require_alive()
+        require_alive()
         return await self._provider.list()
 
     async def destroy(self, sandbox: SandboxId) -> None:
-        _require_alive()
+        require_alive()
         await self._provider.destroy(sandbox)
 
     async def aclose(self) -> None:
         """The host goes on without this pool."""
-
-
-def _require_alive() -> None:
-    incarnation = RUNNING.get()
-    if incarnation is not None and not incarnation.alive:
-        raise asyncio.CancelledError

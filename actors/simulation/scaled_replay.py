@@ -68,9 +68,7 @@ class Replayed:
 
     def problems(self) -> list[str]:
         """What the ledger of the real run shows that must not be."""
-        seen, bound = self.real.max_staleness, self.plan.max_staleness
-        over = [f"trained at staleness {seen}, the bound is {bound}"] if seen > bound else []
-        return [*over, *self.real.problems]
+        return self.real.problems_at(self.plan.max_staleness)
 
     def _side(self, account: Account) -> dict[str, Any]:
         step_minutes = account.step_s / self.minute_s

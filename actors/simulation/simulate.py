@@ -96,9 +96,7 @@ class Simulated:
 
     def problems(self) -> list[str]:
         """What the ledger shows that must not be."""
-        seen, bound = self.account.max_staleness, self.plan.max_staleness
-        over = [f"trained at staleness {seen}, the bound is {bound}"] if seen > bound else []
-        return [*over, *self.account.problems]
+        return self.account.problems_at(self.plan.max_staleness)
 
     def utilisation(self) -> dict[str, float]:
         """By station: the share of its places (of slots, or the one learner) that is taken in the mean."""

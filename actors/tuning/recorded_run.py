@@ -18,6 +18,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.launch import reopen
 from headrace.actors.metrics import read_metrics
 from headrace.actors.run_directory import RunDirectory
+from headrace.actors.simulation.account import most_in_flight
 from headrace.actors.simulation.plan import MOST_WARMUP_STEPS
 from headrace.actors.tuning.records import Observation, Recording
 from headrace.buffer.evidence import read_evidence
@@ -99,14 +100,8 @@ def _sizes(evidence: Evidence) -> dict[str, Any]:
     """What a ledger alone shows of its run's settings."""
     members = Counter(rollout.group_id for rollout in evidence.rollouts)
     rules = Counter(group.rule for group in evidence.groups if group.rule)
-    changes = [(attempt.issued_at_s, 1) for attempt in evidence.attempts]
-    changes += [(attempt.ended_at_s, -1) for attempt in evidence.attempts if attempt.ended_at_s is not None]
-    in_flight = most = 0
-    for _, change in sorted(changes):
-        in_flight += change
-        most = max(most, in_flight)
     return {
-        "slots": most,
+        "slots": most_in_flight(evidence),
         "batch_size": max(len(batch.members) for batch in evidence.batches),
         "group_size": max(2, *members.values()),
         "max_staleness": evidence.commits[-1].max_staleness,
