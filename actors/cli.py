@@ -6,20 +6,29 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import orjson
 import typer
-from rich.console import Console
-from rich.progress import Progress, TaskID
 from rich.table import Table
 
+from headrace.actors.cli_output import (
+    EXIT_BAD_INPUT,
+    EXIT_DIRTY,
+    EXIT_DRAINED,
+    EXIT_FAILED,
+    Json,
+    Quiet,
+    console,
+    say,
+    write_json,
+)
+from headrace.actors.cli_simulation import simulate, tune
 from headrace.actors.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from headrace.actors.summary import RunSummary
 
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED = 1, 2, 3, 4
 EXIT_CODES = (
     "Exit codes: 0 done; 1 the run ended with an error; 2 bad input (recipe, model, tasks, arguments); "
     "3 `ledger verify` or `simulate` found a problem; 4 the run was drained before its last step and can be resumed."
@@ -32,11 +41,6 @@ sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes for other progra
 app.add_typer(ledger_app, name="ledger")
 app.add_typer(engine_app, name="engine")
 app.add_typer(sandbox_app, name="sandbox")
-
-Json = Annotated[
-    Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-' is standard output).")
-]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No live progress.")]
 
 
 @app.callback()
@@ -61,16 +65,17 @@ def run(
 ) -> None:
     """Train: boot everything, run rollouts and learner, evaluate, write the run directory."""
     from headrace.actors.launch import RunRequest, drive, prepare
+    from headrace.actors.run_directory import free_folder
 
     settings = list(overrides or ())
     if seed is not None:
         settings.append(f"service.seed={seed}")
     if sandbox is not None:
         settings.append(f"sandbox.provider={sandbox}")
-    chosen = name or _free_name(runs_dir, recipe.stem)
+    chosen = name or free_folder(runs_dir, recipe.stem).name
     config, directory = prepare(RunRequest(recipe=recipe, runs_dir=runs_dir, name=chosen, overrides=settings))
     _say_unprotected(config.sandbox.provider)
-    _console().print(f"run {directory.path}", highlight=False, soft_wrap=True)
+    say(f"run {directory.path}")
     _report(drive(config, directory, quiet=quiet), json)
 
 
@@ -85,7 +90,7 @@ def resume(
     from headrace.actors.resuming import Resuming
 
     config, directory = reopen(run_dir)
-    resuming = Resuming(config, directory, say=lambda line: _console().print(line, highlight=False, soft_wrap=True))
+    resuming = Resuming(config, directory, say=say)
     summary = drive(config, directory, quiet=quiet, before=resuming.tell)
     _report(summary, json, resume=resuming.told)
 
@@ -125,10 +130,9 @@ def evaluate(
     _say_unprotected(evaluation.config.sandbox.provider)
     summary = drive_evaluation(evaluation, quiet=quiet)
     if json is not None:
-        _write_json(summary.to_json(evaluation.about) | {"out": str(evaluation.out)}, json)
-    for line in summary.lines():
-        _console().print(line, highlight=False, soft_wrap=True)
-    _console().print(f"see {evaluation.out}", highlight=False, soft_wrap=True)
+        write_json(summary.to_json(evaluation.about) | {"out": str(evaluation.out)}, json)
+    say(*summary.lines())
+    say(f"see {evaluation.out}")
     if summary.success is None:
         raise typer.Exit(EXIT_FAILED)
 
@@ -149,7 +153,7 @@ def status(
         found = [RunDirectory(path=path.parent) for path in sorted(runs_dir.glob("*/config.json"))]
     states = [status_of(directory) for directory in found]
     if json is not None:
-        _write_json(states if run_dir is None else states[0], json)
+        write_json(states if run_dir is None else states[0], json)
         return
     table = Table("run", "driven", "step", "version", "reward", "held-out", box=None)
     for state in states:
@@ -157,7 +161,7 @@ def status(
         reward = "-" if state["reward"] is None else f"{state['reward']:.2f}"
         driven = "yes" if state["driven"] else "no"
         table.add_row(state["run"], driven, str(state["steps"]), state["version"] or "-", reward, held_out or "-")
-    _console().print(table)
+    console().print(table)
 
 
 @app.command()
@@ -170,9 +174,9 @@ def report(
 
     told = report_of(reopen(run_dir)[1])
     if json is not None:
-        _write_json(told.to_json(), json)
+        write_json(told.to_json(), json)
     else:
-        _console().print(told.tables(), highlight=False)
+        console().print(told.tables(), highlight=False)
 
 
 @app.command()
@@ -182,122 +186,16 @@ def doctor(json: Json = None) -> None:
 
     guarantees = probe()
     if json is not None:
-        _write_json([{"name": g.name, "present": g.present, "detail": g.detail} for g in guarantees], json)
+        write_json([{"name": g.name, "present": g.present, "detail": g.detail} for g in guarantees], json)
         return
     table = Table("guarantee", "", "detail", box=None)
     for guarantee in guarantees:
         table.add_row(guarantee.name, "[green]yes[/]" if guarantee.present else "[yellow]no[/]", guarantee.detail)
-    _console().print(table)
+    console().print(table)
 
 
-@app.command()
-def simulate(
-    preset: Annotated[str, typer.Option(help="Durations and sizes to begin with: swe64.")] = "swe64",
-    slots: Annotated[int | None, typer.Option(help="Most rollouts in flight.")] = None,
-    max_staleness: Annotated[int | None, typer.Option(help="Hard bound, in optimizer updates.")] = None,
-    accept: Annotated[str | None, typer.Option(metavar="RULE", help="Acceptance rule of a group.")] = None,
-    mode: Annotated[str | None, typer.Option(help="sync, one-step-off or async.")] = None,
-    push: Annotated[str | None, typer.Option(help="overlap, pause or drain.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer updates; up to 30 of them warm up.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of durations, rewards and order.")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Another key of the plan (docs/simulate.md); may be repeated.")
-    ] = None,
-    keep: Annotated[Path | None, typer.Option(help="Folder for the ledger; must not exist.")] = None,
-    faults: Annotated[
-        int | None, typer.Option(metavar="SEED", help="A small run under this storm of faults instead.", min=0)
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Run dispatcher, buffer, pool and learner loop over simulated engines in virtual time; exit code 3 when the ledger
-    shows a broken bound or anything lost."""
-    from headrace.actors.simulation.plan import make_plan
-    from headrace.actors.simulation.simulate import simulate as simulate_plan
-
-    if faults is not None:
-        _simulate_faults(faults, json=json)
-        return
-    changes = {"slots": slots, "max_staleness": max_staleness, "rule": accept, "mode": mode, "push": push}
-    plan = make_plan(preset, changes | {"steps": steps, "seed": seed}, overrides or ())
-    simulated = simulate_plan(plan, keep)
-    if json:
-        _write_json(simulated.to_json(), Path("-"))
-    else:
-        for line in simulated.lines():
-            _console().print(line, highlight=False, soft_wrap=True)
-    if not simulated.clean:
-        raise typer.Exit(EXIT_DIRTY)
-
-
-def _simulate_faults(seed: int, *, json: bool) -> None:
-    from headrace.actors.simulation.faults import simulate_faults
-
-    report = simulate_faults(seed)
-    if json:
-        _write_json(report.to_json(), Path("-"))
-    else:
-        for line in report.lines():
-            _console().print(line, highlight=False, soft_wrap=True)
-    if report.problems:
-        raise typer.Exit(EXIT_DIRTY)
-
-
-@app.command()
-def tune(
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN|TRACES", help="Directory of a run, or a JSONL or CSV file of durations.")
-    ],
-    out: Annotated[Path | None, typer.Option(help="Folder for tuning.png, .html, .json and .toml.")] = None,
-    steps: Annotated[int, typer.Option(min=8, help="Simulated steps of each setting of the last round.")] = 48,
-    seed: Annotated[int, typer.Option(min=0, help="Of the simulations.")] = 0,
-    slots: Annotated[list[int] | None, typer.Option(min=1, help="Slots to try; may be repeated.")] = None,
-    max_staleness: Annotated[list[int] | None, typer.Option(min=1, help="Bound to try; may be repeated.")] = None,
-    accept: Annotated[
-        list[str] | None, typer.Option(metavar="RULE", help="Acceptance rule to try; may be repeated.")
-    ] = None,
-    within: Annotated[float, typer.Option(min=0, help="How much slower than the fastest is as good.")] = 0.03,
-    processes: Annotated[int, typer.Option(min=0, help="Simulations at a time; 0: one for each core.")] = 0,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="A key of the plan that the record lacks (docs/tuning.md).")
-    ] = None,
-    json: Json = None,
-    quiet: Quiet = False,
-) -> None:
-    """Find acceptance rule, staleness bound and slots for what was recorded, by trying them in virtual time."""
-    from headrace.actors.tuning.candidates import Space, describe
-    from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
-
-    space = Space(slots=tuple(slots or ()), bounds=tuple(max_staleness or ()), rules=tuple(accept or ()))
-    request = TuneRequest(
-        source=source,
-        out=out,
-        steps=steps,
-        seed=seed,
-        within=within,
-        space=space,
-        overrides=tuple(overrides or ()),
-        processes=processes,
-    )
-    prepared = prepare_tuning(request)
-    console = _console()
-    console.print(describe(prepared.candidates), highlight=False, soft_wrap=True)
-    with Progress(console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
-        rounds: dict[int, TaskID] = {}
-
-        def say(number: int, done: int, of: int) -> None:
-            if number not in rounds:
-                rounds[number] = progress.add_task(f"round {number}", total=of)
-            progress.update(rounds[number], completed=done)
-
-        tuned = run_tuning(prepared, say)
-    if json is not None:
-        _write_json(tuned.to_json(), json)
-    console.print(tuned.table())
-    for line in tuned.lines():
-        console.print(line, highlight=False, soft_wrap=True)
-    # What is to be pasted goes where it can be caught, unless the JSON does.
-    if json is None or str(json) != "-":
-        typer.echo(tuned.toml(), nl=False)
+app.command()(simulate)
+app.command()(tune)
 
 
 @ledger_app.command()
@@ -311,10 +209,10 @@ def verify(
     report = verify_ledger(reopen(run_dir)[1].path)
     document = asdict(report) | {"clean": report.clean}
     if json is not None:
-        _write_json(document, json)
+        write_json(document, json)
     else:
         for key, value in document.items():
-            _console().print(f"{key:>22}  {value}", highlight=False)
+            console().print(f"{key:>22}  {value}", highlight=False)
     if not report.clean:
         raise typer.Exit(EXIT_DIRTY)
 
@@ -331,12 +229,12 @@ def export(
 
     report = export_ledger(reopen(run_dir)[1].path, out)
     if json is not None:
-        _write_json(asdict(report), json)
+        write_json(asdict(report), json)
         return
     for name, rows in report.rows.items():
-        _console().print(f"{name:>14}  {rows} rows", highlight=False)
+        console().print(f"{name:>14}  {rows} rows", highlight=False)
     if report.unreadable:
-        _console().print(f"[yellow]{report.unreadable} trajectories could not be read[/]; see `headrace ledger verify`")
+        console().print(f"[yellow]{report.unreadable} trajectories could not be read[/]; see `headrace ledger verify`")
 
 
 @engine_app.command(
@@ -445,7 +343,7 @@ def main() -> None:
     except typer.Abort:
         sys.exit(EXIT_FAILED)
     except typer.TyperException as error:
-        _console().print(
+        console().print(
             f"headrace: {error.format_message()}", style="red", highlight=False, soft_wrap=True, markup=False
         )
         sys.exit(EXIT_BAD_INPUT)
@@ -454,7 +352,7 @@ def main() -> None:
     except EXPECTED as error:
         if verbose:
             raise
-        _console().print(f"headrace: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        console().print(f"headrace: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
         bad_input = not isinstance(error, RunError) or isinstance(error, ConfigError)
         sys.exit(EXIT_BAD_INPUT if bad_input else EXIT_FAILED)
 
@@ -465,41 +363,19 @@ def _announce(url: str, json: Path | None) -> None:
     if json is None or str(json) == "-":
         typer.echo(url if json is None else orjson.dumps(started).decode())
     else:
-        _write_json(started, json)
+        write_json(started, json)
 
 
 def _report(summary: RunSummary, json: Path | None, **more: object) -> None:
     if json is not None:
-        _write_json(summary.to_json() | more, json)
-    for line in summary.lines():
-        _console().print(line, highlight=False, soft_wrap=True)
+        write_json(summary.to_json() | more, json)
+    say(*summary.lines())
     if not summary.completed:
         raise typer.Exit(EXIT_DRAINED)
-
-
-def _write_json(document: Any, path: Path) -> None:
-    data = orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n"
-    if str(path) == "-":
-        sys.stdout.buffer.write(data)
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-
-def _free_name(runs_dir: Path, stem: str) -> str:
-    """`quickstart-1`, `quickstart-2`, ...: the first that is free."""
-    number = 1
-    while (runs_dir / f"{stem}-{number}").exists():
-        number += 1
-    return f"{stem}-{number}"
 
 
 def _say_unprotected(provider: str) -> None:
     if provider == "subprocess":
         from headrace.sandboxes.unprotected.provider import WARNING
 
-        _console().print(WARNING, style="yellow", highlight=False)
-
-
-def _console() -> Console:
-    return Console(stderr=True)
+        console().print(WARNING, style="yellow", highlight=False)

@@ -196,31 +196,18 @@ class ReplayBuffer:
         """The runner of these attempts is gone: they count as infra failures. Returns how many were in flight."""
         return self._abandon(attempts, Cause.INFRA, "abandoned: its worker is gone", now)
 
-    def worker_lost(self, rollouts: Iterable[RolloutId], now: float) -> int:
-        """`abandon` for the current attempts of these rollouts."""
-        known = (self.state.attempts[rollout] for rollout in rollouts if rollout in self.state.attempts)
-        return self.abandon([attempt.key for attempt in known], now)
-
     def withdraw(self, attempts: Iterable[tuple[RolloutId, int]], now: float) -> int:
         """These attempts run nowhere, and never did as far as they are concerned: their order, dispatcher or driver
         was lost. No failure counts. Returns how many were in flight."""
         return self._abandon(attempts, Cause.CANCELLED, "withdrawn: nobody runs it", now)
 
-    def restart_in_flight(self, now: float) -> int:
-        """After the driver's death: `withdraw` every attempt in flight."""
-        return self.keep_in_flight((), now)
-
     def keep_in_flight(self, carried: Collection[tuple[RolloutId, int]], now: float) -> int:
         """`withdraw` every attempt in flight that is not `carried`; returns how many."""
         return self.withdraw(self._groups.carried_by_nobody(carried), now)
 
-    def over_bound(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
-        """Attempts in flight that could not be trained at `version` or later, judged by the version they were issued
-        at."""
-        return self._groups.over_bound(version)
-
     def to_cancel(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
-        """`over_bound`, and attempts of members that their group was sealed without."""
+        """Attempts in flight that could not be trained at `version` or later, judged by the version they were issued
+        at, and attempts of members that their group was sealed without."""
         return self._groups.to_cancel(version)
 
     def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:

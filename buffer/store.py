@@ -140,14 +140,6 @@ class ReplayStore:
         """The runner of these attempts is gone; returns how many were in flight."""
         return await self._change(lambda: self._core.abandon(attempts, self._clock()))
 
-    async def worker_lost(self, rollouts: Sequence[RolloutId]) -> int:
-        """`abandon` for the current attempts of these rollouts."""
-        return await self._change(lambda: self._core.worker_lost(rollouts, self._clock()))
-
-    async def restart_in_flight(self) -> int:
-        """After the driver's death: every attempt in flight is abandoned, without counting as a failure."""
-        return await self._change(lambda: self._core.restart_in_flight(self._clock()))
-
     async def keep_in_flight(self, carried: Collection[tuple[RolloutId, int]]) -> int:
         """Withdraw every attempt in flight that nobody carries any more; returns how many."""
         return await self._change(lambda: self._core.keep_in_flight(carried, self._clock()))
@@ -232,13 +224,9 @@ class ReplayStore:
         self._check()
         return self._core.admit(in_flight)
 
-    def over_bound(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
-        """Attempts in flight that could not be trained at `version` or later."""
-        self._check()
-        return self._core.over_bound(version)
-
     def to_cancel(self, version: PolicyVersion) -> tuple[tuple[RolloutId, int], ...]:
-        """Attempts that run in vain: `over_bound`, and those of members that their group was sealed without."""
+        """Attempts that run in vain: those in flight that could not be trained at `version` or later, and those of
+        members that their group was sealed without."""
         self._check()
         return self._core.to_cancel(version)
 
@@ -255,12 +243,6 @@ class ReplayStore:
             return None if set(vain) <= set(known) else vain
 
         return await self._until(look, timeout_s)
-
-    async def backup(self, destination: Path) -> None:
-        """A consistent copy of `ledger.db`, to be kept with a checkpoint. Raises OSError."""
-        self._check()
-        async with self._writing:
-            await self._in_thread(lambda: self._ledger.backup(destination))
 
     async def export(self, folder: Path) -> None:
         """A copy of the whole ledger, trajectories too, as `verify` reads it. Raises OSError."""

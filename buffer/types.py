@@ -12,8 +12,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NewType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy as np
     import numpy.typing as npt
 
@@ -86,11 +84,6 @@ class Trajectory:
 
     rows: tuple[Row, ...]
     temperature: float
-
-    def sampled_versions(self) -> Iterator[PolicyVersion]:
-        for row in self.rows:
-            for span in row.versions:
-                yield span.version
 
 
 class Purpose(StrEnum):

@@ -93,6 +93,12 @@ class Incarnation:
         """A task of this incarnation."""
         return asyncio.get_running_loop().create_task(work, context=self.context.copy())
 
+    def forget(self, task: asyncio.Task[Any]) -> None:
+        """It ended. With what error is no news when it was dead: nobody hears the dead."""
+        self.tasks.pop(task, None)
+        if not self.alive and not task.cancelled():
+            task.exception()
+
     def die(self) -> None:
         """Kill: nothing of it is told to anybody."""
         self.alive = False
@@ -231,7 +237,7 @@ class FaultyRuntime:
         incarnation = RUNNING.get() if context is None else context.get(RUNNING)
         if incarnation is not None:
             incarnation.tasks[task] = None
-            task.add_done_callback(lambda ended: incarnation.tasks.pop(ended, None))
+            task.add_done_callback(incarnation.forget)
             if not incarnation.alive:
                 task.cancel()
         return task

@@ -16,6 +16,7 @@ from headrace.actors.config import explain
 from headrace.actors.errors import ConfigError
 from headrace.actors.simulation.plan import Mode, SimulationPlan, apply_setting
 from headrace.actors.tuning.candidates import Candidate, Space, candidates
+from headrace.actors.tuning.choosing import WITHIN
 from headrace.actors.tuning.fitting import Fit, fit
 from headrace.actors.tuning.page import page
 from headrace.actors.tuning.picture import pareto_png
@@ -42,7 +43,7 @@ class TuneRequest:
     out: Path | None = None
     steps: int = 48
     seed: int = 0
-    within: float = 0.03
+    within: float = WITHIN
     space: Space = field(default_factory=Space)
     overrides: Sequence[str] = ()
     processes: int = 0

@@ -92,8 +92,8 @@ def run_trial(candidate: Candidate, base: SimulationPlan, steps: int) -> Trial |
         except (RunStalled, ConfigError) as error:
             return FailedTrial(candidate=candidate, reason=str(error))
         bias = measure_bias(read_evidence(kept), plan)
-    if account.problems or account.max_staleness > plan.max_staleness:
-        return FailedTrial(candidate=candidate, reason=f"its ledger is not clean: {account.problems[:1]}")
+    if problems := account.problems_at(plan.max_staleness):
+        return FailedTrial(candidate=candidate, reason=f"its ledger is not clean: {problems[0]}")
     trained = sum(account.staleness.values())
     return Trial(
         candidate=candidate,

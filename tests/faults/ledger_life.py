@@ -192,7 +192,6 @@ class Life:
         ref = read_checkpoint(publish(staged, self.version))
         say("saved", self.version)
         await self.store.checkpointed(ref)
-        await self.store.backup(self.run_dir / "backup.db")
         keep_newest(root, 3)
         self.chain, self.stepped = ref.chain, []
 
@@ -206,7 +205,7 @@ async def live(run_dir: Path, plan: Plan, chance: random.Random) -> None:
     async with store:
         version = await store.open_epoch(resume)
         say("opened", version)
-        await store.restart_in_flight()
+        await store.keep_in_flight(())
         life = Life(run_dir, plan, chance, store, version, resume.chain if resume else "")
         while life.version.step < plan.steps:
             await life.tick()

@@ -331,7 +331,7 @@ class BufferMachine(RuleBasedStateMachine):
         if driver:
             self.core.tick(self.now)
             self.settled()
-            assert self.core.restart_in_flight(self.now) == len(self.in_flight)
+            assert self.core.keep_in_flight((), self.now) == len(self.in_flight)
             self.in_flight, self.aborted = {}, {}
             assert self.core.to_cancel(version) == ()
         self.core.tick(self.now)

@@ -60,7 +60,7 @@ async def test_a_run_of_schema_1_goes_on(golden):
         assert batch.items[1].trajectory.rows[0].tokens_T.shape == (8,)
         after = PolicyVersion(2, 4)
         await store.commit(batch.lease, StepReport(batch_id=batch.lease.batch_id, version=after, skipped=False))
-        await store.restart_in_flight()
+        await store.keep_in_flight(())
         await finish_all(store, after)
         assert (await store.take(after, 2, timeout_s=0.0)) is not None
     report = verify(run_dir)

@@ -154,7 +154,6 @@ def test_aborted_members_are_named_until_they_are_heard_of():
     assert buffer.inventory().in_flight == buffer.inventory().pending == 0
     running = (orders[2].rollout_id, 1)
     assert buffer.to_cancel(FIRST) == (running,)
-    assert buffer.over_bound(FIRST) == ()
     again = cases.core(buffer.config, Snapshot(records=buffer.drain()))
     for one in (buffer, again):
         assert one.to_cancel(FIRST) == (running,)

@@ -153,14 +153,14 @@ def test_poison_members_are_left_out_of_the_group():
 def test_cancelled_and_abandoned_attempts_are_refilled(opened):
     first, second = opened.issue(2, FIRST, 0.0)
     opened.offer(cases.ended(first, Cause.CANCELLED), 1.0)
-    assert opened.worker_lost([second.rollout_id], 1.0) == 1
-    assert opened.worker_lost([second.rollout_id], 1.0) == 0
+    assert opened.abandon([(second.rollout_id, second.attempt)], 1.0) == 1
+    assert opened.abandon([(second.rollout_id, second.attempt)], 1.0) == 0
     assert opened.offer(cases.result(second, FIRST), 1.0).status is ReceiptStatus.LATE, "the dead worker still speaks"
     assert opened.state.rollouts[first.rollout_id].failures == 0
     assert opened.state.rollouts[second.rollout_id].failures == 1
     orders = opened.issue(2, FIRST, 2.0)
     assert [order.attempt for order in orders] == [2, 2]
-    assert opened.restart_in_flight(3.0) == 2
+    assert opened.keep_in_flight((), 3.0) == 2
     assert [opened.state.rollouts[order.rollout_id].failures for order in orders] == [0, 1], "no fault of theirs"
 
 
@@ -175,9 +175,9 @@ def test_a_failure_has_no_reward_whatever_the_worker_says(opened):
 def test_rollouts_over_the_bound_are_named(opened):
     old = opened.issue(2, FIRST, 0.0)
     new = opened.issue(2, PolicyVersion(1, 1), 0.0)
-    assert opened.over_bound(PolicyVersion(1, 2)) == ()
-    assert set(opened.over_bound(PolicyVersion(1, 3))) == {(order.rollout_id, 1) for order in old}
-    assert len(opened.over_bound(PolicyVersion(1, 4))) == len(old) + len(new)
+    assert opened.to_cancel(PolicyVersion(1, 2)) == ()
+    assert set(opened.to_cancel(PolicyVersion(1, 3))) == {(order.rollout_id, 1) for order in old}
+    assert len(opened.to_cancel(PolicyVersion(1, 4))) == len(old) + len(new)
 
 
 def test_a_group_waits_for_every_member():

@@ -56,7 +56,7 @@ def test_what_was_issued_again_was_evicted_and_what_was_aborted_is_cancelled(tmp
         buffer.offer(cases.result(order, FIRST), float(seconds))
     second = buffer.issue(4, FIRST, 10.0)
     buffer.offer(cases.ended(second[0], Cause.CANCELLED), 12.0)
-    assert buffer.restart_in_flight(13.0) == 3
+    assert buffer.keep_in_flight((), 13.0) == 3
     rows = acceptance_by_decile(evidence_of(buffer, tmp_path))
     assert [(row.longest_s, row.cancelled) for row in rows] == [(1.0, 0), (2.0, 1), (3.0, 1)], (
         "one was told to end after two seconds, one was left out after three; those of the lost driver do not count"

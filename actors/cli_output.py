@@ -1,0 +1,39 @@
+"""What all commands share: exit codes, common options, and how results are shown."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED = 1, 2, 3, 4
+
+Json = Annotated[
+    Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-' is standard output).")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No live progress.")]
+
+
+def console() -> Console:
+    """For people: standard error, so that standard output is for results."""
+    return Console(stderr=True)
+
+
+def say(*lines: str) -> None:
+    """As they are, one below the other."""
+    for line in lines:
+        console().print(line, highlight=False, soft_wrap=True)
+
+
+def write_json(document: Any, path: Path) -> None:
+    """`-` is standard output. Raises OSError."""
+    data = orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n"
+    if str(path) == "-":
+        sys.stdout.buffer.write(data)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
