@@ -57,6 +57,8 @@ class RunReport:
     parked: dict[str, str]
     stations: tuple[StationLoad, ...]
     held_up_by: str | None
+    slowed_by: dict[str, int]
+    """Where `dispatcher.pacing` is on: the fewest rollouts that were let in flight, by what last lowered their number."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"staleness": {str(staleness): count for staleness, count in self.staleness.items()}}
@@ -78,6 +80,7 @@ class RunReport:
         lines += [f"parked: {task} ({failure})" for task, failure in self.parked.items()]
         lines += [f"station {load.line()}" for load in self.stations]
         lines += [f"held up by {self.held_up_by}"] if self.held_up_by else []
+        lines += [f"slowed down to {limit} rollouts by {reason}" for reason, limit in self.slowed_by.items()]
         return Group(*lines, "", _deciles(self.deciles)) if self.deciles else Group(*lines)
 
 
@@ -97,7 +100,16 @@ def report_of(directory: RunDirectory) -> RunReport:
         parked={task.task_id: task.last_failure for task in evidence.tasks if task.parked},
         stations=loads,
         held_up_by=None if full is None else full.station.value,
+        slowed_by=_slowed_by(records),
     )
+
+
+def _slowed_by(records: Sequence[dict[str, Any]]) -> dict[str, int]:
+    fewest: dict[str, int] = {}
+    for record in records:
+        if reason := record.get("slowed_by"):
+            fewest[reason] = min(record["rollout_limit"], fewest.get(reason, record["rollout_limit"]))
+    return fewest
 
 
 def _staleness(evidence: Evidence) -> dict[int, int]:

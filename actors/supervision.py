@@ -130,7 +130,10 @@ class Supervision:
             return
         self.loads = self._meter.loads(capacities(self._config, look.pool))
         self.held_up_by = bottleneck(self.loads, look.dispatcher.in_flight + look.dispatcher.evaluating)
-        self._metrics.append("stations", record_of(self.loads, self.held_up_by, self._meter.seconds))
+        record = record_of(self.loads, self.held_up_by, self._meter.seconds)
+        if self._config.dispatcher.pacing.enabled:
+            record |= {"rollout_limit": look.dispatcher.limit, "slowed_by": look.dispatcher.slowed_by}
+        self._metrics.append("stations", record)
         self._meter.reset()
 
     async def _end_hung(self, learner: LearnerStatus | None) -> None:

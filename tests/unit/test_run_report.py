@@ -52,11 +52,19 @@ def test_the_station_that_was_full_is_named(tmp_path: Path) -> None:
     assert (sandbox.in_use, learner.utilisation) == (62.0, 0.4)
 
 
+def test_what_slowed_the_run_down_is_named(tmp_path: Path) -> None:
+    slow = {"slowed_by": "engine queue 1.4"}
+    records = [stations(10.0, 4.0) | slow | {"rollout_limit": limit} for limit in (32, 22, 26)]
+    report = told_of(tmp_path / "run", metrics=(stations(10.0, 4.0), *records))
+    assert report.slowed_by == {"engine queue 1.4": 22}
+
+
 def test_a_person_can_read_it(tmp_path: Path) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
-    report = told_of(tmp_path / "run", metrics=(stations(30.0, 64.0),))
+    report = told_of(tmp_path / "run", metrics=(stations(30.0, 64.0) | {"rollout_limit": 8, "slowed_by": "boot"},))
     console.print(report.tables())
     text = console.export_text()
     assert "held up by sandbox" in text
+    assert "slowed down to 8 rollouts by boot" in text
     assert "duration up to" in text
     assert f"{report.early.groups} groups were sealed early" in text
