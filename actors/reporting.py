@@ -57,8 +57,10 @@ class RunReport:
     parked: dict[str, str]
     stations: tuple[StationLoad, ...]
     held_up_by: str | None
-    slowed_by: dict[str, int]
-    """Where `dispatcher.pacing` is on: the fewest rollouts that were let in flight, by what last lowered their number."""
+    slowed_to: int | None
+    """The fewest rollouts that `dispatcher.pacing` let in flight; None when it never lowered them."""
+    slowed_by: str
+    """Why, in words."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"staleness": {str(staleness): count for staleness, count in self.staleness.items()}}
@@ -80,7 +82,7 @@ class RunReport:
         lines += [f"parked: {task} ({failure})" for task, failure in self.parked.items()]
         lines += [f"station {load.line()}" for load in self.stations]
         lines += [f"held up by {self.held_up_by}"] if self.held_up_by else []
-        lines += [f"slowed down to {limit} rollouts by {reason}" for reason, limit in self.slowed_by.items()]
+        lines += [f"slowed down to {self.slowed_to} rollouts: {self.slowed_by}"] if self.slowed_by else []
         return Group(*lines, "", _deciles(self.deciles)) if self.deciles else Group(*lines)
 
 
@@ -90,6 +92,8 @@ def report_of(directory: RunDirectory) -> RunReport:
     records = [record for record in read_metrics(directory.metrics) if record["kind"] == "stations"]
     loads = mean_loads(records)
     full = bottleneck(loads, in_flight=0.0)
+    slowed = [record for record in records if record.get("slowed_by")]
+    slowest = min(slowed, key=lambda record: record["rollout_limit"], default=None)
     return RunReport(
         steps=sum(not commit.skipped for commit in evidence.surviving),
         staleness=_staleness(evidence),
@@ -100,16 +104,9 @@ def report_of(directory: RunDirectory) -> RunReport:
         parked={task.task_id: task.last_failure for task in evidence.tasks if task.parked},
         stations=loads,
         held_up_by=None if full is None else full.station.value,
-        slowed_by=_slowed_by(records),
+        slowed_to=slowest["rollout_limit"] if slowest else None,
+        slowed_by=slowest["slowed_by"] if slowest else "",
     )
-
-
-def _slowed_by(records: Sequence[dict[str, Any]]) -> dict[str, int]:
-    fewest: dict[str, int] = {}
-    for record in records:
-        if reason := record.get("slowed_by"):
-            fewest[reason] = min(record["rollout_limit"], fewest.get(reason, record["rollout_limit"]))
-    return fewest
 
 
 def _staleness(evidence: Evidence) -> dict[int, int]:

@@ -53,10 +53,11 @@ def test_the_station_that_was_full_is_named(tmp_path: Path) -> None:
 
 
 def test_what_slowed_the_run_down_is_named(tmp_path: Path) -> None:
-    slow = {"slowed_by": "engine queue 1.4"}
-    records = [stations(10.0, 4.0) | slow | {"rollout_limit": limit} for limit in (32, 22, 26)]
-    report = told_of(tmp_path / "run", metrics=(stations(10.0, 4.0), *records))
-    assert report.slowed_by == {"engine queue 1.4": 22}
+    limits = ((32, ""), (22, "engines are full"), (15, "boot takes 9 s"), (19, "boot takes 9 s"))
+    slow = [stations(10.0, 4.0) | {"rollout_limit": limit, "slowed_by": reason} for limit, reason in limits]
+    report = told_of(tmp_path / "run", metrics=(stations(10.0, 4.0), *slow))
+    assert (report.slowed_to, report.slowed_by) == (15, "boot takes 9 s")
+    assert told_of(tmp_path / "other", metrics=(stations(10.0, 4.0),)).slowed_to is None
 
 
 def test_a_person_can_read_it(tmp_path: Path) -> None:
@@ -65,6 +66,6 @@ def test_a_person_can_read_it(tmp_path: Path) -> None:
     console.print(report.tables())
     text = console.export_text()
     assert "held up by sandbox" in text
-    assert "slowed down to 8 rollouts by boot" in text
+    assert "slowed down to 8 rollouts: boot" in text
     assert "duration up to" in text
     assert f"{report.early.groups} groups were sealed early" in text
