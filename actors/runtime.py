@@ -441,6 +441,9 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -
     os.environ["RAY_AUTH_MODE"] = "token"
     # Ray reads the token once per process, so a second start keeps it.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # Left alone, Ray's workers only get what everything else on the machine leaves (nice 15): gateway, learner and
+    # engines are the work here, and their deadlines pass while they starve.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     for tries_left in reversed(range(START_TRIES)):
         try:
             _init_ray(run, object_store_bytes=object_store_bytes, logs=logs)

@@ -132,6 +132,14 @@ async def test_an_actor_is_entered_called_and_passed_on() -> None:
         await runtime.stop(actor)
 
 
+async def test_actors_do_not_starve_behind_other_processes() -> None:
+    """Left alone, Ray gives its workers only what everybody else leaves (nice 15)."""
+    runtime = RayRuntime("nice-")
+    counter = await runtime.spawn(Counter, 0, name="counter")
+    assert os.getpriority(os.PRIO_PROCESS, await counter.pid()) == os.getpriority(os.PRIO_PROCESS, 0)
+    await runtime.stop(counter)
+
+
 async def test_errors_cross_with_their_type() -> None:
     runtime = RayRuntime("errors-")
     counter = await runtime.spawn(Counter, 0, name="counter")
