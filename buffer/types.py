@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NewType
 
+import numpy as np
+
+from headrace.buffer.versions import PolicyVersion
+
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from headrace.buffer.tasks import Task
-    from headrace.buffer.versions import PolicyVersion
 
 GroupId = NewType("GroupId", str)
 RolloutId = NewType("RolloutId", str)
@@ -76,6 +78,25 @@ class Row:
     loss_mask_T: npt.NDArray[np.bool_]
     logprobs_T: npt.NDArray[np.float32]
     versions: tuple[VersionSpan, ...]
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Few plain objects instead of many: messages carry hundreds of rows, and each object has its price."""
+        arrays = ((self.tokens_T, np.int32), (self.loss_mask_T, np.bool_), (self.logprobs_T, np.float32))
+        spans = [(span.start, span.end, span.version.epoch, span.version.step) for span in self.versions]
+        return _row, (*(np.asarray(array, dtype).tobytes() for array, dtype in arrays), spans)
+
+
+def _row(tokens: bytes, loss_mask: bytes, logprobs: bytes, spans: list[tuple[int, int, int, int]]) -> Row:
+    """The arrays are read-only."""
+    versions = {(epoch, step): PolicyVersion(epoch, step) for _, _, epoch, step in spans}
+    return Row(
+        tokens_T=np.frombuffer(tokens, np.int32),
+        loss_mask_T=np.frombuffer(loss_mask, np.bool_),
+        logprobs_T=np.frombuffer(logprobs, np.float32),
+        versions=tuple(
+            VersionSpan(start=start, end=end, version=versions[epoch, step]) for start, end, epoch, step in spans
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -138,12 +138,12 @@ class SimulatedEngine:
 
     def _worked(self, began: float, since: int) -> float:
         """Seconds that passed while engines generated."""
+        if since == len(self._history) - 1:
+            return asyncio.get_running_loop().time() - began if self.served.generating else 0.0
         return sum(end - start for start, end, served in self._stretches(began, since) if served.generating)
 
     def _stretches(self, began: float, since: int) -> list[tuple[float, float, Served]]:
         """From the beginning of a turn until now: what held from when to when."""
-        if since == len(self._history) - 1:
-            return [(began, asyncio.get_running_loop().time(), self._history[since][1])]
         changes = self._history[since:]
         starts = [max(began, start) for start, _ in changes]
         ends = [*starts[1:], asyncio.get_running_loop().time()]
@@ -151,6 +151,8 @@ class SimulatedEngine:
 
     def _spans(self, tokens: int, seconds: float, began: float, since: int) -> tuple[TokenSpan, ...]:
         """Tokens in equal shares of the time, each the version's that was served at its end."""
+        if tokens and since == len(self._history) - 1 and self.served.version is not None:
+            return (TokenSpan(start=0, end=tokens, version=self.served.version),)
         spans: list[TokenSpan] = []
         worked_s, start = 0.0, 0
         stretches = self._stretches(began, since)
@@ -169,7 +171,7 @@ class SimulatedEngine:
 
 def _completion(tokens: int, spans: tuple[TokenSpan, ...], first_id: int) -> Completion:
     return Completion(
-        output_ids=tuple((first_id + position) % VOCABULARY for position in range(tokens)),
+        output_ids=tuple([position % VOCABULARY for position in range(first_id, first_id + tokens)]),
         logprobs=(LOGPROB,) * tokens,
         spans=spans,
         finish=FinishReason.STOP,

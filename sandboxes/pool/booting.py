@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
-from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeout, SandboxError
+from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeout, SandboxError, TransientSandboxError
 from headrace.sandboxes.pool.circuit_breaker import BreakerState
 from headrace.sandboxes.pool.holdings import Held
 from headrace.sandboxes.pool.ledger import Entry, EntryState
@@ -156,11 +156,25 @@ class Booter:
             pinned=self._host_of_mounts(request.spec),
         )
         try:
-            policy = retrying(self._config, lambda wait_s: boot.out_of_time(self._now(), wait_s), lambda: boot.full)
-            held: Held = await policy(self._try, boot)
+            held = await self._try_often(boot)
         finally:
             self._settle(boot)
         return Lease(ref=held.ref, queue_s=boot.queue_s, boot_s=boot.boot_s(self._now()))
+
+    async def _try_often(self, boot: _Boot) -> Held:
+        """Tenacity costs more than a boot that goes well: it hears of the first try when that has failed."""
+        try:
+            return await self._try(boot)
+        except TransientSandboxError as error:
+            failed = [error]
+
+        async def next_try() -> Held:
+            if failed:
+                raise failed.pop()
+            return await self._try(boot)
+
+        policy = retrying(self._config, lambda wait_s: boot.out_of_time(self._now(), wait_s), lambda: boot.full)
+        return cast("Held", await policy(next_try))
 
     def _host_of_mounts(self, spec: SandboxSpec) -> str | None:
         """Frozen data is on the host of its sandbox."""
