@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 LOGPROB: Final = -1.0
 """Of every simulated token."""
 VOCABULARY: Final = 50_000
-RESOLUTION_S: Final = 1e-6
-"""A turn that lacks less than this is over."""
+RESOLUTION_S: Final = 1e-3
+"""A turn that lacks less than this is over: timers of uvloop, under Ray, count in milliseconds, and asking one again and
+again for what its rounding left is a busy loop."""
 GATE_WAIT_S: Final = 20.0
 """How long a turn waits for engines that are down."""
 NOWHERE: Final = Path(os.devnull)
