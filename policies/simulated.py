@@ -35,8 +35,8 @@ LOGPROB: Final = -1.0
 """Of every simulated token."""
 VOCABULARY: Final = 50_000
 RESOLUTION_S: Final = 1e-3
-"""A turn that lacks less than this is over: timers of uvloop, under Ray, count in milliseconds, and asking one again and
-again for what its rounding left is a busy loop."""
+"""A turn that lacks less than this is over. The timers of uvloop, under Ray, count in milliseconds: to wait again and
+again for what their rounding leaves would be a busy loop."""
 GATE_WAIT_S: Final = 20.0
 """How long a turn waits for engines that are down."""
 NOWHERE: Final = Path(os.devnull)
