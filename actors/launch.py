@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
-from pydantic import ValidationError
 
 from headrace.actors.choosing import make_agent
 from headrace.actors.config import AgentKind, RunConfig, SandboxKind, load_recipe
@@ -29,6 +28,7 @@ from headrace.actors.errors import ActorLost, ConfigError, RunExists, RunMissing
 from headrace.actors.guarding import guard, keep_running
 from headrace.actors.held_out.overlap import refuse_overlap
 from headrace.actors.metrics import read_metrics
+from headrace.actors.older_configs import upgraded
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import RayRuntime, start_local_ray, stop_local_ray
 from headrace.actors.service import Service
@@ -125,14 +125,16 @@ def _make(directory: RunDirectory, config: RunConfig, train: Sequence[Task], hel
 
 
 def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:
-    """The configuration of a run that was started before. Raises RunMissing."""
+    """The configuration of a run that was started before, by this version or an older one. Raises RunMissing."""
     directory = RunDirectory(path=path.resolve())
     if not directory.config.is_file():
         raise RunMissing(f"{path}: no run there (config.json is missing); list runs with `headrace status`")
     try:
         document = orjson.loads(directory.config.read_bytes())
-        return RunConfig.model_validate(placed(document, directory)), directory
-    except (orjson.JSONDecodeError, ValidationError) as error:
+        if not isinstance(document, dict) or not all(isinstance(table, dict) for table in document.values()):
+            raise ValueError("tables are missing")
+        return RunConfig.model_validate(placed(upgraded(document), directory)), directory
+    except (KeyError, ValueError) as error:
         raise RunMissing(f"{directory.config}: not the configuration of a run of this version: {error}") from error
 
 

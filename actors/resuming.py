@@ -1,6 +1,8 @@
 """What `headrace resume` says before it goes on, and keeps in the run directory as `resumes/<epoch>.json`.
 
-Invariant: it is told under the run's lock and before any process starts. A run without a ledger has nothing to tell.
+Invariants:
+- It is told under the run's lock and before any process starts. A run without a ledger has nothing to tell.
+- A run that has lost something does not go on: what is missing would end it later, again and again.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.buffer.durable_files import replace_file
+from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.evidence import has_begun
 from headrace.buffer.resume_report import resume_report
 
@@ -40,3 +43,8 @@ class Resuming:
         path = self._directory.path / "resumes" / f"{report.epoch}.json"
         path.parent.mkdir(exist_ok=True)
         replace_file(path, orjson.dumps(self.told, option=orjson.OPT_INDENT_2) + b"\n")
+        if report.lost:
+            raise LedgerRefused(
+                f"{self._directory.path}: {report.lost} rollouts are lost ({'; '.join(report.problems[:2])}): put back "
+                "what is missing, e.g. from a copy of the run, or start a new run"
+            )

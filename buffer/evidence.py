@@ -90,10 +90,23 @@ class Evidence:
 
 def has_begun(run_dir: Path) -> bool:
     """Whether anything was recorded: false without a ledger, and for one whose process died while it made the file.
-    Raises LedgerRefused when it is not readable."""
+    Raises LedgerRefused when it is not readable, or is not there while there is what only a ledger leads to."""
     path = run_dir / "ledger.db"
-    if not path.is_file():
-        return False
+    begun = path.is_file() and _holds_anything(path)
+    if not begun and (left := next(_left_of_a_ledger(run_dir), None)) is not None:
+        raise LedgerRefused(
+            f"{path} is missing or empty, but there is {left}: put the ledger back; the newest checkpoint has a copy, "
+            "ledger.db"
+        )
+    return begun
+
+
+def _left_of_a_ledger(run_dir: Path) -> Iterator[Path]:
+    yield from sorted((run_dir / "checkpoints").glob("[0-9]*.[0-9]*"))
+    yield from sorted((run_dir / "trajectories").glob("*.db"))
+
+
+def _holds_anything(path: Path) -> bool:
     try:
         with closing(read_only(path)) as database:
             (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()

@@ -112,10 +112,28 @@ def test_the_command_says_it_and_keeps_it_in_the_run_directory(run_dir):
     assert said == report.lines()
     assert json.loads((run_dir / "resumes" / "3.json").read_bytes()) == json.loads(json.dumps(resuming.told))
     assert resuming.told["kept"] == report.kept
+
+
+def test_a_run_that_has_lost_something_does_not_go_on(run_dir):
+    for path in (run_dir / "trajectories").iterdir():
+        path.unlink()
+    said = []
+    resuming = Resuming(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=run_dir), say=said.append)
+    with pytest.raises(LedgerRefused, match=r"rollouts are lost .*put back what is missing"):
+        resuming.tell()
+    assert resuming.told["lost"] > 0
+    assert any("lost" in line for line in said)
+
+
+@pytest.mark.parametrize("left", ["checkpoints", "trajectories"])
+@pytest.mark.parametrize("missing", [True, False])
+def test_a_lost_ledger_is_no_new_run(run_dir, left, missing):
+    shutil.rmtree(run_dir / {"checkpoints": "trajectories", "trajectories": "checkpoints"}[left])
     (run_dir / "ledger.db").unlink()
-    said.clear()
-    resuming.tell()
-    assert said == ["nothing was recorded yet: the run begins"]
+    if not missing:
+        (run_dir / "ledger.db").touch()
+    with pytest.raises(LedgerRefused, match=rf"missing or empty, but there is .*{left}.*put the ledger back"):
+        Resuming(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=run_dir), say=print).tell()
 
 
 def test_a_run_whose_process_died_while_it_made_the_ledger_begins(tmp_path):

@@ -1,0 +1,42 @@
+"""Run directories of older versions are opened by this one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.actors.config import RunConfig
+from headrace.actors.errors import RunMissing
+from headrace.actors.launch import reopen
+from headrace.actors.older_configs import upgraded
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "config_v1.json"
+"""What an early version wrote for the quickstart, its paths made relative."""
+
+
+def test_the_configuration_of_an_early_version_is_read(tmp_path):
+    (tmp_path / "config.json").write_bytes(GOLDEN.read_bytes())
+    old = json.loads(GOLDEN.read_bytes())
+    config, directory = reopen(tmp_path)
+    assert config.agent.shell.max_turns == old["agent"]["max_turns"]
+    assert config.agent.shell.max_observation_bytes == old["agent"]["max_observation_bytes"]
+    assert config.buffer.max_staleness == old["buffer"]["max_staleness"]
+    assert config.learner.checkpoint_dir == directory.checkpoints
+
+
+def test_todays_configuration_is_as_it_was(tmp_path):
+    (tmp_path / "config.json").write_bytes(GOLDEN.read_bytes())
+    document = reopen(tmp_path)[0].model_dump(mode="json")
+    assert upgraded(document) == document
+    assert RunConfig.model_validate(document).model_dump(mode="json") == document
+
+
+@pytest.mark.parametrize(
+    "change", [{"agent": {"unknown": 1}}, {"learner": None}, {"buffer": {"batch_size": -1}}, {"rollout": 3}]
+)
+def test_what_no_version_wrote_is_refused(tmp_path, change):
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(GOLDEN.read_bytes()) | change))
+    with pytest.raises(RunMissing, match="not the configuration of a run"):
+        reopen(tmp_path)
