@@ -143,6 +143,8 @@ class MegatronTrainer:
         megatron_checkpoint.save_state(staged / checkpoints.MEGATRON_STATE, self._model, self._optimizer)
         checkpoints.write_manifest(staged, manifest)
         final = checkpoints.publish(staged, self._version)
+        # The checkpoint that was resumed from does not stay.
+        self._source = final
         self._saved_chain, self._since_save = self._chain, []
         checkpoints.keep_newest(root, self._config.keep_checkpoints)
         return checkpoints.read_checkpoint(final)
@@ -211,7 +213,7 @@ class MegatronTrainer:
         save_file(weights, path, metadata={"format": "pt", "version": str(self._version)})
 
     def _copy_model_files(self, target: Path) -> None:
-        """Configuration, tokenizer and template; a resumed run takes them from its own checkpoint."""
+        """Configuration, tokenizer and template; a run that has a checkpoint takes them from its newest one."""
         for file in sorted(self._source.iterdir()):
             if file.suffix in MODEL_FILE_SUFFIXES and file.name not in (checkpoints.MANIFEST, WEIGHTS_INDEX):
                 shutil.copyfile(file, target / file.name)

@@ -350,6 +350,22 @@ async def test_a_new_process_continues_to_the_bit(tmp_path: Path, tiny_model_dir
     assert equal(load_file(path), straight)
 
 
+async def test_a_resumed_learner_outlives_the_checkpoint_that_it_came_from(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config = learner_config(tmp_path, tiny_model_dir, keep_checkpoints=1)
+    async with opened(config) as learner:
+        await learner.step(make_batch(1, model_dir=tiny_model_dir))
+        first = await learner.save()
+    async with opened(config.model_copy(update={"model_dir": tmp_path / "gone"}), first, epoch=2) as learner:
+        for number in (2, 3, 4):
+            await learner.step(make_batch(number, model_dir=tiny_model_dir))
+            newest = await learner.save()
+    assert not Path(first.path).exists()
+    names = {path.name for path in Path(newest.path).iterdir()}
+    assert {path.name for path in tiny_model_dir.glob("*.json")} <= names
+
+
 SAVE_AND_DIE = """
 import asyncio, os, pickle, signal, sys
 from headrace.policies.megatron import MegatronLearner
