@@ -9,6 +9,7 @@ RunError
 ├── RunExists           the run directory is taken
 ├── RunMissing          there is no such run, or it cannot be resumed
 ├── DiskFull            the run directory's disk has no room left
+├── TasksParked         every training task is parked: nothing is left to train on
 └── RunStalled          nothing progressed for too long: carries the diagnosis
 """
 
@@ -49,6 +50,10 @@ class RunMissing(RunError):
 
 class DiskFull(RunError):
     """The disk of the run directory has no room left."""
+
+
+class TasksParked(RunError):
+    """Every training task is parked: its rollouts died of infrastructure again and again."""
 
 
 class RunStalled(RunError):

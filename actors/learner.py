@@ -104,6 +104,14 @@ class LearnerStatus:
     """Seconds in this stage so far."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingEnd:
+    """How the loop ended: `used_up` when the buffer has no further batch, else with all steps done or drained."""
+
+    version: PolicyVersion
+    used_up: bool
+
+
 @dataclass(slots=True)
 class _Clock:
     """Where the loop's time went, in seconds: waiting for a batch, stepping and committing, waiting for the push
@@ -154,7 +162,7 @@ class LearnerLoop:
         self._metrics = self._observing.metrics()
         self._learner = await _make_learner(self._learner_config)
         self._stack.push_async_callback(self._learner.close)
-        self._running: Joined[PolicyVersion] = Joined(await self._stack.enter_async_context(asyncio.TaskGroup()))
+        self._running: Joined[TrainingEnd] = Joined(await self._stack.enter_async_context(asyncio.TaskGroup()))
         return self
 
     async def __aexit__(
@@ -163,9 +171,9 @@ class LearnerLoop:
         self._running.cancel_all()
         await self._stack.aclose()
 
-    async def run(self) -> PolicyVersion:
-        """Train until `steps` updates are done, the data set is used up, or `drain` was called; the version reached.
-        A call that comes while another runs waits for the same end.
+    async def run(self) -> TrainingEnd:
+        """Train until `steps` updates are done, the data set is used up, or `drain` was called. A call that comes while
+        another runs waits for the same end.
 
         Raises NonFiniteRun (K skipped steps in a row), LedgerBehind (the ledger does not know the checkpoint's
         batches), EngineUnavailable (no engine took a push), ActorGone.
@@ -178,16 +186,17 @@ class LearnerLoop:
             logger.warning("a newer learner was opened: this one ends, and the next opens a newer one")
             end_actor()
 
-    async def _train(self) -> PolicyVersion:
+    async def _train(self) -> TrainingEnd:
         await self.open()
         assert self._version is not None
+        used_up = False
         self._pushing: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as pushes:
             while self._version.step < self._config.steps and not self._draining.is_set():
                 try:
                     batch = await self._take()
                 except DataExhausted:
-                    logger.warning("the data set is used up after %d steps", self._version.step)
+                    used_up = True
                     break
                 if batch is None:
                     continue
@@ -196,7 +205,7 @@ class LearnerLoop:
                 if report.version.step % self._config.save_every == 0 and not report.skipped:
                     await self._save()
         await self._save()
-        return self._version
+        return TrainingEnd(version=self._version, used_up=used_up)
 
     async def open(self) -> None:
         """Open a new epoch from the newest checkpoint and push its weights; nothing when this incarnation has done

@@ -5,7 +5,10 @@ Invariants:
 - A lost actor is called again when Ray has restarted it; what it was doing is repeated idempotently or abandoned by
   the buffer.
 - An actor that answers nothing for `hang_s` is killed. (The service itself is guarded by its driver, `launch`.)
-- A run ends: with its steps done, drained, or with an error that says why. A stall is such an error.
+- A run ends: with its steps done or its data used up, drained, or with an error that says why. A stall is such an
+  error, and so is a data set of which every task is parked.
+- An evaluation on the way that has begun is recorded before the final one; one that has not is left out, for the
+  weights that it would be called after are gone.
 """
 
 from __future__ import annotations
@@ -22,11 +25,13 @@ from headrace.actors.guarding import keep_running
 from headrace.actors.headway import Headway
 from headrace.actors.learner import LearnerLoop
 from headrace.actors.metrics import read_metrics
+from headrace.actors.parking import parked_line, refuse_all_parked
 from headrace.actors.parts import ServiceParts, periodic_evaluations
 from headrace.actors.replay import Replay
 from headrace.actors.retry import until_back
 from headrace.actors.supervision import Parts, Supervision, or_none
 from headrace.buffer.tasks import load_tasks
+from headrace.buffer.types import GroupId
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
@@ -55,7 +60,7 @@ class Service(ServiceParts):
         self._phase = "starting"
         self._draining = False
         self._step = 0
-        self._ended = False
+        self._no_more_steps = False
         self._moved = asyncio.Event()
         self._success: float | None = None
         self._rewards: deque[float] = deque(maxlen=32)
@@ -72,17 +77,17 @@ class Service(ServiceParts):
         return self
 
     async def run(self) -> bool:
-        """Evaluate, train, evaluate. True when all steps are done, False when the run was drained before.
+        """Evaluate, train, evaluate. True when all steps are done or the data is used up, False when the run was
+        drained before.
 
-        Raises RunStalled, DiskFull, and what ends the learner or the dispatcher for good.
+        Raises RunStalled, TasksParked, DiskFull, and what ends the learner or the dispatcher for good.
         """
-        self._ended = False
+        self._no_more_steps = False
         try:
             async with self._guarded(self._supervise()) as tasks:
                 done = await self._train_and_evaluate(tasks)
         finally:
-            self._ended = True
-            self._moved.set()
+            self._end_steps()
         self._phase = "done" if done else "drained"
         return done
 
@@ -121,8 +126,8 @@ class Service(ServiceParts):
         await until_back(self._learner.drain)
 
     async def reached(self, step: int) -> bool:
-        """True once the learner has committed so many optimizer updates, False when `run` ended before it had."""
-        while self._step < step and not self._ended:
+        """True once the learner has committed so many optimizer updates, False when training ended before it had."""
+        while self._step < step and not self._no_more_steps:
             self._moved.clear()
             await self._moved.wait()
         return self._step >= step
@@ -136,18 +141,39 @@ class Service(ServiceParts):
         on_the_way = tasks.create_task(self._evaluate_on_the_way())
         # One that died meanwhile may not know that the run drains.
         await until_back(self._ready_learner)
-        version = await keep_running(self._learner.run, self._ready_learner)
+        end = await keep_running(self._learner.run, self._ready_learner)
         # Supervision may have seen none of the steps: a service that came back late finds them all done.
         learner = await or_none(self._learner.status)
-        self._note(version.step, learner.last if learner else None)
-        for task in (dispatching, on_the_way):
-            task.cancel()
+        completed = end.used_up or end.version.step >= self._config.training.steps
+        if not completed:
+            on_the_way.cancel()
+        self._end_steps()
+        self._note(end.version.step, learner.last if learner else None)
+        dispatching.cancel()
         await until_back(self._dispatcher.stop_training)
-        if version.step < self._config.training.steps:
+        if not completed:
             return False
+        if end.used_up:
+            await self._tell_used_up(end.version.step)
+        await on_the_way
         self._phase = "final evaluation"
         await self._evaluate_once("final", self._config.evaluation.samples)
         return True
+
+    def _end_steps(self) -> None:
+        """Whoever waits for a step that has not come waits in vain."""
+        self._no_more_steps = True
+        self._moved.set()
+
+    async def _tell_used_up(self, step: int) -> None:
+        """Log after how many steps the data ended, and what is parked. Raises TasksParked."""
+        parked = (await until_back(self._replay.status)).parked
+        tasks = await asyncio.to_thread(load_tasks, self._directory.train_tasks)
+        refuse_all_parked(parked, tasks=len(tasks), step=step)
+        passes, wanted = self._config.buffer.passes, self._config.training.steps
+        logger.warning("the data is used up (buffer.passes = %s) after %d of %d steps", passes, step, wanted)
+        if parked:
+            logger.warning("not trained on to the end: %s", parked_line(parked))
 
     async def _ready_learner(self) -> None:
         """A new incarnation of the learner knows nothing of a drain that was asked for before."""
@@ -163,7 +189,15 @@ class Service(ServiceParts):
         for step in range(every, self._config.training.steps, every):
             if not await self.reached(step):
                 return
-            await self._evaluate_once(f"step-{step}", self._config.evaluation.samples_on_the_way)
+            tag = f"step-{step}"
+            if self._no_more_steps and not await self._has_begun(tag):
+                logger.warning("evaluation %s is left out: it had not begun when training ended", tag)
+                continue
+            await self._evaluate_once(tag, self._config.evaluation.samples_on_the_way)
+
+    async def _has_begun(self, tag: str) -> bool:
+        """Whether an answer of this evaluation is in the ledger."""
+        return bool(await until_back(lambda: self._replay.evaluated(GroupId(tag))))
 
     async def _evaluate_once(self, tag: str, samples: int) -> None:
         """Run and record one evaluation; a resumed run leaves out what it has."""
@@ -171,6 +205,7 @@ class Service(ServiceParts):
         if (known := next((record for record in done if record["tag"] == tag), None)) is not None:
             self._success = known["success"]
             return
+        step = 0 if tag == "base" else self._step
         summary = await keep_running(
             lambda: self._dispatcher.evaluate(self._heldout, samples=samples, tag=tag), self._dispatcher.status
         )
@@ -178,7 +213,7 @@ class Service(ServiceParts):
             logger.error("evaluation %s: every answer was infra; nothing is recorded", tag)
             return
         self._success = summary.success
-        self._metrics.append("evaluation", {"step": 0 if tag == "base" else self._step, **asdict(summary)})
+        self._metrics.append("evaluation", {"step": step, **asdict(summary)})
 
     async def _supervise(self) -> NoReturn:
         """Notice steps and stalls: a run that gets nowhere ends with what each part was doing."""
@@ -261,10 +296,7 @@ def _buffer_line(status: BufferStatus | None) -> str:
         return "the buffer does not answer"
     held = ", ".join(f"{count} {state}" for state, count in status.rollouts.items() if count) or "nothing"
     line = f"the buffer holds {held} and admits {status.admit}"
-    if status.parked:
-        task, failure = list(status.parked.items())[-1]
-        line += f"; {len(status.parked)} tasks are parked, last {task}: {failure}"
-    return line
+    return "; ".join(part for part in (line, parked_line(status.parked)) if part)
 
 
 def _learner(config: RunConfig) -> LearnerConfig | SimulatedLearnerConfig:

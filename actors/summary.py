@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Success is a share in [0, 1], None where that evaluation did not run. Staleness is in optimizer updates;
-    `rollouts` counts training attempts that ended with a result; walls are seconds. `trained_twice`, `lost` and
-    `max_staleness_seen` are recomputed by `ledger verify`; `sandboxes_leaked` is counted by looking at the host's
-    processes. `utilisation` is the share in use of each station that has a size, over the whole run; `held_up_by` names
-    the one that was full."""
+    """`completed`: all steps were done, or the data was used up. Success is a share in [0, 1], None where that
+    evaluation did not run. Staleness is in optimizer updates; `rollouts` counts training attempts that ended with a
+    result; walls are seconds. `trained_twice`, `lost` and `max_staleness_seen` are recomputed by `ledger verify`;
+    `sandboxes_leaked` is counted by looking at the host's processes. `utilisation` is the share in use of each station
+    that has a size, over the whole run; `held_up_by` names the one that held it up."""
 
     run: str
     completed: bool

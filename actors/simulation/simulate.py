@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.errors import ConfigError, RunStalled, first_cause
 from headrace.actors.headway import Headway
+from headrace.actors.parking import refuse_all_parked
 from headrace.actors.runtime import InlineRuntime
 from headrace.actors.simulation.account import read_account
 from headrace.actors.simulation.plan import MINUTE_S, Mode
@@ -24,11 +25,12 @@ from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from headrace.actors.simulation.account import Account
     from headrace.actors.simulation.plan import SimulationPlan
     from headrace.actors.simulation.stage import Stage
+    from headrace.buffer.tasks import TaskId
 
 LOOK_S: Final = 600.0
 """How often, in virtual time, a run is looked at."""
@@ -112,7 +114,7 @@ class Simulated:
 
 def simulate(plan: SimulationPlan, keep: Path | None = None) -> Simulated:
     """Run the plan, and the same in sync mode. `keep` is an empty folder for the ledger of the first. Raises
-    ConfigError, RunStalled."""
+    ConfigError, TasksParked, RunStalled."""
     account, engine_busy = run_plan(plan, keep)
     if plan.mode is Mode.SYNC:
         sync_step_s = account.step_s
@@ -160,12 +162,24 @@ async def _run(plan: SimulationPlan, folder: Path) -> float:
     loop = asyncio.get_running_loop()
     async with open_stage(plan, InlineRuntime(), clock=loop.time) as stage, asyncio.TaskGroup() as tasks:
         background = [tasks.create_task(stage.dispatcher.run()), tasks.create_task(_look(plan, stage))]
-        await stage.learner.run()
+        end = await stage.learner.run()
+        if end.used_up:
+            _refuse_too_short(plan, end.version.step, (await stage.replay.status()).parked)
         await stage.replay.export(folder)
         generated_s = sum(load.generated_s for load in (await stage.engines.status()).loads)
         for task in background:
             task.cancel()
     return generated_s / loop.time()
+
+
+def _refuse_too_short(plan: SimulationPlan, steps: int, parked: Mapping[TaskId, str]) -> None:
+    """For a plan whose data is used up. Raises TasksParked, and ConfigError when there is no step to measure."""
+    refuse_all_parked(parked, tasks=plan.tasks, step=steps)
+    if steps <= plan.warmup_steps:
+        raise ConfigError(
+            f"simulate: the data is used up after {steps} of {plan.steps} steps, and {plan.warmup_steps} of them warm "
+            "up: raise tasks or buffer.passes, or lower steps"
+        )
 
 
 async def _look(plan: SimulationPlan, stage: Stage) -> None:

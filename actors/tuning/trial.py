@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.actors.errors import ConfigError, RunStalled
+from headrace.actors.errors import ConfigError, RunStalled, TasksParked
 from headrace.actors.simulation.durations import Durations
 from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.simulation.tasks import is_solved
@@ -89,7 +89,7 @@ def run_trial(candidate: Candidate, base: SimulationPlan, steps: int) -> Trial |
         kept = Path(folder) / "ledger"
         try:
             account, _ = run_plan(plan, kept)
-        except (RunStalled, ConfigError) as error:
+        except (RunStalled, TasksParked, ConfigError) as error:
             return FailedTrial(candidate=candidate, reason=str(error))
         bias = measure_bias(read_evidence(kept), plan)
     if problems := account.problems_at(plan.max_staleness):

@@ -1,0 +1,133 @@
+"""How a run ends: the ordinary service in this process, over simulated engines, learner, sandboxes and agent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.actors.errors import TasksParked
+from headrace.actors.launch import RunRequest, prepare, reopen
+from headrace.actors.metrics import read_metrics
+from headrace.actors.parking import refuse_all_parked
+from headrace.actors.runtime import InlineRuntime
+from headrace.actors.service import Service
+from headrace.buffer.tasks import TaskId
+from headrace.buffer.verify import verify
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from headrace.actors.run_directory import RunDirectory
+
+WAIT_S = 60.0
+QUICK = (
+    "agent.simulated.durations.mean_s=0.04",
+    "agent.simulated.durations.median_s=0.03",
+    "agent.simulated.durations.cap_s=0.1",
+    "agent.simulated.turns=1",
+    "learner.simulated.step_s=0.02",
+    "engines.simulated.push_s=0.01",
+    "sandbox.simulated.boot_s=0.01",
+    "buffer.batch_size=4",
+    "buffer.group_size=2",
+    "buffer.max_staleness=2",
+    "dispatcher.slots_per_worker=8",
+    "evaluation.tasks=1",
+)
+
+
+@pytest.fixture
+def open_run(load_support: Callable[[str], Any], tmp_path: Path) -> Any:
+    recipe = load_support("run_rig").RECIPE.with_name("simulated.toml")
+
+    @asynccontextmanager
+    async def open_run(*overrides: str) -> AsyncIterator[tuple[Service, RunDirectory]]:
+        """A second time the run is resumed."""
+        request = RunRequest(recipe=recipe, runs_dir=tmp_path, name="run", overrides=(*QUICK, *overrides))
+        config, directory = reopen(tmp_path / "run") if (tmp_path / "run").exists() else prepare(request)
+        runtime = InlineRuntime()
+        service = await runtime.spawn(Service, config, directory, runtime, name="service")
+        try:
+            async with asyncio.timeout(WAIT_S):
+                yield service, directory
+        finally:
+            await runtime.stop(service)
+
+    return open_run
+
+
+def evaluations(directory: RunDirectory) -> list[tuple[str, int]]:
+    return [
+        (record["tag"], record["step"]) for record in read_metrics(directory.metrics) if record["kind"] == "evaluation"
+    ]
+
+
+async def test_a_run_whose_tasks_are_all_parked_ends_with_their_failure(open_run: Any) -> None:
+    options = ("agent.simulated.failing_turns=1", "tasks.train_count=3", "buffer.max_attempts=1", "training.steps=3")
+    for _ in range(2):
+        async with open_run(*options) as (service, _):
+            with pytest.raises(
+                TasksParked, match=r"after 0 steps: 3 tasks are parked, last simulated-.*turn failed"
+            ) as end:
+                await service.run()
+        assert "passes" not in str(end.value)
+
+
+async def test_the_end_of_the_data_completes_a_run(open_run: Any, caplog: pytest.LogCaptureFixture) -> None:
+    options = ("tasks.train_count=6", "buffer.passes=1", "training.steps=40", "evaluation.every_steps=30")
+    for _ in range(2):
+        caplog.clear()
+        async with open_run(*options) as (service, directory):
+            with caplog.at_level(logging.WARNING, logger="headrace.actors.service"):
+                assert await service.run()
+            assert (await service.progress()).phase == "done"
+        assert "the data is used up (buffer.passes = 1) after 3 of 40 steps" in caplog.text
+        assert evaluations(directory) == [("base", 0), ("final", 3)]
+    assert verify(directory.path).clean
+
+
+SLOW_EVALUATIONS = (
+    "dispatcher.evaluation_slots=1",
+    "evaluation.every_steps=3",
+    "evaluation.samples_on_the_way=40",
+    "evaluation.samples=1",
+    "learner.simulated.step_s=0.5",
+    "training.steps=8",
+)
+
+
+async def test_an_evaluation_on_the_way_that_has_begun_is_recorded_before_the_final_one(
+    open_run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_run(*SLOW_EVALUATIONS) as (service, directory):
+        with caplog.at_level(logging.WARNING, logger="headrace.actors.service"):
+            assert await service.run()
+    base, on_the_way, final = evaluations(directory)
+    assert (base, final) == (("base", 0), ("final", 8))
+    assert on_the_way[0] == "step-3"
+    assert 3 <= on_the_way[1] < 8, "the step at which it began"
+    assert "evaluation step-6 is left out: it had not begun when training ended" in caplog.text
+
+
+async def test_a_drained_run_does_not_wait_for_an_evaluation(open_run: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async with open_run(*SLOW_EVALUATIONS) as (service, directory), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(service.run())
+        assert await service.reached(3)
+        await service.drain()
+        assert not await running
+        assert "left out" not in caplog.text
+        assert evaluations(directory) == [("base", 0)]
+
+
+def test_parked_tasks_beside_others_are_no_error() -> None:
+    parked = {TaskId("a"): "no image", TaskId("b"): "no network"}
+    refuse_all_parked(parked, tasks=3, step=2)
+    with pytest.raises(TasksParked, match=r"after 2 steps: 2 tasks are parked, last b: no network; .*new run") as end:
+        refuse_all_parked(parked, tasks=2, step=2)
+    assert str(pickle.loads(pickle.dumps(end.value))) == str(end.value)
