@@ -5,13 +5,32 @@ Invariants:
   fixed number while it is used and nothing is overloaded, and shrinks by a factor when something is.
 - One overload shrinks it once: what was started before has to leave before the next look counts.
 - It only ever lowers what the buffer admits: the staleness bound is not its business.
+- A latency is told only when enough rollouts ended to mean something: a figure of one or two is noise, and the best of
+  much noise is no standard.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headrace.actors.utilisation import Station, UtilisationMeter
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ENOUGH_ENDS: Final = 16
+"""Rollouts that end in a stretch from which latencies are computed; with fewer it lasts longer."""
+STRETCH_S: Final = 10.0
+"""Least time of a stretch, and how long its figures stand: one of them shrinks the limit once."""
+STRETCHES: Final = 3
+"""The median of so many is told: one stretch that stands out is no overload, and none is the best."""
+OUTSIDE: Final = (Station.BOOT, Station.EVALUATOR, Station.SIMULATOR)
+"""Services outside engines and learner."""
 
 
 class PacingConfig(BaseModel):
@@ -47,10 +66,40 @@ class PacingConfig(BaseModel):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
     """One look. `engine_queue`: turns at the engines over what they decode at once; `latencies_s`: mean seconds by
-    outside service, over the last stretch; what was not measured is left out."""
+    outside service, over the last stretches; what was not measured is left out."""
 
     engine_queue: float | None = None
     latencies_s: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(slots=True)
+class LatencyWatch:
+    """Mean seconds that a rollout spends at each outside service, by Little's law."""
+
+    latencies_s: tuple[tuple[str, float], ...] = ()
+    """By service, of the stretches that ended last; empty when the newest ended more than `STRETCH_S` ago."""
+    _meter: UtilisationMeter = field(default_factory=UtilisationMeter)
+    _figures: dict[Station, deque[float]] = field(default_factory=dict)
+
+    def sample(self, now_s: float, in_use: Mapping[Station, float], finished: int) -> None:
+        """What is in the stations now, and how many rollouts have finished so far."""
+        self._meter.sample(now_s, in_use, finished)
+        if self._meter.seconds < STRETCH_S:
+            return
+        self.latencies_s = ()
+        if self._meter.ended >= ENOUGH_ENDS:
+            self.latencies_s = tuple(self._ends_stretch())
+            self._meter.reset()
+
+    def _ends_stretch(self) -> list[tuple[str, float]]:
+        told = []
+        for load in self._meter.loads({}):
+            # A service in which nothing was seen was not measured.
+            if load.station in OUTSIDE and load.mean_s:
+                figures = self._figures.setdefault(load.station, deque(maxlen=STRETCHES))
+                figures.append(load.mean_s)
+                told.append((load.station.value, median(figures)))
+        return told
 
 
 class AdaptiveLimit:
@@ -84,7 +133,9 @@ class AdaptiveLimit:
         if pressure.engine_queue is not None and pressure.engine_queue > self._config.engine_queue:
             reasons.append(f"engines have {pressure.engine_queue:.2f} times the turns they decode at once")
         for service, seconds in pressure.latencies_s:
+            if seconds <= 0:
+                continue
             best = self._best_s[service] = min(seconds, self._best_s.get(service, seconds))
-            if seconds > self._config.latency_ratio * best > 0:
+            if seconds > self._config.latency_ratio * best:
                 reasons.append(f"{service} takes {seconds:.3g} s, at best {best:.3g} s")
         return "; ".join(reasons)

@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 
 from headrace.actors.metrics import read_metrics
-from headrace.actors.utilisation import bottleneck, mean_loads
+from headrace.actors.utilisation import bottleneck, mean_in_flight, mean_loads
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.report import acceptance_by_decile, left_out
 
@@ -91,7 +91,7 @@ def report_of(directory: RunDirectory) -> RunReport:
     evidence = read_evidence(directory.path)
     records = [record for record in read_metrics(directory.metrics) if record["kind"] == "stations"]
     loads = mean_loads(records)
-    full = bottleneck(loads, in_flight=0.0)
+    full = bottleneck(loads, mean_in_flight(records))
     slowed = [record for record in records if record.get("slowed_by")]
     slowest = min(slowed, key=lambda record: record["rollout_limit"], default=None)
     return RunReport(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.actors.metrics import read_metrics
-from headrace.actors.utilisation import bottleneck, mean_loads
+from headrace.actors.utilisation import bottleneck, mean_in_flight, mean_loads
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.verify import verify
 from headrace.sandboxes.leftovers import sandboxes_left
@@ -93,8 +93,9 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
     commits_s = [commit.committed_at_s for commit in evidence.commits]
     base, final = evaluations.get("base"), evaluations.get("final")
     times = [sum(record[f"{part}_s"] for record in steps) for part in ("idle", "step", "push")]
-    loads = mean_loads(record for record in metrics if record["kind"] == "stations")
-    slowest = bottleneck(loads, in_flight=0.0)
+    stations = [record for record in metrics if record["kind"] == "stations"]
+    loads = mean_loads(stations)
+    slowest = bottleneck(loads, mean_in_flight(stations))
     return RunSummary(
         run=str(directory.path),
         completed=completed,

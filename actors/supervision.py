@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.learner import Stage
-from headrace.actors.pacing import Pressure
+from headrace.actors.pacing import LatencyWatch, Pressure
 from headrace.actors.utilisation import Station, UtilisationMeter, bottleneck
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ class Supervision:
 
     def __init__(self, config: RunConfig, runtime: Runtime, metrics: MetricsLog, parts: Parts) -> None:
         self._config, self._runtime, self._metrics, self._parts = config, runtime, metrics, parts
-        self._meter = UtilisationMeter()
+        self._meter, self._latencies = UtilisationMeter(), LatencyWatch()
         self.loads: tuple[StationLoad, ...] = ()
         """Over the last full stretch."""
         self.held_up_by: StationLoad | None = None
@@ -122,15 +121,19 @@ class Supervision:
         return told if self.held_up_by is None else f"{told}; held up by {self.held_up_by.station}"
 
     def _measure(self, look: Look) -> None:
-        in_use = look.in_use()
         if look.dispatcher is None:
             return
-        self._meter.sample(time.monotonic(), in_use, look.dispatcher.finished)
+        # Evaluations are in the stations like all other rollouts.
+        in_flight = look.dispatcher.in_flight + look.dispatcher.evaluating
+        ended = look.dispatcher.finished + look.dispatcher.answered
+        now_s, in_use = asyncio.get_running_loop().time(), look.in_use()
+        self._latencies.sample(now_s, in_use, ended)
+        self._meter.sample(now_s, in_use, ended, in_flight=in_flight)
         if self._meter.seconds < RECORD_S:
             return
         self.loads = self._meter.loads(capacities(self._config, look.pool))
-        self.held_up_by = bottleneck(self.loads, look.dispatcher.in_flight + look.dispatcher.evaluating)
-        record = record_of(self.loads, self.held_up_by, self._meter.seconds)
+        self.held_up_by = bottleneck(self.loads, self._meter.in_flight)
+        record = record_of(self.loads, self.held_up_by, self._meter)
         if self._config.dispatcher.pacing.enabled:
             record |= {"rollout_limit": look.dispatcher.limit, "slowed_by": look.dispatcher.slowed_by}
         self._metrics.append("stations", record)
@@ -149,13 +152,7 @@ class Supervision:
         # Simulated engines have no queue: they take every turn at once.
         turns = None if look.gateway is None else look.in_use().get(Station.ENGINE)
         queue = None if turns is None else turns / _engine_places(self._config)
-        outside = (Station.BOOT, Station.EVALUATOR, Station.SIMULATOR)
-        latencies = tuple(
-            (load.station.value, load.mean_s)
-            for load in self.loads
-            if load.station in outside and load.mean_s is not None
-        )
-        pressure = Pressure(engine_queue=queue, latencies_s=latencies)
+        pressure = Pressure(engine_queue=queue, latencies_s=self._latencies.latencies_s)
         await or_none(lambda: self._parts.dispatcher.pace(pressure))
 
 
@@ -170,10 +167,13 @@ def capacities(config: RunConfig, pool: PoolStatus | None) -> Mapping[Station, f
     return sizes if config.engines.backend == "simulated" else sizes | {Station.ENGINE: _engine_places(config)}
 
 
-def record_of(loads: Sequence[StationLoad], held_up_by: StationLoad | None, seconds: float) -> dict[str, object]:
-    """The metrics record of one stretch."""
+def record_of(
+    loads: Sequence[StationLoad], held_up_by: StationLoad | None, meter: UtilisationMeter
+) -> dict[str, object]:
+    """The metrics record of one stretch; `in_flight` is the mean number of rollouts, evaluations among them."""
     return {
-        "seconds": seconds,
+        "seconds": meter.seconds,
+        "in_flight": meter.in_flight,
         "held_up_by": None if held_up_by is None else held_up_by.station.value,
         "stations": {
             load.station.value: {"in_use": load.in_use, "capacity": load.capacity, "mean_s": load.mean_s}

@@ -62,21 +62,32 @@ class StationLoad:
 
 
 def mean_loads(records: Iterable[Mapping[str, Any]]) -> tuple[StationLoad, ...]:
-    """The loads over several `stations` records of the metrics, weighted with their seconds; `mean_s` is left out."""
-    seconds: dict[Station, float] = {}
-    weighted: dict[Station, float] = {}
-    sizes: dict[Station, float | None] = {}
-    for record in records:
-        for name, load in record["stations"].items():
-            station = Station(name)
-            seconds[station] = seconds.get(station, 0.0) + record["seconds"]
-            weighted[station] = weighted.get(station, 0.0) + load["in_use"] * record["seconds"]
-            sizes[station] = load["capacity"]
+    """The loads over several `stations` records of the metrics, weighted with their seconds; `mean_s` over those that
+    have it."""
+    told = [(Station(name), load, record["seconds"]) for record in records for name, load in record["stations"].items()]
+    sizes = {station: load["capacity"] for station, load, _ in told}
     return tuple(
-        StationLoad(station=station, in_use=weighted[station] / seconds[station], capacity=sizes[station], mean_s=None)
+        StationLoad(
+            station=station,
+            in_use=_mean((load["in_use"], seconds) for name, load, seconds in told if name is station) or 0.0,
+            capacity=sizes[station],
+            mean_s=_mean((load["mean_s"], seconds) for name, load, seconds in told if name is station),
+        )
         for station in Station
-        if seconds.get(station)
+        if station in sizes
     )
+
+
+def mean_in_flight(records: Iterable[Mapping[str, Any]]) -> float:
+    """Rollouts in flight over several `stations` records, weighted with their seconds; 0 where none tells them."""
+    return _mean((record.get("in_flight"), record["seconds"]) for record in records) or 0.0
+
+
+def _mean(weighted: Iterable[tuple[float | None, float]]) -> float | None:
+    """Of pairs of value and weight, those without a value left out; None without any."""
+    known = [(value, weight) for value, weight in weighted if value is not None]
+    total = sum(weight for _, weight in known)
+    return sum(value * weight for value, weight in known) / total if total else None
 
 
 def bottleneck(loads: Iterable[StationLoad], in_flight: float) -> StationLoad | None:
@@ -99,17 +110,20 @@ class UtilisationMeter:
     """Means of what is in each station, over samples weighted with the time since the one before."""
 
     _weighted: dict[Station, float] = field(default_factory=dict)
+    _in_flight: float = 0.0
     _seconds: float = 0.0
     _last_s: float | None = None
     _finished: int | None = None
     _ended: int = 0
 
-    def sample(self, now_s: float, in_use: Mapping[Station, float], finished: int) -> None:
-        """What is in the stations now, and how many rollouts have finished so far. A count that fell began anew."""
+    def sample(self, now_s: float, in_use: Mapping[Station, float], finished: int, *, in_flight: float = 0.0) -> None:
+        """What is in the stations now, how many rollouts have finished so far, and how many are in flight now. A count
+        of finished ones that fell began anew."""
         if self._last_s is not None and self._finished is not None:
             elapsed_s = max(0.0, now_s - self._last_s)
             self._seconds += elapsed_s
             self._ended += max(0, finished - self._finished)
+            self._in_flight += in_flight * elapsed_s
             for station, number in in_use.items():
                 self._weighted[station] = self._weighted.get(station, 0.0) + number * elapsed_s
         self._last_s, self._finished = now_s, finished
@@ -118,6 +132,16 @@ class UtilisationMeter:
     def seconds(self) -> float:
         """How long it has measured."""
         return self._seconds
+
+    @property
+    def ended(self) -> int:
+        """How many rollouts have finished meanwhile."""
+        return self._ended
+
+    @property
+    def in_flight(self) -> float:
+        """Mean number of rollouts in flight; 0 before the second sample."""
+        return self._in_flight / self._seconds if self._seconds else 0.0
 
     def loads(self, capacities: Mapping[Station, float]) -> tuple[StationLoad, ...]:
         """The loads since the last `reset`, in the order of `Station`; nothing before the second sample."""
@@ -137,4 +161,4 @@ class UtilisationMeter:
     def reset(self) -> None:
         """Begin a new stretch at the last sample."""
         self._weighted.clear()
-        self._seconds, self._ended = 0.0, 0
+        self._seconds, self._in_flight, self._ended = 0.0, 0.0, 0

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from bisect import bisect_left
+from typing import TYPE_CHECKING
 
 import pytest
 from pydantic import ValidationError
 
-from headrace.actors.pacing import AdaptiveLimit, PacingConfig, Pressure
+from headrace.actors.pacing import ENOUGH_ENDS, AdaptiveLimit, LatencyWatch, PacingConfig, Pressure
 from headrace.actors.runtime import InlineRuntime
 from headrace.actors.simulation.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.utilisation import Station
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 CONFIG = PacingConfig(enabled=True, start=16, least=4, increase=2, decrease=0.5, interval_s=10.0)
 QUIET = Pressure(engine_queue=0.5)
@@ -42,6 +49,62 @@ def test_a_service_that_slows_down_is_an_overload_and_is_named() -> None:
     assert limit.look(Pressure(latencies_s=(("simulator", 2.9),)), 0, 10.0) == 16
     assert limit.look(Pressure(latencies_s=(("simulator", 3.1),)), 0, 20.0) == 8
     assert limit.reason == "simulator takes 3.1 s, at best 1 s"
+
+
+def test_a_latency_of_zero_is_no_best() -> None:
+    """Nothing was seen in the service: later it is overloaded all the same."""
+    limit = AdaptiveLimit(CONFIG, most=64, now_s=0.0)
+    for seconds, looked_s in ((0.0, 1.0), (1.0, 2.0), (3.1, 10.0)):
+        limit.look(Pressure(latencies_s=(("boot", seconds),)), 0, looked_s)
+    assert limit.limit == 8
+
+
+def begun_at(rate: float, until_s: float) -> list[float]:
+    chance, begun = random.Random(3), [0.0]
+    while begun[-1] < until_s:
+        begun.append(begun[-1] + chance.expovariate(rate))
+    return begun
+
+
+def paced(begun: list[float], seconds_at: Callable[[float], float], until_s: int) -> list[str]:
+    """What each look at rollouts that begin at these times says is overloaded; each takes 2 s to boot, then a minute,
+    then so long in the evaluator."""
+    watch, limit, said = LatencyWatch(), AdaptiveLimit(CONFIG, most=64, now_s=0.0), []
+    evaluations = [(start + 62.0, start + 62.0 + seconds_at(start)) for start in begun]
+    ends = sorted(end for _, end in evaluations)
+    for now in range(200, until_s):
+        booting = sum(start <= now < start + 2.0 for start in begun)
+        evaluating = sum(start <= now < end for start, end in evaluations)
+        in_use = {Station.BOOT: booting, Station.EVALUATOR: evaluating, Station.SANDBOX: 9 * (now % 2)}
+        watch.sample(float(now), in_use, bisect_left(ends, now))
+        limit.look(Pressure(latencies_s=watch.latencies_s), 0, float(now))
+        said.append(limit.reason)
+    return said
+
+
+def test_few_ends_are_noise_and_no_overload() -> None:
+    """One rollout ends in ten seconds, at random times: the times in the stations are always the same."""
+    assert set(paced(begun_at(0.1, 5_000.0), lambda _: 5.0, 5_000)) == {""}
+
+
+def test_an_overload_is_seen_through_the_noise() -> None:
+    said = paced(begun_at(0.5, 2_000.0), lambda start: 5.0 if start < 1_000 else 30.0, 2_000)
+    assert set(said[: 1_000 - 200]) == {""}
+    assert "evaluator takes" in said[-1]
+    assert "boot" not in said[-1]
+
+
+def test_latencies_need_enough_ends_and_stand_for_one_stretch() -> None:
+    watch = LatencyWatch()
+    told = []
+    for now in range(60):
+        watch.sample(float(now), {Station.EVALUATOR: 4.0, Station.BOOT: 0.0}, min(now, 24))
+        told.append(watch.latencies_s)
+    first = ENOUGH_ENDS
+    assert not any(told[:first])
+    assert dict(told[first]) == {"evaluator": pytest.approx(4.0)}
+    assert all(told[first : first + 10])
+    assert not any(told[first + 10 :]), "what ended since is not enough"
 
 
 def test_it_settles_at_what_a_service_can_take() -> None:

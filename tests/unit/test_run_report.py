@@ -11,6 +11,7 @@ from rich.console import Console
 
 from headrace.actors.reporting import RunReport, report_of
 from headrace.actors.run_directory import RunDirectory
+from headrace.actors.summary import summarize
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.verify import verify
 
@@ -52,6 +53,28 @@ def test_the_station_that_was_full_is_named(tmp_path: Path) -> None:
     assert (sandbox.in_use, learner.utilisation) == (62.0, 0.4)
 
 
+def phase_lock(seconds: float, in_flight: float, evaluating: float) -> dict:
+    """Nothing with a size is full; `evaluating` rollouts are in the evaluator."""
+    record = stations(seconds, 4.0)
+    record["stations"]["evaluator"] = {"in_use": evaluating, "capacity": None, "mean_s": 5.0}
+    return record | {"in_flight": in_flight}
+
+
+def test_a_service_without_a_size_that_holds_nearly_all_is_named(tmp_path: Path) -> None:
+    locked = (phase_lock(30.0, 32.0, 31.0), phase_lock(10.0, 16.0, 15.0))
+    report = told_of(tmp_path / "locked", metrics=locked)
+    assert report.held_up_by == "evaluator"
+    assert "held up by evaluator" in text_of(report)
+    assert "station evaluator 27.0 in it, 5 s a rollout" in text_of(report)
+    directory = RunDirectory(path=tmp_path / "locked")
+    directory.append_session(0.0, 1.0)
+    assert summarize(directory, completed=True).held_up_by == "evaluator"
+    free = (phase_lock(30.0, 32.0, 31.0), phase_lock(30.0, 32.0, 15.0))
+    assert told_of(tmp_path / "free", metrics=free).held_up_by is None
+    old = tuple({key: value for key, value in record.items() if key != "in_flight"} for record in locked)
+    assert told_of(tmp_path / "old", metrics=old).held_up_by is None
+
+
 def test_what_slowed_the_run_down_is_named(tmp_path: Path) -> None:
     limits = ((32, ""), (22, "engines are full"), (15, "boot takes 9 s"), (19, "boot takes 9 s"))
     slow = [stations(10.0, 4.0) | {"rollout_limit": limit, "slowed_by": reason} for limit, reason in limits]
@@ -60,11 +83,15 @@ def test_what_slowed_the_run_down_is_named(tmp_path: Path) -> None:
     assert told_of(tmp_path / "other", metrics=(stations(10.0, 4.0),)).slowed_to is None
 
 
-def test_a_person_can_read_it(tmp_path: Path) -> None:
+def text_of(report: RunReport) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
-    report = told_of(tmp_path / "run", metrics=(stations(30.0, 64.0) | {"rollout_limit": 8, "slowed_by": "boot"},))
     console.print(report.tables())
-    text = console.export_text()
+    return console.export_text()
+
+
+def test_a_person_can_read_it(tmp_path: Path) -> None:
+    report = told_of(tmp_path / "run", metrics=(stations(30.0, 64.0) | {"rollout_limit": 8, "slowed_by": "boot"},))
+    text = text_of(report)
     assert "held up by sandbox" in text
     assert "slowed down to 8 rollouts: boot" in text
     assert "duration up to" in text

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headrace.actors.utilisation import Station, StationLoad, UtilisationMeter, bottleneck, mean_loads
+from headrace.actors.utilisation import Station, StationLoad, UtilisationMeter, bottleneck, mean_in_flight, mean_loads
 
 
 def load(station: Station, in_use: float, capacity: float | None) -> StationLoad:
@@ -72,9 +72,24 @@ def test_a_phase_lock_on_a_service_without_a_size_is_named() -> None:
 
 
 def test_means_over_records() -> None:
-    def record(seconds: float, in_use: float) -> dict:
-        return {"seconds": seconds, "stations": {"sandbox": {"in_use": in_use, "capacity": 10, "mean_s": 1.0}}}
+    def record(seconds: float, in_use: float, mean_s: float | None, **more: float) -> dict:
+        sandbox = {"in_use": in_use, "capacity": 10, "mean_s": mean_s}
+        return {"seconds": seconds, "stations": {"sandbox": sandbox}, **more}
 
-    (sandbox,) = mean_loads([record(30.0, 10.0), record(10.0, 2.0)])
-    assert sandbox.utilisation == pytest.approx(0.8)
+    records = [record(30.0, 10.0, 1.0, in_flight=8.0), record(10.0, 2.0, 3.0), record(40.0, 6.0, None, in_flight=1.0)]
+    (sandbox,) = mean_loads(records)
+    assert sandbox.utilisation == pytest.approx(0.7)
+    assert sandbox.mean_s == pytest.approx(1.5), "over what was measured"
+    assert mean_in_flight(records) == pytest.approx(4.0)
     assert mean_loads([]) == ()
+    assert mean_in_flight([]) == 0.0
+
+
+def test_rollouts_in_flight_are_measured_beside() -> None:
+    meter = UtilisationMeter()
+    meter.sample(0.0, {}, 0, in_flight=100.0)
+    meter.sample(1.0, {}, 0, in_flight=8.0)
+    meter.sample(4.0, {}, 0, in_flight=4.0)
+    assert meter.in_flight == 5.0
+    meter.reset()
+    assert meter.in_flight == 0.0
