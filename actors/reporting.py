@@ -14,6 +14,7 @@ from rich.console import Group
 from rich.table import Table
 
 from headrace.actors.metrics import read_metrics
+from headrace.actors.simulation.account import evictions
 from headrace.actors.utilisation import bottleneck, mean_in_flight, mean_loads
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.report import acceptance_by_decile, left_out
@@ -46,7 +47,8 @@ class Early:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """`staleness` counts trained rollouts of the surviving path by staleness; `causes` ended attempts by cause;
-    `parked` gives tasks that are not issued any more with their last failure."""
+    `evicted` how often a rollout went over the bound; `parked` gives tasks that are not issued any more with their last
+    failure."""
 
     steps: int
     staleness: dict[int, int]
@@ -54,6 +56,8 @@ class RunReport:
     evicted: int
     deciles: tuple[DecileReport, ...]
     early: Early
+    left_out: tuple[LeftOut, ...]
+    """Group by group what `early` sums up; in the JSON alone."""
     parked: dict[str, str]
     stations: tuple[StationLoad, ...]
     held_up_by: str | None
@@ -89,6 +93,7 @@ class RunReport:
 def report_of(directory: RunDirectory) -> RunReport:
     """Read everything again. Raises LedgerRefused."""
     evidence = read_evidence(directory.path)
+    groups = left_out(evidence)
     records = [record for record in read_metrics(directory.metrics) if record["kind"] == "stations"]
     loads = mean_loads(records)
     full = bottleneck(loads, mean_in_flight(records))
@@ -98,9 +103,10 @@ def report_of(directory: RunDirectory) -> RunReport:
         steps=sum(not commit.skipped for commit in evidence.surviving),
         staleness=_staleness(evidence),
         causes=dict(Counter(attempt.cause.value for attempt in evidence.attempts if attempt.cause is not None)),
-        evicted=sum(rollout.evictions for rollout in evidence.rollouts),
+        evicted=evictions(evidence),
         deciles=acceptance_by_decile(evidence),
-        early=_early(left_out(evidence)),
+        early=_early(groups),
+        left_out=groups,
         parked={task.task_id: task.last_failure for task in evidence.tasks if task.parked},
         stations=loads,
         held_up_by=None if full is None else full.station.value,

@@ -72,7 +72,7 @@ def read_account(folder: Path, *, warmup_steps: int) -> Account:
         step_s=(ended_s - began_s) / steps,
         staleness=staleness,
         trained=states[RolloutState.TRAINED],
-        evicted=sum(rollout.evictions for rollout in evidence.rollouts) + states[RolloutState.EVICTED],
+        evicted=evictions(evidence),
         waste=_waste(evidence),
         busy=_busy(evidence, began_s, ended_s),
         most_in_flight=most_in_flight(evidence),
@@ -80,6 +80,11 @@ def read_account(folder: Path, *, warmup_steps: int) -> Account:
         problems=(*verify(folder).problems, *problems),
         history_sha256=history_digest(folder),
     )
+
+
+def evictions(evidence: Evidence) -> int:
+    """How often a rollout went over the bound, whether it was issued again or ended by it."""
+    return sum(rollout.evictions + (rollout.state is RolloutState.EVICTED) for rollout in evidence.rollouts)
 
 
 def _window(evidence: Evidence, commits: list[CommitRecord], warmup_steps: int) -> tuple[float, float]:

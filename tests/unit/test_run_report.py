@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import orjson
@@ -11,8 +12,13 @@ from rich.console import Console
 
 from headrace.actors.reporting import RunReport, report_of
 from headrace.actors.run_directory import RunDirectory
+from headrace.actors.simulation.account import evictions
+from headrace.actors.simulation.plan import make_plan
+from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.summary import summarize
 from headrace.buffer.evidence import read_evidence
+from headrace.buffer.records import RolloutState
+from headrace.buffer.report import left_out
 from headrace.buffer.verify import verify
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ledger_v2"
@@ -43,7 +49,23 @@ def test_what_the_ledger_holds(tmp_path: Path) -> None:
     )
     assert report.early.groups > 0, "the golden ledger seals with a count"
     assert report.early.late >= report.early.late_finished
-    assert orjson.loads(orjson.dumps(report.to_json()))["steps"] == report.steps
+    document = orjson.loads(orjson.dumps(report.to_json()))
+    assert document["steps"] == report.steps
+    assert document["left_out"] == [asdict(group) for group in left_out(evidence)]
+    assert len(document["left_out"]) == report.early.groups
+
+
+def test_evictions_are_those_that_came_back_and_those_that_were_the_end(tmp_path: Path) -> None:
+    """No rollout is issued again: each eviction is the end of one."""
+    sizes = {"batch_size": 16, "group_size": 4, "slots": 40, "tasks": 64, "turns": 1, "max_staleness": 2, "steps": 10}
+    plan = make_plan("swe64", sizes, ["buffer.max_evictions=0"])
+    account, _ = run_plan(plan, tmp_path / "run")
+    report, evidence = report_of(RunDirectory(path=tmp_path / "run")), read_evidence(tmp_path / "run")
+    assert {rollout.evictions for rollout in evidence.rollouts} == {0}
+    ended = sum(rollout.state is RolloutState.EVICTED for rollout in evidence.rollouts)
+    assert report.evicted == account.evicted == ended > 0
+    came_back = read_evidence(GOLDEN)
+    assert evictions(came_back) == sum(rollout.evictions for rollout in came_back.rollouts) > 0
 
 
 def test_the_station_that_was_full_is_named(tmp_path: Path) -> None:
