@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from headrace.buffer.classification import trained_tokens
 from headrace.buffer.evidence import read_evidence, read_trajectories
 from headrace.buffer.records import RolloutState
+from headrace.buffer.report import acceptance_by_decile
 from headrace.buffer.verify import verify
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.evidence import Evidence
     from headrace.buffer.records import AttemptRecord, CommitRecord
+    from headrace.buffer.report import DecileReport
 
 _UNDECIDED = frozenset({RolloutState.IN_FLIGHT, RolloutState.WAITING, RolloutState.SEALED, RolloutState.LEASED})
 
@@ -35,13 +37,15 @@ class Account:
     """Of one run. `step_s` is the mean time of a measured step; `staleness` counts trained rollouts by staleness;
     `evicted` counts how often one went over the bound; `waste` is the share of the attempts' time that was, and will
     be, trained nowhere; `busy` is the mean number of rollouts in each phase over the measured time, `most_in_flight`
-    the largest number of attempts under way at once, in the whole run."""
+    the largest number of attempts under way at once, in the whole run; `deciles` say what became of short and long
+    ones."""
 
     step_s: float
     staleness: dict[int, int]
     trained: int
     evicted: int
     waste: float
+    deciles: tuple[DecileReport, ...]
     busy: dict[str, float]
     most_in_flight: int
     learner_share: float
@@ -51,6 +55,12 @@ class Account:
     @property
     def max_staleness(self) -> int:
         return max(self.staleness, default=0)
+
+    def trained_shares(self) -> list[float | None]:
+        """By decile of duration, shortest first: the share that was trained of the attempts whose fate is known. None
+        where none is."""
+        known = [decile.finished - decile.held + decile.cancelled for decile in self.deciles]
+        return [decile.trained / number if number else None for decile, number in zip(self.deciles, known, strict=True)]
 
     def problems_at(self, bound: int) -> list[str]:
         """What must not be in a run with this bound."""
@@ -74,6 +84,7 @@ def read_account(folder: Path, *, warmup_steps: int) -> Account:
         trained=states[RolloutState.TRAINED],
         evicted=evictions(evidence),
         waste=_waste(evidence),
+        deciles=acceptance_by_decile(evidence),
         busy=_busy(evidence, began_s, ended_s),
         most_in_flight=most_in_flight(evidence),
         learner_share=learner_s / (ended_s - began_s),

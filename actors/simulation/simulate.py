@@ -75,6 +75,7 @@ class Simulated:
             "trained": account.trained,
             "evictions": account.evicted,
             "waste": account.waste,
+            "trained_share_by_decile": account.trained_shares(),
             "utilisation": self.utilisation(),
             "clean": self.clean,
             "problems": self.problems(),
@@ -86,12 +87,14 @@ class Simulated:
         said = self.to_json()
         histogram = "  ".join(f"{staleness}: {count}" for staleness, count in self.account.staleness.items())
         stations = "  ".join(f"{station} {share:.0%}" for station, share in self.utilisation().items())
+        shares = "  ".join("-" if share is None else f"{share:.0%}" for share in self.account.trained_shares())
         ideal = f"{said['fraction_of_ideal']:.1%} of the ideal {said['ideal_minutes']:.2f}"
         return [
             f"{said['step_minutes']:.2f} minutes a step: {ideal}",
             f"{said['speedup_over_sync']:.2f} times sync mode ({said['sync_step_minutes']:.2f} minutes a step)",
             f"largest staleness {said['max_staleness_seen']} of {self.plan.max_staleness}; by staleness  {histogram}",
             f"evicted {self.account.evicted}, wasted {self.account.waste:.1%} of the sampled time",
+            f"trained by tenth of durations, shortest first  {shares}",
             f"utilisation  {stations}",
             "ledger clean" if self.clean else f"ledger NOT clean: {'; '.join(self.problems()[:3])}",
         ]

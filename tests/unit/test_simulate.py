@@ -64,6 +64,22 @@ def test_async_is_near_the_ideal_whole_and_within_the_bound(asynchronous: Accoun
     assert asynchronous.learner_share == pytest.approx(240 / asynchronous.step_s)
 
 
+def test_long_rollouts_are_trained_as_often_as_short_ones(asynchronous: Account) -> None:
+    assert [decile.decile for decile in asynchronous.deciles] == list(range(1, 11))
+    assert asynchronous.trained_shares() == [1.0] * 10
+    assert sum(decile.trained for decile in asynchronous.deciles) == asynchronous.trained
+
+
+def test_a_rule_that_aborts_shows_in_what_becomes_of_long_rollouts() -> None:
+    """`finished` alone would hide it: what was cancelled has no end."""
+    aborted = account(rule="fraction(0.75)", buffer={"unfinished": "abort"})
+    shortest, *_, longest = aborted.trained_shares()
+    assert shortest is not None
+    assert longest is not None
+    assert shortest > 0.9
+    assert longest < 0.7
+
+
 def test_modes_differ_as_they_must(asynchronous: Account, synchronous: Account) -> None:
     one_step_off = account(mode=Mode.ONE_STEP_OFF)
     assert synchronous.max_staleness == 0
@@ -143,6 +159,7 @@ def test_a_take_that_is_off_by_one_shows(
 ) -> None:
     assert run_command(monkeypatch, *CROWDED) == 0
     sound = orjson.loads(capfdbinary.readouterr().out)
+    assert len(sound["trained_share_by_decile"]) == 10
     assert (sound["max_staleness_seen"], sound["clean"], sound["problems"]) == (2, True, [])
     monkeypatch.setattr("headrace.buffer.replay.BatchBook", LooseBook)
     assert run_command(monkeypatch, *CROWDED) == cli.EXIT_DIRTY
@@ -157,6 +174,7 @@ def test_people_get_lines_and_the_ledger_where_they_want_it(
     assert run_command(monkeypatch, *SMALL, "--slots", "16", "--keep", str(tmp_path / "kept")) == 0
     said = capsys.readouterr().err
     assert "minutes a step" in said
+    assert "shortest first  100%  100%" in said
     assert "ledger clean" in said
     assert verify(tmp_path / "kept").clean
     assert read_account(tmp_path / "kept", warmup_steps=5).trained == 160
