@@ -1,7 +1,8 @@
 """The replay buffer actor: `headrace.buffer.store.ReplayStore` under the run's directory, or in memory.
 
 Invariant: whatever the store broke on ends this process, so that Ray starts a new one that folds itself from the disk
-again. One dispatcher is given orders at a time: the one that reconciled last.
+again. One dispatcher is given orders at a time: the one that reconciled last. Orders begin with the version that the
+engines serve; while that is over the bound, as after a fork, they wait until the engines serve another.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Replay:
         self._issuing: asyncio.Timeout | None = None
         self._closing = False
         self._served: PolicyVersion | None = None
+        self._asked: PolicyVersion | None = None
 
     async def __aenter__(self) -> Self:
         directory = self._directory
@@ -127,9 +129,9 @@ class Replay:
         handed out then."""
         with self._ending():
             async with asyncio.timeout(None) as issuing:
-                self._issuing = issuing
+                self._issuing, self._asked = issuing, self._serving()
                 try:
-                    orders = await self._store.issue(limit, self._serving(), timeout_s=timeout_s)
+                    orders = await self._store.issue(limit, self._asked, timeout_s=timeout_s)
                 finally:
                     # A timeout that is over cannot be moved any more.
                     self._issuing = None if self._issuing is issuing else self._issuing
@@ -181,7 +183,9 @@ class Replay:
     async def served(self, version: PolicyVersion) -> None:
         """The engines serve this version now: what is issued from here on begins with it."""
         self._served = version
-        if self._config.mode != "async":
+        with self._ending():
+            in_vain = self._asked is not None and not self._store.may_begin(self._asked)
+        if in_vain or self._config.mode != "async":
             # What waits asked for another version.
             self._stop_issuing()
 

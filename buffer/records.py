@@ -127,7 +127,7 @@ class GroupRecord:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
     """`attempt` is the current one (0: none yet), `failures` counts attempts that died of infra, `evictions` those that
-    went over the staleness bound.
+    went over the staleness bound by themselves, not by a fork.
 
     `reward` and `advantage` are of the current attempt. `first_reward` is that of the first attempt that finished, and
     counts in the group's statistics. `baseline` and `scale` are fixed when the group is sealed. `late`: unfinished

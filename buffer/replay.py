@@ -171,10 +171,10 @@ class ReplayBuffer:
         """Up to `limit` attempts to run, at most `admit()`: pending rollouts first, those issued again before all
         others, then new groups.
 
-        `version` is the one the engines serve. In mode `sync` nothing starts before they serve the newest one.
+        `version` is the one the engines serve; none while it `may_begin` nothing.
         """
         self.tick(now)
-        if self.config.mode == "sync" and version != self.state.head:
+        if not self.may_begin(version):
             return ()
         orders: list[RolloutOrder] = []
         for _ in range(min(limit, self.admit())):
@@ -183,6 +183,14 @@ class ReplayBuffer:
                 break
             orders.append(self._order(self._groups.start(rollout, version, now)))
         return tuple(orders)
+
+    def may_begin(self, version: PolicyVersion) -> bool:
+        """Whether attempts may begin with `version`, which the engines serve: it is within the bound of the head, as
+        after a fork it need not be. In mode `sync` it must be the head."""
+        head = self.state.head
+        if self.config.mode == "sync" or head is None:
+            return version == head
+        return self.state.tree.staleness(head, version) <= self.config.max_staleness
 
     def offer(self, result: RolloutResult, now: float) -> Receipt:
         """Take in what became of an attempt; idempotent by (rollout, attempt). Late, repeated and unknown ones are

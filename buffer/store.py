@@ -112,7 +112,7 @@ class ReplayStore:
 
     async def issue(self, limit: int, version: PolicyVersion, *, timeout_s: float = 0.0) -> tuple[RolloutOrder, ...]:
         """Up to `limit` attempts to run, durable. Waits up to `timeout_s` for at least one; `version` is what the
-        engines serve."""
+        engines serve, and none begins with it while it is over the bound (`may_begin`)."""
         handed: list[tuple[RolloutId, int]] = []
 
         def issue() -> tuple[RolloutOrder, ...] | None:
@@ -218,6 +218,11 @@ class ReplayStore:
         """The version that the next step starts from; None before the first epoch."""
         self._check()
         return self._core.state.head
+
+    def may_begin(self, version: PolicyVersion) -> bool:
+        """Whether attempts may begin with `version` now."""
+        self._check()
+        return self._core.may_begin(version)
 
     def admit(self, in_flight: int | None = None) -> int:
         """How many rollouts may start now."""

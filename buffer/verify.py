@@ -212,7 +212,8 @@ class _Audit:
             return {RolloutState.PENDING, *left_out} if rollout.attempt == 0 else set()
         if attempt.ended_at_s is None:
             return {RolloutState.IN_FLIGHT}
-        again = {RolloutState.PENDING} if rollout.evictions else set()
+        forked = any(epoch.epoch > attempt.version.epoch for epoch in self.evidence.epochs)
+        again = {RolloutState.PENDING} if rollout.evictions or forked else set()
         if attempt.reward is not None:
             return {*_UNTRAINED_ENDS[group], *(again if group is GroupState.SEALED else ())}
         if attempt.cause in FAILED:

@@ -70,11 +70,12 @@ def ended(order, cause):
     return RolloutResult(rollout_id=order.rollout_id, attempt=order.attempt, outcome=outcome, trajectory=None)
 
 
-def fill(buffer, version, *, rewards=(1.0, 0.0), limit=1000):
-    """Issue and finish all that may start; rewards alternate. Returns the orders."""
+def fill(buffer, version, *, rewards=(1.0, 0.0), limit=1000, sampled=None):
+    """Issue and finish all that may start; rewards alternate. Sampled by the version issued at, or by `sampled`.
+    Returns the orders."""
     orders = buffer.issue(limit, version, 0.0)
     for position, order in enumerate(orders):
-        buffer.offer(result(order, version, reward=rewards[position % len(rewards)]), 1.0)
+        buffer.offer(result(order, sampled or version, reward=rewards[position % len(rewards)]), 1.0)
     return orders
 
 

@@ -93,6 +93,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.opened, self.seen, self.sealed = {}, set(), set()
         self.path, self.checkpoints, self.leases = [], [], []
         self.weights = {}
+        self.served, self.evicted = PolicyVersion(1, 0), set()
         self.updates = 0
         self.stored = []
 
@@ -166,13 +167,18 @@ class BufferMachine(RuleBasedStateMachine):
         self.settled()
         assert (len(self.opened) < before) == (due_at is not None and due_at <= self.now)
 
-    @rule(limit=st.integers(1, 9))
-    def issue(self, limit):
+    @rule(limit=st.integers(1, 9), pushed=st.booleans())
+    def issue(self, limit, pushed):
+        """The engines serve what was pushed last, which a fork may leave behind."""
+        if pushed:
+            self.served = self.head
         self.core.tick(self.now)
         self.settled()
-        room = self.core.admit()
-        orders = self.core.issue(limit, self.head, self.now)
+        behind = distance(self.weights[self.head], self.weights[self.served])
+        room = self.core.admit() if behind <= self.config.max_staleness else 0
+        orders = self.core.issue(limit, self.served, self.now)
         assert len(orders) == min(limit, room)
+        assert not {(order.rollout_id, order.attempt) for order in orders} & set(self.core.to_cancel(self.head))
         for order in orders:
             assert (order.rollout_id, order.attempt) not in self.sampled
             self.in_flight[order.rollout_id] = order
@@ -237,7 +243,7 @@ class BufferMachine(RuleBasedStateMachine):
     def train(self, seed, steps):
         """The ordinary course of things."""
         for offset in range(steps):
-            self.issue(9)
+            self.issue(9, pushed=True)
             self.work(seed + offset, 1.0)
             if len(self.leases) < 2:
                 self.take()
@@ -357,6 +363,13 @@ class BufferMachine(RuleBasedStateMachine):
         for rollout in self.core.state.rollouts.values():
             assert rollout.finished == (rollout.rollout_id in self.accepted)
             assert rollout.evictions <= self.config.max_evictions
+
+    @invariant()
+    def a_fork_evicts_nothing_for_good(self):
+        evicted = set(self.core.state.by_state[RolloutState.EVICTED])
+        for rollout_id in evicted - self.evicted:
+            assert self.core.state.attempts[rollout_id].version.epoch == self.head.epoch
+        self.evicted |= evicted
 
     @invariant()
     def each_task_comes_once_in_a_pass(self):

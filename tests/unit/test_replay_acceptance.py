@@ -307,8 +307,10 @@ def test_running_attempts_over_the_bound_are_tried_again_only_so_often():
     assert buffer.to_cancel(version) == ((slow.rollout_id, 1),)
     buffer.offer(cases.ended(slow, Cause.CANCELLED), 2.0)
     assert member(buffer, slow).evictions == 1
-    (again,) = buffer.issue(1, FIRST, 3.0)
+    (again,) = buffer.issue(1, PolicyVersion(1, 1), 3.0)
     assert again.rollout_id == slow.rollout_id
+    cases.fill(buffer, version, limit=4)
+    cases.step(buffer, version)
     buffer.offer(cases.ended(again, Cause.CANCELLED), 4.0)
     assert member(buffer, slow).state is RolloutState.EVICTED
     assert buffer.state.groups[slow.group_id].state is GroupState.SEALED, "the others are not held up"

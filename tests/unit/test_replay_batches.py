@@ -12,7 +12,7 @@ import pytest
 
 from headrace.buffer.errors import LeaseError, LedgerBehind, LedgerMismatch, StaleEpoch, VersionMismatch
 from headrace.buffer.records import BatchState, RolloutState
-from headrace.buffer.types import BatchId, BatchLease, batch_digest, extend_chain
+from headrace.buffer.types import BatchId, BatchLease, Cause, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
@@ -70,7 +70,7 @@ def test_what_is_over_the_bound_is_issued_again_first_then_evicted(stocked):
     for _ in range(3):
         record, version = cases.step(stocked, version)
     assert [member.staleness for member in record.members] == [2, 2, 2, 2]
-    slow = cases.fill(stocked, FIRST, limit=2)
+    slow = cases.fill(stocked, version, limit=2, sampled=FIRST)
     fixed = [stocked.state.rollouts[order.rollout_id] for order in slow]
     cases.fill(stocked, version, limit=4)
     for evictions in (1, 2):
@@ -78,7 +78,7 @@ def test_what_is_over_the_bound_is_issued_again_first_then_evicted(stocked):
         assert not {order.rollout_id for order in slow} & set(ids(record))
         stocked.release(cases.lease_of(record))
         assert stocked.inventory().pending == 2
-        again = stocked.issue(2, FIRST, 5.0)
+        again = stocked.issue(2, version, 5.0)
         assert [(order.rollout_id, order.attempt) for order in again] == [
             (order.rollout_id, evictions + 1) for order in slow
         ]
@@ -202,7 +202,7 @@ def test_resume_issues_the_undone_batches_again_in_order(stocked):
 
 
 def test_a_batch_over_the_bound_after_resume_loses_only_those_members():
-    buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 1, "max_evictions": 0}))
+    buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 1}))
     buffer.open_epoch(None, 0.0)
     cases.fill(buffer, FIRST, limit=4)
     kept = cases.fill(buffer, FIRST, limit=2)
@@ -214,11 +214,52 @@ def test_a_batch_over_the_bound_after_resume_loses_only_those_members():
     _, version = cases.step(buffer, version, epoch=2)
     assert buffer.take(version, 2, 3.0) is None, "2.1 against 1.1 is two updates"
     assert buffer.state.batches[second.batch_id].state is BatchState.DISSOLVED
-    assert {buffer.state.rollouts[order.rollout_id].state for order in over} == {RolloutState.EVICTED}
-    later = cases.fill(buffer, version, limit=2)
+    again = cases.fill(buffer, version, limit=2)
+    assert [(order.rollout_id, order.attempt) for order in again] == [(order.rollout_id, 2) for order in over]
     fresh = buffer.take(version, 2, 3.0)
-    assert ids(fresh) == [order.rollout_id for order in (*kept, *later)], "the others are at the front"
+    assert ids(fresh) == [order.rollout_id for order in (*kept, *over)], "the others are at the front"
     assert fresh.batch_id != second.batch_id
+
+
+def forked(**changes):
+    """Five updates, and a fork after the first: 1.5 is four updates from the head 2.1, over the bound of 3. Also gives
+    the orders that were issued at 1.5."""
+    buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 3, **changes}))
+    buffer.open_epoch(None, 0.0)
+    cases.fill(buffer, FIRST, limit=4)
+    _, version = cases.step(buffer, FIRST)
+    saved = cases.checkpoint(buffer, version)
+    for _ in range(4):
+        cases.fill(buffer, version, limit=4)
+        _, version = cases.step(buffer, version)
+    orders = buffer.issue(4, version, 3.0)
+    assert buffer.open_epoch(saved, 4.0) == PolicyVersion(2, 1)
+    return buffer, orders
+
+
+def test_nothing_is_issued_at_a_version_over_the_bound():
+    buffer, orders = forked()
+    for order in orders:
+        buffer.offer(cases.ended(order, Cause.CANCELLED), 5.0)
+    assert buffer.admit() == 4
+    assert buffer.issue(8, PolicyVersion(1, 5), 5.0) == (), "the engines still serve the weights of the dead learner"
+    assert len(buffer.issue(2, PolicyVersion(1, 4), 5.0)) == 2, "three updates back to the fork"
+    assert len(buffer.issue(2, PolicyVersion(2, 1), 5.0)) == 2
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_what_a_fork_put_over_the_bound_is_issued_again_without_being_counted(finished):
+    buffer, orders = forked(max_evictions=0)
+    for order in orders:
+        ended = cases.result(order, PolicyVersion(1, 5)) if finished else cases.ended(order, Cause.CANCELLED)
+        buffer.offer(ended, 5.0)
+    record, _ = cases.step(buffer, PolicyVersion(2, 1), epoch=2)
+    assert not {order.rollout_id for order in orders} & set(ids(record))
+    again = buffer.issue(4, PolicyVersion(2, 1), 6.0)
+    assert [(order.rollout_id, order.attempt) for order in again] == [(order.rollout_id, 2) for order in orders]
+    assert buffer.status().rollouts[RolloutState.EVICTED] == 0
+    assert {buffer.state.rollouts[order.rollout_id].evictions for order in orders} == {0}
+    assert all(task.evicted == 0 for task in buffer.state.tasks.values())
 
 
 def test_versions_are_never_reused_when_nothing_was_saved(stocked):

@@ -67,7 +67,7 @@ def test_what_is_issued_again_was_evicted(tmp_path):
     buffer = buffer_of(batch_size=4)
     version = FIRST
     for seconds in (5.0, 60.0, 600.0):
-        for order in buffer.issue(4, FIRST, 0.0):
+        for order in buffer.issue(4, version, 0.0):
             buffer.offer(cases.result(order, FIRST), seconds)
         if seconds < 600:
             _, version = cases.step(buffer, version)

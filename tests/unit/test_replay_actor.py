@@ -1,0 +1,49 @@
+"""The actor around the store: which version orders begin with, and who waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+from headrace.actors.replay import Replay
+from headrace.buffer.types import Cause, CheckpointRef, StepReport
+from headrace.buffer.versions import PolicyVersion
+
+cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
+FIRST = PolicyVersion(1, 0)
+GUARD_S = 20.0
+
+
+async def step(replay, version):
+    """Fill, train and push one batch; the reference is what a learner that saved then would hand over."""
+    issued = await replay.issue(4, "dispatcher", timeout_s=0.0)
+    await replay.offer([cases.result(order, version) for order in issued.orders])
+    batch = await replay.take(version, timeout_s=GUARD_S)
+    after = PolicyVersion(version.epoch, version.step + 1)
+    await replay.commit(batch.lease, StepReport(batch_id=batch.lease.batch_id, version=after, skipped=False))
+    await replay.served(after)
+    chain = (await replay.status()).chain
+    return CheckpointRef(path="elsewhere", version=after, batch_ids=(batch.lease.batch_id,), chain=chain)
+
+
+async def test_after_a_fork_orders_wait_until_the_learner_has_pushed():
+    replay = Replay(cases.SMALL, directory=None, seed=3, tasks=cases.tasks())
+    async with replay, asyncio.timeout(GUARD_S):
+        await replay.open_epoch(None)
+        saved = await step(replay, FIRST)
+        for number in range(1, 4):
+            await step(replay, PolicyVersion(1, number))
+        running = (await replay.issue(2, "dispatcher", timeout_s=0.0)).orders
+        opened = await replay.open_epoch(saved)
+        await replay.offer([cases.ended(order, Cause.CANCELLED) for order in running])
+        assert (await replay.issue(2, "dispatcher", timeout_s=0.0)).orders == (), "1.4 is three updates from 2.1"
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(replay.issue(2, "dispatcher", timeout_s=10 * GUARD_S))
+            await asyncio.sleep(0)
+            await replay.served(opened)
+        issued = await replay.issue(2, "dispatcher", timeout_s=0.0)
+        assert {order.attempt for order in issued.orders} == {2}
+        assert issued.to_cancel == ()
+        assert (await replay.status()).counters.get("rollouts_evicted", 0) == 0
