@@ -4,9 +4,9 @@ Invariants:
 - No member is leased whose staleness at the batch's version exceeds the bound; a commit is accepted only at that
   version, in the order taken. Hence nothing is trained over the bound.
 - Only the newest epoch takes and commits; every surviving step extends the hash chain of the one before.
-- A released or rolled-back batch is issued again as the same batch (id and ordered members), unless a member went over
-  the bound: then that member is evicted and the others are sealed rollouts like any.
-- Batches hold the stalest rollouts first, then those sealed first: who came late through no fault of its own is
+- A released or rolled-back batch is issued again as the same batch (id and ordered members), before any fresh one,
+  unless a member went over the bound: then that member is evicted and the others are sealed rollouts like any.
+- Fresh batches hold the stalest rollouts first, then those sealed first: who came late through no fault of its own is
   trained before it goes over the bound.
 - Staleness never falls while versions grow, so what is over the bound at the next version to be trained stays so.
 """
@@ -65,8 +65,8 @@ class BatchBook:
         return None
 
     def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
-        """Lease the most urgent full batch that may be trained at `version`, which `lease_at` found in order; None when
-        there is none yet."""
+        """Lease the first queued batch that may be trained at `version`, which `lease_at` found in order, else a fresh
+        one; None when there is none yet."""
         self._settle_queue(version)
         self._evict_sealed(version)
         return self._lease_next(version, epoch, now)
@@ -169,10 +169,6 @@ class BatchBook:
     def _stalest(self, versions: Versions, version: PolicyVersion) -> int:
         return max(self._state.tree.staleness(version, sampled) for sampled in versions)
 
-    def _urgency(self, rollout_id: RolloutId, version: PolicyVersion) -> tuple[int, tuple[int, int]]:
-        """Smaller is more urgent."""
-        return (-self.staleness(rollout_id, version), self._state.age(rollout_id))
-
     def _settle_queue(self, version: PolicyVersion) -> None:
         """Dissolve batches at the front of the queue that cannot be issued again as they were."""
         for batch in self._state.queue():
@@ -209,14 +205,12 @@ class BatchBook:
         return [rollout_id for *_, rollout_id in nsmallest(self._config.batch_size, ranked)]
 
     def _lease_next(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
-        """The queued batch or a fresh one, whichever holds the more urgent rollout."""
-        fresh = self._most_urgent(version)
+        """The first queued batch; a fresh one when none is queued."""
         queued = next(iter(self._state.queue()), None)
         if queued is not None:
             members = [member.rollout_id for member in queued.members]
-            urgency = min(self._urgency(rollout_id, version) for rollout_id in members)
-            if not fresh or urgency < self._urgency(fresh[0], version):
-                return self._lease(queued.batch_id, queued.ordinal, members, version, epoch, now)
+            return self._lease(queued.batch_id, queued.ordinal, members, version, epoch, now)
+        fresh = self._most_urgent(version)
         if not fresh:
             return None
         ordinal = self._state.next_batch

@@ -3,7 +3,7 @@
 Invariants:
 - Pure reading (see `evidence`): a killed run is told as it lies. What it says of batches is what `open_epoch` does:
   steps after the newest checkpoint are undone, and their batches are issued again, the same ones in the same order,
-  then the batch that was leased, then those that waited to be issued again.
+  then the batch that was leased, then those that waited to be issued again, and nothing fresh before them.
 - Lost is what `ledger verify` finds lost: rollouts whose state their history does not support, trained work of which
   the ledger knows nothing. It must be 0.
 - A rollout's duration is that of its last attempt with a result; of an attempt in flight only a lower bound is known,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from headrace.buffer.records import AttemptRecord, BatchRecord, CommitRecord
     from headrace.buffer.types import RolloutId
     from headrace.buffer.verify import VerifyReport
+    from headrace.buffer.versions import VersionTree
 
 DECILES = 10
 
@@ -163,23 +164,31 @@ class _Plan:
         undone = [by_id[commit.batch_id] for commit in self.undone if commit.batch_id in by_id]
         leased = [batch for batch in self.evidence.batches if batch.state is BatchState.LEASED]
         queued = [batch for batch in self.evidence.batches if batch.state is BatchState.QUEUED]
+        leased.sort(key=lambda batch: (batch.epoch, batch.version.step))
         return [*undone, *leased, *sorted(queued, key=lambda batch: batch.queue_order or 0)]
 
     def _over_bound(self) -> int:
-        """Rollouts of `batches` whose staleness is over the bound when their batch's turn comes, one step each."""
+        """Rollouts of `batches` whose staleness is over the bound when their batch's turn comes: a step for each batch
+        before it that is not taken apart."""
         if not self.evidence.epochs:
             return 0
         tree = self.evidence.tree()
         parent = self.checkpoint.version if self.checkpoint else PolicyVersion(1, 0)
         tree.open_epoch(self._epoch, parent)
-        over = 0
-        for index, batch in enumerate(self.batches):
-            trained_at = PolicyVersion(self._epoch, parent.step + index)
-            for member in batch.members:
-                attempt = self.attempts[member.rollout_id, member.attempt]
-                stalest = max((tree.staleness(trained_at, part.version) for part in attempt.trained), default=0)
-                over += stalest > self.max_staleness
-        return over
+        total, step = 0, parent.step
+        for batch in self.batches:
+            over = self._members_over(batch, PolicyVersion(self._epoch, step), tree)
+            total += over
+            step += not over
+        return total
+
+    def _members_over(self, batch: BatchRecord, trained_at: PolicyVersion, tree: VersionTree) -> int:
+        attempts = [self.attempts[member.rollout_id, member.attempt] for member in batch.members]
+        stalest = [
+            max((tree.staleness(trained_at, part.version) for part in attempt.trained), default=0)
+            for attempt in attempts
+        ]
+        return sum(staleness > self.max_staleness for staleness in stalest)
 
     def _deciles(self) -> tuple[DurationDecile, ...]:
         finished = {rollout_id: _duration_s(attempt) for rollout_id, attempt in self._last_results().items()}

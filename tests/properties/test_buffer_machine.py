@@ -253,7 +253,7 @@ class BufferMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.leases) < 2)
     @rule()
     def take(self):
-        version = self.next_version
+        version, again = self.next_version, self.issued_again_next()
         try:
             record = self.core.take(version, self.head.epoch, self.now)
         except DataExhausted:
@@ -263,12 +263,23 @@ class BufferMachine(RuleBasedStateMachine):
             assert self.core.drain() == (), "an error leaves everything as it is"
             return
         self.settled_before_lease(record)
+        assert again is None or (record.batch_id, [member.rollout_id for member in record.members]) == again
         if record is not None:
             assert record == self.core.take(version, self.head.epoch, self.now)
             assert len(record.members) == self.config.batch_size
             self.leases.append(record)
             self.core.tick(self.now)
             self.settled()
+
+    def issued_again_next(self):
+        """The first batch in the queue without a member over the bound: it goes before anything fresh."""
+        now = self.weights[self.head] + ("leased",) * len(self.leases)
+        for batch in self.core.state.queue():
+            keys = [(member.rollout_id, member.attempt) for member in batch.members]
+            oldest = max(distance(now, self.weights[version]) for key in keys for version in self.sampled[key])
+            if oldest <= self.config.max_staleness:
+                return batch.batch_id, [rollout_id for rollout_id, _ in keys]
+        return None
 
     def settled_before_lease(self, record):
         """The lease itself moves the version; what expires by that is sealed with the next call."""

@@ -221,6 +221,24 @@ def test_a_batch_over_the_bound_after_resume_loses_only_those_members():
     assert fresh.batch_id != second.batch_id
 
 
+def test_batches_to_be_issued_again_go_before_fresh_ones_that_the_fork_made_staler():
+    buffer = cases.core()
+    buffer.open_epoch(None, 0.0)
+    cases.fill(buffer, FIRST, limit=4)
+    _, version = cases.step(buffer, FIRST)
+    saved = cases.checkpoint(buffer, version)
+    cases.fill(buffer, version, limit=4)
+    undone, version = cases.step(buffer, version)
+    fresh = cases.fill(buffer, version, limit=4)
+    start = buffer.open_epoch(saved, 4.0)
+    again, version = cases.step(buffer, start, epoch=2)
+    assert (again.batch_id, ids(again)) == (undone.batch_id, ids(undone))
+    assert [member.staleness for member in again.members] == [0] * 4
+    after, version = cases.step(buffer, version, epoch=2)
+    assert ids(after) == [order.rollout_id for order in fresh]
+    assert [member.staleness for member in after.members] == [2] * 4
+
+
 def forked(**changes):
     """Five updates, and a fork after the first: 1.5 is four updates from the head 2.1, over the bound of 3. Also gives
     the orders that were issued at 1.5."""

@@ -77,6 +77,38 @@ def test_a_bound_that_the_fork_breaks_is_told(run_dir):
     assert any("over the bound" in line for line in tight.lines())
 
 
+async def test_what_it_says_of_the_bound_counts_the_steps_of_batches_that_stay_whole(tmp_path):
+    config = cases.SMALL.model_copy(update={"max_staleness": 3})
+    first, second, third = (PolicyVersion(1, number) for number in range(3))
+    async with await ReplayStore.open(tmp_path, config, cases.tasks(), run_id="run", seed=3) as store:
+
+        async def finish(orders, version):
+            await store.offer_many([cases.result(order, version) for order in orders])
+
+        async def step(version):
+            batch = await store.take(version, version.epoch, timeout_s=0.0)
+            after = PolicyVersion(version.epoch, version.step + 1)
+            await store.commit(batch.lease, StepReport(batch_id=batch.lease.batch_id, version=after, skipped=False))
+            return batch.lease.batch_id
+
+        version = await store.open_epoch(None)
+        await finish(await store.issue(4, version), first)
+        await finish(await store.issue(4, version), first)
+        slow = await store.issue(4, version)
+        await step(first)
+        await step(second)
+        await finish(await store.issue(4, third), third)
+        await step(third)
+        await finish(slow, second)
+        last = await step(PolicyVersion(1, 3))
+        report = resume_report(tmp_path, max_staleness=3)
+        assert report.over_bound == 4, "1.2 at 2.2; then 1.1, as at 2.2, no longer at 2.3"
+        version = await store.open_epoch(None)
+        taken = [await step(PolicyVersion(version.epoch, number)) for number in range(3)]
+        assert taken == [report.batches[0], report.batches[1], last]
+        assert store.status().counters["rollouts_reissued"] == report.over_bound
+
+
 def test_without_a_checkpoint_all_begins_again_and_nothing_is_lost(run_dir):
     shutil.rmtree(run_dir / "checkpoints")
     report = resume_report(run_dir, max_staleness=9)
