@@ -4,6 +4,8 @@ Invariants:
 - A rule maps a `GroupView` to the time from which it accepts if no further member finishes; it has no memory and no
   clock.
 - Rules are monotone: a member that finishes earlier never makes the group wait longer.
+- Times run while the store is open: for a group that was open when the store was opened again they begin anew then, so
+  that a stop seals nothing and leaves nobody out.
 - In force is always `effective_since`: no member running, or enough finished and the rule accepts.
 
 A rule is written as text: `all`, `count(6)`, `fraction(0.75) & grace(120)`, `all | expiring(1)`.
@@ -27,7 +29,8 @@ LONGEST_TEXT: Final = 200
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
     """What a rule sees. `size` is the number of members asked for, `running` those whose result is still to come.
-    `updates_left` is how many optimizer updates the oldest finished member may still wait; None: not known."""
+    `opened_at_s` is when its first attempt was issued, or the store was opened again since. `updates_left` is how many
+    optimizer updates the oldest finished member may still wait; None: not known."""
 
     size: int
     finished: int
@@ -92,15 +95,17 @@ def fraction(share: float) -> AcceptanceRule:
 
 
 def deadline(seconds: float) -> AcceptanceRule:
-    """So long ago the group's first attempt was issued."""
+    """So long ago the group's first attempt was issued, or the store was opened again."""
     return AcceptanceRule(f"deadline({seconds})", lambda group: group.opened_at_s + seconds)
 
 
 def grace(seconds: float) -> AcceptanceRule:
-    """One has finished, and no member for so long."""
-    return AcceptanceRule(
-        f"grace({seconds})", lambda group: group.last_finished_at_s + seconds if group.finished else NEVER
-    )
+    """One has finished, and no member for so long; nor was the store opened again."""
+
+    def since(group: GroupView) -> float:
+        return max(group.last_finished_at_s, group.opened_at_s) + seconds if group.finished else NEVER
+
+    return AcceptanceRule(f"grace({seconds})", since)
 
 
 def expiring(updates: int) -> AcceptanceRule:

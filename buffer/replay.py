@@ -137,6 +137,11 @@ class ReplayBuffer:
             self.state, self._stream, curriculum=self.config.curriculum, passes=self.config.passes
         )
 
+    def restart_clocks(self, now: float) -> None:
+        """The store was opened again: groups that are open wait for their `deadline` and `grace` from now on, whatever
+        the stop took."""
+        self._sealing.restart_clocks(now)
+
     def tick(self, now: float) -> None:
         """Seal what is due by now; `issue`, `offer`, `take` and `commit` do it too."""
         self._sealing.tick(now)

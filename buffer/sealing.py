@@ -50,6 +50,12 @@ class Sealing:
         if since < NEVER:
             heappush(self._queue, (since, group_id))
 
+    def restart_clocks(self, now: float) -> None:
+        """The times of rules begin anew, for every open group."""
+        for group_id in self._state.open_groups():
+            self._state.put(replace(self._state.groups[group_id], opened_at_s=now))
+            self.watch(group_id)
+
     def due_at(self) -> float | None:
         """When the next group is due if nothing happens before."""
         while self._queue and self._due.get(self._queue[0][1]) != self._queue[0][0]:

@@ -90,7 +90,9 @@ class ReplayStore:
         except BaseException:
             executor.shutdown(wait=False)
             raise
-        return cls(ReplayBuffer(config, stream, snapshot), ledger, executor, clock)
+        store = cls(ReplayBuffer(config, stream, snapshot), ledger, executor, clock)
+        store._apply(lambda: store._core.restart_clocks(clock()))
+        return store
 
     async def __aenter__(self) -> Self:
         return self

@@ -33,7 +33,7 @@ RULES = {
     "all": lambda seen: False,
     "count(2)": lambda seen: len(seen.ends) >= 2,
     "fraction(0.6) & grace(3) | deadline(9)": lambda seen: (
-        (len(seen.ends) >= 2 and seen.now - max(seen.ends) >= 3) or seen.now - seen.opened >= 9
+        (len(seen.ends) >= 2 and seen.now - max(*seen.ends, seen.opened) >= 3) or seen.now - seen.opened >= 9
     ),
     "all | expiring(1)": lambda seen: seen.updates_left <= 1,
     "at_least(2) & deadline(5)": lambda seen: len(seen.ends) >= 2 and seen.now - seen.opened >= 5,
@@ -365,6 +365,9 @@ class BufferMachine(RuleBasedStateMachine):
         self.open_ledger()
         self.core = cases.core(self.config, self.ledger.load())
         assert tables(self.core) == before
+        self.core.restart_clocks(self.now)
+        self.opened = dict.fromkeys(self.opened, self.now)
+        self.persist()
 
     @invariant()
     def rollouts_are_conserved(self):

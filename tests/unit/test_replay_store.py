@@ -144,6 +144,38 @@ async def test_a_waiting_take_comes_back_when_a_group_is_due():
         assert store.status().inventory.in_flight == 4, "carried"
 
 
+@pytest.mark.parametrize("rule", ["deadline(60)", "count(2) & grace(60)"])
+async def test_a_stop_is_no_time_that_a_group_waited(tmp_path, rule):
+    config = cases.SMALL.model_copy(update={"rule": rule, "group_size": 4, "unfinished": "abort"})
+    now = 1000.0
+
+    async def opened():
+        return await ReplayStore.open(tmp_path, config, cases.tasks(), run_id="run", seed=3, clock=lambda: now)
+
+    async with await opened() as store:
+        await store.open_epoch(None)
+        orders = await store.issue(4, FIRST)
+        await store.offer_many([cases.result(order, FIRST) for order in orders[:2]])
+    for stop_s in (3600.0, -7200.0):
+        now += stop_s
+        async with await opened() as store:
+            await store.keep_in_flight(())
+            again = await store.issue(2, FIRST)
+            assert [order.rollout_id for order in again] == [order.rollout_id for order in orders[2:]]
+            now += 59.0
+            assert await store.cancellations([], timeout_s=0.0) is None
+    now += 3600.0
+    async with await opened() as store:
+        now += 60.0
+        assert set(await store.cancellations([], timeout_s=0.0) or ()) == {
+            (order.rollout_id, order.attempt) for order in again
+        }
+        now += 3600.0
+    async with await opened() as store:
+        assert store.status().rollouts[RolloutState.CANCELLED] == 2, "what was sealed stays sealed"
+    assert verify(tmp_path).clean
+
+
 async def test_what_runs_in_vain_is_told_at_once_and_once():
     config = cases.SMALL.model_copy(update={"group_size": 4, "rule": "count(3)", "unfinished": "abort"})
     store = await ReplayStore.open(None, config, cases.tasks(), run_id="run", seed=3)
