@@ -60,8 +60,10 @@ class StoredTrajectory:
 class Ledger:
     """Opened by `open` or `in_memory`; `close` it. After an error of `write` it must not be used any more."""
 
-    def __init__(self, database: sqlite3.Connection, blobs: BlobFiles, lock: int | None) -> None:
-        self._database, self._blobs, self._lock = database, blobs, lock
+    def __init__(
+        self, database: sqlite3.Connection, blobs: BlobFiles, lock: int | None, checkpoints: Path | None
+    ) -> None:
+        self._database, self._blobs, self._lock, self._checkpoints = database, blobs, lock, checkpoints
 
     @classmethod
     def open(
@@ -89,14 +91,14 @@ class Ledger:
                 raise LedgerRefused(f"{run_dir / 'ledger.db'} is not readable: {error}") from error
             raise
         fsync(run_dir)
-        return cls(database, blobs, lock)
+        return cls(database, blobs, lock, run_dir / "checkpoints")
 
     @classmethod
     def in_memory(cls, identity: Mapping[str, str]) -> Self:
         """A ledger without files, for virtual time."""
         database = _connect(None)
         _prepare(database, identity, Path(":memory:"))
-        return cls(database, BlobFiles(None, TRAJECTORY_FILE_BYTES), None)
+        return cls(database, BlobFiles(None, TRAJECTORY_FILE_BYTES), None, None)
 
     def write(self, changes: Sequence[Record], trajectories: Sequence[StoredTrajectory]) -> None:
         """Make changed records and new trajectories durable. Raises sqlite3.Error, OSError, CodecError."""
@@ -167,12 +169,17 @@ class Ledger:
         return self._blobs.drop(stored - needed)
 
     def _oldest_retained(self) -> int | None:
-        """The last step that the oldest checkpoint directory covers; None without one on the surviving path."""
+        """The last step that the oldest checkpoint directory covers; None without one on the surviving path. Where they
+        were when they were recorded says nothing: the run directory may have been moved since."""
+        if self._checkpoints is None:
+            return None
         query = (
             "SELECT checkpoints.path, commits.sequence FROM checkpoints JOIN commits USING (chain) "
             "WHERE rolled_back_by IS NULL"
         )
-        return min((sequence for path, sequence in self._database.execute(query) if Path(path).is_dir()), default=None)
+        recorded = self._database.execute(query)
+        retained = (sequence for path, sequence in recorded if (self._checkpoints / Path(path).name).is_dir())
+        return min(retained, default=None)
 
     def backup(self, destination: Path) -> None:
         """A consistent copy of `ledger.db` (without trajectories) under its final name only when complete. Raises

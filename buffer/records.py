@@ -99,8 +99,8 @@ class BatchState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """`ordinal` counts the groups opened, `seal_order` those sealed. The times of its rule run from `opened_at_s`, which
-    is set anew when the store is opened again while the group is open. `closed`: nothing can change any more short of a
+    """`ordinal` counts the groups opened, `seal_order` those sealed. Times of its rule run from `opened_at_s`, which is
+    set anew when the store is opened again while the group is open. `closed`: nothing can change any more short of a
     return to an older checkpoint; the core has forgotten it.
 
     `rule`, `min_members` and `advantage` are those it was sealed by. The group is complete when each member finished or

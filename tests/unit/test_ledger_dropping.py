@@ -103,6 +103,19 @@ async def test_a_return_to_any_checkpoint_left_finds_its_trajectories(tmp_path: 
     assert verify(tmp_path).clean
 
 
+async def test_what_a_checkpoint_of_before_a_move_needs_stays(tmp_path: Path) -> None:
+    run = Run(tmp_path / "before")
+    async with await run.open():
+        await run.step()
+    run.run_dir = (tmp_path / "before").rename(tmp_path / "after")
+    async with await run.open():
+        await run.step()
+        after_one = run.files()
+        await run.step()
+        assert after_one <= run.files(), "a return to the first checkpoint trains the second batch again"
+    assert verify(run.run_dir).clean
+
+
 async def test_a_copy_of_the_ledger_lies_in_each_checkpoint(tmp_path: Path) -> None:
     run = Run(tmp_path)
     async with await run.open():
