@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from headrace.buffer.codec import decode
 from headrace.buffer.errors import CodecError, LedgerRefused
-from headrace.buffer.ledger import check_schema
+from headrace.buffer.ledger import check_schema, unreadable
 from headrace.buffer.migration import migrate
 from headrace.buffer.records import (
     AttemptRecord,
@@ -131,7 +131,7 @@ def read_evidence(run_dir: Path) -> Evidence:
             with closing(_migrated_copy(database, schema)) as copy:
                 return _evidence(run_dir, copy)
     except sqlite3.DatabaseError as error:
-        raise LedgerRefused(f"{path} is not readable: {error}") from error
+        raise unreadable(path, error) from error
 
 
 def _evidence(run_dir: Path, database: sqlite3.Connection) -> Evidence:

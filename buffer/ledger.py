@@ -88,7 +88,7 @@ class Ledger:
         except BaseException as error:
             os.close(lock)
             if isinstance(error, sqlite3.DatabaseError):
-                raise LedgerRefused(f"{run_dir / 'ledger.db'} is not readable: {error}") from error
+                raise unreadable(run_dir / "ledger.db", error) from error
             raise
         fsync(run_dir)
         return cls(database, blobs, lock, run_dir / "checkpoints")
@@ -345,6 +345,14 @@ def _create_or_check(database: sqlite3.Connection, identity: Mapping[str, str], 
     if schema < SCHEMA_VERSION:
         with _transaction(database):
             migrate(database, schema)
+
+
+def unreadable(path: Path, error: sqlite3.DatabaseError) -> LedgerRefused:
+    """A ledger that was cut off or overwritten. A log of the damaged file must not be played into the copy."""
+    return LedgerRefused(
+        f"{path} is not readable: {error}: remove it with its -wal and -shm files, and put the newest copy in its "
+        f"place, ledger.db of the newest directory in {path.parent / 'checkpoints'}"
+    )
 
 
 def check_schema(schema: int, application: int, path: Path) -> None:

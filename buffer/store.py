@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.buffer.errors import CodecError, LedgerBroken, ReplayError
-from headrace.buffer.ledger import TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory
+from headrace.buffer.ledger import TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory, unreadable
 from headrace.buffer.replay import ReplayBuffer
 from headrace.buffer.stream import TaskStream
 from headrace.buffer.types import Batch, BatchItem, BatchLease, ReceiptStatus
@@ -80,13 +80,20 @@ class ReplayStore:
         if run_dir is None:
             ledger = Ledger.in_memory(identity)
             return cls(ReplayBuffer(config, stream, ledger.load()), ledger, None, clock)
+
+        def open_and_load() -> tuple[Ledger, Snapshot]:
+            ledger = Ledger.open(run_dir, identity, trajectory_file_bytes=trajectory_file_bytes)
+            try:
+                return ledger, ledger.load()
+            except BaseException as error:
+                ledger.close()
+                if isinstance(error, sqlite3.DatabaseError):
+                    raise unreadable(run_dir / "ledger.db", error) from error
+                raise
+
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
-        loop = asyncio.get_running_loop()
         try:
-            ledger = await loop.run_in_executor(
-                executor, lambda: Ledger.open(run_dir, identity, trajectory_file_bytes=trajectory_file_bytes)
-            )
-            snapshot = await loop.run_in_executor(executor, ledger.load)
+            ledger, snapshot = await asyncio.get_running_loop().run_in_executor(executor, open_and_load)
         except BaseException:
             executor.shutdown(wait=False)
             raise

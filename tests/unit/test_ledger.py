@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 
 from headrace.buffer.codec import decode, encode
 from headrace.buffer.errors import CodecError, LedgerBroken, LedgerInUse, LedgerRefused
+from headrace.buffer.evidence import read_evidence
 from headrace.buffer.ledger import Ledger, StoredTrajectory
 from headrace.buffer.local_disk import filesystem_magic, refuse_full, refuse_network
 from headrace.buffer.records import AttemptRecord
+from headrace.buffer.store import ReplayStore
 from headrace.buffer.types import Cause, RolloutId, Trajectory
 from headrace.buffer.versions import PolicyVersion
 
@@ -55,6 +58,10 @@ def busy_core():
     _, version = cases.step(buffer, version, skipped=True)
     assert buffer.take(buffer.open_epoch(saved, 8.0), 2, 9.0) is not None
     return buffer
+
+
+async def open_store(run_dir):
+    return await ReplayStore.open(run_dir, cases.SMALL, cases.tasks(), run_id="run", seed=3)
 
 
 def test_load_gives_back_what_was_written(tmp_path):
@@ -162,6 +169,42 @@ def test_garbage_is_refused_and_an_empty_file_is_new(tmp_path):
         Ledger.open(tmp_path, IDENTITY)
     path.write_bytes(b"")
     Ledger.open(tmp_path, IDENTITY).close()
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_ledger_that_was_cut_off_is_refused_with_what_to_do(tmp_path, share):
+    ledger = Ledger.open(tmp_path, IDENTITY)
+    ledger.write(busy_core().drain(), [])
+    ledger.close()
+    path = tmp_path / "ledger.db"
+    os.truncate(path, int(path.stat().st_size * share))
+    with pytest.raises(LedgerRefused, match="not readable.*newest copy.*newest directory") as refused:
+        Ledger.open(tmp_path, IDENTITY)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(LedgerRefused, match="not readable"):
+        read_evidence(tmp_path)
+
+
+async def test_a_ledger_that_was_cut_off_beside_its_log_is_refused_and_the_copy_opens(tmp_path):
+    """With a log the first pages may be whole: the damage shows only where rows are read."""
+    killed = tmp_path / "killed"
+    async with await open_store(tmp_path / "run") as store:
+        version = await store.open_epoch(None)
+        await store.issue(8, version)
+        await store.export(tmp_path / "checkpoint")
+    async with await open_store(tmp_path / "run") as store:
+        await store.open_epoch(None)
+        shutil.copytree(tmp_path / "run", killed)
+    os.truncate(killed / "ledger.db", (killed / "ledger.db").stat().st_size // 2)
+    with pytest.raises(LedgerRefused, match="newest copy"):
+        read_evidence(killed)
+    with pytest.raises(LedgerRefused, match="newest copy"):
+        await open_store(killed)
+    for path in killed.glob("ledger.db*"):
+        path.unlink()
+    shutil.copy(tmp_path / "checkpoint" / "ledger.db", killed)
+    async with await open_store(killed) as store:
+        assert await store.open_epoch(None) == PolicyVersion(2, 0)
 
 
 def test_network_file_systems_are_refused(tmp_path):

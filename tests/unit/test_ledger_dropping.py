@@ -107,10 +107,9 @@ async def test_what_a_checkpoint_of_before_a_move_needs_stays(tmp_path: Path) ->
     run = Run(tmp_path / "before")
     async with await run.open():
         await run.step()
+        after_one = run.files()
     run.run_dir = (tmp_path / "before").rename(tmp_path / "after")
     async with await run.open():
-        await run.step()
-        after_one = run.files()
         await run.step()
         assert after_one <= run.files(), "a return to the first checkpoint trains the second batch again"
     assert verify(run.run_dir).clean
