@@ -178,7 +178,7 @@ def test_a_ledger_that_was_cut_off_is_refused_with_what_to_do(tmp_path, share):
     ledger.close()
     path = tmp_path / "ledger.db"
     os.truncate(path, int(path.stat().st_size * share))
-    with pytest.raises(LedgerRefused, match="not readable.*newest copy.*newest directory") as refused:
+    with pytest.raises(LedgerRefused, match=r"not readable.*newest copy.*newest directory") as refused:
         Ledger.open(tmp_path, IDENTITY)
     assert "\n" not in str(refused.value)
     with pytest.raises(LedgerRefused, match="not readable"):

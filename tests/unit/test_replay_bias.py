@@ -53,6 +53,51 @@ def train(buffer, lengths):
     ]
 
 
+def train_expiring(lengths, unfinished):
+    """As `train`, but what is finished expires by an update between the short and the long ones."""
+    config = BufferConfig(
+        group_size=MEMBERS,
+        batch_size=MEMBERS,
+        max_staleness=2,
+        rule="all | expiring(1)",
+        unfinished=unfinished,
+        advantage="centered",
+    )
+    buffer = cases.core(config)
+    buffer.open_epoch(None, 0.0)
+    orders = buffer.issue(MEMBERS, FIRST, 0.0)
+    cases.fill(buffer, FIRST, limit=MEMBERS)
+
+    def finish(asked):
+        for member, order in enumerate(orders):
+            if lengths[member] is asked:
+                done = replace(cases.result(order, reward=LONG if asked else SHORT), trajectory=TRAJECTORY)
+                buffer.offer(done, SECONDS[asked] + 0.01 * member)
+
+    finish(False)
+    cases.step(buffer, FIRST)
+    finish(True)
+    members = [buffer.state.rollouts[order.rollout_id] for order in orders]
+    return [
+        (member.advantage, long)
+        for member, long in zip(members, lengths, strict=True)
+        if member.state in (RolloutState.SEALED, RolloutState.TRAINED)
+    ]
+
+
+def expectation_expiring(unfinished, early_others):
+    """The expected estimate over members of which so many others are short, and its value without a bias."""
+    estimate = exact = 0.0
+    for lengths in itertools.product((False, True), repeat=MEMBERS):
+        probability = math.prod(P if long else 1 - P for long in lengths)
+        trained = train_expiring(lengths, unfinished)
+        for advantage, long in trained:
+            if lengths.count(False) - (not long) in early_others:
+                estimate += probability / len(trained) * advantage * score(long)
+                exact += probability / len(trained) * (LONG - SHORT)
+    return estimate, exact
+
+
 def expectations(rule, unfinished):
     """Expected estimates: with the buffer's baselines, and with the mean over the early finishers for everybody."""
     config = BufferConfig(
@@ -79,6 +124,17 @@ def test_carried_members_leave_the_gradient_unbiased(rule):
     assert estimate == pytest.approx(LONG - SHORT, rel=1e-9)
     if rule == "all":
         assert naive == pytest.approx(LONG - SHORT, rel=1e-9)
+
+
+def test_what_expires_leaves_it_unbiased_unless_a_member_itself_makes_up_the_least_number():
+    """With one other in by the update, whether the group is sealed then depends on the member: `min_members` is 2."""
+    estimate, exact = expectation_expiring("carry", {0, *range(2, MEMBERS)})
+    assert estimate == pytest.approx(exact, rel=1e-9)
+    estimate, exact = expectation_expiring("carry", range(MEMBERS))
+    assert exact == pytest.approx(LONG - SHORT)
+    assert estimate == pytest.approx(exact, rel=0.01)
+    aborted, _ = expectation_expiring("abort", range(MEMBERS))
+    assert aborted < 0.05 * exact
 
 
 @pytest.mark.parametrize("rule", EARLY)
