@@ -348,7 +348,10 @@ def _create_or_check(database: sqlite3.Connection, identity: Mapping[str, str], 
 
 
 def unreadable(path: Path, error: sqlite3.DatabaseError) -> LedgerRefused:
-    """A ledger that was cut off or overwritten. A log of the damaged file must not be played into the copy."""
+    """Damaged: what to put in its place; the log of the damaged file must not be played into that. Anything else, as a
+    full disk, is told as it is."""
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return LedgerRefused(f"{path} is not readable: {error}")
     return LedgerRefused(
         f"{path} is not readable: {error}: remove it with its -wal and -shm files, and put the newest copy in its "
         f"place, ledger.db of the newest directory in {path.parent / 'checkpoints'}"

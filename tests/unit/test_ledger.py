@@ -16,7 +16,7 @@ import pytest
 from headrace.buffer.codec import decode, encode
 from headrace.buffer.errors import CodecError, LedgerBroken, LedgerInUse, LedgerRefused
 from headrace.buffer.evidence import read_evidence
-from headrace.buffer.ledger import Ledger, StoredTrajectory
+from headrace.buffer.ledger import Ledger, StoredTrajectory, unreadable
 from headrace.buffer.local_disk import filesystem_magic, refuse_full, refuse_network
 from headrace.buffer.records import AttemptRecord
 from headrace.buffer.store import ReplayStore
@@ -205,6 +205,14 @@ async def test_a_ledger_that_was_cut_off_beside_its_log_is_refused_and_the_copy_
     shutil.copy(tmp_path / "checkpoint" / "ledger.db", killed)
     async with await open_store(killed) as store:
         assert await store.open_epoch(None) == PolicyVersion(2, 0)
+
+
+def test_a_full_disk_is_not_told_as_damage():
+    database = sqlite3.connect(":memory:")
+    database.execute("PRAGMA max_page_count = 1")
+    with pytest.raises(sqlite3.OperationalError, match="full") as full:
+        database.execute("CREATE TABLE held (row BLOB)")
+    assert str(unreadable(Path("ledger.db"), full.value)) == "ledger.db is not readable: database or disk is full"
 
 
 def test_network_file_systems_are_refused(tmp_path):
