@@ -81,19 +81,13 @@ class ReplayStore:
             ledger = Ledger.in_memory(identity)
             return cls(ReplayBuffer(config, stream, ledger.load()), ledger, None, clock)
 
-        def open_and_load() -> tuple[Ledger, Snapshot]:
-            ledger = Ledger.open(run_dir, identity, trajectory_file_bytes=trajectory_file_bytes)
-            try:
-                return ledger, ledger.load()
-            except BaseException as error:
-                ledger.close()
-                if isinstance(error, sqlite3.DatabaseError):
-                    raise unreadable(run_dir / "ledger.db", error) from error
-                raise
-
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
         try:
-            ledger, snapshot = await asyncio.get_running_loop().run_in_executor(executor, open_and_load)
+            loop = asyncio.get_running_loop()
+            ledger = await loop.run_in_executor(
+                executor, lambda: Ledger.open(run_dir, identity, trajectory_file_bytes=trajectory_file_bytes)
+            )
+            snapshot = await loop.run_in_executor(executor, lambda: _load(ledger, run_dir))
         except BaseException:
             executor.shutdown(wait=False)
             raise
@@ -403,3 +397,14 @@ class ReplayStore:
     def _signal(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _load(ledger: Ledger, run_dir: Path) -> Snapshot:
+    """All records; the ledger is closed when they cannot be read. Raises LedgerRefused."""
+    try:
+        return ledger.load()
+    except BaseException as error:
+        ledger.close()
+        if isinstance(error, sqlite3.DatabaseError):
+            raise unreadable(run_dir / "ledger.db", error) from error
+        raise
