@@ -17,6 +17,7 @@ from headrace.actors.launch import RunRequest, prepare
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import RayRuntime
 from headrace.actors.service import Service
+from headrace.buffer.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -60,6 +61,21 @@ async def open_service(folder: Path, name: str, *overrides: str) -> AsyncIterato
         yield service, directory
     finally:
         await runtime.stop(service)
+
+
+async def run_simulated(folder: Path, name: str, *overrides: str) -> RunDirectory:
+    """A run of simulated parts over the shared Ray, to its end, with a clean ledger."""
+    recipe = RECIPE.with_name("simulated.toml")
+    config, directory = prepare(RunRequest(recipe=recipe, runs_dir=folder, name=name, overrides=overrides))
+    runtime = RayRuntime(f"{name}-")
+    service = await runtime.spawn(Service, config, directory, runtime, name="service")
+    try:
+        assert await service.run()
+    finally:
+        await runtime.stop(service)
+    report = verify(directory.path)
+    assert report.clean, report.problems
+    return directory
 
 
 @asynccontextmanager
@@ -117,6 +133,7 @@ __all__ = [
     "explained",
     "open_service",
     "prepare_small",
+    "run_simulated",
     "small_arguments",
     "start_driver",
 ]

@@ -6,10 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.actors.launch import RunRequest, prepare
 from headrace.actors.metrics import read_metrics
-from headrace.actors.runtime import RayRuntime
-from headrace.actors.service import Service
 from headrace.buffer.verify import verify
 
 if TYPE_CHECKING:
@@ -36,18 +33,9 @@ async def test_a_run_of_simulated_parts(
     ray_cluster: None, tmp_path: Path, load_support: Callable[[str], Any], push: str
 ) -> None:
     """Two workers in processes of their own hear of every version, and of every drain."""
-    recipe = load_support("run_rig").RECIPE.with_name("simulated.toml")
     overrides = (*QUICK, f"engines.simulated.push={push}", "engines.simulated.push_s=0.1")
-    name = f"simulated-{push}"
-    config, directory = prepare(RunRequest(recipe=recipe, runs_dir=tmp_path, name=name, overrides=overrides))
-    runtime = RayRuntime(f"{name}-")
-    service = await runtime.spawn(Service, config, directory, runtime, name="service")
-    try:
-        assert await service.run()
-    finally:
-        await runtime.stop(service)
+    directory = await load_support("run_rig").run_simulated(tmp_path, f"simulated-{push}", *overrides)
     report = verify(directory.path)
-    assert report.clean, report.problems
     assert (report.steps, report.checkpoints > 0, report.infra) == (4, True, 0)
     records = read_metrics(directory.metrics)
     assert [record["version"] for record in records if record["kind"] == "push"] == [f"1.{step}" for step in range(5)]

@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.actors.launch import RunRequest, prepare
-from headrace.actors.runtime import RayRuntime
-from headrace.actors.service import Service
 from headrace.actors.tuning.candidates import Space
 from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
 from headrace.actors.tuning.recorded_run import read_run
 from headrace.buffer.evidence import read_evidence
-from headrace.buffer.verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from headrace.actors.tuning.result import Tuned
@@ -61,18 +57,21 @@ LONG = (
 LONG_SPACE = Space(slots=(96,), bounds=(2, 4), rules=("all", "fraction(0.75)", "fraction(0.5)"))
 
 
+@pytest.fixture(scope="module")
+def rig(load_support: Callable[[str], Any]) -> Any:
+    return load_support("run_rig")
+
+
 @pytest.mark.timeout(400)
-async def test_a_recorded_run_is_tuned_and_its_rule_runs(
-    ray_cluster: None, tmp_path: Path, load_support: Callable[[str], Any]
-) -> None:
+async def test_a_recorded_run_is_tuned_and_its_rule_runs(ray_cluster: None, tmp_path: Path, rig: Any) -> None:
     """The short form: no figure is compared, for CI's machines have other work."""
-    recorded = await _run(tmp_path, "recorded", load_support, SHORT)
+    recorded = (await rig.run_simulated(tmp_path, "recorded", *SHORT)).path
     space = Space(slots=(12,), bounds=(4,), rules=("fraction(0.5)",))
     tuned = run_tuning(prepare_tuning(TuneRequest(source=recorded, steps=8, space=space)), lambda *_: None)
     assert tuned.recording.settings["learner_s"] == pytest.approx(0.1, abs=0.1)
     assert tuned.searched.recorded.candidate.rule == "all"
     assert tuned.chosen.candidate.rule == "fraction(0.5)"
-    chosen = await _run(tmp_path, "chosen", load_support, (*SHORT, *_settings(tuned)))
+    chosen = (await rig.run_simulated(tmp_path, "chosen", *SHORT, *_settings(tuned))).path
     evidence = read_evidence(chosen)
     assert {group.rule for group in evidence.groups if group.rule} == {"fraction(0.5)"}
     assert any(rollout.late for rollout in evidence.rollouts)
@@ -80,15 +79,13 @@ async def test_a_recorded_run_is_tuned_and_its_rule_runs(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-async def test_the_predicted_step_time_is_met(
-    ray_cluster: None, tmp_path: Path, load_support: Callable[[str], Any]
-) -> None:
+async def test_the_predicted_step_time_is_met(ray_cluster: None, tmp_path: Path, rig: Any) -> None:
     """Within 5 %: the figure is of the measured steps, half of them warm up, on a machine that keeps up with real
     time."""
-    recorded = await _run(tmp_path, "recorded", load_support, LONG)
+    recorded = (await rig.run_simulated(tmp_path, "recorded", *LONG)).path
     request = TuneRequest(source=recorded, out=tmp_path / "tuned", steps=60, space=LONG_SPACE)
     tuned = run_tuning(prepare_tuning(request), lambda *_: None)
-    chosen = await _run(tmp_path, "chosen", load_support, (*LONG, *_settings(tuned)))
+    chosen = (await rig.run_simulated(tmp_path, "chosen", *LONG, *_settings(tuned))).path
     measured_s, predicted_s = read_run(chosen).step_s, tuned.searched.chosen_prediction.step_s
     assert measured_s is not None
     print("\n".join(tuned.lines()))
@@ -108,19 +105,3 @@ def _settings(tuned: Tuned) -> list[str]:
             key, _, value = line.partition(" = ")
             overrides.append(f"{table}.{key}={value}")
     return overrides
-
-
-async def _run(folder: Path, name: str, load_support: Callable[[str], Any], overrides: Sequence[str]) -> Path:
-    """To its end, with a clean ledger."""
-    recipe = load_support("run_rig").RECIPE.with_name("simulated.toml")
-    config, directory = prepare(RunRequest(recipe=recipe, runs_dir=folder, name=name, overrides=overrides))
-    runtime = RayRuntime(f"{name}-")
-    service = await runtime.spawn(Service, config, directory, runtime, name="service")
-    try:
-        assert await service.run()
-    finally:
-        await runtime.stop(service)
-    report = verify(directory.path)
-    assert report.clean, report.problems
-    path: Path = directory.path
-    return path
