@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import PIPE, Popen
+from threading import Timer
 from typing import TYPE_CHECKING
 
 import pytest
@@ -62,26 +63,34 @@ def version(text: str) -> tuple[int, int]:
     return int(epoch), int(step)
 
 
+@contextmanager
+def not_for_ever(process: Popen[str]) -> Iterator[None]:
+    """Kill what hangs, which fails the test."""
+    guard = Timer(HANG_S, process.kill)
+    guard.start()
+    try:
+        yield
+        assert guard.is_alive(), f"it hung for {HANG_S:g} s"
+    finally:
+        process.kill()
+        guard.cancel()
+
+
 def live(
     run_dir: Path, seed: int, life: int, moment: Moment, at: int, strike: Callable[[Popen[str]], None] = Popen.kill
 ) -> tuple[list[str], int]:
     """One life to its end; all lines that it said in full, and its exit code. `COUNT` is struck from outside when it
     has said `at` lines."""
     command = [sys.executable, str(PROGRAM), str(run_dir), str(seed), str(life), moment.value, str(at)]
-    with Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
-        said = []
-        if moment is Moment.COUNT and at:
-            for line in process.stdout:
-                said.append(line)
-                if len(said) >= at:
-                    strike(process)
-                    break
-        try:
-            rest, errors = process.communicate(timeout=HANG_S)
-        finally:
-            process.kill()
+    said = []
+    with Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process, not_for_ever(process):
+        # To the end by one reader: another one would not see what this one has read ahead.
+        for line in process.stdout:
+            said.append(line)
+            if moment is Moment.COUNT and len(said) == at:
+                strike(process)
+        errors = process.stderr.read()
     assert process.returncode in (0, -9, BROKE), errors
-    said += rest.splitlines(keepends=True)
     return [line.strip() for line in said if line.endswith("\n")], process.returncode
 
 
