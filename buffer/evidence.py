@@ -113,7 +113,7 @@ def _holds_anything(path: Path) -> bool:
             (schema,) = database.execute("PRAGMA user_version").fetchone()
             return bool(tables or schema)
     except sqlite3.DatabaseError as error:
-        raise LedgerRefused(f"{path} is not readable: {error}") from error
+        raise unreadable(path, error) from error
 
 
 def read_evidence(run_dir: Path) -> Evidence:

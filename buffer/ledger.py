@@ -60,10 +60,8 @@ class StoredTrajectory:
 class Ledger:
     """Opened by `open` or `in_memory`; `close` it. After an error of `write` it must not be used any more."""
 
-    def __init__(
-        self, database: sqlite3.Connection, blobs: BlobFiles, lock: int | None, checkpoints: Path | None
-    ) -> None:
-        self._database, self._blobs, self._lock, self._checkpoints = database, blobs, lock, checkpoints
+    def __init__(self, database: sqlite3.Connection, blobs: BlobFiles, lock: int | None, path: Path) -> None:
+        self._database, self._blobs, self._lock, self._path = database, blobs, lock, path
 
     @classmethod
     def open(
@@ -91,14 +89,14 @@ class Ledger:
                 raise unreadable(run_dir / "ledger.db", error) from error
             raise
         fsync(run_dir)
-        return cls(database, blobs, lock, run_dir / "checkpoints")
+        return cls(database, blobs, lock, run_dir / "ledger.db")
 
     @classmethod
     def in_memory(cls, identity: Mapping[str, str]) -> Self:
         """A ledger without files, for virtual time."""
         database = _connect(None)
         _prepare(database, identity, Path(":memory:"))
-        return cls(database, BlobFiles(None, TRAJECTORY_FILE_BYTES), None, None)
+        return cls(database, BlobFiles(None, TRAJECTORY_FILE_BYTES), None, Path(":memory:"))
 
     def write(self, changes: Sequence[Record], trajectories: Sequence[StoredTrajectory]) -> None:
         """Make changed records and new trajectories durable. Raises sqlite3.Error, OSError, CodecError."""
@@ -147,6 +145,14 @@ class Ledger:
             closed={} if history else {RolloutState(state): count for state, count in closed},
         )
 
+    def load_or_close(self) -> Snapshot:
+        """The first load after `open`. Raises LedgerRefused, and closes, when its rows are damaged."""
+        try:
+            return self.load()
+        except sqlite3.DatabaseError as error:
+            self.close()
+            raise unreadable(self._path, error) from error
+
     def evaluations(self, tag: str) -> tuple[EvaluationRecord, ...]:
         """The outcomes recorded under a tag, in order of rollout and attempt."""
         table = TABLES[EvaluationRecord]
@@ -171,14 +177,13 @@ class Ledger:
     def _oldest_retained(self) -> int | None:
         """The last step that the oldest checkpoint directory covers; None without one on the surviving path. Where they
         were when they were recorded says nothing: the run directory may have been moved since."""
-        if self._checkpoints is None:
-            return None
+        checkpoints = self._path.with_name("checkpoints")
         query = (
             "SELECT checkpoints.path, commits.sequence FROM checkpoints JOIN commits USING (chain) "
             "WHERE rolled_back_by IS NULL"
         )
         recorded = self._database.execute(query)
-        retained = (sequence for path, sequence in recorded if (self._checkpoints / Path(path).name).is_dir())
+        retained = (sequence for path, sequence in recorded if (checkpoints / Path(path).name).is_dir())
         return min(retained, default=None)
 
     def backup(self, destination: Path) -> None:

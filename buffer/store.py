@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.buffer.errors import CodecError, LedgerBroken, ReplayError
-from headrace.buffer.ledger import TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory, unreadable
+from headrace.buffer.ledger import TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory
 from headrace.buffer.replay import ReplayBuffer
 from headrace.buffer.stream import TaskStream
 from headrace.buffer.types import Batch, BatchItem, BatchLease, ReceiptStatus
@@ -80,14 +80,13 @@ class ReplayStore:
         if run_dir is None:
             ledger = Ledger.in_memory(identity)
             return cls(ReplayBuffer(config, stream, ledger.load()), ledger, None, clock)
-
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger")
+        loop = asyncio.get_running_loop()
         try:
-            loop = asyncio.get_running_loop()
             ledger = await loop.run_in_executor(
                 executor, lambda: Ledger.open(run_dir, identity, trajectory_file_bytes=trajectory_file_bytes)
             )
-            snapshot = await loop.run_in_executor(executor, lambda: _load(ledger, run_dir))
+            snapshot = await loop.run_in_executor(executor, ledger.load_or_close)
         except BaseException:
             executor.shutdown(wait=False)
             raise
@@ -105,13 +104,16 @@ class ReplayStore:
 
     async def aclose(self) -> None:
         """Wait for a running transaction and close the files; idempotent. Later calls raise LedgerBroken."""
-        if self._broken is None:
-            await self._flush()
-        self._end("the store is closed")
-        async with self._writing:
-            await self._in_thread(self._ledger.close)
-        if self._executor is not None:
-            self._executor.shutdown(wait=False)
+        try:
+            if self._broken is None:
+                await self._flush()
+        finally:
+            # Also when that fails: the lock must not outlive the store.
+            self._end("the store is closed")
+            async with self._writing:
+                await self._in_thread(self._ledger.close)
+            if self._executor is not None:
+                self._executor.shutdown(wait=False)
 
     async def issue(self, limit: int, version: PolicyVersion, *, timeout_s: float = 0.0) -> tuple[RolloutOrder, ...]:
         """Up to `limit` attempts to run, durable. Waits up to `timeout_s` for at least one; `version` is what the
@@ -397,14 +399,3 @@ class ReplayStore:
     def _signal(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _load(ledger: Ledger, run_dir: Path) -> Snapshot:
-    """All records; the ledger is closed when they cannot be read. Raises LedgerRefused."""
-    try:
-        return ledger.load()
-    except BaseException as error:
-        ledger.close()
-        if isinstance(error, sqlite3.DatabaseError):
-            raise unreadable(run_dir / "ledger.db", error) from error
-        raise
