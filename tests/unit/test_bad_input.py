@@ -314,7 +314,7 @@ def test_training_tasks_are_not_evaluated(
 def test_an_output_folder_of_something_else_is_refused_and_left_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("headrace.actors.held_out.command.require_namespaces", lambda: None)
+    monkeypatch.setattr("headrace.actors.launch.require_namespaces", lambda: None)
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
