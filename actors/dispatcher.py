@@ -135,6 +135,8 @@ class Dispatcher:
         most = config.slots_per_worker * len(workers)
         self._limit = AdaptiveLimit(config.pacing, most, now_s=0.0)
         self._evaluation_slots = asyncio.Semaphore(config.evaluation_slots)
+        self._starting: set[asyncio.Task[None]] = set()
+        """Orders on their way to a worker."""
         self._answers: dict[Attempt, asyncio.Future[Answer]] = {}
         self._answered = 0
         self._scored = 0
@@ -146,7 +148,7 @@ class Dispatcher:
         for slot in self._slots:
             await self._attend(slot)
         await self._reconcile()
-        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        tasks = self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._training: Joined[None] = Joined(tasks)
         self._evaluations: Joined[EvaluationSummary] = Joined(tasks)
         self._watchers = [tasks.create_task(self._watch(slot)) for slot in self._slots]
@@ -155,8 +157,8 @@ class Dispatcher:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for watcher in self._watchers:
-            watcher.cancel()
+        for task in (*self._watchers, *self._starting):
+            task.cancel()
         self._training.cancel_all()
         self._evaluations.cancel_all()
         await self._stack.aclose()
@@ -169,6 +171,9 @@ class Dispatcher:
         """Issue no more and cancel what trains now; the buffer counts it as cancelled and would issue it again on
         resume."""
         self._training.cancel("run")
+        if self._starting:
+            # A worker ends only what it has.
+            await asyncio.wait(self._starting)
         await self._cancel([attempt for slot in self._slots for attempt in slot.training])
         await self._reconcile()
 
@@ -212,7 +217,7 @@ class Dispatcher:
                 # The call took time: the worker may be another one by now, or dead.
                 await slot.ready.wait()
                 slot.training |= dict.fromkeys((order.rollout_id, order.attempt) for order in issued.orders)
-                await self._start(slot, list(issued.orders))
+                await self._hand_over(slot, list(issued.orders))
 
     async def _reconcile(self) -> None:
         """What nobody carries starts again: this dispatcher is new, or the buffer died, perhaps between recording what
@@ -310,6 +315,13 @@ class Dispatcher:
         finally:
             self._answers.pop(key, None)
             slot.evaluations.pop(key, None)
+
+    async def _hand_over(self, slot: _Slot, orders: list[RolloutOrder]) -> None:
+        """`_start`, to its end also when the caller is cancelled: what no worker has would be carried for ever."""
+        starting = self._tasks.create_task(self._start(slot, orders))
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
+        await asyncio.shield(starting)
 
     async def _start(self, slot: _Slot, orders: list[RolloutOrder]) -> None:
         """Returns when the worker has the orders, or is another one: its watcher gives up all that it carried."""
