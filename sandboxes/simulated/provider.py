@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_serializer
 
 from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef
 from headrace.sandboxes.errors import (
@@ -79,6 +79,11 @@ class SimulationConfig(BaseModel):
     """Images it knows; None for all."""
     features: frozenset[Feature] = frozenset({Feature.FREEZE, Feature.EXEC_ID})
     """What it says it has."""
+
+    @field_serializer("features", when_used="json")
+    def _in_order(self, features: frozenset[Feature]) -> list[str]:
+        """The same document in every process."""
+        return sorted(features)
 
 
 @dataclass(slots=True, kw_only=True)
