@@ -10,14 +10,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import orjson
 import typer
 from rich.console import Console
+
+from headrace.actors.cli_output import EXIT_DIRTY, write_json
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON (the only format; the option is for symmetry).")]
-UNCLEAN_EXIT_CODE = 3
 QUICKSTART = Path(__file__).resolve().parents[1] / "scripts" / "recipes" / "quickstart.toml"
 
 
@@ -76,7 +76,7 @@ def replay(
         replayed = replay_plan(plan, Path(folder), minute_s=minute_s)
     _print(replayed.to_json())
     if replayed.problems():
-        raise typer.Exit(UNCLEAN_EXIT_CODE)
+        raise typer.Exit(EXIT_DIRTY)
 
 
 @app.command()
@@ -102,7 +102,7 @@ def control(
 
 
 def _print(document: dict[str, Any]) -> None:
-    sys.stdout.buffer.write(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
+    write_json(document, Path("-"))
 
 
 def main() -> None:

@@ -97,3 +97,17 @@ def checkpoint(buffer, version, path="checkpoints/x"):
     """What a learner that saved now would hand over."""
     commits = tuple(commit.batch_id for commit in buffer.state.commits.values())
     return CheckpointRef(path=path, version=version, batch_ids=commits, chain=buffer.state.chain)
+
+
+def tables(buffer):
+    """All that a core knows, comparable."""
+    state = buffer.state
+    known = {name: value for name, value in vars(state).items() if not name.startswith("_")}
+    del known["changes_made"]
+    return known | {
+        "by_state": {name: set(ids) for name, ids in state.by_state.items()},
+        "open": set(state.open_groups()),
+        "in flight": {version: set(ids) for version, ids in state.in_flight_by_version.items()},
+        "free": {versions: set(ids) for versions, ids in state.free_by_versions.items()},
+        "next": state.next_pending(),
+    }

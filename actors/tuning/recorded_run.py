@@ -51,7 +51,8 @@ def read_run(path: Path) -> Recording:
     metrics = read_metrics(directory.metrics)
     timed = _steps(evidence)
     settings = _sizes(evidence) if config is None else _configured(config, directory)
-    settings |= _learner(evidence, metrics, timed) | _overheads(evidence)
+    overheads = _overheads(evidence)
+    settings |= _learner(evidence, metrics, timed) | overheads
     if pushes := [float(record["total_s"]) for record in metrics if record.get("kind") == "push"]:
         settings["push_s"] = fmean(pushes)
     ends = Counter(attempt.cause for attempt in evidence.attempts if attempt.offered)
@@ -60,7 +61,7 @@ def read_run(path: Path) -> Recording:
     reserved = 0 if config is None else config.dispatcher.evaluation_slots
     return Recording(
         source=str(path),
-        observations=tuple(_observations(evidence)),
+        observations=tuple(_observations(evidence, before_s=overheads.get("boot_s", 0.0))),
         settings=settings,
         cap_s=math.inf if config is None else config.rollout.agent_timeout_s,
         failure=ends[Cause.INFRA] / max(1, scored + ends[Cause.INFRA]),
@@ -149,13 +150,15 @@ def _overheads(evidence: Evidence) -> dict[str, float]:
     return {"boot_s": max(1e-3, fmean(before_s) / spread), "evaluate_s": fmean(after_s)}
 
 
-def _observations(evidence: Evidence) -> Iterator[Observation]:
+def _observations(evidence: Evidence, *, before_s: float) -> Iterator[Observation]:
     tasks = {group.group_id: group.task_id for group in evidence.groups}
     groups = {rollout.rollout_id: rollout.group_id for rollout in evidence.rollouts}
-    ended_s = max((_last_seen_s(attempt) for attempt in evidence.attempts), default=0.0)
-    ended_s = max([ended_s, *(commit.committed_at_s for commit in evidence.commits)])
-    overhead = _overheads(evidence)
-    before_s = overhead.get("boot_s", 0.0)
+    ended_s = max(
+        (
+            *(attempt.ended_at_s or attempt.issued_at_s for attempt in evidence.attempts),
+            *(commit.committed_at_s for commit in evidence.commits),
+        )
+    )
     for attempt in evidence.attempts:
         seen = _seen(attempt, ended_s, before_s)
         if seen is not None:
@@ -179,7 +182,3 @@ def _seen(attempt: AttemptRecord, record_ended_s: float, before_s: float) -> tup
         return None
     elapsed_s = (attempt.ended_at_s or record_ended_s) - attempt.issued_at_s - before_s
     return (elapsed_s, False) if elapsed_s > 0 else None
-
-
-def _last_seen_s(attempt: AttemptRecord) -> float:
-    return attempt.issued_at_s if attempt.ended_at_s is None else attempt.ended_at_s

@@ -70,19 +70,6 @@ def distance(one: tuple, other: tuple) -> int:
     return len(one) + len(other) - 2 * common
 
 
-def tables(buffer):
-    state = buffer.state
-    known = {name: value for name, value in vars(state).items() if not name.startswith("_")}
-    del known["changes_made"]
-    return known | {
-        "by_state": {name: set(ids) for name, ids in state.by_state.items()},
-        "open": set(state.open_groups()),
-        "in flight": {version: set(ids) for version, ids in state.in_flight_by_version.items()},
-        "free": {versions: set(ids) for versions, ids in state.free_by_versions.items()},
-        "next": state.next_pending(),
-    }
-
-
 class BufferMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
@@ -360,11 +347,11 @@ class BufferMachine(RuleBasedStateMachine):
     @rule()
     def crash(self):
         """Only what was written is there again, and it is everything."""
-        before = tables(self.core)
+        before = cases.tables(self.core)
         self.ledger.close()
         self.open_ledger()
         self.core = cases.core(self.config, self.ledger.load())
-        assert tables(self.core) == before
+        assert cases.tables(self.core) == before
         self.core.restart_clocks(self.now)
         self.opened = dict.fromkeys(self.opened, self.now)
         self.persist()

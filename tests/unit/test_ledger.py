@@ -28,20 +28,6 @@ FIRST = PolicyVersion(1, 0)
 IDENTITY = {"run_id": "run", "tasks_sha256": "00"}
 
 
-def tables(buffer):
-    """All that a core knows, comparable."""
-    state = buffer.state
-    known = {name: value for name, value in vars(state).items() if not name.startswith("_")}
-    del known["changes_made"]
-    return known | {
-        "by_state": {name: set(ids) for name, ids in state.by_state.items()},
-        "open": set(state.open_groups()),
-        "in flight": {version: set(ids) for version, ids in state.in_flight_by_version.items()},
-        "free": {versions: set(ids) for versions, ids in state.free_by_versions.items()},
-        "next": state.next_pending(),
-    }
-
-
 def busy_core():
     """A core with something in every table and most states."""
     buffer = cases.core()
@@ -70,7 +56,7 @@ def test_load_gives_back_what_was_written(tmp_path):
     ledger.write(buffer.drain(), [])
     ledger.close()
     again = Ledger.open(tmp_path, IDENTITY)
-    assert tables(cases.core(snapshot=again.load())) == tables(buffer)
+    assert cases.tables(cases.core(snapshot=again.load())) == cases.tables(buffer)
     again.close()
 
 
@@ -78,7 +64,7 @@ def test_memory_ledger_behaves_like_the_file():
     buffer = busy_core()
     ledger = Ledger.in_memory(IDENTITY)
     ledger.write(buffer.drain(), [])
-    assert tables(cases.core(snapshot=ledger.load())) == tables(buffer)
+    assert cases.tables(cases.core(snapshot=ledger.load())) == cases.tables(buffer)
     ledger.close()
 
 
