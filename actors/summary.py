@@ -10,7 +10,7 @@ import orjson
 from headrace.actors.metrics import read_metrics
 from headrace.actors.utilisation import bottleneck, mean_in_flight, mean_loads
 from headrace.buffer.evidence import read_evidence
-from headrace.buffer.verify import verify
+from headrace.buffer.verify import audit
 from headrace.sandboxes.leftovers import sandboxes_left
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
         and record["rollouts_in_flight"] is not None
         and not record["version"].endswith(".0")
     ]
-    evidence, report = read_evidence(directory.path), verify(directory.path)
+    evidence = read_evidence(directory.path)
+    report = audit(evidence)
     ended = [attempt for attempt in evidence.attempts if attempt.offered]
     started_s = [attempt.issued_at_s for attempt in evidence.attempts]
     commits_s = [commit.committed_at_s for commit in evidence.commits]

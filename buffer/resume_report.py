@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.records import BatchState, RolloutState
-from headrace.buffer.verify import verify
+from headrace.buffer.verify import audit
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
@@ -112,14 +112,15 @@ class ResumeReport:
 
 def resume_report(run_dir: Path, *, max_staleness: int) -> ResumeReport:
     """Read a run that nobody drives. Raises LedgerRefused when it holds no readable ledger."""
-    return _Plan(read_evidence(run_dir), verify(run_dir), max_staleness).report()
+    evidence = read_evidence(run_dir)
+    return _Plan(evidence, audit(evidence), max_staleness).report()
 
 
 class _Plan:
     """What `open_epoch` at the newest checkpoint makes of the evidence."""
 
-    def __init__(self, evidence: Evidence, audit: VerifyReport, max_staleness: int) -> None:
-        self.evidence, self.audit, self.max_staleness = evidence, audit, max_staleness
+    def __init__(self, evidence: Evidence, checked: VerifyReport, max_staleness: int) -> None:
+        self.evidence, self.checked, self.max_staleness = evidence, checked, max_staleness
         self.attempts = {attempt.key: attempt for attempt in evidence.attempts}
         self.checkpoint = max(evidence.witnesses, key=lambda witness: witness.version, default=None)
         self.path = evidence.surviving
@@ -148,10 +149,10 @@ class _Plan:
             restarted=states[RolloutState.IN_FLIGHT],
             pending=states[RolloutState.PENDING],
             ended=sum(count for state, count in states.items() if state not in named),
-            lost=self.audit.lost + len(ahead),
+            lost=self.checked.lost + len(ahead),
             batches=tuple(batch.batch_id for batch in self.batches),
             deciles=self._deciles(),
-            problems=(*ahead, *self.audit.problems),
+            problems=(*ahead, *self.checked.problems),
         )
 
     @property

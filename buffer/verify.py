@@ -75,7 +75,12 @@ class VerifyReport:
 
 def verify(run_dir: Path) -> VerifyReport:
     """Check a run directory. Raises LedgerRefused when it holds no readable ledger."""
-    return _Audit(read_evidence(run_dir)).report()
+    return audit(read_evidence(run_dir))
+
+
+def audit(evidence: Evidence) -> VerifyReport:
+    """`verify` for who has read the evidence; trajectories are read here."""
+    return _Audit(evidence).report()
 
 
 class _Audit:

@@ -19,7 +19,7 @@ from headrace.buffer.classification import trained_tokens
 from headrace.buffer.evidence import read_evidence, read_trajectories
 from headrace.buffer.records import RolloutState
 from headrace.buffer.report import acceptance_by_decile
-from headrace.buffer.verify import verify
+from headrace.buffer.verify import audit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,6 @@ class Account:
     most_in_flight: int
     learner_share: float
     problems: tuple[str, ...]
-    history_sha256: str
 
     @property
     def max_staleness(self) -> int:
@@ -88,8 +87,7 @@ def read_account(folder: Path, *, warmup_steps: int) -> Account:
         busy=_busy(evidence, began_s, ended_s),
         most_in_flight=most_in_flight(evidence),
         learner_share=learner_s / (ended_s - began_s),
-        problems=(*verify(folder).problems, *problems),
-        history_sha256=history_digest(folder),
+        problems=(*audit(evidence).problems, *problems),
     )
 
 

@@ -25,7 +25,7 @@ from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.tasks import simulated_tasks
 from headrace.actors.worker import RolloutWorker
 from headrace.buffer.evidence import read_evidence
-from headrace.buffer.verify import verify
+from headrace.buffer.verify import audit
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,9 +131,10 @@ def _actors(stage: Stage) -> list[object]:
 
 def _wall_s(directory: RunDirectory) -> float:
     """From the first attempt to the end of the last. Raises AssertionError for a ledger that is not clean."""
-    problems = verify(directory.path).problems
+    evidence = read_evidence(directory.path)
+    problems = audit(evidence).problems
     assert not problems, problems
-    attempts = read_evidence(directory.path).attempts
+    attempts = evidence.attempts
     ended_s = [attempt.ended_at_s for attempt in attempts if attempt.ended_at_s is not None]
     return max(ended_s) - min(attempt.issued_at_s for attempt in attempts)
 

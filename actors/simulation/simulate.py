@@ -19,7 +19,7 @@ from headrace.actors.errors import ConfigError, RunStalled, first_cause
 from headrace.actors.headway import Headway
 from headrace.actors.parking import refuse_all_parked
 from headrace.actors.runtime import InlineRuntime
-from headrace.actors.simulation.account import read_account
+from headrace.actors.simulation.account import history_digest, read_account
 from headrace.actors.simulation.plan import MINUTE_S, Mode
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual
@@ -49,6 +49,8 @@ class Simulated:
     engine_busy: float
     """Mean number of turns that generate."""
     sync_step_s: float
+    history_sha256: str
+    """Of the whole ledger."""
 
     @property
     def clean(self) -> bool:
@@ -79,7 +81,7 @@ class Simulated:
             "utilisation": self.utilisation(),
             "clean": self.clean,
             "problems": self.problems(),
-            "history_sha256": account.history_sha256,
+            "history_sha256": self.history_sha256,
         }
 
     def lines(self) -> list[str]:
@@ -118,14 +120,19 @@ class Simulated:
 def simulate(plan: SimulationPlan, keep: Path | None = None) -> Simulated:
     """Run the plan, and the same in sync mode. `keep` is an empty folder for the ledger of the first. Raises
     ConfigError, TasksParked, RunStalled."""
-    account, engine_busy = run_plan(plan, keep)
+    with tempfile.TemporaryDirectory(prefix="headrace-simulate-") as scratch:
+        folder = Path(scratch) / "ledger" if keep is None else keep
+        account, engine_busy = run_plan(plan, folder)
+        digest = history_digest(folder)
     if plan.mode is Mode.SYNC:
         sync_step_s = account.step_s
     else:
         steps = min(plan.steps, MOST_SYNC_STEPS)
         changes = {"mode": Mode.SYNC, "steps": steps, "rule": "all", "buffer": {}}
         sync_step_s = run_plan(plan.model_copy(update=changes))[0].step_s
-    return Simulated(plan=plan, account=account, engine_busy=engine_busy, sync_step_s=sync_step_s)
+    return Simulated(
+        plan=plan, account=account, engine_busy=engine_busy, sync_step_s=sync_step_s, history_sha256=digest
+    )
 
 
 def run_plan(plan: SimulationPlan, keep: Path | None = None) -> tuple[Account, float]:
