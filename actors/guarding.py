@@ -12,7 +12,7 @@ import logging
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace.actors.errors import ActorLost
-from headrace.actors.retry import RESTART_DEADLINE_S, until_back
+from headrace.actors.retry import until_back
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -25,9 +25,6 @@ R = TypeVar("R")
 GUARD_S = 2.0
 """How often an actor is asked whether it is alive."""
 
-OPENED_DEADLINE_S = 3 * RESTART_DEADLINE_S
-"""An actor that runs long calls may be back and still open: it waits for others meanwhile that restart themselves."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -37,7 +34,7 @@ async def keep_running(call: Callable[[], Awaitable[R]], ready: Callable[[], Awa
         try:
             return await call()
         except ActorLost:
-            await until_back(ready, deadline_s=OPENED_DEADLINE_S)
+            await until_back(ready)
 
 
 async def guard(runtime: Runtime, name: str, actor: object, hang_s: float) -> NoReturn:

@@ -322,13 +322,13 @@ class FaultyRuntime:
         """The call is executed; the future is its answer. ActorLost while the actor is down."""
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         incarnation = cell.current
-        if incarnation is None or not cell.entered.is_set():
+        if incarnation is None:
             answer.set_exception(
                 ActorGone(f"actor {cell.name} is stopped") if cell.stopped else ActorLost(f"actor {cell.name} is down")
             )
             return answer
         incarnation.waiting[answer] = None
-        work = incarnation.begin(_execute(incarnation.instance, method, made_of, answer))
+        work = incarnation.begin(_execute(incarnation, method, made_of, answer))
         answer.add_done_callback(lambda _: incarnation.waiting.pop(answer, None))
         answer.add_done_callback(lambda _: work.cancel() if answer.cancelled() else None)
         return answer
@@ -357,10 +357,12 @@ class FaultyRuntime:
         return struck
 
 
-async def _execute(instance: object, method: str, made_of: bytes, answer: asyncio.Future[bytes]) -> None:
+async def _execute(incarnation: Incarnation, method: str, made_of: bytes, answer: asyncio.Future[bytes]) -> None:
+    """As `runtime.Host` does: a call waits until its actor is entered."""
     args, kwargs = pickle.loads(made_of)
     try:
-        result = pickle.dumps(await getattr(instance, method)(*args, **kwargs))
+        await incarnation.cell.entered.wait()
+        result = pickle.dumps(await getattr(incarnation.instance, method)(*args, **kwargs))
     except asyncio.CancelledError:
         if not answer.done():
             answer.set_exception(ActorLost(f"a call of {method} was broken off"))
