@@ -44,6 +44,8 @@ from headrace.buffer.tasks import Task
 START_VERSION = PolicyVersion(1, 0)
 """What the model of a recipe is called, as in a run of it."""
 MAX_NAMED = 10
+UNFINISHED = "evaluation.json.partial"
+"""What a process leaves that was killed while it made the folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +182,7 @@ def _refuse_taken(evaluation: Evaluation) -> None:
     out = evaluation.out
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file; name a folder")
-    if not out.exists() or not any(out.iterdir()):
+    if not out.exists() or {path.name for path in out.iterdir()} <= {UNFINISHED}:
         return
     if _read_identity(out) != evaluation.identity:
         raise ConfigError(f"--out {out}: is not empty, and holds something else; choose another folder")
@@ -238,8 +240,10 @@ def _make(evaluation: Evaluation) -> None:
     """The output folder with its identity. Raises ConfigError."""
     identity = orjson.dumps(evaluation.identity, option=orjson.OPT_INDENT_2)
     try:
-        evaluation.directory.path.mkdir(parents=True, exist_ok=True)
+        # The identity first: a folder that holds anything else and no identity is somebody else's.
+        evaluation.out.mkdir(parents=True, exist_ok=True)
         replace_file(evaluation.out / "evaluation.json", identity)
+        evaluation.directory.path.mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out: {evaluation.out} cannot be written: {error.strerror}; choose another") from error
 

@@ -322,6 +322,10 @@ def test_an_output_folder_of_something_else_is_refused_and_left_alone(
     assert "is not empty, and holds something else" in eval_refused(monkeypatch, capsys, *arguments)
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
     evaluation = prepare_evaluation(Asked(source=recipe, out=tmp_path / "free", runs_dir=tmp_path))
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / "evaluation.json.partial").write_bytes(b"{")
+    assert prepare_evaluation(Asked(source=recipe, out=begun, runs_dir=tmp_path)).out == begun
     (out / "evaluation.json").write_text(json.dumps(evaluation.identity))
     assert prepare_evaluation(Asked(source=recipe, out=out, runs_dir=tmp_path)).identity == evaluation.identity
     assert "holds something else" in eval_refused(monkeypatch, capsys, *arguments, "--samples", "9")
