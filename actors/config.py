@@ -242,7 +242,7 @@ class RunConfig(_Section):
 
 
 def a_model_is_named(config: RunConfig) -> str | None:
-    if config.engines.backend == "simulated" or config.model.path != Path():
+    if config.engines.is_simulated or config.model.path != Path():
         return None
     return "model.path is missing; set it"
 
@@ -250,7 +250,7 @@ def a_model_is_named(config: RunConfig) -> str | None:
 def simulated_parts_go_together(config: RunConfig) -> str | None:
     """Simulated engines have no weights to push, and nothing to say."""
     parts = {
-        'engines.backend = "simulated"': config.engines.backend == "simulated",
+        'engines.backend = "simulated"': config.engines.is_simulated,
         'learner.kind = "simulated"': config.learner.kind == "simulated",
         'agent.kind = "simulated"': config.agent.kind is AgentKind.SIMULATED,
     }
@@ -280,7 +280,7 @@ def turns_fit_the_engines(config: RunConfig) -> str | None:
 
 def failing_engines_are_noticed_in_time(config: RunConfig) -> str | None:
     agent_s = config.rollout.agent_timeout_s
-    if config.engines.backend == "simulated":
+    if config.engines.is_simulated:
         return None
     for name, value in (("gate_wait_s", config.gateway.gate_wait_s), ("turn_timeout_s", config.gateway.turn_timeout_s)):
         if value >= agent_s:

@@ -82,6 +82,11 @@ class EnginesConfig(BaseModel):
     health_timeout_s: float = Field(default=10.0, gt=0)
     """An engine that does not tell its load for so long is killed and replaced."""
 
+    @property
+    def is_simulated(self) -> bool:
+        """No engine, gateway or weights: turns take time."""
+        return self.backend == "simulated"
+
 
 @dataclass(slots=True)
 class _Member:

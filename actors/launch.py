@@ -41,7 +41,7 @@ from headrace.sandboxes.doctor import require_namespaces
 from headrace.serve.observing.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
     from pathlib import Path
 
     from headrace.actors.runtime import Runtime
@@ -85,7 +85,7 @@ def lay_out(config: RunConfig, directory: RunDirectory) -> None:
 
 def check_parts(config: RunConfig) -> None:
     """Model, agent and sandboxes are there. Raises ConfigError, ModelInvalid and NamespacesUnavailable."""
-    if config.engines.backend != "simulated":
+    if not config.engines.is_simulated:
         check_model_files(config.model.path)
     make_agent(config.agent)
     if config.sandbox.provider is SandboxKind.LOCAL:
@@ -174,7 +174,7 @@ def drive(
     *,
     quiet: bool = False,
     before: Callable[[], object] = lambda: None,
-    beside: Callable[[Service], Awaitable[None]] | None = None,
+    beside: Callable[[Service], Coroutine[Any, Any, None]] | None = None,
 ) -> RunSummary:
     """Run or resume to the end; the summary is also written to summary.json. `before` is called as soon as nobody else
     drives the run; `beside` goes on beside the run, with its service, and is cancelled at the end. Raises RunError and
@@ -203,7 +203,7 @@ async def _drive(
     directory: RunDirectory,
     *,
     quiet: bool,
-    beside: Callable[[Service], Awaitable[None]] | None,
+    beside: Callable[[Service], Coroutine[Any, Any, None]] | None,
 ) -> bool:
     runtime = RayRuntime()
     service = await runtime.spawn(Service, config, directory, runtime, name="service")
@@ -213,7 +213,7 @@ async def _drive(
             running = tasks.create_task(run_guarded(runtime, service, config.service.hang_s, draining))
             aside = [tasks.create_task(watch(service, quiet=quiet))]
             if beside is not None:
-                aside.append(tasks.create_task(_aside(beside, service)))
+                aside.append(tasks.create_task(beside(service)))
             with drain_on_interrupt(service, running, tasks, draining):
                 completed = await running
             for task in aside:
@@ -224,10 +224,6 @@ async def _drive(
             async with asyncio.timeout(config.service.drain_s):
                 await runtime.stop(service)
     return completed
-
-
-async def _aside(beside: Callable[[Service], Awaitable[None]], service: Service) -> None:
-    await beside(service)
 
 
 async def run_guarded(runtime: Runtime, service: Service, hang_s: float, draining: asyncio.Event | None = None) -> bool:

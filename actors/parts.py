@@ -56,7 +56,6 @@ class ServiceParts(Owning):
         self._runtime = runtime
         self._evaluations = evaluations
         self._observing = Observing(config=config.telemetry, run_dir=directory.path)
-        self._is_simulated = config.engines.backend == "simulated"
         self._gateway: GatewayActor | None = None
         self._actors: dict[str, object] = {}
 
@@ -164,7 +163,7 @@ class ServiceParts(Owning):
             replay=replay,
             agent=make_agent(config.agent),
             gateway=None if self._gateway is None else await until_back(self._gateway.address),
-            simulated_engines=cast("SimulatedEngineGroup", self._engines) if self._is_simulated else None,
+            simulated_engines=cast("SimulatedEngineGroup", self._engines) if config.engines.is_simulated else None,
             sampling=Sampling(temperature=config.sampling.temperature),
             budgets=Budgets(
                 max_turns=config.agent.max_turns,

@@ -255,7 +255,7 @@ class Service(ServiceParts):
         async with asyncio.TaskGroup() as starting:
             replay = starting.create_task(self._spawn_replay())
             starting.create_task(self._start_pool())
-            if not self._is_simulated:
+            if not self._config.engines.is_simulated:
                 starting.create_task(self._start_gateway())
         self._replay = replay.result()
 

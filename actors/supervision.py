@@ -164,7 +164,7 @@ def capacities(config: RunConfig, pool: PoolStatus | None) -> Mapping[Station, f
         Station.SANDBOX: config.sandbox.pool.max_live * hosts,
         Station.LEARNER: 1.0,
     }
-    return sizes if config.engines.backend == "simulated" else sizes | {Station.ENGINE: _engine_places(config)}
+    return sizes if config.engines.is_simulated else sizes | {Station.ENGINE: _engine_places(config)}
 
 
 def record_of(

@@ -103,7 +103,7 @@ def prepare_evaluation(asked: Asked) -> Evaluation:
     """Check everything; makes nothing. Raises ConfigError, RunMissing and the errors of tasks, model and sandboxes."""
     is_run = asked.source.is_dir()
     evaluation = _of_run(asked) if is_run else _of_recipe(asked)
-    if evaluation.config.engines.backend == "simulated":
+    if evaluation.config.engines.is_simulated:
         raise ConfigError("engines.backend simulated has no policy to evaluate; set it to cpu")
     check_parts(evaluation.config)
     _refuse_taken(evaluation)

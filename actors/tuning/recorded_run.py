@@ -75,7 +75,6 @@ def read_run(path: Path) -> Recording:
 def _configured(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
     buffer = config.buffer
     slots = config.dispatcher.slots_per_worker * config.service.workers
-    simulated = config.engines.backend == "simulated"
     return {
         "slots": slots if buffer.max_in_flight is None else min(slots, buffer.max_in_flight),
         "batch_size": buffer.batch_size,
@@ -84,7 +83,7 @@ def _configured(config: RunConfig, directory: RunDirectory) -> dict[str, Any]:
         "rule": buffer.rule,
         "mode": buffer.mode,
         "tasks": _lines(directory.train_tasks),
-        "push": config.engines.simulated.push if simulated else "overlap",
+        "push": config.engines.simulated.push if config.engines.is_simulated else "overlap",
         "buffer": {
             key: value
             for key, value in buffer.model_dump(mode="json", exclude_defaults=True).items()
