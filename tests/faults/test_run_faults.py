@@ -186,8 +186,9 @@ def assert_whole(directory: RunDirectory) -> None:
 
 
 def test_a_killed_driver_leaves_nothing_and_the_run_resumes(rig: Any, tmp_path: Path) -> None:
-    driver, directory = start_run(rig, tmp_path, "driver")
-    family = killed_after(3, driver, directory)
+    # Three more steps fit before the next checkpoint, for a learner that outlives its driver by a moment.
+    driver, directory = start_run(rig, tmp_path, "driver", "--set", "training.save_every=4")
+    family = killed_after(5, driver, directory)
     assert len(family) > 10
     ours = [process for process in family if not is_ray_agent(process)]
     _, alive = psutil.wait_procs(ours, timeout=LEASE_S)
@@ -252,10 +253,10 @@ def test_an_interrupted_run_drains_and_can_be_resumed(rig: Any, tmp_path: Path) 
     assert sandboxes_left(directory.path) == 0
 
 
-def start_run(rig: Any, folder: Path, name: str) -> tuple[subprocess.Popen[bytes], RunDirectory]:
+def start_run(rig: Any, folder: Path, name: str, *options: str) -> tuple[subprocess.Popen[bytes], RunDirectory]:
     """A small run as the command line's own process."""
     where = ("--runs-dir", str(folder), "--name", name)
-    driver = rig.start_driver("run", str(rig.RECIPE), *where, "--quiet", *rig.small_arguments())
+    driver = rig.start_driver("run", str(rig.RECIPE), *where, "--quiet", *rig.small_arguments(), *options)
     return driver, RunDirectory(path=folder / name)
 
 
