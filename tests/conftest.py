@@ -70,6 +70,6 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     options = ("--set", "training.steps=6", "--set", "training.save_every=1", "--set", "learner.keep_checkpoints=99")
     outputs = ("--runs-dir", str(folder), "--name", "run", "--quiet", "--json", str(folder / "out.json"))
     driver = rig.start_driver("run", str(rig.RECIPE), *outputs, *rig.small_arguments(), *options)
-    _, errors = driver.communicate(timeout=240)
+    _, errors = driver.communicate(timeout=900)
     assert driver.returncode == 0, errors.decode()
     return rig.RunDirectory(path=folder / "run")

@@ -70,9 +70,9 @@ async def none_left(local: LocalProvider) -> bool:
 
 
 async def test_a_sandbox_ends_at_its_time(server: E2bServer, local: LocalProvider, wire: Callable[..., Any]) -> None:
-    box = await wire(server.url).create(timeout=1)
-    kept = await wire(server.url).create(timeout=1)
+    kept = await wire(server.url).create(timeout=60)
     await kept.call("POST", f"/sandboxes/{kept.id}/timeout", {"timeout": 100})
+    box = await wire(server.url).create(timeout=3)
     async with box.stream(START, bash("sleep 68")) as frames:
         assert [item async for item in frames][-1]["end"]["error"]["code"] == "unavailable"
     assert (await box.call("GET", f"/sandboxes/{box.id}"))[0] == 404

@@ -212,7 +212,7 @@ async def test_a_timeout_spares_other_commands(sandbox: Sandbox) -> None:
 async def test_a_daemon_that_holds_the_output_delays_nothing_and_lives_on(sandbox: Sandbox) -> None:
     result = await run(sandbox, "echo said; (sleep 1000 &)", timeout_s=60)
     assert result.stdout == b"said\n"
-    assert await output(sandbox, "pgrep -c sleep") == "1"
+    assert await output(sandbox, "until pgrep sleep > /dev/null; do :; done; pgrep -c sleep") == "1"
 
 
 async def test_a_cancelled_command_is_killed(sandbox: Sandbox) -> None:

@@ -34,8 +34,10 @@ from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 async def main():
     provider = LocalProvider(LocalSandboxConfig.model_validate_json(sys.argv[1]))
     await provider.start()
-    ref = await provider.create(SandboxSpec(ttl_s=float(sys.argv[2]), idempotency_key="key", labels={"holder": "one"}))
-    await (await provider.attach(ref)).exec("echo kept > /tmp/file; setsid sleep 1000 &", timeout_s=30)
+    ref = await provider.create(SandboxSpec(idempotency_key="key", labels={"holder": "one"}))
+    sandbox = await provider.attach(ref)
+    await sandbox.exec("echo kept > /tmp/file; setsid sleep 1000 &", timeout_s=30)
+    await sandbox.renew(float(sys.argv[2]))
     print(json.dumps([provider.launcher_pid, asdict(ref)]), flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())
@@ -128,7 +130,8 @@ async def test_it_dies_with_its_owner(config: LocalSandboxConfig, tmp_path: Path
 
 
 async def test_providers_that_start_together_share_one(config: LocalSandboxConfig) -> None:
-    providers = [LocalProvider(config) for _ in range(4)]
+    patient = config.model_copy(update={"idle_exit_s": 60})
+    providers = [LocalProvider(patient) for _ in range(4)]
     await asyncio.gather(*(provider.start() for provider in providers))
     assert len({provider.launcher_pid for provider in providers}) == 1
     for provider in providers[1:]:

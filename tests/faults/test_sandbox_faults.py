@@ -121,7 +121,7 @@ async def test_launcher_killed(tmp_path: Path) -> None:
 
 
 async def test_a_launcher_that_hangs_is_killed_and_replaced(tmp_path: Path) -> None:
-    config = LocalSandboxConfig(label=run_label(tmp_path), answer_timeout_s=1, boot_timeout_s=1)
+    config = LocalSandboxConfig(label=run_label(tmp_path), answer_timeout_s=5, boot_timeout_s=5)
     async with LocalProvider(config) as provider:
         sandbox = await busy_sandbox(provider)
         launcher = provider.launcher_pid

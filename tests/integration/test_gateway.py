@@ -330,9 +330,9 @@ async def test_an_abort_during_a_push_is_sent_again_when_the_gate_opens(model_di
 
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 async def test_a_wall_that_ends_while_no_engine_answers_is_infra_not_a_budget(model_dir: Path, wire: Wire) -> None:
-    async with world(model_dir, held_after_s=0.1) as w:
+    async with world(model_dir, held_after_s=0.01) as w:
         await w.gateway.close_gate(EngineId("e0"), lease_s=60)
-        reply = await (await w.client(wire, spec={"budgets": Budgets(wall_s=0.5)})).say("go")
+        reply = await (await w.client(wire, spec={"budgets": Budgets(wall_s=2)})).say("go")
         assert (reply.status, reply.text) == (200, Budgets().final_text), "the agent still gets its normal end"
         assert (await w.finish()).failures[0].startswith("held")
 

@@ -151,8 +151,8 @@ async def test_an_engine_that_never_says_a_word_is_a_failure_in_time(model_dir: 
 
 
 async def test_nor_does_it_hold_up_the_end_of_its_sessions(model_dir: Path) -> None:
-    budgets = Budgets(wall_s=0.3, final_text="over")
-    async with world(model_dir, abort_grace_s=0.1, held_after_s=0.2) as w, await silent(w):
+    budgets = Budgets(wall_s=2, final_text="over")
+    async with world(model_dir, abort_grace_s=0.1, held_after_s=0.01) as w, await silent(w):
         walled = await w.client(spec={"budgets": budgets})
         assert (await walled.say("go")).text == "over"
         report = await w.finish()

@@ -27,9 +27,12 @@ PROMPT = [5, 6, 7]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, write_model) -> list[Path]:
-    """Three sets of weights of one shape."""
+    """Three sets of weights of one shape, which end no answer before its limit."""
     directory = tmp_path_factory.mktemp("models")
-    return [write_model(directory / str(seed), seed=seed) for seed in range(3)]
+    models = [write_model(directory / str(seed), seed=seed) for seed in range(3)]
+    for model in models:
+        (model / "generation_config.json").write_text('{"eos_token_id": []}')
+    return models
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

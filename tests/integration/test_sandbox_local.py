@@ -297,7 +297,7 @@ async def test_timeout_spares_other_commands(sandbox: Sandbox) -> None:
 async def test_a_daemon_that_holds_the_output_delays_nothing_and_lives_on(sandbox: Sandbox) -> None:
     result = await run(sandbox, "echo said; (sleep 1000 &)", timeout_s=60)
     assert result.stdout == b"said\n"
-    assert await output(sandbox, "pgrep -c sleep") == "1"
+    assert await output(sandbox, "until pgrep sleep > /dev/null; do :; done; pgrep -c sleep") == "1"
 
 
 async def test_a_cancelled_command_is_killed(sandbox: Sandbox) -> None:
@@ -625,13 +625,14 @@ async def test_a_frozen_sandbox_runs_nothing_and_can_be_killed_under_a_mount(pro
 
 
 async def test_what_nobody_renews_dies(provider: LocalProvider) -> None:
-    kept = await provider.attach(await provider.create(SandboxSpec(ttl_s=0.3)))
+    kept = await provider.attach(await provider.create(SandboxSpec(ttl_s=30)))
     await kept.renew(600)
     running = await provider.attach(await provider.create(SandboxSpec(ttl_s=0.3)))
     with pytest.raises(SandboxGone):
         await run(running, "sleep 1000", timeout_s=60)
-    frozen = await provider.attach(await provider.create(SandboxSpec(ttl_s=0.3)))
+    frozen = await provider.attach(await provider.create(SandboxSpec()))
     await frozen.freeze()
+    await frozen.renew(0.3)
     await list_until(provider, 1)
     assert await output(kept, "echo alive") == "alive"
     (info,) = await provider.list()

@@ -117,12 +117,12 @@ async def test_frozen_data(provider: SubprocessProvider) -> None:
 
 
 async def test_leases_keys_and_secrets(provider: SubprocessProvider) -> None:
-    spec = SandboxSpec(idempotency_key="k", ttl_s=0.2)
+    spec = SandboxSpec(idempotency_key="k", ttl_s=3)
     ref = await provider.create(spec)
     assert await provider.create(spec) == ref
     with pytest.raises(SecretRefused):
         await (await provider.attach(replace(ref, secret="wrong"))).kill()
-    kept = await provider.attach(await provider.create(SandboxSpec(ttl_s=0.2)))
+    kept = await provider.attach(await provider.create(SandboxSpec(ttl_s=30)))
     await kept.renew(600)
     with pytest.raises(SandboxGone):
         await (await provider.attach(ref)).exec("sleep 1000", timeout_s=60)

@@ -42,8 +42,6 @@ def test_real_time_is_told_beside_virtual_time(ray_cluster: None, tmp_path: Path
     replayed = compare(plan, directory, minute_s=MINUTE_S, wall_s=1.0)
     assert replayed.problems() == []
     assert replayed.real.trained == replayed.virtual.trained == 6 * 16
-    # No call is faster than one that takes no time.
-    assert 0.95 < replayed.real_over_virtual < 3
     told = replayed.to_json()
     assert told["measured_steps"] == 3
     assert 0 < told["real"]["max_staleness_seen"] <= 2

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from headrace.actors.held_out.answers import read_answers
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     from headrace.actors.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
 
 
 def spans_of(directory: RunDirectory) -> dict[str, list[dict[str, Any]]]:
@@ -136,7 +138,7 @@ def test_a_killed_evaluation_of_a_checkpoint_goes_on_and_touches_no_ledger(
 ) -> None:
     rig, out = load_support("run_rig"), tmp_path / "out"
     before = read_evidence(finished_run.path)
-    wanted = ("eval", str(finished_run.path), "--checkpoint", "1.3", "--samples", "2", "--limit", "12", "--quiet")
+    wanted = ("eval", str(finished_run.path), "--checkpoint", "1.3", "--samples", "4", "--limit", "12", "--quiet")
     arguments = (*wanted, "--out", str(out), "--json", str(tmp_path / "summary.json"))
     first = rig.start_driver(*arguments)
     try:
@@ -144,8 +146,13 @@ def test_a_killed_evaluation_of_a_checkpoint_goes_on_and_touches_no_ledger(
             assert first.poll() is None, first.communicate()[1].decode()
             time.sleep(0.05)
     finally:
+        family = psutil.Process(first.pid).children(recursive=True)
         first.kill()
         first.communicate()
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=60)
     recorded = read_answers(out / "results.jsonl")
     assert not (out / "summary.json").exists()
     second = rig.start_driver(*arguments)
@@ -153,12 +160,12 @@ def test_a_killed_evaluation_of_a_checkpoint_goes_on_and_touches_no_ledger(
     assert second.returncode == 0, errors.decode()
     answers = read_answers(out / "results.jsonl")
     assert answers[: len(recorded)] == recorded
-    assert len({answer.rollout_id for answer in answers}) == len(answers) == 24
+    assert len({answer.rollout_id for answer in answers}) == len(answers) == 48
     document = json.loads((out / "summary.json").read_bytes())
     assert json.loads((tmp_path / "summary.json").read_bytes()) == document | {"out": str(out)}
-    assert (document["n"], set(document["versions"])) == (24, {"1.3"})
+    assert (document["n"], set(document["versions"])) == (48, {"1.3"})
     assert document["model"] == str(finished_run.checkpoints / "1.3")
-    assert set(document["pass_at_k"]) == {"1", "2"}
+    assert set(document["pass_at_k"]) == {"1", "2", "4"}
     assert sandboxes_left(out / "service") == 0
     assert read_evidence(finished_run.path) == before
     assert not finished_run.is_driven()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(300), pytest.mark.usefixtures("ray_cluster")]
 
-SLOW_CHECK_S = 10
+SLOW_CHECK_S = 20
 
 
 def slowed(task: Task) -> Task:
@@ -35,7 +35,8 @@ async def test_the_learner_steps_while_a_straggler_is_out(load_support: Callable
     write_tasks(tmp_path / "train.jsonl", [slowed(straggler), *others])
     write_tasks(tmp_path / "heldout.jsonl", generate(seed=3, count=4, split=Split.HELD_OUT))
     files = (f"tasks.train={tmp_path}/train.jsonl", f"tasks.heldout={tmp_path}/heldout.jsonl")
-    async with rig.open_service(tmp_path, "straggler", *files) as (service, directory):
+    patience = ("rollout.evaluate_timeout_s=60", "rollout.guard_s=150")
+    async with rig.open_service(tmp_path, "straggler", *files, *patience) as (service, directory):
         assert await service.run()
 
     report = verify(directory.path)

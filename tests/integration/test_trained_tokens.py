@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headrace.buffer.evidence import Evidence
     from headrace.buffer.types import Row, Trajectory
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
 
 Key = tuple[str, int]
 TOLERANCE = 1e-3

@@ -95,7 +95,7 @@ async def test_the_end_of_the_data_completes_a_run(open_run: Any, caplog: pytest
 SLOW_EVALUATIONS = (
     "dispatcher.evaluation_slots=1",
     "evaluation.every_steps=3",
-    "evaluation.samples_on_the_way=40",
+    "evaluation.samples_on_the_way=100",
     "evaluation.samples=1",
     "learner.simulated.step_s=0.5",
     "training.steps=8",
