@@ -14,10 +14,9 @@ from rich.console import Group
 from rich.table import Table
 
 from headrace.actors.metrics import read_metrics
-from headrace.actors.simulation.account import evictions
 from headrace.actors.utilisation import bottleneck, mean_in_flight, mean_loads
 from headrace.buffer.evidence import read_evidence
-from headrace.buffer.report import acceptance_by_decile, left_out
+from headrace.buffer.report import acceptance_by_decile, evictions, left_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

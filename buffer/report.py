@@ -86,6 +86,11 @@ def acceptance_by_decile(evidence: Evidence) -> tuple[DecileReport, ...]:
     return tuple(_decile(place, tenth, cancelled[place], rollouts) for place, tenth in enumerate(tenths))
 
 
+def evictions(evidence: Evidence) -> int:
+    """How often a rollout went over the bound, whether it was issued again or ended by it."""
+    return sum(rollout.evictions + (rollout.state is RolloutState.EVICTED) for rollout in evidence.rollouts)
+
+
 def left_out(evidence: Evidence) -> tuple[LeftOut, ...]:
     """What the rule left out of each group that it sealed early, in the order of opening."""
     firsts: dict[RolloutId, AttemptRecord] = {}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from headrace.buffer.classification import trained_tokens
 from headrace.buffer.evidence import read_evidence, read_trajectories
 from headrace.buffer.records import RolloutState
-from headrace.buffer.report import acceptance_by_decile
+from headrace.buffer.report import acceptance_by_decile, evictions
 from headrace.buffer.verify import audit
 
 if TYPE_CHECKING:
@@ -89,11 +89,6 @@ def read_account(folder: Path, *, warmup_steps: int) -> Account:
         learner_share=learner_s / (ended_s - began_s),
         problems=(*audit(evidence).problems, *problems),
     )
-
-
-def evictions(evidence: Evidence) -> int:
-    """How often a rollout went over the bound, whether it was issued again or ended by it."""
-    return sum(rollout.evictions + (rollout.state is RolloutState.EVICTED) for rollout in evidence.rollouts)
 
 
 def _window(evidence: Evidence, commits: list[CommitRecord], warmup_steps: int) -> tuple[float, float]:

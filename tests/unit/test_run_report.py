@@ -12,13 +12,12 @@ from rich.console import Console
 
 from headrace.actors.reporting import RunReport, report_of
 from headrace.actors.run_directory import RunDirectory
-from headrace.actors.simulation.account import evictions
 from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.summary import summarize
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.records import RolloutState
-from headrace.buffer.report import left_out
+from headrace.buffer.report import evictions, left_out
 from headrace.buffer.verify import verify
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ledger_v2"
