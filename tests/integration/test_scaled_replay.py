@@ -36,14 +36,16 @@ async def replay_over(runtime: RayRuntime, plan: SimulationPlan, directory: RunD
 
 def test_real_time_is_told_beside_virtual_time(ray_cluster: None, tmp_path: Path) -> None:
     """Both sides are read from ledgers of their own; how near they are is for a quiet machine to say."""
-    plan = make_plan("swe64", {"slots": 16, "steps": 6, "max_staleness": 2, "batch_size": 16})
+    plan = make_plan("swe64", {"slots": 16, "steps": 12, "max_staleness": 2, "batch_size": 16})
     directory = RunDirectory(path=tmp_path / "run")
     asyncio.run(replay_over(RayRuntime("replay-"), plan, directory))
     replayed = compare(plan, directory, minute_s=MINUTE_S, wall_s=1.0)
     assert replayed.problems() == []
-    assert replayed.real.trained == replayed.virtual.trained == 6 * 16
+    assert replayed.real.trained == replayed.virtual.trained == 12 * 16
+    # No call is faster than one that takes no time; over six steps a stall of the machine weighs little.
+    assert 0.95 < replayed.real_over_virtual < 3
     told = replayed.to_json()
-    assert told["measured_steps"] == 3
+    assert told["measured_steps"] == 6
     assert 0 < told["real"]["max_staleness_seen"] <= 2
     assert told["real"]["fraction_of_ideal"] == pytest.approx(
         told["virtual"]["fraction_of_ideal"] / told["real_over_virtual"]

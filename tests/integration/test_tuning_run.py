@@ -74,6 +74,7 @@ async def test_a_recorded_run_is_tuned_and_its_rule_runs(ray_cluster: None, tmp_
     records = read_metrics(RunDirectory(path=recorded).metrics)
     steps = [record["step_s"] for record in records if record["kind"] == "step"]
     assert tuned.recording.settings["learner_s"] == pytest.approx(fmean(steps))
+    assert min(steps) > 0.09, "of a learner that takes 0.1 s"
     assert tuned.searched.recorded.candidate.rule == "all"
     assert tuned.chosen.candidate.rule == "fraction(0.5)"
     chosen = (await rig.run_simulated(tmp_path, "chosen", *SHORT, *_settings(tuned))).path
