@@ -243,7 +243,7 @@ def export(
 def serve(context: typer.Context) -> None:
     """Serve a model directory with the embedded CPU engine (SGLang's routes). Options: `headrace engine serve
     --help`."""
-    from headrace.policies.cpu_engine import main as serve_engine
+    from headrace.policies.cpu_engine.program import main as serve_engine
 
     code = serve_engine(context.args)
     # A transfer thread may hang in a collective that nothing can cancel: leave without waiting for it.

@@ -35,10 +35,10 @@ from headrace.policies.engine import EngineId
 from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.errors import EngineError, EngineStartFailed, EngineUnavailable, PolicyError, SenderFailed
 from headrace.policies.learner import WeightsSnapshot
-from headrace.policies.push import push
-from headrace.policies.push_machine import PushOutcome
-from headrace.policies.sender import SenderConfig, SenderProcess
-from headrace.policies.sglang import SGLangConfig, SGLangEngine
+from headrace.policies.push.execution import push
+from headrace.policies.push.machine import PushOutcome
+from headrace.policies.push.sender import SenderConfig, SenderProcess
+from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.simulated import SimulatedEnginesConfig
 from headrace.serve.routing import EngineRoute, RoutingTable
 
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from headrace.actors.gateway import GatewayActor
     from headrace.actors.observing import Observing
     from headrace.policies.engine import RequestId
-    from headrace.policies.push import PushConfig, PushReport
-    from headrace.policies.push_machine import Phase
+    from headrace.policies.push.execution import PushConfig, PushReport
+    from headrace.policies.push.machine import Phase
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from aiohttp import web
 from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.policies.sglang import SGLangConfig, SGLangEngine
+from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.admin_routes import AdminRoutes, refusal_of
 from headrace.serve.agent_routes import AgentRoutes
 from headrace.serve.capture.session_log import SessionLog

@@ -23,7 +23,7 @@ import uvloop
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineError
-from headrace.policies.sglang import SGLangConfig, SGLangEngine
+from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.errors import OptionRefused
 from headrace.serve.garbage import portioned_collections
 from headrace.serve.gateway import Gateway, GatewayConfig

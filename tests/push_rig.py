@@ -14,16 +14,16 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, GenerateRequest, RequestId
 from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.learner import WeightsSnapshot
-from headrace.policies.push import PushConfig, push
-from headrace.policies.sender import SenderConfig, SenderProcess
-from headrace.policies.sglang import SGLangConfig, SGLangEngine
+from headrace.policies.push.execution import PushConfig, push
+from headrace.policies.push.sender import SenderConfig, SenderProcess
+from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
-    from headrace.policies.push import PushReport
-    from headrace.policies.push_machine import Phase
+    from headrace.policies.push.execution import PushReport
+    from headrace.policies.push.machine import Phase
 
 VOCABULARY = 258
 NAMES = ("one", "two")

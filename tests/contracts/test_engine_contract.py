@@ -14,7 +14,7 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, FinishReason, GenerateRequest, PauseMode, RequestId
 from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.errors import EngineRefused, EngineStartFailed, EngineTimeout, EngineUnavailable, RequestInvalid
-from headrace.policies.sglang import SGLangConfig, SGLangEngine
+from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -12,7 +12,7 @@ import pytest_asyncio
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import FinishReason
 from headrace.policies.errors import SenderFailed, SenderTimeout
-from headrace.policies.push_machine import Phase, PushOutcome
+from headrace.policies.push.machine import Phase, PushOutcome
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

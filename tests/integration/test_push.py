@@ -12,10 +12,10 @@ import torch
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import FinishReason
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.push_machine import Phase
+from headrace.policies.push.machine import Phase
+from headrace.policies.push.weights import checksums, read_snapshot
 from headrace.policies.qwen3 import Qwen3, read_weights
 from headrace.policies.qwen3_config import Qwen3Config
-from headrace.policies.weights import checksums, read_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -160,7 +160,7 @@ async def test_an_engine_joins_a_group_hosted_by_plain_torch(rig) -> None:
     from torch.distributed import rendezvous
     from torch.distributed.distributed_c10d import PrefixStore, _new_process_group_helper, _world
 
-    from headrace.policies.process_group import WeightGroup, destroy_group
+    from headrace.policies.push.process_group import WeightGroup, destroy_group
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.policies.cpu_engine_requests import Limits, parse_generate
+from headrace.policies.cpu_engine.requests import Limits, parse_generate
 from headrace.policies.errors import RequestInvalid
 
 LIMITS = Limits(vocab_size=100, context_tokens=64)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.policies.cpu_engine_requests import Prompt, Sampling
-from headrace.policies.cpu_engine_scheduler import Aborted, Generation, LengthReached, Scheduler, Stopped
+from headrace.policies.cpu_engine.requests import Prompt, Sampling
+from headrace.policies.cpu_engine.scheduler import Aborted, Generation, LengthReached, Scheduler, Stopped
 from headrace.policies.engine import PauseMode
 
 EOS = 9

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.policies.engine import EngineId
-from headrace.policies.push_machine import Blame, Failure, Phase, PushMachine, PushOutcome, Step
+from headrace.policies.push.machine import Blame, Failure, Phase, PushMachine, PushOutcome, Step
 
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
 GONE = Failure(blame=Blame.ENGINE, message="gone")

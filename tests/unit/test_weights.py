@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.weights import checksums, flatten, plan_buckets, read_snapshot, unflatten
+from headrace.policies.push.weights import checksums, flatten, plan_buckets, read_snapshot, unflatten
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.policies.engine import PauseMode
-from headrace.policies.push_machine import PushOutcome
+from headrace.policies.push.machine import PushOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

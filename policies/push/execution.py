@@ -1,7 +1,7 @@
 """The push of one snapshot into engines, wave by wave, while rollouts go on.
 
 Invariants:
-- push_machine.py decides what is next; this file does it: every await has a deadline, the journal is written before
+- machine.py decides what is next; this file does it: every await has a deadline, the journal is written before
   each phase.
 - An engine's failure is data in the report. Only a broken snapshot, a failing journal or cancellation leave `push` as
   an exception, and even then every engine that got no bucket is resumed and its gate opened first.
@@ -27,8 +27,8 @@ from headrace.policies.errors import (
     SenderFailed,
     SenderTimeout,
 )
-from headrace.policies.push_contract import BucketSpec, EngineControl, EnginePush, Gate, PushConfig, PushReport
-from headrace.policies.push_machine import Blame, Failure, Phase, PushMachine, Step
+from headrace.policies.push.contract import BucketSpec, EngineControl, EnginePush, Gate, PushConfig, PushReport
+from headrace.policies.push.machine import Blame, Failure, Phase, PushMachine, Step
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.engine import EngineId
     from headrace.policies.learner import WeightsSnapshot
-    from headrace.policies.sender import SenderProcess
+    from headrace.policies.push.sender import SenderProcess
 
 __all__ = ["BucketSpec", "EngineControl", "EnginePush", "Gate", "PushConfig", "PushReport", "push"]
 

@@ -34,7 +34,7 @@ from headrace.policies.errors import (
 
 if TYPE_CHECKING:
     from headrace.policies.engine import EngineId, GenerateRequest, PauseMode, RequestId
-    from headrace.policies.push_contract import BucketSpec
+    from headrace.policies.push.contract import BucketSpec
 
 # SGLang takes a prompt of at most context - 6 tokens (0.5.23) when it does not tell its context.
 SGLANG_RESERVED_TOKENS = 6

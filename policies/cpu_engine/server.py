@@ -19,9 +19,9 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
-from headrace.policies.cpu_engine_replies import generation_json, loads_json
-from headrace.policies.cpu_engine_requests import Limits, parse_generate
-from headrace.policies.cpu_engine_update import InitGroup, UpdateWeights
+from headrace.policies.cpu_engine.replies import generation_json, loads_json
+from headrace.policies.cpu_engine.requests import Limits, parse_generate
+from headrace.policies.cpu_engine.update import InitGroup, UpdateWeights
 from headrace.policies.engine import PauseMode
 from headrace.policies.errors import EngineUnavailable, GroupFailed, RequestInvalid
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from headrace.policies.cpu_engine_replies import Json
-    from headrace.policies.cpu_engine_thread import EngineThread
-    from headrace.policies.cpu_engine_update import WeightUpdater
+    from headrace.policies.cpu_engine.replies import Json
+    from headrace.policies.cpu_engine.thread import EngineThread
+    from headrace.policies.cpu_engine.update import WeightUpdater
 
 logger = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.policies.cpu_engine_requests import Sampling
-    from headrace.policies.cpu_engine_scheduler import Generation, Scheduler
+    from headrace.policies.cpu_engine.requests import Sampling
+    from headrace.policies.cpu_engine.scheduler import Generation, Scheduler
     from headrace.policies.qwen3_config import Qwen3Config
 
 

@@ -20,7 +20,7 @@ from headrace.policies.engine import PauseMode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from headrace.policies.cpu_engine_requests import Prompt
+    from headrace.policies.cpu_engine.requests import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

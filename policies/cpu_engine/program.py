@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from headrace.policies.cpu_engine_server import EngineServer
-    from headrace.policies.cpu_engine_thread import EngineThread
+    from headrace.policies.cpu_engine.server import EngineServer
+    from headrace.policies.cpu_engine.thread import EngineThread
 
 DEFAULT_CONTEXT_TOKENS = 1024
 
@@ -95,12 +95,12 @@ def read_eos_ids(directory: Path) -> frozenset[int]:
 
 def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
     """Load the model and put the parts together. Raises ModelInvalid."""
-    from headrace.policies.cpu_engine_requests import Limits
-    from headrace.policies.cpu_engine_runner import Runner
-    from headrace.policies.cpu_engine_scheduler import Scheduler
-    from headrace.policies.cpu_engine_server import EngineServer, ServerSettings
-    from headrace.policies.cpu_engine_thread import EngineThread
-    from headrace.policies.cpu_engine_update import WeightUpdater
+    from headrace.policies.cpu_engine.requests import Limits
+    from headrace.policies.cpu_engine.runner import Runner
+    from headrace.policies.cpu_engine.scheduler import Scheduler
+    from headrace.policies.cpu_engine.server import EngineServer, ServerSettings
+    from headrace.policies.cpu_engine.thread import EngineThread
+    from headrace.policies.cpu_engine.update import WeightUpdater
     from headrace.policies.qwen3 import read_weights
     from headrace.policies.qwen3_config import Qwen3Config
 
@@ -187,10 +187,3 @@ def parse_arguments(arguments: Sequence[str] | None) -> CpuEngineConfig:
 def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     return run(parse_arguments(arguments))
-
-
-if __name__ == "__main__":
-    code = main()
-    logging.shutdown()
-    # A transfer thread may hang in a collective that nothing can cancel: leave without waiting for it.
-    os._exit(code)

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.policies.errors import GroupFailed, ModelInvalid, RequestInvalid
-from headrace.policies.weights import DTYPES, Bucket, checksums, unflatten
+from headrace.policies.push.weights import DTYPES, Bucket, checksums, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from headrace.policies.cpu_engine_thread import EngineThread
-    from headrace.policies.process_group import WeightGroup
+    from headrace.policies.cpu_engine.thread import EngineThread
+    from headrace.policies.push.process_group import WeightGroup
 
 T = TypeVar("T")
 
@@ -128,7 +128,7 @@ class WeightUpdater:
 
     async def init_group(self, body: InitGroup) -> None:
         """Join a group; blocks until rank 0 is there, at most `group_timeout_s`."""
-        from headrace.policies.process_group import form_group, join_store
+        from headrace.policies.push.process_group import form_group, join_store
 
         if body.backend != "gloo":
             raise RequestInvalid(f"backend {body.backend} is not there on a CPU engine; use gloo")
@@ -155,7 +155,7 @@ class WeightUpdater:
             self._forming.discard(body.group_name)
 
     async def destroy_group(self, name: str) -> None:
-        from headrace.policies.process_group import destroy_group
+        from headrace.policies.push.process_group import destroy_group
 
         group = self._groups.pop(name, None)
         if group is None:
@@ -219,7 +219,7 @@ def receive(group: WeightGroup, bucket: Bucket, load_format: str | None) -> dict
     """Block until the bucket is here. Raises GroupFailed."""
     import torch
 
-    from headrace.policies.process_group import finish_broadcast, start_broadcast
+    from headrace.policies.push.process_group import finish_broadcast, start_broadcast
 
     if load_format == "flattened_bucket":
         flat = torch.empty(bucket.size_bytes, dtype=torch.uint8)

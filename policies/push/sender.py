@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch._C._distributed_c10d import TCPStore
 
-    from headrace.policies.process_group import WeightGroup
-    from headrace.policies.weights import Bucket
+    from headrace.policies.push.process_group import WeightGroup
+    from headrace.policies.push.weights import Bucket
 
 Json = dict[str, Any]
 LINE_LIMIT_BYTES = 256 * 1024 * 1024
@@ -110,7 +110,7 @@ class SenderProcess:
 
     async def _start(self) -> None:
         self.incarnation += 1
-        command = [sys.executable, "-m", "headrace.policies.sender", "--parent-pid", str(os.getpid())]
+        command = [sys.executable, "-m", "headrace.policies.push.sender", "--parent-pid", str(os.getpid())]
         log: IO[bytes] | None = None
         if self._config.log_path is not None:
             self._config.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ class Sender:
         return handlers[command["op"]](command)
 
     def _load(self, command: Json) -> Json:
-        from headrace.policies.weights import checksums, plan_buckets, read_snapshot
+        from headrace.policies.push.weights import checksums, plan_buckets, read_snapshot
 
         self._tensors = read_snapshot(Path(command["path"]), command["sha256"])
         self._buckets = plan_buckets(self._tensors, command["bucket_bytes"])
@@ -187,14 +187,14 @@ class Sender:
         return {"buckets": [asdict(bucket) for bucket in self._buckets], "sizes": sizes, "checksums": sums}
 
     def _open_group(self, command: Json) -> Json:
-        from headrace.policies.process_group import host_store
+        from headrace.policies.push.process_group import host_store
 
         store = host_store(command["host"], command["world_size"], command["timeout_s"])
         self._stores[command["name"]] = (store, command)
         return {"port": store.port}
 
     def _join_group(self, command: Json) -> Json:
-        from headrace.policies.process_group import form_group
+        from headrace.policies.push.process_group import form_group
 
         store, asked = self._stores.pop(command["name"])
         self._groups[command["name"]] = form_group(
@@ -208,7 +208,7 @@ class Sender:
         return {}
 
     def _broadcast(self, command: Json) -> Json:
-        from headrace.policies.process_group import finish_broadcast, start_broadcast
+        from headrace.policies.push.process_group import finish_broadcast, start_broadcast
 
         group, index = self._groups[command["name"]], command["bucket"]
         started_s = time.perf_counter()
@@ -221,7 +221,7 @@ class Sender:
         return {"seconds": time.perf_counter() - started_s}
 
     def _flattened(self, index: int, group: WeightGroup) -> Tensor:
-        from headrace.policies.weights import flatten
+        from headrace.policies.push.weights import flatten
 
         if index not in self._flat:
             flat = flatten(self._buckets[index], self._tensors)
@@ -229,7 +229,7 @@ class Sender:
         return self._flat[index]
 
     def _close_group(self, command: Json) -> Json:
-        from headrace.policies.process_group import destroy_group
+        from headrace.policies.push.process_group import destroy_group
 
         self._stores.pop(command["name"], None)
         self._flat.clear()
@@ -252,7 +252,7 @@ def answer(sender: Sender, line: str) -> Json:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="headrace.policies.sender")
+    parser = argparse.ArgumentParser(prog="headrace.policies.push.sender")
     parser.add_argument("--parent-pid", type=int, required=True)
     die_with_parent(parser.parse_args().parent_pid)
     import torch

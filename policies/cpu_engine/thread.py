@@ -15,15 +15,15 @@ import threading
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
-from headrace.policies.cpu_engine_scheduler import Generation
+from headrace.policies.cpu_engine.scheduler import Generation
 from headrace.policies.errors import EngineUnavailable, RequestInvalid
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.policies.cpu_engine_requests import Prompt
-    from headrace.policies.cpu_engine_runner import Runner
-    from headrace.policies.cpu_engine_scheduler import Scheduler
+    from headrace.policies.cpu_engine.requests import Prompt
+    from headrace.policies.cpu_engine.runner import Runner
+    from headrace.policies.cpu_engine.scheduler import Scheduler
     from headrace.policies.engine import PauseMode
 
 logger = logging.getLogger(__name__)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from headrace.policies.cpu_engine_scheduler import Aborted, LengthReached, Stopped
+from headrace.policies.cpu_engine.scheduler import Aborted, LengthReached, Stopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.policies.cpu_engine_scheduler import Finish, Generation
+    from headrace.policies.cpu_engine.scheduler import Finish, Generation
 
 Json = dict[str, Any]
 

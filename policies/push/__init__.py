@@ -1,0 +1,1 @@
+"""A weight push: its order, its execution, the sender and what travels."""
