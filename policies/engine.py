@@ -59,15 +59,19 @@ class GenerateRequest:
     top_k: int = -1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    cache_namespace: str | None = None
+    """Only prefixes cached under the same name are used again (SGLang's `extra_key`); None shares the common ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpan:
-    """Output positions `[start, end)` were sampled by `version`."""
+    """Output positions `[start, end)` were sampled by `version`; with `stale_kv` on keys and values that older weights
+    had left in the cache: no forward pass of that version gives these log-probabilities."""
 
     start: int
     end: int
     version: PolicyVersion
+    stale_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +90,9 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """`running` and `waiting` are numbers of requests."""
+    """`running` and `waiting` are numbers of requests. `ranks` is how many processes of the engine join a weight group
+    (its tensor-parallel size). `update_session`: weights come between begin and end. `version_spans`: a reply tells
+    which version sampled which token; without them only a pause that aborts keeps a reply to one version."""
 
     server_version: str
     version: PolicyVersion
@@ -94,6 +100,10 @@ class EngineInfo:
     waiting: int
     max_context_tokens: int
     paused: bool
+    model_path: str = ""
+    ranks: int = 1
+    update_session: bool = True
+    version_spans: bool = True
 
 
 class Engine(Protocol):

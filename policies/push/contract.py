@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.engine import EngineId, RequestId
+    from headrace.policies.engine import EngineId, EngineInfo, RequestId
     from headrace.policies.errors import GroupFailed, SenderFailed
 
 
@@ -76,6 +76,8 @@ class EngineControl(Protocol):
     async def abort(self, request_id: RequestId) -> None: ...
 
     async def load(self) -> Load: ...
+
+    async def info(self) -> EngineInfo: ...
 
     async def begin_update(self) -> None: ...
 

@@ -112,6 +112,8 @@ class SGLangEngine:
             waiting=load.waiting,
             max_context_tokens=context,
             paused=await self._paused(),
+            model_path=read(model, "model_path", str),
+            ranks=int(server.get("tp_size") or 1),
         )
 
     async def load(self) -> EngineLoad:
