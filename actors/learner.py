@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.actors.errors import first_cause
 from headrace.actors.retry import until_back
 from headrace.actors.runtime import end_actor
+from headrace.buffer.classification import stale_kv_tokens
 from headrace.buffer.errors import DataExhausted, StaleEpoch
 from headrace.policies.checkpoints import latest_checkpoint
 from headrace.policies.simulated import SimulatedLearner, SimulatedLearnerConfig
@@ -343,6 +344,7 @@ def _record_of(batch: Batch, report: StepReport, spent: _Clock) -> dict[str, obj
         "reward": sum(item.reward for item in batch.items) / len(batch.items),
         **report.metrics,
         "staleness": dict(staleness),
+        "stale_kv_tokens": sum(stale_kv_tokens(item.trajectory) for item in batch.items),
         "step_s": spent.step_s,
         "idle_s": spent.idle_s,
         "push_s": spent.push_s,

@@ -53,6 +53,16 @@ def trained_tokens(trajectory: Trajectory | None, tree: VersionTree) -> tuple[Tr
     return tuple(TrainedTokens(version=version, tokens=counts[version]) for version in sorted(counts))
 
 
+def stale_kv_tokens(trajectory: Trajectory) -> int:
+    """Trained tokens that were sampled on keys and values of older weights."""
+    return sum(
+        int(row.loss_mask_T[span.start : span.end].sum())
+        for row in trajectory.rows
+        for span in row.versions
+        if span.stale_kv
+    )
+
+
 def _row_tokens(row: Row) -> list[tuple[PolicyVersion, int]]:
     length = len(row.tokens_T)
     if len(row.loss_mask_T) != length or len(row.logprobs_T) != length:

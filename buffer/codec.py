@@ -6,8 +6,8 @@ Invariants:
   their content (those written by the first versions do not).
 
 Layout (little endian) inside one zstandard frame: `HRT`, format byte, temperature f8, number of rows u4; per row:
-tokens u4, spans u4; per span: start, end, epoch, step u4 each; then tokens i4[T], log-probabilities f4[T], loss mask
-one bit each, padded to a byte.
+tokens u4, spans u4; per span: start, end, epoch (its highest bit: stale keys and values), step u4 each; then tokens
+i4[T], log-probabilities f4[T], loss mask one bit each, padded to a byte.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _MAGIC = b"HRT"
 _HEADER = struct.Struct("<3sBdI")
 _ROW = struct.Struct("<II")
 _SPAN_WORDS = 4
+_STALE_KV = 1 << 31
 _LEVEL = 1
 
 
@@ -34,9 +35,7 @@ def encode(trajectory: Trajectory) -> bytes:
     """Bytes of a trajectory. Raises CodecError when it is larger than MAX_BYTES."""
     parts = [_HEADER.pack(_MAGIC, FORMAT, trajectory.temperature, len(trajectory.rows))]
     for row in trajectory.rows:
-        spans = [
-            word for span in row.versions for word in (span.start, span.end, span.version.epoch, span.version.step)
-        ]
+        spans = [word for span in row.versions for word in _span_words(span)]
         parts += [
             _ROW.pack(len(row.tokens_T), len(row.versions)),
             np.asarray(spans, dtype="<u4").tobytes(),
@@ -48,6 +47,10 @@ def encode(trajectory: Trajectory) -> bytes:
     if len(plain) > MAX_BYTES:
         raise CodecError(f"a trajectory of {len(plain)} bytes exceeds {MAX_BYTES}: lower the token budget of a rollout")
     return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(plain)
+
+
+def _span_words(span: VersionSpan) -> tuple[int, int, int, int]:
+    return span.start, span.end, span.version.epoch | (_STALE_KV if span.stale_kv else 0), span.version.step
 
 
 def decode(data: bytes) -> Trajectory:
@@ -83,7 +86,10 @@ def _decode_row(plain: bytes, offset: int) -> tuple[Row, int]:
     packed = np.frombuffer(plain, np.uint8, (length + 7) // 8, offset + 8 * length)
     offset += 8 * length + len(packed)
     spans = tuple(
-        VersionSpan(start=start, end=end, version=PolicyVersion(epoch, step)) for start, end, epoch, step in words
+        VersionSpan(
+            start=start, end=end, version=PolicyVersion(epoch & ~_STALE_KV, step), stale_kv=bool(epoch & _STALE_KV)
+        )
+        for start, end, epoch, step in words
     )
     mask = np.unpackbits(packed, count=length).astype(np.bool_)
     return Row(tokens_T=tokens, loss_mask_T=mask, logprobs_T=logprobs, versions=spans), offset

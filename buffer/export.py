@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from headrace.buffer.types import Trajectory
+    from headrace.buffer.types import Trajectory, VersionSpan
 
 ROWS_AT_ONCE = 64
 _TYPES = {"TEXT": "string", "INTEGER": "int64", "REAL": "float64", "BLOB": "binary"}
@@ -118,7 +118,14 @@ def _write_trajectories(database: sqlite3.Connection, run_dir: Path, folder: Pat
 def _row_schema() -> Any:
     import pyarrow
 
-    span = pyarrow.struct([("start", pyarrow.int32()), ("end", pyarrow.int32()), ("version", pyarrow.string())])
+    span = pyarrow.struct(
+        [
+            ("start", pyarrow.int32()),
+            ("end", pyarrow.int32()),
+            ("version", pyarrow.string()),
+            ("stale_kv", pyarrow.bool_()),
+        ]
+    )
     return pyarrow.schema(
         [
             ("rollout_id", pyarrow.string()),
@@ -143,8 +150,12 @@ def _rows(rollout_id: str, attempt: int, trajectory: Trajectory) -> Iterator[dic
             "tokens": row.tokens_T,
             "loss_mask": row.loss_mask_T,
             "logprobs": row.logprobs_T,
-            "versions": [{"start": span.start, "end": span.end, "version": str(span.version)} for span in row.versions],
+            "versions": [_span_fields(span) for span in row.versions],
         }
+
+
+def _span_fields(span: VersionSpan) -> dict[str, object]:
+    return {"start": span.start, "end": span.end, "version": str(span.version), "stale_kv": span.stale_kv}
 
 
 def _flush(writer: Any, rows: list[dict[str, Any]], schema: Any) -> int:

@@ -62,11 +62,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """Row positions `[start, end)` were sampled by `version`."""
+    """Row positions `[start, end)` were sampled by `version`; with `stale_kv` on keys and values that older weights had
+    left in the engine's cache (a push that does not recompute them)."""
 
     start: int
     end: int
     version: PolicyVersion
+    stale_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,19 +84,20 @@ class Row:
     def __reduce__(self) -> tuple[object, ...]:
         """Few plain objects instead of many: messages carry hundreds of rows, and each object has its price."""
         arrays = ((self.tokens_T, np.int32), (self.loss_mask_T, np.bool_), (self.logprobs_T, np.float32))
-        spans = [(span.start, span.end, span.version.epoch, span.version.step) for span in self.versions]
+        spans = [(span.start, span.end, span.version.epoch, span.version.step, span.stale_kv) for span in self.versions]
         return _row, (*(np.asarray(array, dtype).tobytes() for array, dtype in arrays), spans)
 
 
-def _row(tokens: bytes, loss_mask: bytes, logprobs: bytes, spans: list[tuple[int, int, int, int]]) -> Row:
+def _row(tokens: bytes, loss_mask: bytes, logprobs: bytes, spans: list[tuple[int, int, int, int, bool]]) -> Row:
     """The arrays are read-only."""
-    versions = {(epoch, step): PolicyVersion(epoch, step) for _, _, epoch, step in spans}
+    versions = {(epoch, step): PolicyVersion(epoch, step) for _, _, epoch, step, _ in spans}
     return Row(
         tokens_T=np.frombuffer(tokens, np.int32),
         loss_mask_T=np.frombuffer(loss_mask, np.bool_),
         logprobs_T=np.frombuffer(logprobs, np.float32),
         versions=tuple(
-            VersionSpan(start=start, end=end, version=versions[epoch, step]) for start, end, epoch, step in spans
+            VersionSpan(start=start, end=end, version=versions[epoch, step], stale_kv=stale_kv)
+            for start, end, epoch, step, stale_kv in spans
         ),
     )
 

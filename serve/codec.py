@@ -185,7 +185,7 @@ def write_plain_report(report: SessionReport) -> dict[str, object]:
                 "tokens": row.tokens_T.tolist(),
                 "loss_mask": row.loss_mask_T.astype(int).tolist(),
                 "logprobs": row.logprobs_T.tolist(),
-                "versions": [[span.start, span.end, str(span.version)] for span in row.versions],
+                "versions": [[span.start, span.end, str(span.version), span.stale_kv] for span in row.versions],
                 "lineage": lineage.name,
                 "truncated": lineage.truncated,
             }
@@ -215,7 +215,7 @@ def _write_row(row: Row) -> dict[str, object]:
         "tokens": _encode(row.tokens_T.astype("<i4").tobytes()),
         "loss_mask": _encode(np.packbits(row.loss_mask_T).tobytes()),
         "logprobs": _encode(row.logprobs_T.astype("<f4").tobytes()),
-        "versions": [[span.start, span.end, str(span.version)] for span in row.versions],
+        "versions": [[span.start, span.end, str(span.version), span.stale_kv] for span in row.versions],
     }
 
 
@@ -230,7 +230,7 @@ class RowForm(BaseModel):
     tokens: str
     loss_mask: str
     logprobs: str
-    versions: list[tuple[int, int, str]]
+    versions: list[tuple[int, int, str, bool]]
 
     def to_row(self) -> Row:
         tokens = np.frombuffer(base64.b64decode(self.tokens), dtype="<i4").astype(np.int32)
@@ -240,8 +240,8 @@ class RowForm(BaseModel):
             loss_mask_T=np.unpackbits(bits, count=len(tokens)).astype(np.bool_),
             logprobs_T=np.frombuffer(base64.b64decode(self.logprobs), dtype="<f4").astype(np.float32),
             versions=tuple(
-                VersionSpan(start=start, end=end, version=PolicyVersion.parse(version))
-                for start, end, version in self.versions
+                VersionSpan(start=start, end=end, version=PolicyVersion.parse(version), stale_kv=stale_kv)
+                for start, end, version, stale_kv in self.versions
             ),
         )
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from headrace.policies.engine import Completion, FinishReason, RequestId, TokenSpan
+from headrace.policies.engine import Completion, FinishReason, RequestId
 from headrace.policies.errors import EngineDown, EngineError
 from headrace.serve.errors import InfraError, NoEngineOpen
 from headrace.serve.observing import span_names
@@ -270,9 +270,7 @@ def join_pieces(pieces: list[Completion]) -> Completion:
         return pieces[0]
     spans, offset = [], 0
     for piece in pieces:
-        spans += [
-            TokenSpan(start=span.start + offset, end=span.end + offset, version=span.version) for span in piece.spans
-        ]
+        spans += [replace(span, start=span.start + offset, end=span.end + offset) for span in piece.spans]
         offset += len(piece.output_ids)
     return Completion(
         output_ids=tuple(token for piece in pieces for token in piece.output_ids),

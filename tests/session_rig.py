@@ -152,7 +152,7 @@ class Rig:
         middle = len(ids) // 2
         spans = (
             TokenSpan(start=0, end=middle, version=PolicyVersion(1, number)),
-            TokenSpan(start=middle, end=len(ids), version=PolicyVersion(1, number + 1)),
+            TokenSpan(start=middle, end=len(ids), version=PolicyVersion(1, number + 1), stale_kv=number % 2 == 1),
         )
         return Completion(
             output_ids=ids,

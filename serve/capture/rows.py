@@ -199,7 +199,9 @@ def _row(leaf: SampledNode, mine: set[SampledNode], trained: set[SampledNode]) -
             mask[start : len(ids)] = sampled in trained
             logprobs[start : len(ids)] = sampled.logprobs
             spans += [
-                VersionSpan(start=start + span.start, end=start + span.end, version=span.version)
+                VersionSpan(
+                    start=start + span.start, end=start + span.end, version=span.version, stale_kv=span.stale_kv
+                )
                 for span in sampled.spans
             ]
     return Row(tokens_T=np.array(ids, dtype=np.int32), loss_mask_T=mask, logprobs_T=logprobs, versions=tuple(spans))

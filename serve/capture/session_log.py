@@ -196,7 +196,7 @@ def _recorded_document(event: Recorded) -> dict[str, Any]:
         "kinds": [type(block).__name__ for block in event.answer.blocks],
         "ids": _encode(array("i", event.ids)),
         "logprobs": _encode(array("f", event.logprobs)),
-        "spans": [[span.start, span.end, str(span.version)] for span in event.spans],
+        "spans": [[span.start, span.end, str(span.version), span.stale_kv] for span in event.spans],
         "status": event.status.value,
         "truncated": event.truncated,
         "lost_calls": event.lost_calls,
@@ -215,8 +215,9 @@ def _recorded(document: dict[str, Any]) -> Recorded:
         ids=_decode("i", document.pop("ids")),
         logprobs=_decode("f", document.pop("logprobs")),
         spans=tuple(
-            TokenSpan(start=start, end=end, version=PolicyVersion.parse(version))
-            for start, end, version in document.pop("spans")
+            TokenSpan(start=start, end=end, version=PolicyVersion.parse(version), stale_kv=any(stale_kv))
+            # Logs of the first versions do not tell whether keys and values were stale.
+            for start, end, version, *stale_kv in document.pop("spans")
         ),
         status=Status(document.pop("status")),
         **document,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import runpy
 import shutil
 import sqlite3
@@ -240,9 +241,16 @@ def test_codec_round_trip_is_exact_and_stable():
         versions=(),
         **{name: getattr(first.rows[0], name)[:0] for name in ("tokens_T", "loss_mask_T", "logprobs_T")},
     )
-    for trajectory in (first, replace(first, rows=(*first.rows, empty), temperature=0.7), replace(first, rows=())):
+    stale = replace(first.rows[0], versions=tuple(replace(span, stale_kv=True) for span in first.rows[0].versions))
+    for trajectory in (
+        first,
+        replace(first, rows=(*first.rows, empty), temperature=0.7),
+        replace(first, rows=(stale, *first.rows)),
+        replace(first, rows=()),
+    ):
         data = encode(trajectory)
         assert_equal(decode(data), trajectory)
+        assert_equal(pickle.loads(pickle.dumps(trajectory)), trajectory)
         assert encode(trajectory) == data
 
 
