@@ -28,7 +28,7 @@ from headrace.actors.learner import LearnerLoopConfig
 from headrace.actors.rollout import RolloutConfig
 from headrace.buffer.replay import BufferConfig
 from headrace.policies.megatron import LearnerConfig
-from headrace.policies.push.execution import PushConfig
+from headrace.policies.push.contract import PushConfig
 from headrace.sandboxes.local.provider import LocalSandboxConfig
 from headrace.sandboxes.oci.provider import OciSandboxConfig
 from headrace.sandboxes.pool.pool import PoolConfig

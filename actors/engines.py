@@ -34,7 +34,7 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.errors import EngineError, EngineStartFailed, EngineUnavailable, PolicyError, SenderFailed
-from headrace.policies.learner import WeightsSnapshot
+from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome
 from headrace.policies.push.sender import SenderConfig, SenderProcess
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from headrace.actors.gateway import GatewayActor
     from headrace.actors.observing import Observing
     from headrace.policies.engine import RequestId
-    from headrace.policies.push.execution import PushConfig, PushReport
-    from headrace.policies.push.machine import Phase
+    from headrace.policies.push.contract import PushConfig, PushReport
+    from headrace.policies.push.machine import Step
 
 logger = logging.getLogger(__name__)
 
@@ -143,9 +143,10 @@ class EngineGroup:
         self._stack.push_async_callback(self._stop_engines)
         try:
             self._http = await self._stack.enter_async_context(aiohttp.ClientSession())
-            self._sender = SenderProcess(SenderConfig(log_path=self._directory / "sender.log"))
+            self._senders: list[SenderProcess] = []
+            first = self._add_sender()
             async with asyncio.TaskGroup() as starting:
-                starting.create_task(self._stack.enter_async_context(self._sender))
+                starting.create_task(first.__aenter__())
                 starting.create_task(self._start_missing())
             await self._catch_up(list(self._members.values()))
             tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
@@ -219,9 +220,9 @@ class EngineGroup:
         arguments = (
             snapshot,
             [member.client for member in members],
-            self._sender,
+            self._senders_for(snapshot),
             _GatewayGate(self._gateway),
-            self._journal_phase,
+            self._journal_step,
             self._push_config,
         )
         try:
@@ -230,25 +231,41 @@ class EngineGroup:
             logger.warning("the push of %s starts again: %s", snapshot.version, error)
             return await push(*arguments)
 
-    async def _journal_phase(self, push_id: str, wave: int, phase: Phase) -> None:
-        line = orjson.dumps({"push_id": push_id, "wave": wave, "phase": phase, "time_s": time.time()}) + b"\n"
+    def _senders_for(self, snapshot: WeightsSnapshot) -> list[SenderProcess]:
+        """One for each shard; a further one starts with its first command."""
+        while len(self._senders) < len(snapshot.shards):
+            self._add_sender()
+        return self._senders[: len(snapshot.shards)]
+
+    def _add_sender(self) -> SenderProcess:
+        sender = SenderProcess(SenderConfig(log_path=self._directory / "sender.log"))
+        self._senders.append(sender)
+        self._stack.push_async_callback(sender.kill)
+        return sender
+
+    async def _journal_step(self, push_id: str, step: Step) -> None:
+        record = {"push_id": push_id, "wave": step.wave, "phase": step.phase, "engines": step.engines}
+        line = orjson.dumps({**record, "time_s": time.time()}) + b"\n"
         with (self._directory / "pushes.jsonl").open("ab", buffering=0) as file:
             file.write(line)
 
     def _journal_snapshot(self, snapshot: WeightsSnapshot) -> None:
-        record = {"version": str(snapshot.version), "path": str(snapshot.path), "sha256": snapshot.sha256}
+        shards = [{"path": str(shard.path), "sha256": shard.sha256} for shard in snapshot.shards]
+        record = {"version": str(snapshot.version), "shards": shards}
         write_private(self._directory / "newest.json", orjson.dumps(record))
 
     def _newest_snapshot(self) -> WeightsSnapshot | None:
-        """The journalled snapshot, if its file is still there."""
+        """The journalled snapshot, if its files are still there."""
         journal = self._directory / "newest.json"
         if not journal.exists():
             return None
         record = orjson.loads(journal.read_bytes())
-        path = Path(record["path"])
-        if not path.exists():
+        # Journals of the first versions know one file only.
+        given = record.get("shards", [record])
+        shards = tuple(WeightsShard(path=Path(shard["path"]), sha256=shard["sha256"]) for shard in given)
+        if not all(shard.path.exists() for shard in shards):
             return None
-        return WeightsSnapshot(version=PolicyVersion.parse(record["version"]), path=path, sha256=record["sha256"])
+        return WeightsSnapshot(version=PolicyVersion.parse(record["version"]), shards=shards)
 
     async def _catch_up(self, members: list[_Member]) -> None:
         """Bring new engines to the newest version; without one they wait for the first push."""
@@ -399,8 +416,8 @@ class _GatewayGate:
     async def close(self, engine_id: EngineId, lease_s: float) -> None:
         await _tell_gateway(self._gateway.close_gate(engine_id, lease_s))
 
-    async def open(self, engine_id: EngineId) -> Sequence[RequestId]:
-        await _tell_gateway(self._gateway.open_gate(engine_id))
+    async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
+        await _tell_gateway(self._gateway.open_gate(engine_id, cache_namespace))
         return ()
 
 

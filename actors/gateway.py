@@ -80,8 +80,8 @@ class GatewayActor(Owning):
     async def close_gate(self, engine_id: EngineId, lease_s: float) -> None:
         await self._gateway.close_gate(engine_id, lease_s)
 
-    async def open_gate(self, engine_id: EngineId) -> None:
-        await self._gateway.open_gate(engine_id)
+    async def open_gate(self, engine_id: EngineId, cache_namespace: str | None) -> None:
+        await self._gateway.open_gate(engine_id, cache_namespace)
 
     async def stats(self) -> GatewayStats:
         return await self._gateway.in_flight()

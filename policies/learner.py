@@ -29,15 +29,22 @@ class LearnerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsSnapshot:
-    """The weights of one version as a safetensors file in Hugging Face names, complete before this object exists.
+class WeightsShard:
+    """A safetensors file in Hugging Face names, and the SHA-256 of the whole file."""
 
-    `sha256` is over the file. Whoever receives the snapshot may read it until the learner writes the one after the
-    next."""
-
-    version: PolicyVersion
     path: Path
     sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsSnapshot:
+    """The weights of one version: one shard from each trainer rank that has parameters of its own, no parameter twice,
+    complete before this object exists.
+
+    Whoever receives the snapshot may read it until the learner writes the one after the next."""
+
+    version: PolicyVersion
+    shards: tuple[WeightsShard, ...]
 
 
 class Learner(Protocol):

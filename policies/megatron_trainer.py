@@ -26,7 +26,7 @@ from headrace.buffer.packing import pack
 from headrace.buffer.types import CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies import checkpoints, megatron_checkpoint, megatron_model, megatron_world
-from headrace.policies.learner import LearnerState, WeightsSnapshot
+from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learner_errors import CheckpointUnreadable, NonFiniteRun
 from headrace.policies.objectives import Brakes, LossSums, collate, policy_loss, trained_logprobs
 from headrace.policies.qwen3_config import Qwen3Config
@@ -121,7 +121,8 @@ class MegatronTrainer:
         oldest_first = sorted(directory.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
         for path in oldest_first[:-KEPT_SNAPSHOTS]:
             path.unlink()
-        self._last_snapshot = WeightsSnapshot(version=self._version, path=final, sha256=sha256)
+        shard = WeightsShard(path=final, sha256=sha256)
+        self._last_snapshot = WeightsSnapshot(version=self._version, shards=(shard,))
         return self._last_snapshot
 
     def save(self) -> CheckpointRef:

@@ -25,7 +25,7 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.checkpoints import Manifest, SteppedBatch, fold_chain, publish, stage, write_manifest
 from headrace.policies.engine import Completion, FinishReason, TokenSpan
 from headrace.policies.errors import EngineDown
-from headrace.policies.learner import LearnerState, WeightsSnapshot
+from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learner_errors import LearnerNotOpen
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class SimulatedLearner:
         """No weights, but their name. Raises LearnerNotOpen."""
         version = self._opened()
         digest = hashlib.sha256(f"simulated {version}".encode()).hexdigest()
-        return WeightsSnapshot(version=version, path=NOWHERE, sha256=digest)
+        return WeightsSnapshot(version=version, shards=(WeightsShard(path=NOWHERE, sha256=digest),))
 
     async def save(self) -> CheckpointRef:
         """Takes `save_s`. Raises LearnerNotOpen."""

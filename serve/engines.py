@@ -99,9 +99,9 @@ class EnginePool:
     def close_gate(self, engine_id: EngineId, lease_s: float) -> None:
         self.router.close_gate(engine_id, self._clock() + lease_s)
 
-    async def open_gate(self, engine_id: EngineId) -> None:
+    async def open_gate(self, engine_id: EngineId, cache_namespace: str | None) -> None:
         """Let turns through again, and repeat the aborts asked for meanwhile."""
-        self.router.open_gate(engine_id)
+        self.router.open_gate(engine_id, cache_namespace)
         self._notify()
         client = self._clients.get(engine_id)
         if client is None:
@@ -127,7 +127,7 @@ class EnginePool:
         deadline = self._clock() + self._deadlines.gate_wait_s
         while True:
             engine_id = await self._admission(lineage, avoid, deadline)
-            request = _continue(ask, pieces, failures)
+            request = replace(_continue(ask, pieces, failures), cache_namespace=self.router.namespace(engine_id))
             outcome = await self._call(engine_id, request, pieces)
             if isinstance(outcome, EngineDown) and self._clock() < deadline:
                 # It never got the request, so this is no try of the turn: wait for an engine that is there.

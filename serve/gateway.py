@@ -221,8 +221,10 @@ class Gateway:
         """No new turn goes to the engine until `open_gate`, or until the lease ends by itself."""
         self._pool.close_gate(engine_id, lease_s)
 
-    async def open_gate(self, engine_id: EngineId) -> None:
-        await self._pool.open_gate(engine_id)
+    async def open_gate(self, engine_id: EngineId, cache_namespace: str | None = None) -> None:
+        """Let turns through again; their requests carry the namespace as long as the engine may have prefixes of older
+        weights cached (None: it has none)."""
+        await self._pool.open_gate(engine_id, cache_namespace)
 
     async def in_flight(self) -> GatewayStats:
         """What is going on; sessions that nobody finished in time are forgotten on the way."""

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRoute:
-    """`admitted` is false for an engine that must get no traffic (quarantined, not caught up)."""
+    """`admitted` is false for an engine that must get no traffic (quarantined, not caught up). `cache_namespace` goes
+    with every request while the engine may have prefixes of older weights cached."""
 
     engine_id: EngineId
     url: str
     admitted: bool = True
+    cache_namespace: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +58,14 @@ class Router:
     _down_until: dict[EngineId, float] = field(default_factory=dict)
     _affinity: dict[SessionId, dict[bytes, EngineId]] = field(default_factory=dict)
     _versions: dict[EngineId, PolicyVersion] = field(default_factory=dict)
+    _namespaces: dict[EngineId, str | None] = field(default_factory=dict)
 
     def replace(self, table: RoutingTable) -> bool:
         """Take a newer table; False when the one here is as new."""
         if table.version <= self.table.version:
             return False
         self.table = table
+        self._namespaces = {route.engine_id: route.cache_namespace for route in table.engines}
         known = {route.engine_id for route in table.engines}
         self._closed_until = {engine: until for engine, until in self._closed_until.items() if engine in known}
         self._down_until = {engine: until for engine, until in self._down_until.items() if engine in known}
@@ -70,8 +74,13 @@ class Router:
     def close_gate(self, engine_id: EngineId, until: float) -> None:
         self._closed_until[engine_id] = until
 
-    def open_gate(self, engine_id: EngineId) -> None:
+    def open_gate(self, engine_id: EngineId, cache_namespace: str | None = None) -> None:
         self._closed_until.pop(engine_id, None)
+        self._namespaces[engine_id] = cache_namespace
+
+    def namespace(self, engine_id: EngineId) -> str | None:
+        """What new requests to this engine carry as their cache namespace."""
+        return self._namespaces.get(engine_id)
 
     def mark_down(self, engine_id: EngineId, until: float) -> None:
         """Nothing listens there: choose it no more until then."""

@@ -13,8 +13,9 @@ import aiohttp
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, GenerateRequest, RequestId
 from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
-from headrace.policies.learner import WeightsSnapshot
-from headrace.policies.push.execution import PushConfig, push
+from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.execution import push
 from headrace.policies.push.sender import SenderConfig, SenderProcess
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
-    from headrace.policies.push.execution import PushReport
-    from headrace.policies.push.machine import Phase
+    from headrace.policies.push.contract import PushReport
+    from headrace.policies.push.machine import Phase, Step
 
 VOCABULARY = 258
 NAMES = ("one", "two")
@@ -36,13 +37,15 @@ class RecordingGate:
     closed: dict[str, float] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
     aborts: list[RequestId] = field(default_factory=list)
+    namespaces: dict[str, str | None] = field(default_factory=dict)
 
     async def close(self, engine_id: EngineId, lease_s: float) -> None:
         self.closed[engine_id] = lease_s
         self.log.append(f"close {engine_id}")
 
-    async def open(self, engine_id: EngineId) -> list[RequestId]:
+    async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> list[RequestId]:
         del self.closed[engine_id]
+        self.namespaces[engine_id] = cache_namespace
         self.log.append(f"open {engine_id}")
         return self.aborts
 
@@ -77,14 +80,14 @@ class Rig:
         before: Callable[[int, Phase], Awaitable[None]] | None = None,
         **config: object,
     ) -> PushReport:
-        async def journal(push_id: str, wave: int, phase: Phase) -> None:
-            self.journal.append((wave, phase.value))
+        async def journal(push_id: str, step: Step) -> None:
+            self.journal.append((step.wave, step.phase.value))
             if before is not None:
-                await before(wave, phase)
+                await before(step.wave, step.phase)
 
         given = PushConfig.model_validate({"bucket_bytes": 200_000, "phase_timeout_s": 5.0, **config})
         return await push(
-            snapshot(directory, step), list(self.engines.values()), self.sender, self.gate, journal, given
+            snapshot(directory, step), list(self.engines.values()), [self.sender], self.gate, journal, given
         )
 
     async def generate(self, name: str, request_id: str, tokens: int):
@@ -102,7 +105,7 @@ class Rig:
 def snapshot(directory: Path, step: int) -> WeightsSnapshot:
     path = directory / "model.safetensors"
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return WeightsSnapshot(version=PolicyVersion(1, step), path=path, sha256=digest)
+    return WeightsSnapshot(version=PolicyVersion(1, step), shards=(WeightsShard(path=path, sha256=digest),))
 
 
 @asynccontextmanager

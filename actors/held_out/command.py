@@ -31,7 +31,7 @@ from headrace.buffer.durable_files import replace_file
 from headrace.buffer.tasks import load_tasks, tasks_digest
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.checkpoints import list_checkpoints
-from headrace.policies.learner import WeightsSnapshot
+from headrace.policies.learner import WeightsShard, WeightsSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -233,7 +233,7 @@ def _weights(evaluation: Evaluation) -> WeightsSnapshot:
     path = evaluation.config.model.path / "model.safetensors"
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return WeightsSnapshot(version=evaluation.version, path=path, sha256=sha256)
+    return WeightsSnapshot(version=evaluation.version, shards=(WeightsShard(path=path, sha256=sha256),))
 
 
 def _make(evaluation: Evaluation) -> None:

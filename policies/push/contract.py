@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.engine import EngineId, EngineInfo, RequestId
     from headrace.policies.errors import GroupFailed, SenderFailed
+    from headrace.policies.push.machine import Step
 
 
 class PushConfig(BaseModel):
@@ -26,7 +27,9 @@ class PushConfig(BaseModel):
     wave_size: int = Field(default=1, gt=0)
     """Engines updated at once; the others serve meanwhile."""
     pause_mode: PauseMode = PauseMode.RETRACT
-    """What happens to running requests."""
+    """What happens to running requests: `retract` (they go on, recomputed), `abort` (the gateway goes on from their
+    partial answers), `in_place` (they go on with stale keys and values; their spans say so). An engine that does not
+    tell which version sampled which token is always paused with `abort`."""
     bucket_bytes: int = Field(default=32 * 1024 * 1024, gt=0)
     """Largest bucket; a larger tensor travels alone."""
     backend: Literal["gloo", "nccl"] = "gloo"
@@ -53,13 +56,16 @@ class BucketSpec:
 
 
 class Load(Protocol):
-    """Numbers of requests."""
+    """Numbers of requests, and of the tokens whose keys and values are cached for them."""
 
     @property
     def running(self) -> int: ...
 
     @property
     def waiting(self) -> int: ...
+
+    @property
+    def used_tokens(self) -> int: ...
 
 
 class EngineControl(Protocol):
@@ -69,6 +75,8 @@ class EngineControl(Protocol):
     @property
     def engine_id(self) -> EngineId: ...
 
+    async def info(self) -> EngineInfo: ...
+
     async def pause(self, mode: PauseMode) -> None: ...
 
     async def resume(self) -> None: ...
@@ -76,8 +84,6 @@ class EngineControl(Protocol):
     async def abort(self, request_id: RequestId) -> None: ...
 
     async def load(self) -> Load: ...
-
-    async def info(self) -> EngineInfo: ...
 
     async def begin_update(self) -> None: ...
 
@@ -101,28 +107,52 @@ class Gate(Protocol):
 
     async def close(self, engine_id: EngineId, lease_s: float) -> None: ...
 
-    async def open(self, engine_id: EngineId) -> Sequence[RequestId]:
-        """Returns the requests whose abort was asked for while the gate was closed: the engine may have lost it."""
+    async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
+        """From now on new requests carry `cache_namespace`: prefixes of older weights are still cached when it is not
+        None. Returns the requests whose abort was asked for while the gate was closed: the engine may have lost it."""
         ...
+
+
+class Journal(Protocol):
+    """Awaited before each step is taken; who is killed in the step can be told from it."""
+
+    async def __call__(self, push_id: str, step: Step) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
 class EnginePush:
-    """One engine's part in a report. `in_flight` counts its requests when the session opened; `paused_s` is from
-    pause to resume."""
+    """One engine's part in a report: what the push cost it.
+
+    `gate_s` is from closing to opening its gate, `pause_s` the call that paused it, `paused_s` from there to the
+    resume, `transfer_s` the broadcast. `retracted` requests were running when it was paused, and `recomputed_tokens`
+    were cached for them (an upper bound: cached prefixes count too); both 0 where a pause keeps the cache. `flushed`:
+    no prefix of older weights is cached any more; else new requests carry `cache_namespace`."""
 
     engine_id: EngineId
     outcome: PushOutcome = PushOutcome.BEHIND
     failure: str = ""
-    in_flight: int = 0
+    ranks: int = 1
+    gate_s: float = 0.0
+    pause_s: float = 0.0
     paused_s: float = 0.0
+    transfer_s: float = 0.0
+    received_bytes: int = 0
+    in_flight: int = 0
+    retracted: int = 0
+    recomputed_tokens: int = 0
+    flushed: bool = False
+    cache_namespace: str | None = None
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.received_bytes / self.transfer_s / 1e9 if self.transfer_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushReport:
     """`seconds` sums each phase over the waves; `sent_bytes` counts each bucket once per group it was sent to.
 
-    `sender_failure` is not None when the sender died and the push ended early."""
+    `sender_failure` is not None when a sender died and the push ended early."""
 
     push_id: str
     version: PolicyVersion
@@ -139,3 +169,8 @@ class PushReport:
     @property
     def updated(self) -> tuple[EngineId, ...]:
         return tuple(item.engine_id for item in self.engines if item.outcome is PushOutcome.UPDATED)
+
+    @property
+    def gates_s(self) -> float:
+        """Seconds of closed gates, summed over the engines: the generation that the push cost."""
+        return sum(item.gate_s for item in self.engines)

@@ -1,11 +1,12 @@
 """The push of one snapshot into engines, wave by wave, while rollouts go on.
 
 Invariants:
-- machine.py decides what is next; this file does it: every await has a deadline, the journal is written before
-  each phase.
+- machine.py decides what is next, transfer.py moves the bytes, this file asks the engines: every await has a deadline,
+  the journal is written before each phase.
 - An engine's failure is data in the report. Only a broken snapshot, a failing journal or cancellation leave `push` as
   an exception, and even then every engine that got no bucket is resumed and its gate opened first.
-- The sender is restarted when it had to be killed; a group that failed is never used again.
+- An engine that serves another model than the snapshot's is refused before anything is touched.
+- Under `in_place` a gate opens with a cache namespace of the new version unless the flush succeeded.
 """
 
 from __future__ import annotations
@@ -14,91 +15,43 @@ import asyncio
 import logging
 import time
 import uuid
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.policies.errors import (
-    EngineError,
-    EngineRefused,
-    EngineTimeout,
-    GroupFailed,
-    PushError,
-    SenderFailed,
-    SenderTimeout,
-)
-from headrace.policies.push.contract import BucketSpec, EngineControl, EnginePush, Gate, PushConfig, PushReport
-from headrace.policies.push.machine import Blame, Failure, Phase, PushMachine, Step
+from headrace.policies.engine import PauseMode
+from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, RequestInvalid, SenderFailed
+from headrace.policies.push.contract import EnginePush, PushReport
+from headrace.policies.push.fitting import check_fits
+from headrace.policies.push.layout import lay_out
+from headrace.policies.push.machine import Phase, PushMachine
+from headrace.policies.push.transfer import Failures, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
-    from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.engine import EngineId
+    from headrace.policies.engine import EngineId, EngineInfo
     from headrace.policies.learner import WeightsSnapshot
+    from headrace.policies.push.contract import EngineControl, Gate, Journal, PushConfig
+    from headrace.policies.push.machine import Step
     from headrace.policies.push.sender import SenderProcess
 
-__all__ = ["BucketSpec", "EngineControl", "EnginePush", "Gate", "PushConfig", "PushReport", "push"]
-
 logger = logging.getLogger(__name__)
-# The group times out by itself first: that costs the group only, a missed deadline the whole sender.
-SENDER_GRACE_S = 2.0
 
 
 async def push(
     snapshot: WeightsSnapshot,
     engines: Sequence[EngineControl],
-    sender: SenderProcess,
+    senders: Sequence[SenderProcess],
     gates: Gate,
-    journal: Callable[[str, int, Phase], Awaitable[None]],
+    journal: Journal,
     config: PushConfig,
 ) -> PushReport:
-    """Push one snapshot. `journal(push_id, wave, phase)` is awaited before each phase.
+    """Push one snapshot, each of its shards through a sender of its own.
 
-    Raises ModelInvalid when the snapshot is unreadable, SenderFailed when the sender cannot even load it; nothing
-    was touched then."""
-    execution = PushExecution(snapshot, engines, sender, gates, journal, config)
+    Raises ModelInvalid when the snapshot is unreadable, SenderFailed when a sender cannot even load it, PushError when
+    it is no snapshot; nothing was touched then."""
+    execution = PushExecution(snapshot, engines, senders, gates, journal, config)
     return await execution.run()
-
-
-@dataclass(slots=True, kw_only=True)
-class LoadedSnapshot:
-    """What the sender of this incarnation holds."""
-
-    incarnation: int
-    buckets: tuple[BucketSpec, ...]
-    sizes: tuple[int, ...]
-    checksums: dict[str, str]
-
-
-@dataclass(slots=True, kw_only=True)
-class Failures:
-    """Collects the failures of one step from concurrent calls."""
-
-    found: dict[EngineId, Failure] = field(default_factory=dict)
-    refused: set[EngineId] = field(default_factory=set)
-
-    @asynccontextmanager
-    async def of(self, engine_id: EngineId, timeout_s: float) -> AsyncIterator[None]:
-        """Whatever an engine does wrong inside becomes data."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                yield
-        except TimeoutError:
-            self.add(engine_id, EngineTimeout(f"{engine_id}: no answer within {timeout_s} s"))
-        except EngineError as error:
-            self.add(engine_id, error)
-
-    def add(self, engine_id: EngineId, error: EngineError) -> None:
-        self.found[engine_id] = Failure(blame=Blame.ENGINE, message=f"{type(error).__name__}: {error}")
-        if isinstance(error, EngineRefused):
-            self.refused.add(engine_id)
-
-    def spare_victims(self) -> None:
-        """Where somebody else in the group was unreachable, a refusal is its consequence."""
-        if self.refused and len(self.refused) < len(self.found):
-            for engine_id in self.refused:
-                self.found[engine_id] = Failure(blame=Blame.VICTIM, message=self.found[engine_id].message)
 
 
 class PushExecution:
@@ -108,15 +61,15 @@ class PushExecution:
         self,
         snapshot: WeightsSnapshot,
         engines: Sequence[EngineControl],
-        sender: SenderProcess,
+        senders: Sequence[SenderProcess],
         gates: Gate,
-        journal: Callable[[str, int, Phase], Awaitable[None]],
+        journal: Journal,
         config: PushConfig,
     ) -> None:
         self.push_id = uuid.uuid4().hex[:12]
         self._snapshot = snapshot
         self._engines = {engine.engine_id: engine for engine in engines}
-        self._sender = sender
+        self._transfer = Transfer(snapshot, senders, config)
         self._gates = gates
         self._journal = journal
         self._config = config
@@ -126,27 +79,26 @@ class PushExecution:
         )
         self._parts = {name: EnginePush(engine_id=name) for name in names}
         self._seconds = dict.fromkeys((phase.value for phase in Phase), 0.0)
+        self._gated_at_s: dict[EngineId, float] = {}
         self._paused_at_s: dict[EngineId, float] = {}
-        self._group: str | None = None
-        self._loaded: LoadedSnapshot | None = None
+        self._infos: dict[EngineId, EngineInfo] = {}
         self._reference: dict[str, str] = {}
-        self._sent_bytes = 0
         self._sender_failure: SenderFailed | GroupFailed | None = None
 
     async def run(self) -> PushReport:
         started_s = time.perf_counter()
-        await self._load()
+        await self._transfer.load()
+        self._forms = self._transfer.forms()
         try:
             while step := self._machine.next():
-                await self._journal(self.push_id, step.wave, step.phase)
+                await self._journal(self.push_id, step)
                 await self._take(step)
         except BaseException as error:
             self._machine.abandon(f"the push was broken off: {type(error).__name__}: {error}")
             await asyncio.shield(self._way_out())
             raise
         finally:
-            if self._group is not None:
-                await self._close_group()
+            await self._transfer.close()
         return self._report(time.perf_counter() - started_s)
 
     async def _way_out(self) -> None:
@@ -161,7 +113,11 @@ class PushExecution:
         }
         started_s = time.perf_counter()
         failures = Failures()
-        await handlers.get(step.phase, self._each)(step, failures)
+        try:
+            await handlers.get(step.phase, self._each)(step, failures)
+        except (SenderFailed, GroupFailed) as error:
+            self._sender_failure = error
+            self._machine.abandon(f"{type(error).__name__}: {error}")
         self._seconds[step.phase.value] += time.perf_counter() - started_s
         for engine_id, failure in failures.found.items():
             logger.warning("push %s: %s failed in %s: %s", self.push_id, engine_id, step.phase, failure.message)
@@ -171,15 +127,15 @@ class PushExecution:
         """Phases that are one call to each engine."""
         calls: dict[Phase, Callable[[EngineControl], Awaitable[None]]] = {
             Phase.PROBE: self._probe,
-            Phase.GATE: lambda engine: self._gates.close(engine.engine_id, self._config.gate_lease_s),
+            Phase.GATE: self._gate,
             Phase.PAUSE: self._pause,
-            Phase.BEGIN: self._begin,
+            Phase.BEGIN: lambda engine: engine.begin_update(),
             Phase.END: lambda engine: engine.end_update(),
-            Phase.FLUSH: lambda engine: engine.flush(),
+            Phase.FLUSH: self._flush,
             Phase.VERIFY: self._verify,
             Phase.RESUME: self._resume,
             Phase.OPEN: self._open,
-            Phase.DISBAND: self._disband,
+            Phase.DISBAND: self._transfer.leave,
         }
         call = calls[step.phase]
 
@@ -192,16 +148,52 @@ class PushExecution:
                 tasks.create_task(one(engine_id))
 
     async def _probe(self, engine: EngineControl) -> None:
-        await engine.load()
+        """Is it there, and is this its model?"""
+        info = self._infos[engine.engine_id] = await engine.info()
+        self._parts[engine.engine_id].ranks = info.ranks
+        model_dir = Path(info.model_path)
+        if not model_dir.is_absolute():
+            return
+        try:
+            await asyncio.to_thread(check_fits, self._forms, model_dir)
+        except ModelInvalid as error:
+            raise RequestInvalid(f"{engine.engine_id} serves another model: {error}") from error
+
+    async def _gate(self, engine: EngineControl) -> None:
+        self._gated_at_s[engine.engine_id] = time.perf_counter()
+        await self._gates.close(engine.engine_id, self._config.gate_lease_s)
 
     async def _pause(self, engine: EngineControl) -> None:
-        self._paused_at_s[engine.engine_id] = time.perf_counter()
-        await engine.pause(self._config.pause_mode)
-
-    async def _begin(self, engine: EngineControl) -> None:
+        part, mode = self._parts[engine.engine_id], self._mode_of(engine.engine_id)
         load = await engine.load()
-        self._parts[engine.engine_id].in_flight = load.running + load.waiting
-        await engine.begin_update()
+        part.in_flight = load.running + load.waiting
+        if mode is not PauseMode.IN_PLACE:
+            part.retracted, part.recomputed_tokens = load.running, load.used_tokens
+        self._paused_at_s[engine.engine_id] = started_s = time.perf_counter()
+        await engine.pause(mode)
+        part.pause_s = time.perf_counter() - started_s
+
+    def _mode_of(self, engine_id: EngineId) -> PauseMode:
+        """A reply without version spans must be of one version: only aborted requests are."""
+        if self._infos[engine_id].version_spans or self._config.pause_mode is PauseMode.ABORT:
+            return self._config.pause_mode
+        logger.warning(
+            "%s (%s) does not tell which version sampled which token: paused with abort instead of %s",
+            engine_id,
+            self._infos[engine_id].server_version,
+            self._config.pause_mode,
+        )
+        return PauseMode.ABORT
+
+    async def _flush(self, engine: EngineControl) -> None:
+        """Refused while requests run, which only a pause in place allows."""
+        part = self._parts[engine.engine_id]
+        try:
+            await engine.flush()
+            part.flushed = True
+        except EngineRefused:
+            if self._mode_of(engine.engine_id) is not PauseMode.IN_PLACE:
+                raise
 
     async def _resume(self, engine: EngineControl) -> None:
         await engine.resume()
@@ -209,164 +201,45 @@ class PushExecution:
         self._parts[engine.engine_id].paused_s = time.perf_counter() - paused_at_s
 
     async def _open(self, engine: EngineControl) -> None:
-        for request_id in await self._gates.open(engine.engine_id):
+        part = self._parts[engine.engine_id]
+        part.cache_namespace = self._namespace(part)
+        aborts = await self._gates.open(engine.engine_id, cache_namespace=part.cache_namespace)
+        part.gate_s = time.perf_counter() - self._gated_at_s[engine.engine_id]
+        for request_id in aborts:
             await engine.abort(request_id)
 
-    async def _disband(self, engine: EngineControl) -> None:
-        if self._group is not None:
-            await engine.leave_group(self._group)
+    def _namespace(self, part: EnginePush) -> str | None:
+        """Of the weights the engine has now, as long as prefixes of others may be cached beside theirs."""
+        if part.flushed or self._mode_of(part.engine_id) is not PauseMode.IN_PLACE:
+            return None
+        has_new = self._machine.progress[part.engine_id].complete
+        return str(self._snapshot.version if has_new else self._infos[part.engine_id].version)
 
     async def _verify(self, engine: EngineControl) -> None:
         if self._config.verify == "off":
             return
-        assert self._loaded is not None
         got = await engine.checksums()
-        expected = self._loaded.checksums if self._config.verify == "snapshot" else self._reference
+        expected = self._transfer.checksums() if self._config.verify == "snapshot" else self._reference
         wrong = sorted(name for name in expected if got.get(name) != expected[name])
         if wrong:
             raise EngineRefused(200, f"{engine.engine_id}: checksums disagree for {wrong[:3]} ({len(wrong)} in all)")
         self._reference = self._reference or got
 
-    async def _load(self) -> LoadedSnapshot:
-        """The snapshot in the sender; again after a restart."""
-        if self._loaded is not None and self._loaded.incarnation == self._sender.incarnation:
-            return self._loaded
-        arguments = {
-            "path": str(self._snapshot.path),
-            "sha256": self._snapshot.sha256,
-            "bucket_bytes": self._config.bucket_bytes,
-            "checksums": self._config.verify == "snapshot",
-        }
-        reply = await self._sender.call("load", arguments, timeout_s=self._config.transfer_timeout_s)
-        specs = tuple(
-            BucketSpec(
-                names=tuple(bucket["names"]),
-                dtypes=tuple(bucket["dtypes"]),
-                shapes=tuple(map(tuple, bucket["shapes"])),
-            )
-            for bucket in reply["buckets"]
-        )
-        if not specs:
-            raise PushError(f"{self._snapshot.path} holds no tensors")
-        self._loaded = LoadedSnapshot(
-            incarnation=self._sender.incarnation,
-            buckets=specs,
-            sizes=tuple(reply["sizes"]),
-            checksums=reply["checksums"],
-        )
-        return self._loaded
-
     async def _form(self, step: Step, failures: Failures) -> None:
-        """A new group of the sender and these engines."""
-        if self._group is not None:
-            await self._close_group()
         name = f"headrace-{self.push_id}-{step.wave}-{step.attempt}"
-        world_size = len(step.engines) + 1
-        timeout_s = self._config.transfer_timeout_s
-        opening = {
-            "name": name,
-            "host": self._config.host,
-            "world_size": world_size,
-            "backend": self._config.backend,
-            "timeout_s": timeout_s,
-        }
-        self._group = name
-        try:
-            await self._load()
-            port = (await self._sender.call("open_group", opening, timeout_s=timeout_s))["port"]
-        except (SenderFailed, GroupFailed) as error:
-            self._end_early(error)
-            return
-
-        async def join(rank: int, engine_id: EngineId) -> None:
-            async with failures.of(engine_id, timeout_s):
-                await self._engines[engine_id].join_group(
-                    name,
-                    host=self._config.host,
-                    port=port,
-                    rank=rank,
-                    world_size=world_size,
-                    backend=self._config.backend,
-                )
-
-        joins = [join(rank, engine_id) for rank, engine_id in enumerate(step.engines, start=1)]
-        await self._with_sender("join_group", {"name": name}, joins, failures)
+        layout = lay_out((engine_id, self._infos[engine_id].ranks) for engine_id in step.engines)
+        await self._transfer.form(name, self._members(step), layout, failures)
 
     async def _broadcast(self, step: Step, failures: Failures) -> None:
-        """All buckets to the engines of the group; whoever failed is left out of the following ones."""
-        assert self._loaded is not None
-        assert self._group is not None
-        try:
-            await self._sender.call("ping", {}, timeout_s=self._config.phase_timeout_s)
-            if self._sender.incarnation != self._loaded.incarnation:
-                raise SenderFailed("the sender was restarted and has lost the group")
-        except SenderFailed as error:
-            self._end_early(error)
-            return
-        last = len(self._loaded.buckets) - 1
-        for index, bucket in enumerate(self._loaded.buckets):
-            version = self._snapshot.version if index == last else None
-            updates = [self._update(engine_id, bucket, version, failures) for engine_id in step.engines]
-            await self._with_sender("broadcast", {"name": self._group, "bucket": index}, updates, failures)
-            if failures.found or self._sender_failure is not None:
-                # A group that lost a member cannot be trusted: the machine forms another for who is left.
-                self._fail_the_rest(step, failures)
-                return
-            self._sent_bytes += self._loaded.sizes[index]
+        started_s = time.perf_counter()
+        taken = await self._transfer.broadcast(self._members(step), failures, self._machine.touched)
+        for engine_id, size in taken.items():
+            part = self._parts[engine_id]
+            part.received_bytes += size
+            part.transfer_s += time.perf_counter() - started_s
 
-    async def _update(
-        self, engine_id: EngineId, bucket: BucketSpec, version: PolicyVersion | None, failures: Failures
-    ) -> None:
-        assert self._group is not None
-        self._machine.touched(engine_id)
-        async with failures.of(engine_id, self._config.transfer_timeout_s):
-            await self._engines[engine_id].update(bucket, group=self._group, version=version)
-
-    def _fail_the_rest(self, step: Step, failures: Failures) -> None:
-        """Engines that answered well still lack buckets: they count as victims of the broken group."""
-        for engine_id in step.engines:
-            if engine_id not in failures.found:
-                failures.found[engine_id] = Failure(blame=Blame.VICTIM, message="its group broke")
-
-    async def _with_sender(
-        self,
-        op: str,
-        arguments: dict[str, object],
-        calls: Sequence[Coroutine[None, None, None]],
-        failures: Failures,
-    ) -> None:
-        """One collective: the sender and all engines at once, then the question whose fault a failure is."""
-        failed: SenderFailed | GroupFailed | None = None
-
-        async def send() -> None:
-            nonlocal failed
-            try:
-                await self._sender.call(op, arguments, timeout_s=self._config.transfer_timeout_s + SENDER_GRACE_S)
-            except (SenderFailed, GroupFailed) as error:
-                failed = error
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(send())
-            for call in calls:
-                tasks.create_task(call)
-        # A sender that merely waited too long, or saw its peer go, is not at fault when an engine failed as well.
-        excused = isinstance(failed, SenderTimeout | GroupFailed) and failures.found
-        if failed is not None and not excused:
-            failures.found.clear()
-            self._end_early(failed)
-        failures.spare_victims()
-
-    def _end_early(self, error: SenderFailed | GroupFailed) -> None:
-        self._sender_failure = error
-        self._machine.abandon(f"{type(error).__name__}: {error}")
-
-    async def _close_group(self) -> None:
-        """At the sender; a sender that died took it along."""
-        name, self._group = self._group, None
-        if self._loaded is None or self._loaded.incarnation != self._sender.incarnation or self._sender.pid is None:
-            return
-        with suppress(SenderFailed, GroupFailed):
-            await self._sender.call("close_group", {"name": name}, timeout_s=self._config.phase_timeout_s)
+    def _members(self, step: Step) -> list[EngineControl]:
+        return [self._engines[engine_id] for engine_id in step.engines]
 
     def _report(self, total_s: float) -> PushReport:
         for engine_id, part in self._parts.items():
@@ -379,6 +252,6 @@ class PushExecution:
             engines=tuple(self._parts.values()),
             seconds=self._seconds,
             total_s=total_s,
-            sent_bytes=self._sent_bytes,
+            sent_bytes=self._transfer.sent_bytes,
             sender_failure=self._sender_failure,
         )

@@ -61,10 +61,11 @@ class SGLangConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """Numbers of requests; `waiting` counts retracted ones."""
+    """Numbers of requests (`waiting` counts retracted ones), and of tokens in the cache of keys and values."""
 
     running: int
     waiting: int
+    used_tokens: int = 0
 
 
 class SGLangEngine:
@@ -121,6 +122,7 @@ class SGLangEngine:
         return EngineLoad(
             running=sum(read(load, "num_running_reqs", int) for load in loads),
             waiting=sum(read(load, "num_waiting_reqs", int) for load in loads),
+            used_tokens=sum(int(load.get("num_used_tokens") or 0) for load in loads),
         )
 
     async def begin_update(self) -> None:

@@ -211,7 +211,7 @@ async def test_micro_batches_change_nothing(tmp_path: Path, tiny_model_dir: Path
         config = learner_config(tmp_path / str(budget), tiny_model_dir, token_budget=budget)
         async with opened(config) as learner:
             report = await learner.step(batch)
-            results.append((report.metrics, load_file((await learner.snapshot()).path)))
+            results.append((report.metrics, load_file((await learner.snapshot()).shards[0].path)))
     (small, small_weights), (large, large_weights) = results
     start = load_file(tiny_model_dir / "model.safetensors")
     for name in ("loss", "grad_norm", "entropy"):
@@ -230,11 +230,11 @@ async def test_not_finite_gradients_skip_count_and_end_the_run(tmp_path: Path, t
         skipped = await learner.step(bad[0])
         assert (skipped.skipped, skipped.version) == (True, PolicyVersion(1, 0))
         assert "grad_norm" not in skipped.metrics
-        assert (await learner.snapshot()).sha256 == start.sha256
+        assert (await learner.snapshot()).shards == start.shards
         report = await learner.step(good)
         assert (report.skipped, report.version) == (False, PolicyVersion(1, 1))
         trained = await learner.snapshot()
-        assert all(bool(tensor.isfinite().all()) for tensor in load_file(trained.path).values())
+        assert all(bool(tensor.isfinite().all()) for tensor in load_file(trained.shards[0].path).values())
         assert (await learner.step(bad[1])).skipped
         with pytest.raises(NonFiniteRun, match="max_skipped_in_a_row"):
             await learner.step(bad[2])
@@ -294,12 +294,12 @@ async def test_a_cancelled_step_is_done_once(tmp_path: Path, tiny_model_dir: Pat
 async def test_snapshots_keep_the_last_two(tmp_path: Path, tiny_model_dir: Path) -> None:
     async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:
         first = await learner.snapshot()
-        assert equal(load_file(first.path), load_file(tiny_model_dir / "model.safetensors"))
+        assert equal(load_file(first.shards[0].path), load_file(tiny_model_dir / "model.safetensors"))
         for number in (12, 13):
             await learner.step(make_batch(number, model_dir=tiny_model_dir))
             last = await learner.snapshot()
         assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["1.1.safetensors", "1.2.safetensors"]
-        assert last.path.name == "1.2.safetensors"
+        assert last.shards[0].path.name == "1.2.safetensors"
 
 
 def run_program(program: str, message: object) -> subprocess.CompletedProcess[bytes]:
@@ -325,7 +325,7 @@ async def main():
         await learner.step(batch)
     snapshot = await learner.snapshot()
     await learner.close()
-    print(snapshot.path, state.chain)
+    print(snapshot.shards[0].path, state.chain)
 
 asyncio.run(main())
 """
@@ -340,7 +340,7 @@ async def test_a_new_process_continues_to_the_bit(tmp_path: Path, tiny_model_dir
         checkpoint = await learner.save()
         for batch in batches[2:]:
             await learner.step(batch)
-        straight = load_file((await learner.snapshot()).path)
+        straight = load_file((await learner.snapshot()).shards[0].path)
     elsewhere = config.model_copy(update={"snapshot_dir": tmp_path / "other", "model_dir": tmp_path / "gone"})
     answer = await asyncio.to_thread(run_program, CONTINUE, (elsewhere, checkpoint, 2, batches[2:]))
     assert answer.returncode == 0

@@ -1,0 +1,33 @@
+"""Who is which rank of a weight group. Pure.
+
+Invariants:
+- Rank 0 is the sender; the engines follow in their order, each with as many consecutive ranks as it has processes.
+- Every engine is told the same world size, counted here from what the engines say of themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from headrace.policies.engine import EngineId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLayout:
+    """`offsets` is the first rank of each engine."""
+
+    world_size: int
+    offsets: Mapping[EngineId, int]
+
+
+def lay_out(ranks: Iterable[tuple[EngineId, int]]) -> GroupLayout:
+    """The layout of a sender and these engines, given with their numbers of processes."""
+    offsets: dict[EngineId, int] = {}
+    following = 1
+    for engine_id, count in ranks:
+        offsets[engine_id] = following
+        following += count
+    return GroupLayout(world_size=following, offsets=offsets)

@@ -1,0 +1,303 @@
+"""The senders' side of one push: the shards they hold, the groups they share with engines, the buckets on their way.
+
+Invariants:
+- Each shard of a snapshot has a sender and a process group of its own: that is how several trainer ranks send. Their
+  buckets travel one after another, the version with the last one.
+- A group that failed is never used again. A sender that had to be killed comes back without shard and groups: the push
+  that used it ends (`SenderFailed`), the next one loads again.
+- Whose fault a broken collective is: an engine that failed as well excuses the sender, and an engine that merely
+  refused where another one was unreachable is a victim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headrace.policies.errors import (
+    EngineError,
+    EngineRefused,
+    EngineTimeout,
+    GroupFailed,
+    PushError,
+    SenderFailed,
+    SenderTimeout,
+)
+from headrace.policies.push.contract import BucketSpec
+from headrace.policies.push.fitting import TensorForm
+from headrace.policies.push.machine import Blame, Failure
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+
+    from headrace.buffer.versions import PolicyVersion
+    from headrace.policies.engine import EngineId
+    from headrace.policies.learner import WeightsShard, WeightsSnapshot
+    from headrace.policies.push.contract import EngineControl, PushConfig
+    from headrace.policies.push.layout import GroupLayout
+    from headrace.policies.push.sender import SenderProcess
+
+# The group times out by itself first: that costs the group only, a missed deadline the whole sender.
+SENDER_GRACE_S = 2.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Failures:
+    """Collects the failures of one step from concurrent calls."""
+
+    found: dict[EngineId, Failure] = field(default_factory=dict)
+    refused: set[EngineId] = field(default_factory=set)
+
+    @asynccontextmanager
+    async def of(self, engine_id: EngineId, timeout_s: float) -> AsyncIterator[None]:
+        """Whatever an engine does wrong inside becomes data."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except TimeoutError:
+            self.add(engine_id, EngineTimeout(f"{engine_id}: no answer within {timeout_s} s"))
+        except EngineError as error:
+            self.add(engine_id, error)
+
+    def add(self, engine_id: EngineId, error: EngineError) -> None:
+        self.found[engine_id] = Failure(blame=Blame.ENGINE, message=f"{type(error).__name__}: {error}")
+        if isinstance(error, EngineRefused):
+            self.refused.add(engine_id)
+
+    def spare_victims(self) -> None:
+        """Where somebody else in the group was unreachable, a refusal is its consequence."""
+        if self.refused and len(self.refused) < len(self.found):
+            for engine_id in self.refused:
+                self.found[engine_id] = Failure(blame=Blame.VICTIM, message=self.found[engine_id].message)
+
+
+@dataclass(slots=True, kw_only=True)
+class Loaded:
+    """What a sender of this incarnation holds: buckets, their sizes in bytes, checksums by parameter."""
+
+    incarnation: int
+    buckets: tuple[BucketSpec, ...]
+    sizes: tuple[int, ...]
+    checksums: dict[str, str]
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    """One shard's way: its sender and the group of the moment."""
+
+    shard: WeightsShard
+    sender: SenderProcess
+    loaded: Loaded | None = None
+    group: str | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.loaded is not None and self.loaded.incarnation == self.sender.incarnation
+
+
+class Transfer:
+    """Used for one push. Methods raise SenderFailed or GroupFailed when it cannot go on through these senders."""
+
+    def __init__(self, snapshot: WeightsSnapshot, senders: Sequence[SenderProcess], config: PushConfig) -> None:
+        if len(senders) != len(snapshot.shards):
+            raise PushError(f"{len(snapshot.shards)} shards need as many senders, not {len(senders)}")
+        self._version = snapshot.version
+        self._lanes = [Lane(shard=shard, sender=sender) for shard, sender in zip(snapshot.shards, senders, strict=True)]
+        self._config = config
+        self.sent_bytes = 0
+
+    async def load(self) -> None:
+        """Every shard into its sender, at once; again after a restart. Raises ModelInvalid for an unreadable one, and
+        for a parameter that two shards hold."""
+        async with _first_error(), asyncio.TaskGroup() as tasks:
+            for lane in self._lanes:
+                if not lane.is_loaded:
+                    tasks.create_task(self._load(lane))
+        names = Counter(name for loaded in self._all_loaded() for bucket in loaded.buckets for name in bucket.names)
+        name, count = names.most_common(1)[0]
+        if count > 1:
+            raise PushError(f"{name} is in {count} shards of the snapshot")
+
+    def forms(self) -> dict[str, TensorForm]:
+        """Every parameter of the snapshot."""
+        return {
+            name: TensorForm(dtype=dtype, shape=shape)
+            for loaded in self._all_loaded()
+            for bucket in loaded.buckets
+            for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)
+        }
+
+    def checksums(self) -> dict[str, str]:
+        return {name: value for loaded in self._all_loaded() for name, value in loaded.checksums.items()}
+
+    async def form(self, name: str, engines: Sequence[EngineControl], layout: GroupLayout, failures: Failures) -> None:
+        """A new group of each sender and these engines."""
+        await self.close()
+        await self.load()
+        for index, lane in enumerate(self._lanes):
+            await self._form(lane, f"{name}-{index}", engines, layout, failures)
+            if failures.found:
+                return
+
+    async def broadcast(
+        self, engines: Sequence[EngineControl], failures: Failures, touched: Callable[[EngineId], None]
+    ) -> dict[EngineId, int]:
+        """All buckets to the engines of the group, until one fails; the bytes that each engine took.
+
+        After a failure every engine of the group has failed: those that answered well still lack buckets."""
+        await self._check_groups()
+        taken = dict.fromkeys((engine.engine_id for engine in engines), 0)
+        for lane, index, version in self._plan():
+            assert lane.loaded is not None
+            updates = [self._update(engine, lane, index, version, failures, touched) for engine in engines]
+            await self._collective(lane, "broadcast", {"name": lane.group, "bucket": index}, updates, failures)
+            if failures.found:
+                for engine in engines:
+                    failures.found.setdefault(engine.engine_id, Failure(blame=Blame.VICTIM, message="its group broke"))
+                return taken
+            self.sent_bytes += lane.loaded.sizes[index]
+            for engine_id in taken:
+                taken[engine_id] += lane.loaded.sizes[index]
+        return taken
+
+    async def leave(self, engine: EngineControl) -> None:
+        """One engine out of the groups of the moment."""
+        for lane in self._lanes:
+            if lane.group is not None:
+                await engine.leave_group(lane.group)
+
+    async def close(self) -> None:
+        """The groups at their senders; a sender that died took its group along."""
+        for lane in self._lanes:
+            name, lane.group = lane.group, None
+            if name is None or not lane.is_loaded or lane.sender.pid is None:
+                continue
+            with suppress(SenderFailed, GroupFailed):
+                await lane.sender.call("close_group", {"name": name}, timeout_s=self._config.phase_timeout_s)
+
+    async def _load(self, lane: Lane) -> None:
+        arguments = {
+            "path": str(lane.shard.path),
+            "sha256": lane.shard.sha256,
+            "bucket_bytes": self._config.bucket_bytes,
+            "checksums": self._config.verify == "snapshot",
+        }
+        reply = await lane.sender.call("load", arguments, timeout_s=self._config.transfer_timeout_s)
+        if not reply["buckets"]:
+            raise PushError(f"{Path(lane.shard.path)} holds no tensors")
+        lane.loaded = Loaded(
+            incarnation=lane.sender.incarnation,
+            buckets=tuple(
+                BucketSpec(
+                    names=tuple(bucket["names"]),
+                    dtypes=tuple(bucket["dtypes"]),
+                    shapes=tuple(map(tuple, bucket["shapes"])),
+                )
+                for bucket in reply["buckets"]
+            ),
+            sizes=tuple(reply["sizes"]),
+            checksums=reply["checksums"],
+        )
+
+    def _all_loaded(self) -> Iterator[Loaded]:
+        for lane in self._lanes:
+            assert lane.loaded is not None
+            yield lane.loaded
+
+    def _plan(self) -> Iterator[tuple[Lane, int, PolicyVersion | None]]:
+        """Every bucket in its order, with the version on the last."""
+        order = [(lane, index) for lane in self._lanes if lane.loaded for index in range(len(lane.loaded.buckets))]
+        for at, (lane, index) in enumerate(order, start=1):
+            yield lane, index, self._version if at == len(order) else None
+
+    async def _form(
+        self, lane: Lane, name: str, engines: Sequence[EngineControl], layout: GroupLayout, failures: Failures
+    ) -> None:
+        config, timeout_s = self._config, self._config.transfer_timeout_s
+        opening = {
+            "name": name,
+            "host": config.host,
+            "world_size": layout.world_size,
+            "backend": config.backend,
+            "timeout_s": timeout_s,
+        }
+        lane.group = name
+        port = (await lane.sender.call("open_group", opening, timeout_s=timeout_s))["port"]
+
+        async def join(engine: EngineControl) -> None:
+            async with failures.of(engine.engine_id, timeout_s):
+                await engine.join_group(
+                    name,
+                    host=config.host,
+                    port=port,
+                    rank=layout.offsets[engine.engine_id],
+                    world_size=layout.world_size,
+                    backend=config.backend,
+                )
+
+        await self._collective(lane, "join_group", {"name": name}, [join(engine) for engine in engines], failures)
+
+    async def _check_groups(self) -> None:
+        """Nothing is broadcast through a sender that has lost its group."""
+        for lane in self._lanes:
+            await lane.sender.call("ping", {}, timeout_s=self._config.phase_timeout_s)
+            if not lane.is_loaded:
+                raise SenderFailed("the sender was restarted and has lost the group")
+
+    async def _update(
+        self,
+        engine: EngineControl,
+        lane: Lane,
+        index: int,
+        version: PolicyVersion | None,
+        failures: Failures,
+        touched: Callable[[EngineId], None],
+    ) -> None:
+        assert lane.loaded is not None
+        assert lane.group is not None
+        touched(engine.engine_id)
+        async with failures.of(engine.engine_id, self._config.transfer_timeout_s):
+            await engine.update(lane.loaded.buckets[index], group=lane.group, version=version)
+
+    async def _collective(
+        self,
+        lane: Lane,
+        op: str,
+        arguments: dict[str, object],
+        calls: Sequence[Coroutine[None, None, None]],
+        failures: Failures,
+    ) -> None:
+        """The sender and all engines at once, then the question whose fault a failure is. Raises SenderFailed or
+        GroupFailed when it is the sender's; no engine has failed then."""
+        failed: SenderFailed | GroupFailed | None = None
+
+        async def send() -> None:
+            nonlocal failed
+            try:
+                await lane.sender.call(op, arguments, timeout_s=self._config.transfer_timeout_s + SENDER_GRACE_S)
+            except (SenderFailed, GroupFailed) as error:
+                failed = error
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(send())
+            for call in calls:
+                tasks.create_task(call)
+        # A sender that merely waited too long, or saw its peer go, is not at fault when an engine failed as well.
+        excused = isinstance(failed, SenderTimeout | GroupFailed) and failures.found
+        if failed is not None and not excused:
+            failures.found.clear()
+            raise failed
+        failures.spare_victims()
+
+
+@asynccontextmanager
+async def _first_error() -> AsyncIterator[None]:
+    """The first error of a task group, alone: callers tell errors apart by their class."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from group
