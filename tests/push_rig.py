@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
 
-    from headrace.policies.push.contract import PushReport
+    from headrace.policies.push.contract import Gate, PushReport
     from headrace.policies.push.machine import Phase, Step
 
 VOCABULARY = 258
@@ -52,14 +52,23 @@ class RecordingGate:
 
 @dataclass
 class Rig:
-    """`push` pushes a model directory as `1.<step>` to both engines."""
+    """`push` pushes a model directory as `1.<step>` to both engines, each shard of a snapshot through a sender."""
 
     processes: dict[str, EngineProcess]
     engines: dict[str, SGLangEngine]
-    sender: SenderProcess
+    senders: list[SenderProcess]
     session: aiohttp.ClientSession
     gate: RecordingGate = field(default_factory=RecordingGate)
     journal: list[tuple[int, str]] = field(default_factory=list)
+
+    @property
+    def sender(self) -> SenderProcess:
+        return self.senders[0]
+
+    def snapshot(self, directory: Path, step: int) -> WeightsSnapshot:
+        path = directory / "model.safetensors"
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        return WeightsSnapshot(version=PolicyVersion(1, step), shards=(WeightsShard(path=path, sha256=digest),))
 
     def attach(self, name: str) -> None:
         """A client of the process of this name, as it is now."""
@@ -80,15 +89,27 @@ class Rig:
         before: Callable[[int, Phase], Awaitable[None]] | None = None,
         **config: object,
     ) -> PushReport:
+        """Push a model directory; `before` is awaited before each phase of a wave."""
+        return await self.push_snapshot(self.snapshot(directory, step), before=before, **config)
+
+    async def push_snapshot(
+        self,
+        weights: WeightsSnapshot,
+        *,
+        before: Callable[[int, Phase], Awaitable[None]] | None = None,
+        gate: Gate | None = None,
+        **config: object,
+    ) -> PushReport:
         async def journal(push_id: str, step: Step) -> None:
             self.journal.append((step.wave, step.phase.value))
             if before is not None:
                 await before(step.wave, step.phase)
 
+        while len(self.senders) < len(weights.shards):
+            self.senders.append(SenderProcess(self.senders[0].config))
         given = PushConfig.model_validate({"bucket_bytes": 200_000, "phase_timeout_s": 5.0, **config})
-        return await push(
-            snapshot(directory, step), list(self.engines.values()), [self.sender], self.gate, journal, given
-        )
+        senders = self.senders[: len(weights.shards)]
+        return await push(weights, list(self.engines.values()), senders, gate or self.gate, journal, given)
 
     async def generate(self, name: str, request_id: str, tokens: int):
         request = GenerateRequest(
@@ -102,12 +123,6 @@ class Rig:
                 pass
 
 
-def snapshot(directory: Path, step: int) -> WeightsSnapshot:
-    path = directory / "model.safetensors"
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return WeightsSnapshot(version=PolicyVersion(1, step), shards=(WeightsShard(path=path, sha256=digest),))
-
-
 @asynccontextmanager
 async def open_rig(model: Path, directory: Path) -> AsyncIterator[Rig]:
     """Start everything; end everything."""
@@ -116,17 +131,22 @@ async def open_rig(model: Path, directory: Path) -> AsyncIterator[Rig]:
         for seed, name in enumerate(NAMES)
     }
     processes = {name: EngineProcess(config) for name, config in configs.items()}
-    sender = SenderProcess(SenderConfig(log_path=directory / "sender.log"))
+    senders = [SenderProcess(SenderConfig(log_path=directory / "sender.log"))]
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         for process in processes.values():
             stack.push_async_callback(process.stop)
-        stack.push_async_callback(sender.kill)
+        stack.push_async_callback(_kill, senders)
         async with asyncio.TaskGroup() as tasks:
             for process in processes.values():
                 tasks.create_task(process.start())
-            tasks.create_task(sender.call("ping", {}, timeout_s=30))
-        rig = Rig(processes=processes, engines={}, sender=sender, session=session)
+            tasks.create_task(senders[0].call("ping", {}, timeout_s=30))
+        rig = Rig(processes=processes, engines={}, senders=senders, session=session)
         for name in NAMES:
             rig.attach(name)
         yield rig
+
+
+async def _kill(senders: list[SenderProcess]) -> None:
+    for sender in senders:
+        await sender.kill()

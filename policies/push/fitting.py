@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.policies.errors import ModelInvalid
 
@@ -40,7 +40,7 @@ def check_fits(snapshot: Mapping[str, TensorForm], model_dir: Path) -> None:
     if not (model_dir / "config.json").is_file():
         return
     served = read_forms(model_dir)
-    if json.loads((model_dir / "config.json").read_bytes()).get("tie_word_embeddings"):
+    if _read_object(model_dir / "config.json").get("tie_word_embeddings"):
         # A tied head is the embedding once more: some files hold it, some do not.
         snapshot = without_head(snapshot)
         served = without_head(served)
@@ -81,8 +81,18 @@ def read_forms(model_dir: Path) -> dict[str, TensorForm]:
 def _files(model_dir: Path) -> list[Path]:
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
-        return sorted({model_dir / name for name in json.loads(index.read_bytes())["weight_map"].values()})
+        return sorted({model_dir / name for name in _read_object(index).get("weight_map", {}).values()})
     return [model_dir / "model.safetensors"]
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelInvalid(f"{path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelInvalid(f"{path}: not one JSON object")
+    return content
 
 
 def _read_header(path: Path) -> Iterable[tuple[str, TensorForm]]:

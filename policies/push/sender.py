@@ -59,7 +59,7 @@ class SenderProcess:
     """`async with SenderProcess(config) as sender: await sender.call("ping", {}, timeout_s=1)`."""
 
     def __init__(self, config: SenderConfig) -> None:
-        self._config = config
+        self.config = config
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self.incarnation = 0
@@ -112,9 +112,9 @@ class SenderProcess:
         self.incarnation += 1
         command = [sys.executable, "-m", "headrace.policies.push.sender", "--parent-pid", str(os.getpid())]
         log: IO[bytes] | None = None
-        if self._config.log_path is not None:
-            self._config.log_path.parent.mkdir(parents=True, exist_ok=True)
-            log = self._config.log_path.open("ab")
+        if self.config.log_path is not None:
+            self.config.log_path.parent.mkdir(parents=True, exist_ok=True)
+            log = self.config.log_path.open("ab")
         pipe = asyncio.subprocess.PIPE
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         try:
@@ -125,13 +125,11 @@ class SenderProcess:
             if log is not None:
                 log.close()
         try:
-            async with asyncio.timeout(self._config.start_timeout_s):
+            async with asyncio.timeout(self.config.start_timeout_s):
                 await self._exchange({"op": "ping"})
         except TimeoutError as error:
             await self.kill()
-            raise SenderTimeout(
-                f"sender did not start within start_timeout_s={self._config.start_timeout_s}"
-            ) from error
+            raise SenderTimeout(f"sender did not start within start_timeout_s={self.config.start_timeout_s}") from error
         except (SenderFailed, asyncio.CancelledError):
             await self.kill()
             raise

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import time
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 import torch
+from opentelemetry.trace import NoOpTracer
+from safetensors.torch import save_file
 
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import FinishReason
-from headrace.policies.errors import ModelInvalid
+from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, RequestId
+from headrace.policies.errors import ModelInvalid, PushError
+from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.push.machine import Phase
 from headrace.policies.push.weights import checksums, read_snapshot
 from headrace.policies.qwen3 import Qwen3, read_weights
 from headrace.policies.qwen3_config import Qwen3Config
+from headrace.serve.capture.session import SessionId
+from headrace.serve.engines import EngineDeadlines, EnginePool, join_pieces
+from headrace.serve.routing import EngineRoute, Lineage, RoutingTable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -51,6 +60,49 @@ def reference_logprobs(directory: Path, tokens: list[int]) -> torch.Tensor:
     model = Qwen3(config, read_weights(config, directory / "model.safetensors"), capacity=1024)
     logprobs = model.logits([tokens])[0, :-1].log_softmax(-1)
     return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def split(whole: dict[str, torch.Tensor], directory: Path, step: int) -> WeightsSnapshot:
+    """Every second tensor in the first file, the others in the second."""
+    shards = []
+    for number in range(2):
+        path = directory / f"rank{number}.safetensors"
+        save_file({name: whole[name] for name in sorted(whole)[number::2]}, path)
+        shards.append(WeightsShard(path=path, sha256=hashlib.sha256(path.read_bytes()).hexdigest()))
+    return WeightsSnapshot(version=PolicyVersion(1, step), shards=tuple(shards))
+
+
+class PoolGate:
+    """The gate of one gateway's engines."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+
+    async def close(self, engine_id: EngineId, lease_s: float) -> None:
+        self._pool.close_gate(engine_id, lease_s)
+
+    async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> list[RequestId]:
+        await self._pool.open_gate(engine_id, cache_namespace)
+        return []
+
+
+@asynccontextmanager
+async def pool_over(rig) -> AsyncIterator[EnginePool]:
+    """A gateway's way to the engines of the rig."""
+    deadlines = EngineDeadlines(gate_wait_s=30.0, call_s=60.0, abort_grace_s=2.0)
+    pool = EnginePool(deadlines, lambda route: rig.engines[route.engine_id], time.monotonic, NoOpTracer())
+    routes = tuple(EngineRoute(engine_id=name, url=engine.url) for name, engine in rig.engines.items())
+    await pool.replace_table(RoutingTable(version=1, engines=routes))
+    yield pool
+    await pool.aclose()
+
+
+async def sample(pool: EnginePool, name: str, tokens: int) -> list[Completion]:
+    """The pieces of one turn."""
+    pieces: list[Completion] = []
+    ask = GenerateRequest(request_id=RequestId(name), input_ids=tuple(PROMPT), max_new_tokens=tokens)
+    await pool.sample(Lineage(SessionId(name)), ask, pieces)
+    return pieces
 
 
 async def test_versions_change_in_mid_request_and_every_token_matches_its_version(rig, models: list[Path]) -> None:
@@ -121,15 +173,91 @@ async def test_aborts_lost_in_the_pause_are_sent_again(rig, models: list[Path]) 
     assert (await late[0]).finish is FinishReason.ABORT
 
 
+async def test_each_trainer_rank_sends_its_own_shard(rig, models: list[Path], tmp_path: Path) -> None:
+    """Two files through two senders and two groups: the version comes with the last bucket of the last one."""
+    whole = tensors(models[2])
+    weights = split(whole, tmp_path, step=7)
+    report = await rig.push_snapshot(weights, bucket_bytes=50_000)
+    assert report.updated == ("one", "two")
+    assert report.sent_bytes == 2 * sum(item.nbytes for item in whole.values())
+    for engine in rig.engines.values():
+        assert await engine.checksums() == checksums(whole)
+        assert (await engine.info()).version == PolicyVersion(1, 7)
+
+
+async def test_shards_that_overlap_are_refused(rig, models: list[Path], tmp_path: Path) -> None:
+    shards = rig.snapshot(models[1], 8).shards * 2
+    with pytest.raises(PushError, match="in 2 shards"):
+        await rig.push_snapshot(WeightsSnapshot(version=PolicyVersion(1, 8), shards=shards))
+
+
+async def test_a_snapshot_of_another_model_is_refused_before_anything_is_touched(
+    rig, models: list[Path], tmp_path: Path
+) -> None:
+    changed = tensors(models[1]) | {"model.norm.weight": torch.zeros(7)}
+    save_file(changed, tmp_path / "model.safetensors")
+    rig.journal.clear()
+    before = [(await engine.info()).version for engine in rig.engines.values()]
+    report = await rig.push(tmp_path, 9)
+    assert report.quarantined == ("one", "two")
+    assert {phase for _, phase in rig.journal} == {"probe"}
+    for engine, part in zip(rig.engines.values(), report.engines, strict=True):
+        assert "model.norm.weight: the snapshot has shape (7,), the engine's model" in part.failure
+        assert (await engine.info()).version in before
+
+
+async def test_a_report_tells_what_the_push_cost(rig, models: list[Path]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for name in rig.engines:
+            for index in range(4):
+                tasks.create_task(rig.generate(name, f"cost-{name}{index}", 600))
+        for name in rig.engines:
+            await rig.until_busy(name, 4)
+        report = await rig.push(models[1], 10)
+    size = sum(item.nbytes for item in tensors(models[1]).values())
+    for part in report.engines:
+        assert (part.received_bytes, part.ranks, part.flushed) == (size, 1, True)
+        assert 0 < part.transfer_s < part.paused_s < part.gate_s
+        assert part.gb_per_s == pytest.approx(size / part.transfer_s / 1e9)
+        assert part.retracted <= 4
+        assert part.recomputed_tokens >= part.retracted * len(PROMPT)
+    assert any(part.retracted for part in report.engines)
+    assert report.gates_s == sum(part.gate_s for part in report.engines)
+    assert sum(report.seconds.values()) <= report.total_s
+
+
+async def test_turns_that_a_push_aborts_go_on_elsewhere_or_later(rig, models: list[Path]) -> None:
+    """Their partial answers are kept: every token is under the version that sampled it, and none is missing."""
+    async with pool_over(rig) as pool, asyncio.TaskGroup() as tasks:
+        turns = [tasks.create_task(sample(pool, f"turn-{index}", 500)) for index in range(12)]
+        for name in rig.engines:
+            await rig.until_busy(name, 6)
+        gate = PoolGate(pool)
+        for step, model in ((11, 2), (12, 0)):
+            report = await rig.push_snapshot(rig.snapshot(models[model], step), gate=gate, pause_mode="abort")
+            assert report.updated == ("one", "two")
+    interrupted = [turn.result() for turn in turns if len(turn.result()) > 1]
+    assert interrupted
+    weights = {10: models[1], 11: models[2], 12: models[0]}
+    for turn in turns:
+        whole = join_pieces(turn.result())
+        assert (len(whole.output_ids), whole.finish) == (500, FinishReason.LENGTH)
+        tokens = [*PROMPT, *whole.output_ids]
+        for span in whole.spans:
+            expected = reference_logprobs(weights[span.version.step], tokens)[len(PROMPT) - 1 :]
+            got = torch.tensor(whole.logprobs)
+            assert (got - expected)[span.start : span.end].abs().max() <= 1e-3, span
+
+
 async def test_a_changed_snapshot_is_refused_before_anything_is_touched(
     rig, models: list[Path], tmp_path: Path
 ) -> None:
     rig.journal.clear()
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ModelInvalid, match=r"model\.safetensors"):
-        await rig.push(tmp_path, 7)
+        await rig.push(tmp_path, 13)
     assert rig.journal == []
-    assert (await rig.push(models[0], 8)).updated == ("one", "two")
+    assert (await rig.push(models[0], 14)).updated == ("one", "two")
 
 
 async def test_a_cancelled_push_leaves_no_engine_paused(rig, models: list[Path]) -> None:
@@ -140,16 +268,16 @@ async def test_a_cancelled_push_leaves_no_engine_paused(rig, models: list[Path])
             reached.set()
             await never.wait()
 
-    task = asyncio.get_running_loop().create_task(rig.push(models[1], 9, before=before))
+    task = asyncio.get_running_loop().create_task(rig.push(models[1], 15, before=before))
     await reached.wait()
     assert (await rig.engines["one"].info()).paused
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     info = await rig.engines["one"].info()
-    assert (info.paused, info.version) == (False, PolicyVersion(1, 8))
+    assert (info.paused, info.version) == (False, PolicyVersion(1, 14))
     assert not rig.gate.closed
-    assert (await rig.push(models[1], 10)).updated == ("one", "two")
+    assert (await rig.push(models[1], 16)).updated == ("one", "two")
 
 
 async def test_an_engine_joins_a_group_hosted_by_plain_torch(rig) -> None:

@@ -1,0 +1,129 @@
+"""Ranks of a weight group, and models compared by their headers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from headrace.policies.engine import EngineId
+from headrace.policies.errors import ModelInvalid
+from headrace.policies.push.fitting import TensorForm, check_fits, read_forms
+from headrace.policies.push.layout import lay_out
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@given(st.lists(st.integers(1, 16), max_size=8))
+def test_every_rank_of_a_group_is_somebodys(counts: list[int]) -> None:
+    ranks = [(EngineId(str(index)), count) for index, count in enumerate(counts)]
+    layout = lay_out(ranks)
+    taken = [rank for engine, count in ranks for rank in range(layout.offsets[engine], layout.offsets[engine] + count)]
+    assert [0, *taken] == list(range(layout.world_size))
+
+
+def forms_of(directory: Path) -> dict[str, TensorForm]:
+    return {
+        name: TensorForm(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+        for name, tensor in load_file(directory / "model.safetensors").items()
+    }
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_headers_tell_what_the_tensors_are(tmp_path: Path, write_model) -> None:
+    model = write_model(tmp_path / "model", seed=1)
+    rewrite(model, lambda tensors: tensors.update(extra=torch.zeros(2).half()))
+    assert read_forms(model) == forms_of(model)
+
+
+def test_a_model_in_several_files_is_read_through_its_index(tmp_path: Path, write_model) -> None:
+    model = write_model(tmp_path / "model", seed=1)
+    forms, tensors = forms_of(model), load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = sorted(tensors)
+    for number in range(2):
+        save_file({name: tensors[name] for name in names[number::2]}, model / f"part{number}.safetensors")
+    weight_map = {name: f"part{index % 2}.safetensors" for index, name in enumerate(names)}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    check_fits(forms, model)
+    assert read_forms(model) == forms
+
+
+def test_dtypes_may_differ_among_floating_point_ones(tmp_path: Path, write_model) -> None:
+    forms = forms_of(write_model(tmp_path / "snapshot", seed=1))
+    served = rewrite(
+        write_model(tmp_path / "served", seed=1),
+        lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}),
+    )
+    check_fits(forms, served)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), r"snapshot has model\.norm\.weight, .*lacks"),
+        (lambda tensors: tensors.update(new=torch.zeros(1)), "snapshot lacks new, which"),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(7)}),
+            r"model\.norm\.weight: the snapshot has shape \(\d+,\), the engine's model .* \(7,\)",
+        ),
+        (
+            lambda tensors: tensors.update(
+                {"model.norm.weight": torch.zeros(tensors["model.norm.weight"].shape, dtype=torch.int8)}
+            ),
+            "I8: only floating-point weights",
+        ),
+    ],
+)
+def test_another_model_is_refused_naming_both_sides(tmp_path: Path, write_model, change, said: str) -> None:
+    forms = forms_of(write_model(tmp_path / "snapshot", seed=1))
+    served = rewrite(write_model(tmp_path / "served", seed=1), change)
+    with pytest.raises(ModelInvalid, match=said):
+        check_fits(forms, served)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_may_be_left_out_only_where_it_is_tied(tmp_path: Path, write_model, tied: bool) -> None:
+    served = write_model(tmp_path / "served", seed=1, tied=tied)
+    forms = forms_of(served)
+    if tied:
+        forms["lm_head.weight"] = forms["model.embed_tokens.weight"]
+        check_fits(forms, served)
+    else:
+        del forms["lm_head.weight"]
+        with pytest.raises(ModelInvalid, match=r"lacks lm_head\.weight"):
+            check_fits(forms, served)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 16, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{"])
+def test_damaged_files_are_named(tmp_path: Path, write_model, damage: bytes) -> None:
+    served = write_model(tmp_path / "served", seed=1)
+    (served / "model.safetensors").write_bytes(damage)
+    with pytest.raises(ModelInvalid, match=r"model\.safetensors"):
+        check_fits({}, served)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("damage", ["", "{", "[]"])
+def test_damaged_descriptions_are_named(tmp_path: Path, write_model, name: str, damage: str) -> None:
+    served = write_model(tmp_path / "served", seed=1)
+    (served / name).write_text(damage)
+    with pytest.raises(ModelInvalid, match=name):
+        check_fits({}, served)
+
+
+def test_a_directory_out_of_reach_is_not_checked(tmp_path: Path) -> None:
+    check_fits({"x": TensorForm(dtype="float32", shape=(1,))}, tmp_path / "elsewhere")
