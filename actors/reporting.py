@@ -14,6 +14,7 @@ from rich.console import Group
 from rich.table import Table
 
 from headrace.actors.metrics import read_metrics
+from headrace.actors.push_costs import push_costs
 from headrace.actors.utilisation import bottleneck, mean_in_flight, mean_loads
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.report import acceptance_by_decile, evictions, left_out
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from headrace.actors.push_costs import PushCosts
     from headrace.actors.run_directory import RunDirectory
     from headrace.actors.utilisation import StationLoad
     from headrace.buffer.evidence import Evidence
@@ -64,6 +66,8 @@ class RunReport:
     """The fewest rollouts that `dispatcher.pacing` let in flight; None when it never lowered them."""
     slowed_by: str
     """Why, in words."""
+    pushes: PushCosts | None
+    """What the weight pushes cost; None without any."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"staleness": {str(staleness): count for staleness, count in self.staleness.items()}}
@@ -86,6 +90,7 @@ class RunReport:
         lines += [f"station {load.line()}" for load in self.stations]
         lines += [f"held up by {self.held_up_by}"] if self.held_up_by else []
         lines += [f"slowed down to {self.slowed_to} rollouts: {self.slowed_by}"] if self.slowed_by else []
+        lines += [self.pushes.line()] if self.pushes else []
         return Group(*lines, "", _deciles(self.deciles)) if self.deciles else Group(*lines)
 
 
@@ -93,7 +98,8 @@ def report_of(directory: RunDirectory) -> RunReport:
     """Read everything again. Raises LedgerRefused."""
     evidence = read_evidence(directory.path)
     groups = left_out(evidence)
-    records = [record for record in read_metrics(directory.metrics) if record["kind"] == "stations"]
+    metrics = read_metrics(directory.metrics)
+    records = [record for record in metrics if record["kind"] == "stations"]
     loads = mean_loads(records)
     full = bottleneck(loads, mean_in_flight(records))
     slowed = [record for record in records if record.get("slowed_by")]
@@ -111,6 +117,7 @@ def report_of(directory: RunDirectory) -> RunReport:
         held_up_by=None if full is None else full.station.value,
         slowed_to=slowest["rollout_limit"] if slowest else None,
         slowed_by=slowest["slowed_by"] if slowest else "",
+        pushes=push_costs(metrics),
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.actors.metrics import read_metrics
+from headrace.actors.push_costs import push_costs
 from headrace.actors.utilisation import bottleneck, mean_in_flight, mean_loads
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.verify import audit
@@ -42,6 +43,7 @@ class RunSummary:
     evaluation_infra: int
     in_flight_at_push_min: int | None
     push_s_mean: float | None
+    engine_stall_share: float | None
     learner_idle_share: float
     utilisation: dict[str, float]
     held_up_by: str | None
@@ -87,6 +89,7 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
         and record["rollouts_in_flight"] is not None
         and not record["version"].endswith(".0")
     ]
+    costs = push_costs(metrics)
     evidence = read_evidence(directory.path)
     report = audit(evidence)
     ended = [attempt for attempt in evidence.attempts if attempt.offered]
@@ -115,6 +118,7 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
         evaluation_infra=sum(record["infra"] for record in evaluations.values()),
         in_flight_at_push_min=min((record["rollouts_in_flight"] for record in pushes), default=None),
         push_s_mean=sum(record["total_s"] for record in pushes) / len(pushes) if pushes else None,
+        engine_stall_share=None if costs is None else costs.stall_share,
         learner_idle_share=times[0] / sum(times) if sum(times) else 0.0,
         utilisation={load.station.value: load.utilisation for load in loads if load.utilisation is not None},
         held_up_by=None if slowest is None else slowest.station.value,

@@ -60,13 +60,14 @@ def random_tensors(keys: dict[str, object], seed: int) -> dict[str, Tensor]:
     return tensors
 
 
-def write_tiny_model(directory: Path, *, seed: int = 0, tied: bool = True) -> Path:
-    """Write config.json, generation_config.json, tokenizer.json and model.safetensors; returns the directory."""
+def write_tiny_model(directory: Path, *, seed: int = 0, tied: bool = True, **changes: object) -> Path:
+    """Write config.json (with `changes` of its keys), generation_config.json, tokenizer.json and model.safetensors;
+    returns the directory."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
     vocabulary = write_tokenizer(directory / "tokenizer.json")
-    keys = {**KEYS, "vocab_size": vocabulary, "eos_token_id": vocabulary - 1, "tie_word_embeddings": tied}
+    keys = {**KEYS, "vocab_size": vocabulary, "eos_token_id": vocabulary - 1, "tie_word_embeddings": tied, **changes}
     (directory / "config.json").write_text(json.dumps(keys))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": vocabulary - 1}))
     save_file(random_tensors(keys, seed), directory / "model.safetensors", metadata={"format": "pt"})

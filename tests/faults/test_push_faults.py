@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +18,6 @@ from headrace.policies.push.machine import Phase, PushOutcome
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 OLD, NEW = PolicyVersion(1, 0), PolicyVersion(1, 1)
@@ -101,6 +102,59 @@ async def test_engine_stopped_in_the_broadcast_costs_at_most_the_sender(rig, oth
     assert set(rig.gate.closed) == {"one"}
     await works(rig, "two", NEW)
     os.kill(rig.processes["one"].pid, signal.SIGCONT)
+
+
+async def test_an_engine_that_never_answers_a_pause_is_left_out(rig, other_model: Path) -> None:
+    async def stop() -> None:
+        os.kill(rig.processes["one"].pid, signal.SIGSTOP)
+
+    report = await rig.push(other_model, 1, phase_timeout_s=4.0, before=at(Phase.PAUSE, stop))
+    assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
+    assert "EngineTimeout" in report.engines[0].failure
+    # It got no bucket: it keeps its old weights and would serve them again.
+    assert not rig.gate.closed
+    await works(rig, "two", NEW)
+    os.kill(rig.processes["one"].pid, signal.SIGCONT)
+
+
+async def test_sender_killed_in_mid_bucket(tmp_path: Path, write_model, open_rig) -> None:
+    """A bucket of more bytes than the sockets take: it dies while some are on their way."""
+    model = write_model(tmp_path / "model", intermediate_size=32768)
+    async with open_rig(model, tmp_path / "rig") as rig:
+        watching: list[asyncio.Task[None]] = []
+
+        async def kill_in_mid_bucket() -> None:
+            async with asyncio.timeout(60):
+                while not await asyncio.to_thread(sending, rig.sender.pid):
+                    pass
+            os.kill(rig.sender.pid, signal.SIGKILL)
+
+        async with asyncio.TaskGroup() as tasks:
+
+            async def watch() -> None:
+                watching.append(tasks.create_task(kill_in_mid_bucket()))
+
+            report = await rig.push(model, 1, bucket_bytes=2**30, before=at(Phase.BROADCAST, watch))
+        assert watching
+        assert isinstance(report.sender_failure, SenderFailed)
+        assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.BEHIND}
+        # Nobody knows what it has: it gets no traffic until it was sent everything again.
+        assert set(rig.gate.closed) == {"one"}
+        await works(rig, "two", OLD)
+        await rig.replace("one")
+        rig.gate.closed.clear()
+        again = await rig.push(model, 2, bucket_bytes=2**30)
+        assert outcomes(again) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
+
+
+def sending(pid: int) -> bool:
+    """Whether a process has a TCP connection with bytes that the other end has not taken yet."""
+    own = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if f"socket:[{fields[9]}]" in own and int(fields[4].split(":")[0], 16) > 0:
+            return True
+    return False
 
 
 async def test_an_open_session_is_refused_before_any_rank_broadcasts(rig, other_model: Path) -> None:

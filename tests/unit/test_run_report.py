@@ -8,8 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import orjson
+import pytest
 from rich.console import Console
 
+from headrace.actors.push_costs import push_record
 from headrace.actors.reporting import RunReport, report_of
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.simulation.plan import make_plan
@@ -19,6 +21,10 @@ from headrace.buffer.evidence import read_evidence
 from headrace.buffer.records import RolloutState
 from headrace.buffer.report import evictions, left_out
 from headrace.buffer.verify import verify
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId
+from headrace.policies.push.contract import EnginePush, PushReport
+from headrace.policies.push.machine import PushOutcome
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ledger_v2"
 
@@ -102,6 +108,52 @@ def test_what_slowed_the_run_down_is_named(tmp_path: Path) -> None:
     report = told_of(tmp_path / "run", metrics=(stations(10.0, 4.0), *slow))
     assert (report.slowed_to, report.slowed_by) == (15, "boot takes 9 s")
     assert told_of(tmp_path / "other", metrics=(stations(10.0, 4.0),)).slowed_to is None
+
+
+def pushed(*, gate_s: float, since_s: float | None) -> dict:
+    engines = tuple(
+        EnginePush(
+            engine_id=EngineId(name),
+            outcome=outcome,
+            gate_s=gate_s,
+            transfer_s=0.5,
+            received_bytes=size,
+            retracted=3,
+            recomputed_tokens=100,
+        )
+        for name, outcome, size in (("a", PushOutcome.UPDATED, 10**9), ("b", PushOutcome.QUARANTINED, 0))
+    )
+    report = PushReport(
+        push_id="p",
+        version=PolicyVersion(1, 2),
+        engines=engines,
+        seconds={"gate": 0.1, "broadcast": 1.0},
+        total_s=1.5,
+        sent_bytes=10**9,
+        sender_failure=None,
+    )
+    return {"kind": "push", "time_s": 0.0} | push_record(report, rollouts_in_flight=8, since_s=since_s)
+
+
+def test_pushes_are_paid_for_in_closed_gates(tmp_path: Path) -> None:
+    """The first one has no time before it; of the others, 2 engines x 0.5 s of 10 s and 2 x 1.5 s of 30 s."""
+    records = (
+        pushed(gate_s=7.0, since_s=None),
+        pushed(gate_s=0.5, since_s=10.0),
+        pushed(gate_s=1.5, since_s=30.0),
+        {"kind": "step", "push_s": 0.25},
+        {"kind": "step", "push_s": 0.5},
+    )
+    assert [record["stall_share"] for record in records[:3]] == [None, 0.05, 0.05]
+    costs = told_of(tmp_path / "run", metrics=records).pushes
+    assert costs is not None
+    assert costs.stall_share == 0.05
+    assert (costs.pushes, costs.gb_per_s, costs.learner_waited_s) == (3, 2.0, 0.75)
+    assert (costs.requests_retracted, costs.tokens_recomputed, costs.quarantined) == (18, 600, 3)
+    assert costs.seconds == pytest.approx({"gate": 0.1, "broadcast": 1.0})
+    assert "stalled 5.0% of their time" in text_of(told_of(tmp_path / "again", metrics=records))
+    old = ({"kind": "push", "time_s": 0.0, "total_s": 1.0, "quarantined": []},)
+    assert told_of(tmp_path / "old", metrics=old).pushes is None
 
 
 def text_of(report: RunReport) -> str:
