@@ -1,28 +1,19 @@
-"""An engine process of ours and its life.
+"""A process of the embedded CPU engine.
 
 Invariants:
-- Inside the context the process answered at least once; on leaving it, the process is gone and reaped.
-- It dies with this process, also under kill -9 of it; what it prints goes to a log file.
+- It dies with this process, also under kill -9 of it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.policies.errors import EngineStartFailed
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-LOG_TAIL_CHARACTERS = 2000
+from headrace.policies.server_process import ServerCommand, ServerProcess
 
 
 class EngineProcessConfig(BaseModel):
@@ -52,86 +43,31 @@ class EngineProcessConfig(BaseModel):
     """From SIGTERM to SIGKILL."""
 
 
-class EngineProcess:
+class EngineProcess(ServerProcess):
     """`async with EngineProcess(config) as engine: engine.url`. Raises EngineStartFailed with the end of the log."""
 
     def __init__(self, config: EngineProcessConfig) -> None:
+        super().__init__(
+            name=config.name,
+            log_path=config.directory / f"{config.name}.log",
+            start_timeout_s=config.start_timeout_s,
+            stop_timeout_s=config.stop_timeout_s,
+        )
         self._config = config
-        self._process: asyncio.subprocess.Process | None = None
-        self._url = ""
         self._announcement = config.directory / f"{config.name}.announce.json"
-        self.log_path = config.directory / f"{config.name}.log"
 
-    @property
-    def url(self) -> str:
-        return self._url
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.shield(self.stop())
-
-    async def start(self) -> None:
-        """Start and wait for the announcement. Raises EngineStartFailed; nothing is left behind then."""
-        config = self._config
-        config.directory.mkdir(parents=True, exist_ok=True)
+    async def _prepare(self) -> ServerCommand:
         self._announcement.unlink(missing_ok=True)
-        with self.log_path.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._command(), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=engine_environment()
-            )
-        try:
-            async with asyncio.timeout(config.start_timeout_s):
-                self._url = await self._announced()
-        except TimeoutError as error:
-            await self.kill()
-            raise EngineStartFailed(
-                f"engine {config.name} announced nothing within start_timeout_s={config.start_timeout_s}: "
-                f"{self._log_tail()}"
-            ) from error
-        except BaseException:
-            await self.kill()
-            raise
+        return ServerCommand(arguments=self._arguments(), environment=engine_environment())
 
-    async def wait(self) -> int:
-        """The exit code, when the process ends."""
-        assert self._process is not None
-        return await self._process.wait()
+    async def _ready_url(self) -> str | None:
+        # The announcement is a file because the engine may also be attached to by others; no descriptor is shared.
+        if not self._announcement.exists():
+            return None
+        url: str = json.loads(self._announcement.read_text())["url"]
+        return url
 
-    async def stop(self) -> None:
-        """SIGTERM, then SIGKILL after `stop_timeout_s`. Idempotent."""
-        if self._process is None or self._process.returncode is not None:
-            return
-        with suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            async with asyncio.timeout(self._config.stop_timeout_s):
-                await self._process.wait()
-        except TimeoutError:
-            await self.kill()
-
-    async def kill(self) -> None:
-        """SIGKILL and reap. Idempotent."""
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
-
-    def _command(self) -> list[str]:
+    def _arguments(self) -> tuple[str, ...]:
         config = self._config
         command = [sys.executable, "-m", "headrace.policies.cpu_engine"]
         options = {
@@ -147,22 +83,7 @@ class EngineProcess:
         for key, value in options.items():
             if value is not None:
                 command += [key, str(value)]
-        return command
-
-    async def _announced(self) -> str:
-        assert self._process is not None
-        while True:
-            # The announcement is a file because the engine may also be attached to by others; no descriptor is shared.
-            if self._announcement.exists():
-                url: str = json.loads(self._announcement.read_text())["url"]
-                return url
-            with suppress(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    code = await self._process.wait()
-                    raise EngineStartFailed(f"engine {self._config.name} ended with {code}: {self._log_tail()}")
-
-    def _log_tail(self) -> str:
-        return self.log_path.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:].strip() or f"{self.log_path} is empty"
+        return tuple(command)
 
 
 def engine_environment() -> dict[str, str]:

@@ -1,0 +1,168 @@
+"""The life of a server that is a process of ours: started, asked until it answers, ended with all that it started.
+
+Invariants:
+- Inside the context the server answered at least once; on leaving it, the process is reaped and its group is gone.
+- The process leads a session of its own, so that a signal for its group reaches what it started and nobody else.
+- What it prints goes to a log file, and the end of that into EngineStartFailed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from headrace.policies.errors import EngineStartFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+    from types import TracebackType
+
+LOG_TAIL_CHARACTERS = 2000
+ASK_AGAIN_S = 0.05
+GROUP_END_S = 5.0
+"""Longest wait for what a killed server had started: the kernel may have much memory to free."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerCommand:
+    """A program, its arguments and its whole environment."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+class ServerProcess(ABC):
+    """`async with ... as server: server.url`. A subclass says how it is started and when it answers."""
+
+    def __init__(self, *, name: str, log_path: Path, start_timeout_s: float, stop_timeout_s: float) -> None:
+        self.name = name
+        self.log_path = log_path
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._url = ""
+        self._log_start_bytes = 0
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.shield(self.stop())
+
+    async def start(self) -> None:
+        """Start and wait until it answers. Raises EngineStartFailed; nothing is left behind then."""
+        command = await self._prepare()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            self._log_start_bytes = log.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                *command.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=command.environment,
+                start_new_session=True,
+            )
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                self._url = await self._until_ready()
+        except TimeoutError as error:
+            await self.kill()
+            raise EngineStartFailed(
+                f"engine {self.name} was not ready within start_timeout_s={self._start_timeout_s}: {self.log_tail()}"
+            ) from error
+        except BaseException:
+            await asyncio.shield(self.kill())
+            raise
+
+    async def wait(self) -> int:
+        """The exit code, when the process ends."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL for its whole group after `stop_timeout_s`. Idempotent."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            async with asyncio.timeout(self._stop_timeout_s):
+                await self._process.wait()
+        except TimeoutError:
+            await self.kill()
+        else:
+            await self._until_group_is_gone()
+
+    async def kill(self) -> None:
+        """SIGKILL for its whole group, and reap. Idempotent."""
+        if self._process is None:
+            return
+        # Once it is reaped, its number may be anybody's.
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.wait()
+        await self._until_group_is_gone()
+
+    @abstractmethod
+    async def _prepare(self) -> ServerCommand:
+        """What to run. Raises EngineStartFailed when it cannot be run."""
+
+    @abstractmethod
+    async def _ready_url(self) -> str | None:
+        """The URL once the server answers; asked again and again."""
+
+    def log_tail(self) -> str:
+        """The end of what this start printed."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_start_bytes)
+            text = log.read().decode(errors="replace")
+        return text[-LOG_TAIL_CHARACTERS:].strip() or f"{self.log_path} is empty"
+
+    async def _until_ready(self) -> str:
+        assert self._process is not None
+        while True:
+            url = await self._ready_url()
+            if url is not None:
+                return url
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ASK_AGAIN_S):
+                    code = await self._process.wait()
+                    raise EngineStartFailed(f"engine {self.name} ended with {code}: {self.log_tail()}")
+
+    async def _until_group_is_gone(self) -> None:
+        """They are not our children, so that there is nothing to wait on."""
+        with suppress(ProcessLookupError):
+            try:
+                async with asyncio.timeout(GROUP_END_S):
+                    while True:
+                        os.killpg(self.pid, 0)
+                        await asyncio.sleep(ASK_AGAIN_S)
+            except TimeoutError:
+                logger.warning("engine %s: what it had started is still there after %s s", self.name, GROUP_END_S)

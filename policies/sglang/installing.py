@@ -1,0 +1,120 @@
+# ruff: noqa: T201 - a program
+"""Installs SGLang for CPUs into an environment of its own: `scripts/install_sglang [VERSION]`.
+
+Invariants:
+- An environment is complete or has no stamp; one without the stamp of its pins is made anew. One installer works on a
+  version at a time.
+- Nothing of headrace is in it: what a CPU server needs of ours (shims/) is put on its path when it is started.
+- Standard output is one line, the path of the environment's python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from headrace.policies.sglang.versions import DEFAULT_VERSION, REQUIREMENTS, TORCH, TORCHVISION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+SHIMS: Final = Path(__file__).with_name("shims")
+"""Stand-ins for two native libraries that have no CPU builds; they compute nothing."""
+_STAMP: Final = "headrace-stamp"
+_TIMEOUT_S: Final = 1800.0
+
+
+class InstallFailed(Exception):
+    """The environment could not be made; the message ends with what pip or python said."""
+
+
+def environment_directory(version: str) -> Path:
+    """Where the environment of a version is, or would be."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "headrace" / f"sglang-{version}"
+
+
+def environment_python(version: str = DEFAULT_VERSION) -> Path | None:
+    """The interpreter of a complete environment; None when it has to be installed first."""
+    directory = environment_directory(version)
+    return directory / "bin" / "python" if _is_complete(directory, version) else None
+
+
+def install(version: str) -> Path:
+    """The environment's python, after it was made if it is not there. Raises InstallFailed."""
+    directory = environment_directory(version)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(directory.with_name(f".{directory.name}.lock")):
+        if not _is_complete(directory, version):
+            _make(directory, version)
+    return directory / "bin" / "python"
+
+
+def _is_complete(directory: Path, version: str) -> bool:
+    stamp = directory / _STAMP
+    return stamp.is_file() and stamp.read_text() == _pins(version)
+
+
+def _pins(version: str) -> str:
+    pins = "\n".join((TORCH, TORCHVISION, version, *REQUIREMENTS[version]))
+    return sha256(pins.encode()).hexdigest()
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _make(directory: Path, version: str) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    print(f"installing SGLang {version} into {directory} (3 GB, about four minutes) ...", file=sys.stderr)
+    _run((os.environ.get("PYTHON", sys.executable), "-m", "venv", str(directory)))
+    python = str(directory / "bin" / "python")
+    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    _run((*pip, TORCH))
+    _run((*pip, TORCH, *REQUIREMENTS[version]))
+    # Their metadata asks for CUDA's libraries.
+    _run((*pip, "--no-deps", f"sglang=={version}", TORCHVISION))
+    _run((python, "-c", "import torchvision, sglang.srt.server_args"), {"PYTHONPATH": str(SHIMS)})
+    (directory / _STAMP).write_text(_pins(version))
+
+
+def _run(command: Sequence[str], more: dict[str, str] | None = None) -> None:
+    """Raises InstallFailed with the end of what it says."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")} | (more or {})
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=environment)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InstallFailed(f"{command[0]}: {error}") from error
+    if done.returncode != 0:
+        said = (done.stdout + done.stderr).strip()[-600:]
+        raise InstallFailed(f"{' '.join(command[:4])} ... ended with {done.returncode}: {said}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The program. 0 when the environment is there, 1 otherwise, with the reason on standard error."""
+    parser = argparse.ArgumentParser(prog="scripts/install_sglang", description="Installs SGLang for CPUs.")
+    parser.add_argument("version", nargs="?", default=DEFAULT_VERSION, help=f"of {', '.join(REQUIREMENTS)}")
+    version = parser.parse_args(arguments).version
+    if version not in REQUIREMENTS:
+        parser.error(f"SGLang {version} is not known here; there are {', '.join(REQUIREMENTS)}")
+    try:
+        print(install(version))
+    except InstallFailed as error:
+        print(f"SGLang {version} is not installed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

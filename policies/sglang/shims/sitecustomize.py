@@ -1,0 +1,47 @@
+"""Python runs this at the start of every process of a CPU server, those that SGLang spawns included.
+
+torchvision's wheels are built against CUDA: beside a CPU torch its library is not loaded, and the operators that it
+registers on import have no schemas. Only the schemas are defined here, right before torchvision is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+_kept: list[Any] = []
+
+
+class _BeforeTorchvision(MetaPathFinder):
+    """Finds nothing; it only sees the import coming."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname == "torchvision":
+            sys.meta_path.remove(self)
+            if not version("torchvision").endswith("+cpu"):
+                _define_schemas()
+        return None
+
+
+def _define_schemas() -> None:
+    import torch
+
+    if torch.version.cuda is not None:
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
+    # A library that is collected takes its schemas with it.
+    _kept.append(library)
+
+
+sys.meta_path.insert(0, _BeforeTorchvision())

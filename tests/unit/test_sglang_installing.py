@@ -1,0 +1,93 @@
+"""An environment is made whole, once, by one installer at a time; a small program stands in for python and pip."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.policies.sglang.installing import environment_directory, environment_python
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# Notes what it is asked to do; `-m venv DIR` puts itself there. It fails at what $FAIL_AT names, if it was asked to.
+PROGRAM = """#!/bin/bash
+echo "$*" >> "{folder}/asked"
+[[ -n "$FAIL_AT" && "$*" == *"$FAIL_AT"* ]] && {{ echo "no such thing" >&2; exit 1; }}
+if [[ "$2" == venv ]]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi
+exit 0
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program = tmp_path / "python"
+    program.write_text(PROGRAM.format(folder=tmp_path))
+    program.chmod(0o755)
+    monkeypatch.setenv("PYTHON", str(program))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    return tmp_path
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "headrace.policies.sglang.installing", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def asked(cache: Path) -> list[str]:
+    return (cache / "asked").read_text().splitlines()
+
+
+def test_the_only_line_is_the_python_and_the_second_time_nothing_is_done(cache: Path) -> None:
+    assert environment_python() is None
+    first = run()
+    assert first.stdout == f"{environment_directory('0.5.23')}/bin/python\n"
+    assert str(environment_python()) == first.stdout.strip()
+    assert any("torch==2.13.0" in line for line in asked(cache))
+    assert any("--no-deps sglang==0.5.23 torchvision==0.28.0" in line for line in asked(cache))
+    before = asked(cache)
+    assert run("0.5.23").stdout == first.stdout
+    assert asked(cache) == before
+
+
+def test_a_half_made_environment_is_made_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAIL_AT", "sglang==0.5.21")
+    failed = run("0.5.21")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert "no such thing" in failed.stderr
+    assert environment_directory("0.5.21").is_dir()
+    assert environment_python("0.5.21") is None
+    monkeypatch.delenv("FAIL_AT")
+    left = environment_directory("0.5.21") / "left"
+    left.touch()
+    assert run("0.5.21").returncode == 0
+    assert environment_python("0.5.21") is not None
+    assert not left.exists()
+
+
+def test_an_environment_of_other_pins_is_made_again(cache: Path) -> None:
+    assert run().returncode == 0
+    (environment_directory("0.5.23") / "headrace-stamp").write_text("other pins")
+    assert environment_python() is None
+    assert run().returncode == 0
+    assert sum("-m venv" in line for line in asked(cache)) == 2
+
+
+def test_two_at_once_make_one(cache: Path) -> None:
+    with ThreadPoolExecutor() as threads:
+        done = [job.result() for job in [threads.submit(run) for _ in range(2)]]
+    assert [item.returncode for item in done] == [0, 0]
+    assert done[0].stdout == done[1].stdout
+    assert sum("-m venv" in line for line in asked(cache)) == 1
+
+
+def test_an_unknown_version_is_refused(cache: Path) -> None:
+    refused = run("9.9.9")
+    assert refused.returncode == 2
+    assert "9.9.9 is not known here; there are 0.5.15.post1, 0.5.21, 0.5.23" in refused.stderr
+    assert not (cache / "asked").exists()

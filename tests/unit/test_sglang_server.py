@@ -1,0 +1,205 @@
+"""The life of a server process, with a small program in the place of SGLang's python."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from headrace.policies.errors import EngineStartFailed
+from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig, server_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+PROGRAM = """#!{python}
+import http.server, json, os, signal, subprocess, sys, time
+from pathlib import Path
+
+folder, arguments = Path({folder!r}), sys.argv[1:]
+if arguments[:2] == ["-I", "-c"]:
+    print("0.5.23")
+    sys.exit()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+starts = folder / "starts"
+with starts.open("a") as file:
+    file.write("x")
+partial = folder / "seen.partial"
+partial.write_text(json.dumps(dict(pids=[os.getpid(), child.pid], arguments=arguments, environment=dict(os.environ))))
+partial.rename(folder / "seen.json")
+options = dict(zip(arguments, arguments[1:]))
+behaviour = options.get("--behaviour")
+if behaviour == "lose-port" and starts.stat().st_size == 1:
+    sys.exit("[Errno 98] error while attempting to bind: address already in use")
+if behaviour == "crash":
+    sys.exit("the model is too large")
+if behaviour == "silent":
+    time.sleep(600)
+if behaviour == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+
+http.server.HTTPServer((options["--host"], int(options["--port"])), Handler).serve_forever()
+"""
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
+
+async def main():
+    async with SGLangProcess(SGLangServerConfig.model_validate_json(sys.argv[1])):
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+class Rig:
+    """Configs of servers in one folder, and what the program saw."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        program = folder / "python"
+        program.write_text(PROGRAM.format(python=sys.executable, folder=str(folder)))
+        program.chmod(0o755)
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text("{}")
+
+    def config(self, behaviour: str = "", **more: Any) -> SGLangServerConfig:
+        arguments = ("--behaviour", behaviour) if behaviour else ()
+        given = {"model": self.folder / "model", "directory": self.folder, "python": self.folder / "python"}
+        return SGLangServerConfig.model_validate(given | {"arguments": arguments, "start_timeout_s": 30.0} | more)
+
+    @property
+    def seen(self) -> dict[str, Any]:
+        seen: dict[str, Any] = json.loads((self.folder / "seen.json").read_text())
+        return seen
+
+    async def until_started(self) -> None:
+        await until(lambda: (self.folder / "seen.json").exists())
+
+    async def until_gone(self) -> None:
+        """The server and its child: nobody of them is left but perhaps as a zombie of somebody else's."""
+        await until(lambda: not any(map(is_running, self.seen["pids"])))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Other processes' doings: nothing here is told of them."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+async def test_it_starts_answers_and_leaves_nothing(rig: Rig) -> None:
+    async with SGLangProcess(rig.config(seed=7, max_context=64, tensor_parallel=2)) as server:
+        assert server.alive
+        seen = rig.seen
+        assert server.pid == seen["pids"][0]
+        options = dict(zip(seen["arguments"], seen["arguments"][1:], strict=False))
+        assert server.url == f"http://127.0.0.1:{options['--port']}"
+        assert (options["--random-seed"], options["--context-length"], options["--tp-size"]) == ("7", "64", "2")
+        assert options["--device"] == "cpu"
+        assert "--cuda-graph-backend-decode" in options
+        assert "--max-running-requests" not in options
+        assert psutil.Process(server.pid).children(recursive=True)
+    assert not server.alive
+    await rig.until_gone()
+    await server.stop()
+    await server.kill()
+
+
+async def test_its_environment_is_its_own(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"PYTHONPATH": "/leak", "HTTP_PROXY": "http://leak", "RAY_X": "leak", "NCCL_DEBUG": "INFO"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    async with SGLangProcess(rig.config()):
+        environment = rig.seen["environment"]
+    assert "leak" not in json.dumps(environment)
+    assert environment["NCCL_DEBUG"] == "INFO"
+    assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
+    assert environment["PATH"] == os.environ["PATH"]
+    assert environment["PYTHONPATH"].endswith("shims")
+    assert "PYTHONPATH" not in server_environment("cuda")
+
+
+async def test_a_server_that_ignores_sigterm_is_killed_with_what_it_started(rig: Rig) -> None:
+    async with SGLangProcess(rig.config("deaf", stop_timeout_s=0.2)) as server:
+        pass
+    assert await server.wait() == -signal.SIGKILL
+    await rig.until_gone()
+
+
+async def test_what_a_dead_server_started_dies_too(rig: Rig) -> None:
+    async with SGLangProcess(rig.config()) as server:
+        os.kill(server.pid, signal.SIGKILL)
+        assert await server.wait() == -signal.SIGKILL
+        await rig.until_gone()
+
+
+@pytest.mark.parametrize("behaviour", ["", "silent"])
+async def test_it_dies_with_a_killed_parent_at_any_time(rig: Rig, behaviour: str) -> None:
+    config = rig.config(behaviour).model_dump_json()
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, config)
+    await rig.until_started()
+    assert all(map(is_running, rig.seen["pids"]))
+    parent.kill()
+    await parent.wait()
+    await rig.until_gone()
+
+
+async def test_a_lost_port_is_tried_again_with_another(rig: Rig) -> None:
+    async with SGLangProcess(rig.config("lose-port")) as server:
+        assert server.alive
+    assert (rig.folder / "starts").read_text() == "xx"
+
+
+async def test_a_port_that_the_user_named_is_not_exchanged(rig: Rig) -> None:
+    with pytest.raises(EngineStartFailed, match="address already in use"):
+        await SGLangProcess(rig.config("lose-port", port=1)).start()
+    assert (rig.folder / "starts").read_text() == "x"
+
+
+async def test_a_server_that_ends_or_stays_silent_did_not_start(rig: Rig) -> None:
+    with pytest.raises(EngineStartFailed, match=r"ended with 1.*the model is too large"):
+        await SGLangProcess(rig.config("crash")).start()
+    with pytest.raises(EngineStartFailed, match=r"start_timeout_s=0\.5"):
+        await SGLangProcess(rig.config("silent", start_timeout_s=0.5)).start()
+    await rig.until_gone()
+
+
+async def test_what_cannot_be_started_is_said_before_anything_runs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineStartFailed, match=r"no config\.json"):
+        await SGLangProcess(rig.config(model=rig.folder)).start()
+    with pytest.raises(EngineStartFailed, match="cannot be run"):
+        await SGLangProcess(rig.config(python=rig.folder / "nothing")).start()
+    with pytest.raises(EngineStartFailed, match="has no SGLang"):
+        await SGLangProcess(rig.config(python=sys.executable)).start()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(rig.folder))
+    with pytest.raises(EngineStartFailed, match="scripts/install_sglang"):
+        await SGLangProcess(rig.config(python=None)).start()
+    assert not (rig.folder / "starts").exists()
