@@ -1,7 +1,9 @@
 """A compact Qwen3 forward pass for one CPU thread: fp32, eager, with a key-value cache made for continuous batching.
 
 Invariants:
-- `Qwen3Weights` is immutable: new weights are a new object, so a swap is one assignment and never half done.
+- `Qwen3Weights` is storage that is allocated once: it is written only while no forward pass reads it, so a swap is the
+  exchange of two of them and never half done.
+- Matrices that run fused are stored fused, and a parameter is a part of one of them: loading it is one copy.
 - Rows `[0, B)` of the cache are the running batch, each from position 0 of its sequence: no gather is ever needed to
   attend.
 - `decode` and `prefill` write the cache rows they are given and nothing else.
@@ -13,6 +15,7 @@ and keys per head, rotary positions over half-split dimensions, grouped-query at
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,69 +46,128 @@ class LayerWeights:
     gate_up: Tensor
     down: Tensor
 
+    @classmethod
+    def allocate(cls, config: Qwen3Config) -> LayerWeights:
+        hidden, wide, head = config.hidden_size, config.intermediate_size, config.head_dim
+        queries, keys = config.num_attention_heads, config.num_key_value_heads
+        return cls(
+            attention_norm=torch.empty(hidden),
+            qkv=torch.empty((queries + 2 * keys) * head, hidden),
+            qk_norm=torch.empty(queries + keys, head),
+            output=torch.empty(hidden, queries * head),
+            mlp_norm=torch.empty(hidden),
+            gate_up=torch.empty(2 * wide, hidden),
+            down=torch.empty(hidden, wide),
+        )
+
+    def slots(self, config: Qwen3Config) -> dict[str, Tensor]:
+        """Where each parameter is stored. A norm weight of the heads has a row for every head."""
+        queries, keys = config.num_attention_heads, config.num_key_value_heads
+        query, key, value = torch.split(self.qkv, [heads * config.head_dim for heads in (queries, keys, keys)])
+        gate, up = self.gate_up.chunk(2)
+        return {
+            "input_layernorm": self.attention_norm,
+            "self_attn.q_proj": query,
+            "self_attn.k_proj": key,
+            "self_attn.v_proj": value,
+            "self_attn.o_proj": self.output,
+            "self_attn.q_norm": self.qk_norm[:queries],
+            "self_attn.k_norm": self.qk_norm[queries:],
+            "post_attention_layernorm": self.mlp_norm,
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": self.down,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Qwen3Weights:
-    """Weights ready to run, and `named`: the tensors they were made from, by Hugging Face name and in the dtype they
-    came in."""
+    """One set of weights in fp32. `slots` says where each parameter is stored, by Hugging Face name; `dtypes` holds the
+    dtype that each came in since `forget`: a name that is not there has not been loaded."""
 
+    shapes: Mapping[str, tuple[int, ...]]
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor
-    named: Mapping[str, Tensor]
+    slots: Mapping[str, Tensor]
+    dtypes: dict[str, torch.dtype]
 
     @classmethod
-    def build(cls, config: Qwen3Config, named: Mapping[str, Tensor]) -> Qwen3Weights:
-        """Check names and shapes, convert to fp32 and fuse. Raises ModelInvalid naming the first parameter that is
-        wrong."""
-        shapes = config.shapes()
-        for name, shape in shapes.items():
-            if name not in named:
-                raise ModelInvalid(f"parameter {name} is missing")
-            if tuple(named[name].shape) != shape:
-                raise ModelInvalid(f"parameter {name} has shape {tuple(named[name].shape)}, the config says {shape}")
-            if not named[name].isfinite().all():
-                raise ModelInvalid(f"parameter {name} holds NaN or infinity")
-        kept = {name: named[name] for name in shapes}
-        full = {name: tensor.float() for name, tensor in kept.items()}
-        embedding = full["model.embed_tokens.weight"]
+    def allocate(cls, config: Qwen3Config) -> Qwen3Weights:
+        """Storage with nothing in it."""
+        embedding, norm = torch.empty(config.vocab_size, config.hidden_size), torch.empty(config.hidden_size)
+        head = embedding if config.tie_word_embeddings else torch.empty_like(embedding)
+        layers = tuple(LayerWeights.allocate(config) for _ in range(config.num_hidden_layers))
+        slots = {"model.embed_tokens.weight": embedding, "model.norm.weight": norm}
+        if not config.tie_word_embeddings:
+            slots["lm_head.weight"] = head
+        for index, layer in enumerate(layers):
+            slots |= {f"model.layers.{index}.{name}.weight": slot for name, slot in layer.slots(config).items()}
         return cls(
+            shapes=config.shapes(),
             embedding=embedding,
-            layers=tuple(fuse_layer(config, full, layer) for layer in range(config.num_hidden_layers)),
-            norm=full["model.norm.weight"],
-            head=embedding if config.tie_word_embeddings else full["lm_head.weight"],
-            named=kept,
+            layers=layers,
+            norm=norm,
+            head=head,
+            slots=slots,
+            dtypes={},
         )
 
+    def load(self, name: str, tensor: Tensor) -> None:
+        """Copy one parameter to its place. Raises ModelInvalid when it has none, does not fit, or is not finite."""
+        shape = self.shapes.get(name)
+        if shape is None or tuple(tensor.shape) != shape:
+            raise ModelInvalid(f"parameter {name} has shape {tuple(tensor.shape)}, the config says {shape}")
+        slot = self.slots[name].copy_(tensor)
+        # Not `isfinite`, which makes a second tensor and takes longer than the copy; extremes keep NaN and infinity.
+        low, high = slot.aminmax()
+        if not math.isfinite(low) or not math.isfinite(high):
+            raise ModelInvalid(f"parameter {name} holds NaN or infinity")
+        self.dtypes[name] = tensor.dtype
 
-def fuse_layer(config: Qwen3Config, full: Mapping[str, Tensor], layer: int) -> LayerWeights:
-    prefix = f"model.layers.{layer}."
+    def parameter(self, name: str) -> Tensor:
+        """The parameter in fp32 and in its own shape; it shares the storage."""
+        slot = self.slots[name]
+        return slot[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else slot
 
-    def joined(*names: str) -> Tensor:
-        return torch.cat([full[f"{prefix}{name}.weight"] for name in names]).contiguous()
+    def missing(self) -> list[str]:
+        """Names that have not been loaded since `forget`."""
+        return [name for name in self.slots if name not in self.dtypes]
 
-    query_norm, key_norm = full[prefix + "self_attn.q_norm.weight"], full[prefix + "self_attn.k_norm.weight"]
-    return LayerWeights(
-        attention_norm=full[prefix + "input_layernorm.weight"],
-        qkv=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        qk_norm=torch.stack([query_norm] * config.num_attention_heads + [key_norm] * config.num_key_value_heads),
-        output=full[prefix + "self_attn.o_proj.weight"],
-        mlp_norm=full[prefix + "post_attention_layernorm.weight"],
-        gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
-        down=full[prefix + "mlp.down_proj.weight"],
-    )
+    def load_missing(self, other: Qwen3Weights) -> None:
+        """Take what has not been loaded from another set of the same config."""
+        for name in self.missing():
+            self.slots[name].copy_(other.slots[name])
+            self.dtypes[name] = other.dtypes[name]
+
+    def forget(self) -> None:
+        """Count everything as not loaded."""
+        self.dtypes.clear()
+
+
+def load_file(weights: Qwen3Weights, path: Path) -> list[str]:
+    """Load every parameter from a model.safetensors; returns names in the file that the model has no place for. Raises
+    ModelInvalid naming the file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = set(file.keys())
+            for name in weights.slots:
+                if name not in found:
+                    raise ModelInvalid(f"parameter {name} is missing")
+                weights.load(name, file.get_tensor(name))
+    except (OSError, SafetensorError, ModelInvalid) as error:
+        raise ModelInvalid(f"{path}: {error}") from error
+    return sorted(found - weights.slots.keys())
 
 
 def read_weights(config: Qwen3Config, path: Path) -> Qwen3Weights:
     """Weights of a model.safetensors. Raises ModelInvalid naming the file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return Qwen3Weights.build(config, load_file(path))
-    except (OSError, SafetensorError, ModelInvalid) as error:
-        raise ModelInvalid(f"{path}: {error}") from error
+    weights = Qwen3Weights.allocate(config)
+    load_file(weights, path)
+    return weights
 
 
 class KeyValueCache:

@@ -4,6 +4,8 @@ Invariants:
 - What leaves here can be run: ids inside the vocabulary, prompt and output inside the context, finite sampling numbers.
 - A key that SGLang knows and this engine cannot honour is refused in plain words, never ignored; unknown keys at the
   top level are ignored and unknown sampling keys refused, as SGLang does.
+- `extra_key`, which names a part of SGLang's prefix cache, is accepted and has no effect: nothing is cached from one
+  request to the next, so every prefix is computed under the weights of the time.
 """
 
 from __future__ import annotations

@@ -44,10 +44,14 @@ class Runner:
         # The request's own stream survives a retraction: it belongs to the generation, not to the row.
         self._own_random: dict[int, torch.Generator] = {}
 
-    def swap(self, weights: Qwen3Weights, version: str | None) -> None:
-        """Run on `weights` from now on; None keeps the label."""
-        self.model.weights = weights
+    def swap(self, weights: Qwen3Weights, version: str | None) -> Qwen3Weights:
+        """Run on `weights` from now on; None keeps the label. Returns what ran until now."""
+        old, self.model.weights = self.model.weights, weights
         self.version = self.version if version is None else version
+        return old
+
+    def relabel(self, version: str) -> None:
+        self.version = version
 
     def step(self, scheduler: Scheduler) -> list[Generation]:
         """One prefill of what may enter, then one token for everything that was running before. Returns what

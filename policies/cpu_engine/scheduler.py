@@ -3,10 +3,12 @@ torch.
 
 Invariants:
 - A generation is in exactly one place: waiting, running (its index is its cache row), or finished; it finishes once.
-- Nothing enters while `paused` or `holding` (a weight update session is open).
+- Nothing enters while `paused` or `holding` (a weight update session is open), and nothing is sampled while `paused`.
+- A pause in place leaves generations in their rows: their cache stays, and the next token is sampled on it.
 - Every output token carries the version that sampled it; spans cover the output without gaps.
 - `moves` lists the row copies the cache needs, in order, before the next forward pass.
-- Like SGLang, an abort of a request that arrived during a pause is lost: callers repeat it after the pause.
+- Like SGLang, an abort of a request that arrived during a pause is lost: callers repeat it after the pause. One of a
+  request that was paused in place ends it when the pause ends.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ class Generation:
     spans: list[Span] = field(default_factory=list)
     retractions: int = 0
     arrived_paused: bool = False
+    abort_asked: bool = False
+    """It ends when the pause in place does."""
     finish: Finish | None = None
 
     @property
@@ -119,7 +123,12 @@ class Scheduler:
     @property
     def runnable(self) -> bool:
         """A step would do something."""
-        return bool(self.running) or (bool(self.waiting) and not self.paused and not self.holding)
+        return not self.paused and (bool(self.running) or (bool(self.waiting) and not self.holding))
+
+    @property
+    def drained(self) -> bool:
+        """Nothing is sampled any more: all rows are free, or a pause keeps them."""
+        return self.paused or not self.running
 
     def knows(self, request_id: str) -> bool:
         return any(item.prompt.request_id == request_id for item in (*self.running, *self.waiting))
@@ -158,35 +167,44 @@ class Scheduler:
         return finished
 
     def abort(self, request_id: str | None) -> list[Generation]:
-        """Finish the request of this id (None: all), except what arrived during the present pause."""
+        """Finish the request of this id (None: all), except what arrived during the present pause. What holds a row in
+        a pause finishes when that ends."""
         chosen = [
             item
             for item in (*self.running, *self.waiting)
             if (request_id is None or item.prompt.request_id == request_id)
             and not (self.paused and item.arrived_paused)
         ]
-        return self._abort(chosen)
+        if not self.paused:
+            return self._abort(chosen)
+        held = set(map(id, self.running))
+        for generation in chosen:
+            generation.abort_asked = id(generation) in held
+        return self._abort([item for item in chosen if not item.abort_asked])
 
     def drop(self, generations: Sequence[Generation]) -> list[Generation]:
         """Finish generations whose client is gone, wherever they are."""
         return self._abort([item for item in generations if item.finish is None])
 
     def pause(self, mode: PauseMode) -> list[Generation]:
-        """Stop sampling; returns what finished by it. `retract` frees all rows and keeps the tokens."""
+        """Stop sampling; returns what finished by it. `retract` frees all rows and keeps the tokens, `in_place` keeps
+        both."""
+        self.paused = True
         if mode is PauseMode.IN_PLACE:
-            raise ValueError("pause mode in_place is not supported yet by this engine; use retract or abort")
+            return []
         finished = self._abort([*self.running, *self.waiting]) if mode is PauseMode.ABORT else []
         for generation in reversed(self.running):
             generation.retractions += 1
             self.waiting.appendleft(generation)
         self.running.clear()
-        self.paused = True
         return finished
 
-    def resume(self) -> None:
+    def resume(self) -> list[Generation]:
+        """Sample again; returns what was aborted meanwhile."""
         self.paused = False
         for generation in self.waiting:
             generation.arrived_paused = False
+        return self._abort([item for item in (*self.running, *self.waiting) if item.abort_asked])
 
     def _finish_of(self, generation: Generation) -> Finish | None:
         sampling, outputs = generation.prompt.sampling, generation.output_ids

@@ -19,9 +19,9 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
+from headrace.policies.cpu_engine.bodies import InitGroup, UpdateFromDisk, UpdateVersion, UpdateWeights
 from headrace.policies.cpu_engine.replies import generation_json, loads_json
 from headrace.policies.cpu_engine.requests import Limits, parse_generate
-from headrace.policies.cpu_engine.update import InitGroup, UpdateWeights
 from headrace.policies.engine import PauseMode
 from headrace.policies.errors import EngineUnavailable, GroupFailed, RequestInvalid
 
@@ -38,6 +38,13 @@ logger = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
 MAX_BODY_BYTES = 64 * 1024 * 1024
 HEALTH_GENERATE_TIMEOUT_S = 20.0
+FROM_TENSOR_REFUSED = (
+    "update_weights_from_tensor is not supported: its tensors come pickled, and this engine unpickles nothing that "
+    "comes over the network; use update_weights_from_distributed or update_weights_from_disk"
+)
+MEMORY_REFUSED = (
+    "{path} is not supported: this engine has nothing that it could give back and go on with; stop its process instead"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +76,8 @@ async def classify(
         body: Json = {"error": {"message": str(error)}}
         if "weight" in request.path:
             body |= {"success": False, "message": str(error)}
+        if request.path == "/update_weights_from_disk":
+            body["num_paused_requests"] = 0
         return json_response(body, 400)
     except EngineUnavailable as error:
         return json_response({"error": {"message": str(error)}}, 503)
@@ -117,6 +126,7 @@ class EngineServer:
         self._updater = updater
         self._tokenizer = tokenizer
         self._settings = settings
+        self._model_path = settings.model_path
 
     def application(self) -> web.Application:
         application = web.Application(middlewares=[classify], client_max_size=MAX_BODY_BYTES)
@@ -130,6 +140,11 @@ class EngineServer:
         post("/init_weights_update_group", self.init_group)
         post("/destroy_weights_update_group", self.destroy_group)
         post("/update_weights_from_distributed", self.update)
+        post("/update_weights_from_disk", self.update_from_disk)
+        post("/update_weights_from_tensor", self.update_from_tensor)
+        post("/update_weight_version", self.update_version)
+        post("/release_memory_occupation", self.refuse_memory)
+        post("/resume_memory_occupation", self.refuse_memory)
         post("/weights_checker", self.check_weights)
         post("/flush_cache", self.flush)
         get("/flush_cache", self.flush)
@@ -177,8 +192,6 @@ class EngineServer:
         name = (await read_object(request)).get("mode", "abort")
         if not isinstance(name, str) or name not in set(PauseMode):
             raise RequestInvalid(f"Invalid pause mode {name!r}: must be one of abort, retract, in_place")
-        if name == PauseMode.IN_PLACE:
-            raise RequestInvalid("pause mode in_place is not supported yet by this engine; use retract or abort")
         await asyncio.wrap_future(self._engine.pause(PauseMode(name)))
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
@@ -214,6 +227,27 @@ class EngineServer:
         await self._updater.update(await read_body(request, UpdateWeights))
         return outcome("Succeeded to update parameter online.")
 
+    async def update_from_disk(self, request: web.Request) -> web.Response:
+        body = await read_body(request, UpdateFromDisk)
+        held = await self._updater.update_from_disk(body)
+        self._model_path = body.model_path
+        message = "Succeeded to update model weights."
+        if body.weight_version is not None:
+            message += f" Weight version updated to {body.weight_version}."
+        return json_response({"success": True, "message": message, "num_paused_requests": held})
+
+    async def update_from_tensor(self, request: web.Request) -> web.Response:
+        raise RequestInvalid(FROM_TENSOR_REFUSED)
+
+    async def update_version(self, request: web.Request) -> web.Response:
+        body = await read_body(request, UpdateVersion)
+        await self._updater.relabel(body)
+        message = f"Weight version updated to {body.new_version}"
+        return json_response({"success": True, "message": message, "new_version": body.new_version})
+
+    async def refuse_memory(self, request: web.Request) -> web.Response:
+        raise RequestInvalid(MEMORY_REFUSED.format(path=request.path.removeprefix("/")))
+
     async def check_weights(self, request: web.Request) -> web.Response:
         action = (await read_object(request)).get("action")
         if action != "checksum":
@@ -223,16 +257,15 @@ class EngineServer:
 
     async def flush(self, request: web.Request) -> web.Response:
         scheduler = self._engine.scheduler
-        if await asyncio.wrap_future(self._engine.submit(lambda: scheduler.runnable)):
+        if await asyncio.wrap_future(self._engine.submit(lambda: scheduler.running or scheduler.runnable)):
             return web.Response(text="Flush cache failed.\n", status=400)
         return web.Response(text="Cache flushed.\n")
 
     async def model_info(self, request: web.Request) -> web.Response:
-        settings = self._settings
         return json_response(
             {
-                "model_path": settings.model_path,
-                "tokenizer_path": settings.model_path,
+                "model_path": self._model_path,
+                "tokenizer_path": self._settings.model_path,
                 "is_generation": True,
                 "preferred_sampling_params": None,
                 "weight_version": self._engine.runner.version,
@@ -246,8 +279,9 @@ class EngineServer:
         context_tokens = settings.limits.context_tokens
         return json_response(
             {
-                "model_path": settings.model_path,
+                "model_path": self._model_path,
                 "device": "cpu",
+                "tp_size": 1,
                 "status": "ready",
                 "version": f"headrace-cpu {distribution_version('headrace')}",
                 "weight_version": self._engine.runner.version,

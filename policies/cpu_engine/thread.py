@@ -100,10 +100,10 @@ class EngineThread:
         return self.submit(lambda: self._deliver(self.scheduler.pause(mode)))
 
     def resume(self) -> Future[None]:
-        return self.submit(self.scheduler.resume)
+        return self.submit(lambda: self._deliver(self.scheduler.resume()))
 
     def hold(self) -> Future[None]:
-        """Let nothing enter; done when nothing runs any more. `release` undoes it."""
+        """Let nothing enter; done when nothing is sampled any more. `release` undoes it."""
         drained: Future[None] = Future()
         drained.set_running_or_notify_cancel()
 
@@ -128,7 +128,7 @@ class EngineThread:
             self._take_work()
             if self.scheduler.runnable:
                 self._step()
-            if not self.scheduler.running:
+            if self.scheduler.drained:
                 while self._drained:
                     self._drained.pop().set_result(None)
         self._fail_all(EngineUnavailable("the engine stopped"))

@@ -2,12 +2,13 @@
 steps.
 
 Invariants:
-- Nothing generates while a session is open: `begin` lets what runs finish (after a `retract` nothing runs), `end`
-  lets requests in.
+- `begin` lets what runs finish, unless a pause keeps it from running, and nothing new enters before `end`.
 - A bucket is checked against the model's own shapes before anything is received, and received in a thread of its own:
   the torch thread and the event loop stay live.
 - Weights change in one piece: with the bucket that carries a version, else at `end`. A failed reception changes nothing
   and costs the group, which is discarded.
+- `checksums` are worked out when they are asked for, from the weights that run, brought back to the dtype they were
+  sent in: they show what was spoiled on the way here as well as what was loaded to the wrong place.
 """
 
 from __future__ import annotations
@@ -15,64 +16,38 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from headrace.policies.cpu_engine.staging import Staging, load_bucket
 from headrace.policies.errors import GroupFailed, ModelInvalid, RequestInvalid
-from headrace.policies.push.weights import DTYPES, Bucket, checksums, unflatten
+from headrace.policies.push.process_group import (
+    destroy_group,
+    finish_broadcast,
+    form_group,
+    join_store,
+    start_broadcast,
+)
+from headrace.policies.push.weights import DTYPES, Bucket, checksum
+from headrace.policies.qwen3 import load_file
+from headrace.policies.qwen3_config import Qwen3Config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from torch import Tensor
 
+    from headrace.policies.cpu_engine.bodies import InitGroup, UpdateFromDisk, UpdateVersion, UpdateWeights
     from headrace.policies.cpu_engine.thread import EngineThread
     from headrace.policies.push.process_group import WeightGroup
+    from headrace.policies.qwen3 import Qwen3Weights
 
 T = TypeVar("T")
-
-
-class InitGroup(BaseModel):
-    """Body of /init_weights_update_group."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    master_address: str
-    """Host of rank 0's store."""
-    master_port: int = Field(gt=0, lt=65536)
-    """Port of rank 0's store."""
-    rank_offset: int = Field(gt=0, lt=65536)
-    """Our rank: this engine is one process."""
-    world_size: int = Field(gt=1, le=65536)
-    """Ranks in the group."""
-    group_name: str = "weight_update_group"
-    """Its name, also the store's prefix."""
-    backend: str = "nccl"
-    """This engine takes gloo only."""
-
-
-class UpdateWeights(BaseModel):
-    """Body of /update_weights_from_distributed."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    names: tuple[str, ...] = Field(min_length=1)
-    """Hugging Face parameter names."""
-    dtypes: tuple[str, ...]
-    """Torch dtype names."""
-    shapes: tuple[tuple[int, ...], ...]
-    """One shape for each name."""
-    group_name: str = "weight_update_group"
-    """The group to receive from."""
-    flush_cache: bool = True
-    """Nothing is cached between requests here, so there is nothing to flush."""
-    abort_all_requests: bool = False
-    """Abort what waits."""
-    weight_version: str | None = None
-    """The label from the swap on."""
-    load_format: str | None = None
-    """None: one broadcast a tensor; flattened_bucket: one for all."""
+NOT_FLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still running. Retract or finish them, "
+    "then call /flush_cache."
+)
 
 
 async def in_thread(function: Callable[[], T]) -> T:
@@ -97,11 +72,13 @@ class WeightUpdater:
 
     def __init__(self, engine: EngineThread, *, group_timeout_s: float) -> None:
         self._engine = engine
+        self._config = engine.runner.model.config
+        self._shapes = self._config.shapes()
         self._group_timeout_s = group_timeout_s
         self._groups: dict[str, WeightGroup] = {}
         self._forming: set[str] = set()
         self._open = False
-        self._staged: dict[str, Tensor] = {}
+        self._staging = Staging(self._config)
         self._receiving = asyncio.Lock()
 
     async def begin(self) -> None:
@@ -109,6 +86,7 @@ class WeightUpdater:
         if self._open:
             raise RequestInvalid("A weight update session is already open; call /end_weight_update first.")
         self._open = True
+        self._staging.start()
         try:
             await asyncio.wrap_future(self._engine.hold())
         except asyncio.CancelledError:
@@ -118,18 +96,18 @@ class WeightUpdater:
 
     async def end(self) -> None:
         """Apply what no version announced, close the session, let requests in."""
-        if not self._open:
-            raise RequestInvalid("No weight update session is open; call /begin_weight_update first.")
+        self._check_open()
         async with self._receiving:
-            if self._staged:
-                await self._apply(None)
-            self._open = False
-        await asyncio.wrap_future(self._engine.release())
+            try:
+                if self._staging.filled:
+                    await self._apply(None)
+            finally:
+                self._open = False
+                released = self._engine.release()
+        await asyncio.wrap_future(released)
 
     async def init_group(self, body: InitGroup) -> None:
         """Join a group; blocks until rank 0 is there, at most `group_timeout_s`."""
-        from headrace.policies.push.process_group import form_group, join_store
-
         if body.backend != "gloo":
             raise RequestInvalid(f"backend {body.backend} is not there on a CPU engine; use gloo")
         if body.rank_offset >= body.world_size:
@@ -155,8 +133,6 @@ class WeightUpdater:
             self._forming.discard(body.group_name)
 
     async def destroy_group(self, name: str) -> None:
-        from headrace.policies.push.process_group import destroy_group
-
         group = self._groups.pop(name, None)
         if group is None:
             raise RequestInvalid(f"group {name} does not exist")
@@ -164,69 +140,152 @@ class WeightUpdater:
 
     async def update(self, body: UpdateWeights) -> None:
         """Receive one bucket; swap when it carries a version."""
-        if not self._open:
-            raise RequestInvalid("No weight update session is open; call /begin_weight_update first.")
-        group = self._groups.get(body.group_name)
-        if group is None:
-            raise RequestInvalid(f"Failed to receive weights: group {body.group_name} does not exist")
+        self._check_open()
+        self._group(body.group_name)
         bucket = self._checked(body)
         if body.abort_all_requests:
             await asyncio.wrap_future(self._engine.abort(None))
         async with self._receiving:
-            try:
-                self._staged |= await in_thread(lambda: receive(group, bucket, body.load_format))
-            except (GroupFailed, asyncio.CancelledError):
-                # A collective cannot be cancelled: its thread may still be in there, so nobody may use the group again.
-                self._groups.pop(body.group_name, None)
-                self._staged = {}
-                raise
+            await self._receive(bucket, body)
             if body.weight_version is not None:
                 await self._apply(body.weight_version)
+        await self._flushed(body.flush_cache)
+
+    async def update_from_disk(self, body: UpdateFromDisk) -> int:
+        """Load a directory and swap; returns how many requests a pause held meanwhile. As with `begin`, what runs
+        finishes first unless a pause keeps it from running."""
+        if self._open:
+            raise RequestInvalid("A weight update session is open; call /end_weight_update first.")
+        if body.abort_all_requests:
+            await asyncio.wrap_future(self._engine.abort(None))
+        scheduler = self._engine.scheduler
+        self._open = True
+        try:
+            async with self._receiving:
+                self._staging.start()
+                async with self._loading() as spare:
+                    await in_thread(lambda: load_directory(spare, self._config, Path(body.model_path)))
+                await asyncio.wrap_future(self._engine.hold())
+                await self._apply(body.weight_version)
+            held = len(scheduler.running) + len(scheduler.waiting) if scheduler.paused else 0
+        finally:
+            self._open = False
+            released = self._engine.release()
+        await asyncio.wrap_future(released)
+        await self._flushed(body.flush_cache)
+        return held
+
+    async def relabel(self, body: UpdateVersion) -> None:
+        """Another version for the same weights, from the next token on."""
+        if body.abort_all_requests:
+            await asyncio.wrap_future(self._engine.abort(None))
+        await asyncio.wrap_future(self._engine.submit(lambda: self._engine.runner.relabel(body.new_version)))
 
     async def checksums(self) -> dict[str, str]:
-        named = self._engine.runner.model.weights.named
-        return await in_thread(lambda: checksums(named))
+        # Not while a bucket is received: after the swap that follows, the weights that run now are written to.
+        async with self._receiving:
+            live = self._engine.runner.model.weights
+            return await in_thread(
+                lambda: {name: checksum(live.parameter(name), dtype) for name, dtype in live.dtypes.items()}
+            )
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise RequestInvalid("No weight update session is open; call /begin_weight_update first.")
+
+    def _group(self, name: str) -> WeightGroup:
+        if name not in self._groups:
+            raise RequestInvalid(f"Failed to receive weights: group {name} does not exist")
+        return self._groups[name]
+
+    async def _receive(self, bucket: Bucket, body: UpdateWeights) -> None:
+        """One bucket from the wire to its places in the spare set."""
+        group = self._group(body.group_name)
+        buffer = self._staging.take_buffer(bucket.size_bytes)
+        flat = buffer[: bucket.size_bytes]
+        pieces = [flat] if body.load_format == "flattened_bucket" else bucket.split(flat)
+        try:
+            await in_thread(lambda: receive(group, pieces))
+        except (GroupFailed, asyncio.CancelledError):
+            # A collective cannot be cancelled: its thread may still be in there. Group and buffer are lost.
+            self._groups.pop(body.group_name, None)
+            self._staging.tear()
+            raise
+        async with self._loading() as spare:
+            await in_thread(lambda: load_bucket(spare, bucket, flat))
+        self._staging.put_buffer(buffer)
+
+    @asynccontextmanager
+    async def _loading(self) -> AsyncIterator[Qwen3Weights]:
+        """The spare set, to write to; after a cancellation its writer may go on, and it is left to him."""
+        spare = self._staging.take_spare()
+        try:
+            yield spare
+        except ModelInvalid as error:
+            self._staging.put_spare(spare)
+            self._staging.tear()
+            raise RequestInvalid(f"the weights were refused and the old ones kept: {error}") from error
+        except BaseException:
+            self._staging.tear()
+            raise
+        self._staging.put_spare(spare)
 
     async def _apply(self, version: str | None) -> None:
-        from headrace.policies.qwen3 import Qwen3Weights
-
+        """Exchange the spare set and the live one between two steps."""
         runner = self._engine.runner
-        named, self._staged = {**runner.model.weights.named, **self._staged}, {}
-        try:
-            weights = await in_thread(lambda: Qwen3Weights.build(runner.model.config, named))
-        except ModelInvalid as error:
-            raise RequestInvalid(f"the weights were refused and the old ones kept: {error}") from error
-        await asyncio.wrap_future(self._engine.submit(lambda: runner.swap(weights, version)))
+        async with self._loading() as spare:
+            await in_thread(lambda: self._staging.complete(spare, runner.model.weights))
+        spare = self._staging.take_spare()
+
+        def exchange() -> None:
+            # In the torch thread from beginning to end: a caller who gave up cannot leave the live set in staging.
+            self._staging.recycle(runner.swap(spare, version))
+
+        await asyncio.wrap_future(self._engine.submit(exchange))
+
+    async def _flushed(self, wanted: bool) -> None:
+        """SGLang flushes with every update, and says so when running requests keep it from that."""
+        scheduler = self._engine.scheduler
+        if wanted and await asyncio.wrap_future(self._engine.submit(lambda: bool(scheduler.running))):
+            raise RequestInvalid(NOT_FLUSHED)
 
     def _checked(self, body: UpdateWeights) -> Bucket:
         if not len(body.names) == len(body.dtypes) == len(body.shapes):
             raise RequestInvalid("names, dtypes and shapes must have the same length")
+        if len(set(body.names)) != len(body.names):
+            raise RequestInvalid("names holds a parameter twice")
         if body.load_format not in (None, "flattened_bucket"):
             raise RequestInvalid(f"load_format {body.load_format} is not supported; use flattened_bucket or null")
-        known = self._engine.runner.model.config.shapes()
         dtypes = tuple(dtype.removeprefix("torch.") for dtype in body.dtypes)
         for name, dtype, shape in zip(body.names, dtypes, body.shapes, strict=True):
-            if known.get(name) != shape:
+            if name not in self._shapes:
+                raise RequestInvalid(f"parameter {name}: the snapshot has it, this engine's model does not")
+            if self._shapes[name] != shape:
                 raise RequestInvalid(
-                    f"parameter {name} of shape {shape} does not fit: this model has {known.get(name)}"
+                    f"parameter {name}: the snapshot has shape {shape}, this engine {self._shapes[name]}"
                 )
             if dtype not in DTYPES:
-                raise RequestInvalid(f"parameter {name}: dtype {dtype} is not one of {sorted(DTYPES)}")
+                raise RequestInvalid(
+                    f"parameter {name}: the snapshot has dtype {dtype}, this engine takes {sorted(DTYPES)}"
+                )
         return Bucket(names=body.names, dtypes=dtypes, shapes=body.shapes)
 
 
-def receive(group: WeightGroup, bucket: Bucket, load_format: str | None) -> dict[str, Tensor]:
-    """Block until the bucket is here. Raises GroupFailed."""
-    import torch
+def receive(group: WeightGroup, pieces: list[Tensor]) -> None:
+    """Block until all pieces are here. Raises GroupFailed."""
+    for piece in pieces:
+        finish_broadcast(group, start_broadcast(group, piece))
 
-    from headrace.policies.push.process_group import finish_broadcast, start_broadcast
 
-    if load_format == "flattened_bucket":
-        flat = torch.empty(bucket.size_bytes, dtype=torch.uint8)
-        finish_broadcast(group, start_broadcast(group, flat))
-        return unflatten(bucket, flat)
-    tensors: dict[str, Any] = {}
-    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        tensors[name] = torch.empty(shape, dtype=DTYPES[dtype])
-        finish_broadcast(group, start_broadcast(group, tensors[name]))
-    return tensors
+def load_directory(spare: Qwen3Weights, config: Qwen3Config, directory: Path) -> None:
+    """Load a model directory of the same config. Raises ModelInvalid."""
+    given = Qwen3Config.read(directory / "config.json")
+    different = [key for key, value in config if getattr(given, key) != value]
+    if different:
+        key = different[0]
+        raise ModelInvalid(
+            f"{directory}: config.json has {key} {getattr(given, key)}, this engine {getattr(config, key)}"
+        )
+    surplus = load_file(spare, directory / "model.safetensors")
+    if surplus:
+        raise ModelInvalid(f"{directory}: model.safetensors has {surplus[0]}, this engine's model does not")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
     from headrace.policies.push.process_group import WeightGroup
-    from headrace.policies.push.weights import Bucket
+    from headrace.policies.push.weights import Bucket, Snapshot
 
 Json = dict[str, Any]
 LINE_LIMIT_BYTES = 256 * 1024 * 1024
@@ -156,7 +156,7 @@ class Sender:
     """What runs inside the process. Methods take and give what crosses the pipe."""
 
     def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
+        self._snapshot: Snapshot | None = None
         self._buckets: tuple[Bucket, ...] = ()
         self._flat: dict[int, Tensor] = {}
         self._stores: dict[str, tuple[TCPStore, Json]] = {}
@@ -175,12 +175,15 @@ class Sender:
         return handlers[command["op"]](command)
 
     def _load(self, command: Json) -> Json:
-        from headrace.policies.push.weights import checksums, plan_buckets, read_snapshot
+        from headrace.policies.push.weights import plan_buckets, read_snapshot
 
-        self._tensors = read_snapshot(Path(command["path"]), command["sha256"])
-        self._buckets = plan_buckets(self._tensors, command["bucket_bytes"])
         self._flat.clear()
-        sums = checksums(self._tensors) if command["checksums"] else {}
+        # One snapshot is held at a time, and the memory of the last is used again: new pages cost more than reading.
+        last, self._snapshot = self._snapshot, None
+        buffer = None if last is None else last.data
+        self._snapshot = read_snapshot(Path(command["path"]), command["sha256"], buffer)
+        self._buckets = plan_buckets(self._snapshot.specs, command["bucket_bytes"])
+        sums = self._snapshot.checksums() if command["checksums"] else {}
         sizes = [bucket.size_bytes for bucket in self._buckets]
         return {"buckets": [asdict(bucket) for bucket in self._buckets], "sizes": sizes, "checksums": sums}
 
@@ -212,17 +215,17 @@ class Sender:
         started_s = time.perf_counter()
         work = start_broadcast(group, self._flattened(index, group))
         if index + 1 < len(self._buckets):
-            # The second buffer: the next bucket is laid out while this one is on its way.
+            # The second buffer: the next bucket goes to the device while this one is on its way.
             self._flattened(index + 1, group)
         finish_broadcast(group, work)
         self._flat.pop(index)
         return {"seconds": time.perf_counter() - started_s}
 
     def _flattened(self, index: int, group: WeightGroup) -> Tensor:
-        from headrace.policies.push.weights import flatten
-
         if index not in self._flat:
-            flat = flatten(self._buckets[index], self._tensors)
+            if self._snapshot is None:
+                raise ModelInvalid("no snapshot is loaded")
+            flat = self._snapshot.flat(self._buckets[index])
             self._flat[index] = flat.cuda() if group.backend == "nccl" else flat
         return self._flat[index]
 

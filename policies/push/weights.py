@@ -1,25 +1,29 @@
-"""Flattened buckets of a safetensors snapshot, and checksums of tensors.
+"""The bytes of a safetensors snapshot cut into buckets, and checksums of tensors.
 
 Invariants:
 - The plan of buckets depends on the file's header and `bucket_bytes` alone, so every receiver can be told it before
   a byte is sent.
-- A bucket is the bytes of its tensors one after another, in the order of `names` (SGLang's `flattened_bucket`).
-- A checksum is SHA-256 over a tensor's bytes in the dtype it was sent in; it does not depend on how buckets are cut.
+- A bucket is the bytes of its tensors one after another, in the order of `names` (SGLang's `flattened_bucket`). Tensors
+  go in the order in which the file holds them: then every bucket is a part of the file, and nothing is laid out.
+- A checksum is XXH3 of 128 bits over a tensor's bytes in the dtype it was sent in; it does not depend on how buckets
+  are cut. It finds accidents. Against a snapshot that somebody replaced stands the SHA-256 of its file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import xxhash
 
 from headrace.policies.errors import ModelInvalid
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -29,6 +33,22 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+FILE_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+READ_BYTES = 16 * 1024 * 1024
+# Converted and summed in pieces that stay in the processor's cache.
+CHECKSUM_ELEMENTS = 256 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """`dtype` is torch's name without the prefix."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,85 +60,134 @@ class Bucket:
     shapes: tuple[tuple[int, ...], ...]
 
     @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(dtype=dtype, shape=shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        )
+
+    @property
     def size_bytes(self) -> int:
-        return sum(tensor_bytes(dtype, shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True))
+        return sum(spec.size_bytes for spec in self.specs)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The bytes of each tensor."""
+        return list(torch.split(flat, [spec.size_bytes for spec in self.specs]))
 
 
-def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
-    return math.prod(shape) * DTYPES[dtype].itemsize
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """A file in memory: what it holds, in the order of its bytes, and the bytes (uint8)."""
+
+    specs: Mapping[str, TensorSpec]
+    data: Tensor
+
+    def flat(self, bucket: Bucket) -> Tensor:
+        """The bucket's bytes; they are shared."""
+        starts = self._starts()
+        start = starts[bucket.names[0]]
+        return self.data[start : start + bucket.size_bytes]
+
+    def tensors(self) -> dict[str, Tensor]:
+        (whole,) = plan_buckets(self.specs, self.data.numel())
+        return dict(unflatten(whole, self.flat(whole)))
+
+    def checksums(self) -> dict[str, str]:
+        """Of every tensor, by name."""
+        starts = self._starts()
+        return {
+            name: xxhash.xxh3_128_hexdigest(self.data[starts[name] : starts[name] + spec.size_bytes].numpy().data)
+            for name, spec in self.specs.items()
+        }
+
+    def _starts(self) -> dict[str, int]:
+        # The tensors fill the end of the file without a hole: the format asks for that, and the library checks it.
+        start = self.data.numel() - sum(spec.size_bytes for spec in self.specs.values())
+        starts = {}
+        for name, spec in self.specs.items():
+            starts[name] = start
+            start += spec.size_bytes
+        return starts
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for torch.float32. Raises ModelInvalid for a dtype that is not pushed."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ModelInvalid(f"weights of dtype {name} cannot be pushed; convert them to one of {sorted(DTYPES)}")
-    return name
-
-
-def plan_buckets(tensors: Mapping[str, Tensor], bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Cut named tensors, in their order, into buckets of at most `bucket_bytes` (a larger tensor has a bucket of its
-    own)."""
+def plan_buckets(specs: Mapping[str, TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Cut tensors, in their order, into buckets of at most `bucket_bytes` (a larger tensor has a bucket of its own)."""
     buckets: list[Bucket] = []
     names: list[str] = []
     filled = 0
-    for name, tensor in tensors.items():
-        size = tensor_bytes(dtype_name(tensor.dtype), tensor.shape)
-        if names and filled + size > bucket_bytes:
-            buckets.append(describe(names, tensors))
+    for name, spec in specs.items():
+        if names and filled + spec.size_bytes > bucket_bytes:
+            buckets.append(describe(names, specs))
             names, filled = [], 0
         names.append(name)
-        filled += size
-    return (*buckets, describe(names, tensors)) if names else tuple(buckets)
+        filled += spec.size_bytes
+    return (*buckets, describe(names, specs)) if names else tuple(buckets)
 
 
-def describe(names: Sequence[str], tensors: Mapping[str, Tensor]) -> Bucket:
+def describe(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> Bucket:
     return Bucket(
         names=tuple(names),
-        dtypes=tuple(dtype_name(tensors[name].dtype) for name in names),
-        shapes=tuple(tuple(tensors[name].shape) for name in names),
+        dtypes=tuple(specs[name].dtype for name in names),
+        shapes=tuple(specs[name].shape for name in names),
     )
 
 
-def flatten(bucket: Bucket, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The bucket's bytes as one uint8 tensor."""
-    return torch.cat([tensors[name].contiguous().flatten().view(torch.uint8) for name in bucket.names])
+def unflatten(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a received bucket; they share its memory where alignment allows."""
+    for name, spec, piece in zip(bucket.names, bucket.specs, bucket.split(flat), strict=True):
+        dtype = DTYPES[spec.dtype]
+        aligned = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
+        yield name, aligned.view(dtype).view(spec.shape)
 
 
-def unflatten(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
-    """The tensors of a received bucket; they share its memory where alignment allows."""
-    tensors: dict[str, Tensor] = {}
-    start = 0
-    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        end = start + tensor_bytes(dtype, shape)
-        piece = flat[start:end]
-        aligned = piece if start % DTYPES[dtype].itemsize == 0 else piece.clone()
-        tensors[name] = aligned.view(DTYPES[dtype]).view(shape)
-        start = end
-    return tensors
+def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
+    """Of a contiguous tensor's bytes in `dtype`, hexadecimal."""
+    digest = xxhash.xxh3_128()
+    for piece in torch.split(tensor.view(-1), CHECKSUM_ELEMENTS):
+        digest.update(piece.to(dtype).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
-def checksum(tensor: Tensor) -> str:
-    """SHA-256 of the tensor's bytes, hexadecimal."""
-    data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(data.tobytes()).hexdigest()
-
-
-def checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: checksum(tensor) for name, tensor in tensors.items()}
-
-
-def read_snapshot(path: Path, sha256: str | None) -> dict[str, Tensor]:
-    """The tensors of a snapshot file, in file order. Raises ModelInvalid when it is unreadable or not the file that
-    was meant."""
+def read_snapshot(path: Path, sha256: str | None, buffer: Tensor | None = None) -> Snapshot:
+    """A snapshot file in memory; in `buffer` if that has its size. Raises ModelInvalid when it is unreadable or not the
+    file that was meant."""
     from safetensors import SafetensorError
-    from safetensors.torch import load
 
     try:
-        data = path.read_bytes()
-        if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+        data, digest = read_bytes(path, buffer)
+        if sha256 is not None and digest != sha256:
             raise ModelInvalid(f"{path}: its sha256 is not the snapshot's: it was overwritten or cut")
-        tensors: dict[str, Tensor] = load(data)
+        return Snapshot(specs=read_specs(path), data=data)
     except (OSError, SafetensorError) as error:
         raise ModelInvalid(f"{path}: {error}") from error
-    return tensors
+
+
+def read_specs(path: Path) -> dict[str, TensorSpec]:
+    """What a safetensors file holds, in the order of its bytes."""
+    from safetensors import safe_open
+
+    specs = {}
+    with safe_open(path, framework="pt") as file:
+        for name in file.offset_keys():
+            tensor = file.get_slice(name)
+            if tensor.get_dtype() not in FILE_DTYPES:
+                raise ModelInvalid(
+                    f"{path}: {name} has dtype {tensor.get_dtype()}, which cannot be pushed; convert it to one of "
+                    f"{sorted(FILE_DTYPES)}"
+                )
+            specs[name] = TensorSpec(dtype=FILE_DTYPES[tensor.get_dtype()], shape=tuple(tensor.get_shape()))
+    return specs
+
+
+def read_bytes(path: Path, buffer: Tensor | None) -> tuple[Tensor, str]:
+    """A file's bytes and their SHA-256, which is worked out in a thread while the next piece is read."""
+    size_bytes = path.stat().st_size
+    data = buffer if buffer is not None and buffer.numel() == size_bytes else torch.empty(size_bytes, dtype=torch.uint8)
+    view, digest, filled = data.numpy().data, hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(max_workers=1) as hashing:
+        while filled < size_bytes:
+            count = file.readinto(view[filled : filled + READ_BYTES])
+            if not count:
+                raise ModelInvalid(f"{path}: it was cut while it was read")
+            hashing.submit(digest.update, view[filled : filled + count])
+            filled += count
+    return data, digest.hexdigest()

@@ -19,7 +19,7 @@ from headrace.policies.engine import Completion, EngineId, FinishReason, Generat
 from headrace.policies.errors import ModelInvalid, PushError
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.push.machine import Phase
-from headrace.policies.push.weights import checksums, read_snapshot
+from headrace.policies.push.weights import read_snapshot
 from headrace.policies.qwen3 import Qwen3, read_weights
 from headrace.policies.qwen3_config import Qwen3Config
 from headrace.serve.capture.session import SessionId
@@ -51,7 +51,7 @@ async def rig(models: list[Path], open_rig, tmp_path_factory: pytest.TempPathFac
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    return read_snapshot(directory / "model.safetensors", None)
+    return read_snapshot(directory / "model.safetensors", None).tensors()
 
 
 def reference_logprobs(directory: Path, tokens: list[int]) -> torch.Tensor:
@@ -133,7 +133,7 @@ async def test_versions_change_in_mid_request_and_every_token_matches_its_versio
 
 async def test_engines_agree_with_the_snapshot_after_a_push(rig, models: list[Path]) -> None:
     await rig.push(models[2], 3)
-    expected = checksums(tensors(models[2]))
+    expected = read_snapshot(models[2] / "model.safetensors", None).checksums()
     for engine in rig.engines.values():
         assert await engine.checksums() == expected
         info = await engine.info()

@@ -1,0 +1,90 @@
+"""Memory for weights that are not live yet: a spare set of the same shape, and the buffer in which a bucket arrives.
+
+Invariants:
+- Both are allocated once, at the first update, and used again: an engine holds two sets of weights and one bucket,
+  however many updates it sees.
+- Whoever writes takes the memory out and puts it back when done; what a writer that was given up still writes to is
+  never used again.
+- A set becomes live only with every parameter. What a push leaves out is taken from the live set, but after a loss
+  (`torn`) a push must bring all of it: nobody can say what the sender takes for received.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headrace.policies.errors import ModelInvalid
+from headrace.policies.push.weights import unflatten
+from headrace.policies.qwen3 import Qwen3Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headrace.policies.push.weights import Bucket
+    from headrace.policies.qwen3_config import Qwen3Config
+
+
+class Staging:
+    """Used by one writer at a time."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        self._config = config
+        self._spare: Qwen3Weights | None = None
+        self._buffer: Tensor | None = None
+        self._torn = False
+
+    @property
+    def filled(self) -> bool:
+        """Something was loaded since the last swap or loss."""
+        return self._spare is not None and bool(self._spare.dtypes)
+
+    def start(self) -> None:
+        """A new update: nothing of an earlier one counts."""
+        self._torn = False
+        if self._spare is not None:
+            self._spare.forget()
+
+    def tear(self) -> None:
+        """Something was lost on its way here: nothing that is staged counts."""
+        self.start()
+        self._torn = True
+
+    def take_buffer(self, size_bytes: int) -> Tensor:
+        """Room for one bucket; its first bytes are the bucket's."""
+        import torch
+
+        buffer, self._buffer = self._buffer, None
+        if buffer is None or buffer.numel() < size_bytes:
+            buffer = torch.empty(size_bytes, dtype=torch.uint8)
+        return buffer
+
+    def put_buffer(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    def take_spare(self) -> Qwen3Weights:
+        spare, self._spare = self._spare, None
+        return Qwen3Weights.allocate(self._config) if spare is None else spare
+
+    def put_spare(self, spare: Qwen3Weights) -> None:
+        self._spare = spare
+
+    def recycle(self, old: Qwen3Weights) -> None:
+        """What was live until now, unless a writer that did not wait for the swap has another set already."""
+        old.forget()
+        if self._spare is None:
+            self._spare = old
+
+    def complete(self, spare: Qwen3Weights, live: Qwen3Weights) -> None:
+        """Fill what a push left out. Raises ModelInvalid after a loss."""
+        missing = spare.missing()
+        if missing and self._torn:
+            raise ModelInvalid(
+                f"parameter {missing[0]} ({len(missing)} in all) was not sent again after a transfer failed"
+            )
+        spare.load_missing(live)
+
+
+def load_bucket(spare: Qwen3Weights, bucket: Bucket, flat: Tensor) -> None:
+    """Copy a received bucket to its places. Raises ModelInvalid."""
+    for name, tensor in unflatten(bucket, flat):
+        spare.load(name, tensor)
