@@ -88,7 +88,7 @@ class PushExecution:
     async def run(self) -> PushReport:
         started_s = time.perf_counter()
         await self._transfer.load()
-        self._forms = self._transfer.forms()
+        self._specs = self._transfer.specs()
         try:
             while step := self._machine.next():
                 await self._journal(self.push_id, step)
@@ -155,7 +155,7 @@ class PushExecution:
         if not model_dir.is_absolute():
             return
         try:
-            await asyncio.to_thread(check_fits, self._forms, model_dir)
+            await asyncio.to_thread(check_fits, self._specs, model_dir)
         except ModelInvalid as error:
             raise RequestInvalid(f"{engine.engine_id} serves another model: {error}") from error
 

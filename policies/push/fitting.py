@@ -8,56 +8,44 @@ Invariants:
 from __future__ import annotations
 
 import json
-import struct
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.policies.errors import ModelInvalid
+from headrace.policies.push.tensors import TensorSpec, read_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
-HEADER_LIMIT_BYTES = 100 * 1024 * 1024
-"""safetensors' own limit."""
-FLOATING = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TIED_HEAD = "lm_head.weight"
 NAMED = 3
 """Parameters that a message names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorForm:
-    """A parameter's torch dtype name and shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def check_fits(snapshot: Mapping[str, TensorForm], model_dir: Path) -> None:
+def check_fits(snapshot: Mapping[str, TensorSpec], model_dir: Path) -> None:
     """Raises ModelInvalid, naming both sides, when the engine's model directory holds another model; also when its
     files are damaged. Nothing is checked where the directory cannot be read."""
     if not (model_dir / "config.json").is_file():
         return
-    served = read_forms(model_dir)
+    served = read_model_specs(model_dir)
     if _read_object(model_dir / "config.json").get("tie_word_embeddings"):
         # A tied head is the embedding once more: some files hold it, some do not.
         snapshot = without_head(snapshot)
         served = without_head(served)
     _check_names(snapshot, served, model_dir)
-    for name, form in snapshot.items():
-        if form.shape != served[name].shape:
+    for name, spec in snapshot.items():
+        if spec.shape != served[name].shape:
             raise ModelInvalid(
-                f"{name}: the snapshot has shape {form.shape}, the engine's model {model_dir} {served[name].shape}"
+                f"{name}: the snapshot has shape {spec.shape}, the engine's model {model_dir} {served[name].shape}"
             )
-        if served[name].dtype not in FLOATING.values():
+        if not served[name].pushable:
             raise ModelInvalid(
-                f"{name}: the snapshot is {form.dtype}, the engine's model {model_dir} {served[name].dtype}: only "
+                f"{name}: the snapshot is {spec.dtype}, the engine's model {model_dir} {served[name].dtype}: only "
                 "floating-point weights are converted; serve the model unquantised"
             )
 
 
-def _check_names(snapshot: Mapping[str, TensorForm], served: Mapping[str, TensorForm], model_dir: Path) -> None:
+def _check_names(snapshot: Mapping[str, TensorSpec], served: Mapping[str, TensorSpec], model_dir: Path) -> None:
     if missing := sorted(served.keys() - snapshot.keys()):
         raise ModelInvalid(f"the snapshot lacks {_listed(missing)}, which the engine's model {model_dir} has")
     if unknown := sorted(snapshot.keys() - served.keys()):
@@ -69,13 +57,13 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def without_head(forms: Mapping[str, TensorForm]) -> dict[str, TensorForm]:
-    return {name: form for name, form in forms.items() if name != TIED_HEAD}
+def without_head(specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    return {name: spec for name, spec in specs.items() if name != TIED_HEAD}
 
 
-def read_forms(model_dir: Path) -> dict[str, TensorForm]:
+def read_model_specs(model_dir: Path) -> dict[str, TensorSpec]:
     """Every parameter in the safetensors files of a directory. Raises ModelInvalid naming the file."""
-    return {name: form for path in _files(model_dir) for name, form in _read_header(path)}
+    return {name: spec for path in _files(model_dir) for name, spec in read_specs(path).items()}
 
 
 def _files(model_dir: Path) -> list[Path]:
@@ -93,19 +81,3 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelInvalid(f"{path}: not one JSON object")
     return content
-
-
-def _read_header(path: Path) -> Iterable[tuple[str, TensorForm]]:
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > HEADER_LIMIT_BYTES:
-                raise ModelInvalid(f"{path}: its header would have {length} bytes")
-            header = json.loads(file.read(length))
-        return [
-            (name, TensorForm(dtype=FLOATING.get(entry["dtype"], entry["dtype"]), shape=tuple(entry["shape"])))
-            for name, entry in header.items()
-            if name != "__metadata__"
-        ]
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelInvalid(f"{path}: not a safetensors file: {error!r}") from error

@@ -28,8 +28,8 @@ from headrace.policies.errors import (
     SenderTimeout,
 )
 from headrace.policies.push.contract import BucketSpec
-from headrace.policies.push.fitting import TensorForm
 from headrace.policies.push.machine import Blame, Failure
+from headrace.policies.push.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -122,10 +122,10 @@ class Transfer:
         if count > 1:
             raise PushError(f"{name} is in {count} shards of the snapshot")
 
-    def forms(self) -> dict[str, TensorForm]:
+    def specs(self) -> dict[str, TensorSpec]:
         """Every parameter of the snapshot."""
         return {
-            name: TensorForm(dtype=dtype, shape=shape)
+            name: TensorSpec(dtype=dtype, shape=shape)
             for loaded in self._all_loaded()
             for bucket in loaded.buckets
             for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)

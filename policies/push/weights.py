@@ -12,7 +12,6 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ import torch
 import xxhash
 
 from headrace.policies.errors import ModelInvalid
+from headrace.policies.push.tensors import FILE_DTYPES, TensorSpec, read_specs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -33,22 +33,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-FILE_DTYPES: Mapping[str, str] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 READ_BYTES = 16 * 1024 * 1024
 # Converted and summed in pieces that stay in the processor's cache.
 CHECKSUM_ELEMENTS = 256 * 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """`dtype` is torch's name without the prefix."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,32 +137,20 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
 def read_snapshot(path: Path, sha256: str | None, buffer: Tensor | None = None) -> Snapshot:
     """A snapshot file in memory; in `buffer` if that has its size. Raises ModelInvalid when it is unreadable or not the
     file that was meant."""
-    from safetensors import SafetensorError
-
     try:
         data, digest = read_bytes(path, buffer)
-        if sha256 is not None and digest != sha256:
-            raise ModelInvalid(f"{path}: its sha256 is not the snapshot's: it was overwritten or cut")
-        return Snapshot(specs=read_specs(path), data=data)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise ModelInvalid(f"{path}: {error}") from error
-
-
-def read_specs(path: Path) -> dict[str, TensorSpec]:
-    """What a safetensors file holds, in the order of its bytes."""
-    from safetensors import safe_open
-
-    specs = {}
-    with safe_open(path, framework="pt") as file:
-        for name in file.offset_keys():
-            tensor = file.get_slice(name)
-            if tensor.get_dtype() not in FILE_DTYPES:
-                raise ModelInvalid(
-                    f"{path}: {name} has dtype {tensor.get_dtype()}, which cannot be pushed; convert it to one of "
-                    f"{sorted(FILE_DTYPES)}"
-                )
-            specs[name] = TensorSpec(dtype=FILE_DTYPES[tensor.get_dtype()], shape=tuple(tensor.get_shape()))
-    return specs
+    if sha256 is not None and digest != sha256:
+        raise ModelInvalid(f"{path}: its sha256 is not the snapshot's: it was overwritten or cut")
+    specs = read_specs(path)
+    for name, spec in specs.items():
+        if not spec.pushable:
+            raise ModelInvalid(
+                f"{path}: {name} has dtype {spec.dtype}, which cannot be pushed; convert it to one of "
+                f"{sorted(FILE_DTYPES)}"
+            )
+    return Snapshot(specs=specs, data=data)
 
 
 def read_bytes(path: Path, buffer: Tensor | None) -> tuple[Tensor, str]:

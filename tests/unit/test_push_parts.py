@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.push.fitting import TensorForm, check_fits, read_forms
+from headrace.policies.push.fitting import check_fits, read_model_specs
 from headrace.policies.push.layout import lay_out
+from headrace.policies.push.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,9 +30,9 @@ def test_every_rank_of_a_group_is_somebodys(counts: list[int]) -> None:
     assert [0, *taken] == list(range(layout.world_size))
 
 
-def forms_of(directory: Path) -> dict[str, TensorForm]:
+def specs_of(directory: Path) -> dict[str, TensorSpec]:
     return {
-        name: TensorForm(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+        name: TensorSpec(dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
         for name, tensor in load_file(directory / "model.safetensors").items()
     }
 
@@ -46,29 +47,29 @@ def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]
 def test_headers_tell_what_the_tensors_are(tmp_path: Path, write_model) -> None:
     model = write_model(tmp_path / "model", seed=1)
     rewrite(model, lambda tensors: tensors.update(extra=torch.zeros(2).half()))
-    assert read_forms(model) == forms_of(model)
+    assert read_model_specs(model) == specs_of(model)
 
 
 def test_a_model_in_several_files_is_read_through_its_index(tmp_path: Path, write_model) -> None:
     model = write_model(tmp_path / "model", seed=1)
-    forms, tensors = forms_of(model), load_file(model / "model.safetensors")
+    specs, tensors = specs_of(model), load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
     names = sorted(tensors)
     for number in range(2):
         save_file({name: tensors[name] for name in names[number::2]}, model / f"part{number}.safetensors")
     weight_map = {name: f"part{index % 2}.safetensors" for index, name in enumerate(names)}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    check_fits(forms, model)
-    assert read_forms(model) == forms
+    check_fits(specs, model)
+    assert read_model_specs(model) == specs
 
 
 def test_dtypes_may_differ_among_floating_point_ones(tmp_path: Path, write_model) -> None:
-    forms = forms_of(write_model(tmp_path / "snapshot", seed=1))
+    specs = specs_of(write_model(tmp_path / "snapshot", seed=1))
     served = rewrite(
         write_model(tmp_path / "served", seed=1),
         lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}),
     )
-    check_fits(forms, served)
+    check_fits(specs, served)
 
 
 @pytest.mark.parametrize(
@@ -89,23 +90,23 @@ def test_dtypes_may_differ_among_floating_point_ones(tmp_path: Path, write_model
     ],
 )
 def test_another_model_is_refused_naming_both_sides(tmp_path: Path, write_model, change, said: str) -> None:
-    forms = forms_of(write_model(tmp_path / "snapshot", seed=1))
+    specs = specs_of(write_model(tmp_path / "snapshot", seed=1))
     served = rewrite(write_model(tmp_path / "served", seed=1), change)
     with pytest.raises(ModelInvalid, match=said):
-        check_fits(forms, served)
+        check_fits(specs, served)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_may_be_left_out_only_where_it_is_tied(tmp_path: Path, write_model, tied: bool) -> None:
     served = write_model(tmp_path / "served", seed=1, tied=tied)
-    forms = forms_of(served)
+    specs = specs_of(served)
     if tied:
-        forms["lm_head.weight"] = forms["model.embed_tokens.weight"]
-        check_fits(forms, served)
+        specs["lm_head.weight"] = specs["model.embed_tokens.weight"]
+        check_fits(specs, served)
     else:
-        del forms["lm_head.weight"]
+        del specs["lm_head.weight"]
         with pytest.raises(ModelInvalid, match=r"lacks lm_head\.weight"):
-            check_fits(forms, served)
+            check_fits(specs, served)
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 16, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{"])
@@ -126,4 +127,4 @@ def test_damaged_descriptions_are_named(tmp_path: Path, write_model, name: str, 
 
 
 def test_a_directory_out_of_reach_is_not_checked(tmp_path: Path) -> None:
-    check_fits({"x": TensorForm(dtype="float32", shape=(1,))}, tmp_path / "elsewhere")
+    check_fits({"x": TensorSpec(dtype="float32", shape=(1,))}, tmp_path / "elsewhere")
