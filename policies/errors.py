@@ -7,6 +7,11 @@ PolicyError
 |  |  `- EngineDown        nothing listens there: the request never arrived
 |  |- EngineTimeout        no reply within the deadline
 |  |- EngineRefused        a 4xx reply: `status`, `message`
+|  |  |- SessionAlreadyOpen  somebody else's weight update is open, or one was left open
+|  |  |- NoSession         weights came, or an update was to end, without one that is open
+|  |  |- UnknownGroup      the engine is in no process group of that name
+|  |  |- FlushRefused      requests hold the cache: pause them by retract or abort first
+|  |  `- WeightsMixed      some weights or some of the cache are of another version: discard the engine
 |  |- EngineReplyInvalid   a reply without the keys of the contract
 |  |- RequestInvalid       our own check refused the request; nothing was sent
 |  `- EngineStartFailed    an engine process did not announce itself
@@ -55,6 +60,26 @@ class EngineRefused(EngineError):
 
     def __str__(self) -> str:
         return f"engine answered {self.status}: {self.message}"
+
+
+class SessionAlreadyOpen(EngineRefused):
+    """A weight update session is open already: somebody else's, or one that nobody ended."""
+
+
+class NoSession(EngineRefused):
+    """Weights came, or a session was to end, while none was open."""
+
+
+class UnknownGroup(EngineRefused):
+    """The engine is in no process group of that name."""
+
+
+class FlushRefused(EngineRefused):
+    """Requests hold the cache: pause them by retract or abort first, or let them end."""
+
+
+class WeightsMixed(EngineRefused):
+    """The engine changed some of its weights and not all, or kept a cache of others: only a new one is clean again."""
 
 
 class EngineReplyInvalid(EngineError):

@@ -1,38 +1,43 @@
-"""Client of one inference server that speaks SGLang's HTTP contract: SGLang >= 0.5.21, or our CPU engine.
+"""Client of one inference server that speaks SGLang's HTTP contract: SGLang (see dialects.py), or our CPU engine.
 
 Invariants:
 - Every call has a deadline and raises EngineError only; a generation whose caller gives up is aborted on the server.
-- Ids are checked against the vocabulary before they are sent: one bad id kills an SGLang server.
-- What the server says is believed only where the contract's keys are there; versions come from its spans.
+- What kills an SGLang server is refused here: an id outside the vocabulary, a flush within an update, memory that is
+  released while requests run or taken back twice.
+- The server's dialect is read from it once; a generation asks for it only where a reply lacks its version spans.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import base64
 from contextlib import suppress
-from dataclasses import dataclass
-from operator import itemgetter
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import numpy as np
-import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import Completion, EngineInfo, FinishReason, TokenSpan
+from headrace.policies.engine import Completion, EngineInfo, FinishReason
 from headrace.policies.errors import (
     EngineDown,
     EngineError,
-    EngineRefused,
     EngineReplyInvalid,
     EngineTimeout,
     EngineUnavailable,
     RequestInvalid,
 )
+from headrace.policies.sglang.dialects import Dialect, dialect_of
+from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion, read, read_version
+from headrace.policies.sglang.transport import Transport
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import aiohttp
+
+    from headrace.buffer.versions import PolicyVersion
     from headrace.policies.engine import EngineId, GenerateRequest, PauseMode, RequestId
     from headrace.policies.push.contract import BucketSpec
 
@@ -57,6 +62,8 @@ class SGLangConfig(BaseModel):
     """The abort sent for a generation that was given up."""
     foreign_version: str | None = None
     """What a weight version that is not `epoch.step` is read as, for servers that nobody pushes to; None refuses it."""
+    in_place: bool = False
+    """Pushes may arrive in place: output sampled on keys and values of older weights is flagged `stale_kv`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,41 +76,65 @@ class EngineLoad:
 
 
 class SGLangEngine:
-    """An Engine and an EngineControl (push.py). The session belongs to the caller, who closes it."""
+    """An Engine and an EngineControl (push/contract.py). The session belongs to the caller, who closes it."""
 
     def __init__(self, engine_id: EngineId, url: str, session: aiohttp.ClientSession, config: SGLangConfig) -> None:
         self.engine_id = engine_id
-        self.url = url.rstrip("/")
-        self._session = session
+        self._transport = Transport(engine_id, url, session, timeout_s=config.control_timeout_s)
         self._config = config
+        self._known_dialect: Dialect | None = None
+        self._paused_here = False
+        self._released = False
+
+    @property
+    def url(self) -> str:
+        return self._transport.url
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one completion. Raises RequestInvalid before anything is sent, else EngineError."""
         self._check_input(request)
+        timeout_s = self._config.generate_timeout_s
         try:
-            reply = await self._post("/generate", generate_body(request), timeout_s=self._config.generate_timeout_s)
+            reply = await self._transport.post("/generate", generate_body(request), timeout_s=timeout_s)
         except (asyncio.CancelledError, EngineTimeout):
             # SGLang notices a closed connection only after seconds: tell it.
             with suppress(EngineError):
                 await self.abort(request.request_id)
             raise
-        completion = parse_completion(reply, self._config.foreign_version)
+        completion = parse_completion(reply, self._config.foreign_version, spans_told=await self._spans_told(reply))
         self._check_output(request, completion)
+        if self._config.in_place:
+            return replace(completion, spans=mark_stale(completion, request.cache_namespace))
         return completion
 
     async def abort(self, request_id: RequestId) -> None:
         """End a request early; unknown ids are fine. Lost if the request arrived during a pause: repeat it then."""
-        await self._call("POST", "/abort_request", {"rid": request_id}, self._config.abort_timeout_s)
+        body = {"rid": request_id}
+        await self._transport.call("POST", "/abort_request", body, timeout_s=self._config.abort_timeout_s)
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._post("/pause_generation", {"mode": mode.value})
+        await self._transport.post("/pause_generation", {"mode": mode.value})
+        self._paused_here = True
 
     async def resume(self) -> None:
-        await self._post("/continue_generation", {})
+        await self._transport.post("/continue_generation", {})
+        self._paused_here = False
+
+    async def health(self) -> None:
+        """Returns when the server lives, paused or not; raises EngineError otherwise."""
+        try:
+            await self._transport.call("GET", "/health")
+        except EngineDown:
+            raise
+        except (EngineTimeout, EngineUnavailable):
+            # Somebody else's server may generate a token to say that it is well, which it cannot while it is paused.
+            if not await self._paused():
+                raise
 
     async def info(self) -> EngineInfo:
         """What the server says about itself, from four cheap routes."""
-        server, model = await self._get("/server_info"), await self._get("/model_info")
+        server, model = await self._transport.get("/server_info"), await self._transport.get("/model_info")
+        dialect = self._learn(server)
         load = await self.load()
         context = server.get("context_length") or read(server, "max_req_input_len", int) + SGLANG_RESERVED_TOKENS
         return EngineInfo(
@@ -113,12 +144,18 @@ class SGLangEngine:
             waiting=load.waiting,
             max_context_tokens=context,
             paused=await self._paused(),
-            model_path=read(model, "model_path", str),
+            model_path=str(model.get("model_path") or ""),
             ranks=int(server.get("tp_size") or 1),
+            update_session=dialect.update_session,
+            version_spans=dialect.version_spans,
         )
 
+    async def dialect(self) -> Dialect:
+        """How this server speaks; asked once."""
+        return self._known_dialect or self._learn(await self._transport.get("/server_info"))
+
     async def load(self) -> EngineLoad:
-        loads = read(await self._get("/v1/loads"), "loads", list)
+        loads = read(await self._transport.get("/v1/loads"), "loads", list)
         return EngineLoad(
             running=sum(read(load, "num_running_reqs", int) for load in loads),
             waiting=sum(read(load, "num_waiting_reqs", int) for load in loads),
@@ -126,10 +163,15 @@ class SGLangEngine:
         )
 
     async def begin_update(self) -> None:
-        await self._post("/begin_weight_update", {})
+        """Open a session, where there are sessions. Unless it is paused the server first lets running requests end.
+        Raises SessionAlreadyOpen."""
+        if (await self.dialect()).update_session:
+            await self._transport.post("/begin_weight_update", {})
 
     async def end_update(self) -> None:
-        await self._post("/end_weight_update", {})
+        """Close the session, where there are sessions. Raises NoSession."""
+        if (await self.dialect()).update_session:
+            await self._transport.post("/end_weight_update", {})
 
     async def join_group(self, name: str, *, host: str, port: int, rank: int, world_size: int, backend: str) -> None:
         """Returns when the group is formed, so rank 0 must join meanwhile."""
@@ -141,32 +183,63 @@ class SGLangEngine:
             "group_name": name,
             "backend": backend,
         }
-        await self._post("/init_weights_update_group", body, timeout_s=self._config.update_timeout_s)
+        await self._update("/init_weights_update_group", body)
 
     async def leave_group(self, name: str) -> None:
-        await self._post("/destroy_weights_update_group", {"group_name": name})
+        """Raises UnknownGroup."""
+        await self._transport.post("/destroy_weights_update_group", {"group_name": name})
 
     async def update(self, bucket: BucketSpec, *, group: str, version: PolicyVersion | None) -> None:
-        """Receive one flattened bucket; returns when it is loaded, so rank 0 must broadcast meanwhile."""
+        """Receive one flattened bucket; returns when it is loaded, so rank 0 must broadcast meanwhile.
+
+        Raises NoSession, UnknownGroup, WeightsMixed."""
         body = {
             "names": bucket.names,
             "dtypes": bucket.dtypes,
             "shapes": bucket.shapes,
             "group_name": group,
             "load_format": "flattened_bucket",
-            "flush_cache": False,
-            "abort_all_requests": False,
         }
-        if version is not None:
-            body["weight_version"] = str(version)
-        await self._post("/update_weights_from_distributed", body, timeout_s=self._config.update_timeout_s)
+        await self._update("/update_weights_from_distributed", body | update_options(version))
+
+    async def update_from_tensors(self, serialized: Sequence[bytes], *, version: PolicyVersion | None) -> None:
+        """Take tensors that SGLang's own serializer packed, one piece for each rank: for a learner on the same machine,
+        whose memory the server maps. Raises NoSession, WeightsMixed."""
+        body = {"serialized_named_tensors": [base64.b64encode(piece).decode() for piece in serialized]}
+        await self._update("/update_weights_from_tensor", body | update_options(version))
+
+    async def update_from_disk(self, model: Path, *, version: PolicyVersion) -> None:
+        """Load a model directory that the server can read; needs no session. Raises WeightsMixed."""
+        await self._update("/update_weights_from_disk", {"model_path": str(model)} | update_options(version))
+
+    async def relabel(self, version: PolicyVersion) -> None:
+        """Call the weights that are there another version; requests go on."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._transport.post("/update_weight_version", body)
 
     async def flush(self) -> None:
-        await self._call("POST", "/flush_cache", {}, self._config.control_timeout_s)
+        """Forget all cached keys and values. Raises FlushRefused while requests hold some."""
+        await self._transport.call("POST", "/flush_cache", {})
+
+    async def release_memory(self) -> None:
+        """Give the memory of weights and cache back until `resume_memory`; what was in it is lost. Raises
+        RequestInvalid while requests run: a server that is asked then ends."""
+        if self._released or (await self.load()).running:
+            raise RequestInvalid(f"{self.engine_id}: memory is released once, and by an engine that runs nothing")
+        await self._transport.call("POST", "/release_memory_occupation", {})
+        self._released = True
+
+    async def resume_memory(self) -> None:
+        """Take the memory back; weights must come next. Raises RequestInvalid unless this client released it: a server
+        that is asked without ends."""
+        if not self._released:
+            raise RequestInvalid(f"{self.engine_id}: no memory was released here")
+        await self._transport.call("POST", "/resume_memory_occupation", {})
+        self._released = False
 
     async def checksums(self) -> dict[str, str]:
-        """Checksums by the server's own parameter names."""
-        reply = await self._post("/weights_checker", {"action": "checksum"})
+        """Checksums by the server's own parameter names: SGLang fuses some, so that they compare among engines only."""
+        reply = await self._transport.post("/weights_checker", {"action": "checksum"})
         ranks = read(reply, "ranks", list)
         sums: dict[str, str] = {}
         for index, rank in enumerate(ranks):
@@ -177,9 +250,27 @@ class SGLangEngine:
     async def aclose(self) -> None:
         """Nothing of its own is open."""
 
+    async def _update(self, path: str, body: object) -> None:
+        await self._transport.post(path, body, timeout_s=self._config.update_timeout_s)
+
+    def _learn(self, server: dict[str, Any]) -> Dialect:
+        """From a reply of /server_info."""
+        self._known_dialect = dialect_of(read(server, "version", str))
+        return self._known_dialect
+
+    async def _spans_told(self, reply: dict[str, Any]) -> bool:
+        """Whether a reply without version spans is an error."""
+        meta = reply.get("meta_info")
+        if not isinstance(meta, dict) or "weight_versions" in meta or self._config.foreign_version is not None:
+            return True
+        return (await self.dialect()).version_spans
+
     async def _paused(self) -> bool:
+        """As the server says; where it does not, what this client did last."""
+        if not (await self.dialect()).ready_route:
+            return self._paused_here
         try:
-            await self._call("GET", "/ready", None, self._config.control_timeout_s)
+            await self._transport.call("GET", "/ready")
         except EngineUnavailable:
             return True
         return False
@@ -203,141 +294,8 @@ class SGLangEngine:
         if not ids and completion.finish is not FinishReason.ABORT:
             raise EngineReplyInvalid(f"/generate: finish_reason {completion.finish} without one output id")
 
-    async def _get(self, path: str) -> dict[str, Any]:
-        return parse_object(path, await self._call("GET", path, None, self._config.control_timeout_s))
 
-    async def _post(self, path: str, body: object, *, timeout_s: float | None = None) -> dict[str, Any]:
-        return parse_object(path, await self._call("POST", path, body, timeout_s or self._config.control_timeout_s))
-
-    async def _call(self, method: str, path: str, body: object, timeout_s: float) -> bytes:
-        """The reply's bytes. The one place that turns transport errors and statuses into EngineError."""
-        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        headers = {"Content-Type": "application/json"}
-        try:
-            async with self._session.request(
-                method, self.url + path, data=data, headers=headers, timeout=timeout
-            ) as response:
-                status, payload = response.status, await response.read()
-        except TimeoutError as error:
-            raise EngineTimeout(f"{self.engine_id}: no answer to {path} within {timeout_s} s") from error
-        except aiohttp.ClientConnectorError as error:
-            raise EngineDown(f"{self.engine_id}: nothing listens at {self.url}: {error!r}") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailable(f"{self.engine_id}: {path} at {self.url}: {error!r}") from error
-        if status >= 500:
-            raise EngineUnavailable(f"{self.engine_id}: {path} answered {status}: {error_text(payload)}")
-        if status >= 400:
-            raise EngineRefused(status, f"{self.engine_id}: {path}: {error_text(payload)}")
-        return payload
-
-
-def generate_body(request: GenerateRequest) -> dict[str, object]:
-    """The /generate body of one request."""
-    return {
-        "rid": request.request_id,
-        "input_ids": np.asarray(request.input_ids, dtype=np.int32),
-        "return_logprob": True,
-        "sampling_params": {
-            "max_new_tokens": request.max_new_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": request.top_k,
-            "stop": request.stop,
-            "stop_token_ids": request.stop_token_ids,
-        },
-    }
-
-
-def parse_completion(reply: dict[str, Any], foreign_version: str | None = None) -> Completion:
-    """A Completion from a /generate reply; a request aborted in the queue lacks some keys. Raises
-    EngineReplyInvalid."""
-    meta = read(reply, "meta_info", dict)
-    ids = tuple(read(reply, "output_ids", list))
-    if not {*map(type, ids)} <= {int}:
-        raise EngineReplyInvalid(f"/generate: output_ids are not all whole numbers: {ids[:8]}")
-    try:
-        logprobs = tuple(map(float, map(itemgetter(0), read(meta, "output_token_logprobs", list))))
-        finish = FinishReason(read(meta, "finish_reason", dict)["type"])
-        spans = _read_spans(meta, len(ids), foreign_version)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineReplyInvalid(f"/generate: {error!r} in meta_info (SGLang >= 0.5.21 is needed)") from error
-    if len(logprobs) != len(ids) or not all(map(math.isfinite, logprobs)) or not covers(spans, len(ids)):
-        raise EngineReplyInvalid(f"/generate: ids, logprobs and spans do not fit: {len(ids)}, {len(logprobs)}, {spans}")
-    return Completion(
-        output_ids=ids,
-        logprobs=logprobs,
-        spans=spans,
-        finish=finish,
-        text=read(reply, "text", str),
-        prompt_tokens=_count(meta, "prompt_tokens"),
-        cached_tokens=_count(meta, "cached_tokens"),
-        retractions=_count(meta, "num_retractions"),
-    )
-
-
-def _count(meta: dict[str, Any], key: str) -> int:
-    """A number that may be missing."""
-    return 0 if meta.get(key) is None else int(read(meta, key, int))
-
-
-def covers(spans: tuple[TokenSpan, ...], length: int) -> bool:
-    """The spans follow one another from 0 to `length`."""
-    edges = [0, *(span.end for span in spans)]
-    follow = all(span.start == edge <= span.end for span, edge in zip(spans, edges, strict=False))
-    return follow and edges[-1] == length
-
-
-def _read_spans(meta: dict[str, Any], length: int, foreign_version: str | None) -> tuple[TokenSpan, ...]:
-    """The server's own spans; where its versions mean nothing to us and it has none, one over the whole output."""
-    if foreign_version is not None and "weight_versions" not in meta:
-        return (TokenSpan(start=0, end=length, version=PolicyVersion.parse(foreign_version)),)[: bool(length)]
-    return tuple(
-        TokenSpan(
-            start=int(span["start"]), end=int(span["end"]), version=read_version(span["version"], foreign_version)
-        )
-        for span in read(meta, "weight_versions", list)
-    )
-
-
-def read_version(text: str, foreign_version: str | None = None) -> PolicyVersion:
-    """Raises EngineReplyInvalid for a label that is not one of ours, unless `foreign_version` stands for those."""
-    try:
-        return PolicyVersion.parse(text)
-    except (ValueError, AttributeError) as error:
-        if foreign_version is not None:
-            return PolicyVersion.parse(foreign_version)
-        raise EngineReplyInvalid(
-            f"weight_version {text!r} is not epoch.step: start the server with --weight-version 1.0"
-        ) from error
-
-
-def read(source: dict[str, Any], key: str, kind: type[Any]) -> Any:
-    """`source[key]` if it is there and of this type. Raises EngineReplyInvalid."""
-    value = source.get(key) if isinstance(source, dict) else None
-    if not isinstance(value, kind):
-        raise EngineReplyInvalid(f"the reply lacks {key} of type {kind.__name__}")
-    return value
-
-
-def parse_object(path: str, payload: bytes) -> dict[str, Any]:
-    try:
-        body = orjson.loads(payload)
-    except orjson.JSONDecodeError as error:
-        raise EngineReplyInvalid(f"{path} did not answer JSON: {payload[:200]!r}") from error
-    if not isinstance(body, dict):
-        raise EngineReplyInvalid(f"{path} did not answer one JSON object: {payload[:200]!r}")
-    return body
-
-
-def error_text(payload: bytes) -> str:
-    """The message of an error body, in any of its forms."""
-    try:
-        body = orjson.loads(payload)
-    except orjson.JSONDecodeError:
-        return payload[:500].decode(errors="replace")
-    if isinstance(body, dict):
-        inner = body.get("error")
-        message = inner.get("message") if isinstance(inner, dict) else body.get("message")
-        return str(message if message is not None else body)[:500]
-    return str(body)[:500]
+def update_options(version: PolicyVersion | None) -> dict[str, object]:
+    """What every update says. The cache is flushed by a call of its own: within an update it ends older servers."""
+    label = {} if version is None else {"weight_version": str(version)}
+    return {"flush_cache": False, "abort_all_requests": False, **label}

@@ -1,0 +1,66 @@
+"""Calls to one server: bytes in, bytes out, and every failure an EngineError.
+
+Invariants:
+- Every call has a deadline.
+- This is the one place that turns transport errors and statuses into errors of ours.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import orjson
+
+from headrace.policies.errors import EngineDown, EngineTimeout, EngineUnavailable
+from headrace.policies.sglang.refusals import refusal
+from headrace.policies.sglang.replies import error_text, parse_object
+
+if TYPE_CHECKING:
+    from headrace.policies.engine import EngineId
+
+
+class Transport:
+    """One server's routes. The session belongs to the caller."""
+
+    def __init__(self, engine_id: EngineId, url: str, session: aiohttp.ClientSession, *, timeout_s: float) -> None:
+        self.engine_id = engine_id
+        self.url = url.rstrip("/")
+        self._session = session
+        self._timeout_s = timeout_s
+
+    async def get(self, path: str) -> dict[str, Any]:
+        """The JSON object that a route answers."""
+        return parse_object(path, await self.call("GET", path))
+
+    async def post(self, path: str, body: object, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """The JSON object that a route answers to a body."""
+        return parse_object(path, await self.call("POST", path, body, timeout_s=timeout_s))
+
+    async def call(self, method: str, path: str, body: object = None, *, timeout_s: float | None = None) -> bytes:
+        """The reply's bytes. Raises EngineError for everything but a 2xx or 3xx reply within the deadline."""
+        timeout_s = timeout_s or self._timeout_s
+        try:
+            status, payload = await self._exchange(method, path, body, timeout_s)
+        except TimeoutError as error:
+            raise EngineTimeout(f"{self.engine_id}: no answer to {path} within {timeout_s} s") from error
+        except aiohttp.ClientConnectorError as error:
+            raise EngineDown(f"{self.engine_id}: nothing listens at {self.url}: {error!r}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnavailable(f"{self.engine_id}: {path} at {self.url}: {error!r}") from error
+        if status >= 500:
+            raise EngineUnavailable(f"{self.engine_id}: {path} answered {status}: {error_text(payload)}")
+        if status >= 400:
+            raise refusal(status, path, error_text(payload), self.engine_id)
+        return payload
+
+    async def _exchange(self, method: str, path: str, body: object, timeout_s: float) -> tuple[int, bytes]:
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        async with self._session.request(
+            method,
+            self.url + path,
+            data=data,
+            headers={"Content-Type": "application/json"},
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+        ) as response:
+            return response.status, await response.read()

@@ -1,0 +1,116 @@
+"""What a client makes of versions, replies and refusals; pure."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies import errors
+from headrace.policies.engine import GenerateRequest, RequestId, TokenSpan
+from headrace.policies.sglang.dialects import DIALECTS, dialect_of
+from headrace.policies.sglang.refusals import refusal
+from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion
+
+if TYPE_CHECKING:
+    from headrace.policies.engine import Completion
+
+META = {
+    "finish_reason": {"type": "length", "length": 4},
+    "weight_version": "1.3",
+    "output_token_logprobs": [[-0.5, token, None] for token in range(4)],
+    "prompt_tokens": 3,
+    "cached_tokens": 2,
+    "num_retractions": 0,
+}
+
+
+def completion(*edges: tuple[str, int, int], **meta: Any) -> Completion:
+    spans = [{"version": version, "start": start, "end": end} for version, start, end in edges]
+    told = {"weight_versions": spans} if edges else {}
+    reply = {"text": "", "output_ids": [0, 1, 2, 3], "meta_info": META | told | meta}
+    return parse_completion(reply, spans_told=bool(edges))
+
+
+def stale(spans: tuple[TokenSpan, ...]) -> list[bool]:
+    return [span.stale_kv for span in spans]
+
+
+def test_known_versions_have_their_own_dialect_and_the_embedded_engine_the_newest() -> None:
+    for dialect in DIALECTS:
+        assert dialect_of(dialect.version) is dialect
+    assert dialect_of("headrace-cpu 0.1.0") is DIALECTS[-1]
+    oldest = DIALECTS[0]
+    assert (oldest.update_session, oldest.version_spans, oldest.ready_route) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("version", "spoken"),
+    [("0.5.22", "0.5.21"), ("0.5.9", "0.5.15.post1"), ("0.6.0", "0.5.23"), ("0.5.15", "0.5.15.post1"), ("dev", None)],
+)
+def test_unknown_versions_get_the_nearest_older_one_with_one_warning(
+    version: str, spoken: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    dialect_of.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert dialect_of(version).version == (spoken or DIALECTS[0].version)
+        dialect_of(version)
+    assert [record.getMessage().split(" was ")[0] for record in caplog.records] == [f"SGLang {version}"]
+
+
+def test_a_dialect_without_spans_labels_the_whole_output() -> None:
+    assert completion().spans == (TokenSpan(start=0, end=4, version=PolicyVersion(1, 3)),)
+    with pytest.raises(errors.EngineReplyInvalid, match="weight_version"):
+        completion(weight_version=None)
+    with pytest.raises(errors.EngineReplyInvalid, match="weight_versions"):
+        parse_completion({"text": "", "output_ids": [0, 1, 2, 3], "meta_info": META})
+
+
+def test_stale_is_what_comes_after_a_change_of_version() -> None:
+    changed = completion(("1.3", 0, 1), ("1.4", 1, 3), ("1.5", 3, 4))
+    assert stale(mark_stale(changed, "1.3")) == [False, True, True]
+    assert stale(mark_stale(completion(("1.3", 0, 4)), "1.3")) == [False]
+    # A label may come back; the keys and values of what was between do not go.
+    assert stale(mark_stale(completion(("1.3", 0, 1), ("1.4", 1, 3), ("1.3", 3, 4)), "1.3")) == [False, True, True]
+
+
+def test_all_is_stale_where_the_cache_was_of_another_version() -> None:
+    done = completion(("1.3", 0, 4))
+    assert stale(mark_stale(done, "1.2")) == [True]
+    assert stale(mark_stale(done, None)) == [True]
+    assert stale(mark_stale(replace(done, cached_tokens=0), "1.2")) == [False]
+    assert mark_stale(replace(done, spans=()), "1.2") == ()
+
+
+def test_the_cache_namespace_is_sent_only_where_there_is_one() -> None:
+    request = GenerateRequest(request_id=RequestId("r"), input_ids=(1,), max_new_tokens=1)
+    assert "extra_key" not in generate_body(request)
+    assert generate_body(replace(request, cache_namespace="1.3"))["extra_key"] == "1.3"
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "kind"),
+    [
+        ("/begin_weight_update", "a weight-update session is already open; call ...", errors.SessionAlreadyOpen),
+        ("/begin_weight_update", "selector must be", errors.EngineRefused),
+        ("/end_weight_update", "no weight-update session is open; call ...", errors.NoSession),
+        ("/update_weights_from_distributed", "update_... must run between begin_...", errors.NoSession),
+        ("/update_weights_from_tensor", "update_... must run between begin_...", errors.NoSession),
+        ("/update_weights_from_distributed", "Failed to receive weights: Group g not in []. ", errors.UnknownGroup),
+        ("/update_weights_from_distributed", "Failed to receive weights: timed out", errors.EngineRefused),
+        ("/update_weights_from_distributed", "Weights were updated, but the cache ...", errors.WeightsMixed),
+        ("/update_weights_from_disk", "... partially updated. Please discard", errors.WeightsMixed),
+        ("/destroy_weights_update_group", "The group to be destroyed does not exist.", errors.UnknownGroup),
+        ("/flush_cache", "Flush cache failed.", errors.FlushRefused),
+        ("/generate", "Flush cache failed.", errors.EngineRefused),
+    ],
+)
+def test_refusals_are_typed_and_survive_pickling(path: str, text: str, kind: type[errors.EngineRefused]) -> None:
+    error = refusal(400, path, text, "one")
+    assert type(error) is kind
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), again.status, str(again)) == (kind, 400, f"engine answered 400: one: {path}: {text}")
