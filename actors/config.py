@@ -22,7 +22,7 @@ from headrace.actors.agents.mini_swe_agent import MiniSweAgentConfig
 from headrace.actors.agents.shell import ShellAgentConfig
 from headrace.actors.agents.simulated import SimulatedAgentConfig
 from headrace.actors.dispatcher import DispatcherConfig
-from headrace.actors.engines import EnginesConfig
+from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.errors import ConfigError
 from headrace.actors.learner import LearnerLoopConfig
 from headrace.actors.rollout import RolloutConfig

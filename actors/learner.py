@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from headrace.actors.engines import EngineGroup
+    from headrace.actors.engine_group.group import EngineGroup
     from headrace.actors.observing import Observing
     from headrace.actors.replay import Replay
     from headrace.actors.simulation.engines import SimulatedEngineGroup

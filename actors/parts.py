@@ -17,7 +17,7 @@ import orjson
 
 from headrace.actors.choosing import make_agent
 from headrace.actors.dispatcher import Dispatcher
-from headrace.actors.engines import EngineGroup, EnginesConfig
+from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.errors import DiskFull, first_cause
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.gateway import GatewayActor
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine
 
     from headrace.actors.config import RunConfig
+    from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.held_out.records import RolloutStore
     from headrace.actors.run_directory import RunDirectory
     from headrace.actors.runtime import Runtime
@@ -142,6 +143,7 @@ class ServiceParts(Owning):
             model_dir=config.model.path,
             seed=config.service.seed,
             observing=self._observing,
+            runtime=self._runtime,
         )
 
     async def _start_dispatcher(self, replay: RolloutStore) -> None:

@@ -78,6 +78,21 @@ def require_async(cls: type[object]) -> None:
             raise TypeError(f"{cls.__name__}.{name} is not async: make it `async def` or private")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What an actor asks of its host. `spread` puts actors on different hosts as far as there are some; without
+    `restarts` its death is its end."""
+
+    cpus: float = 0.0
+    gpus: float = 0.0
+    spread: bool = False
+    restarts: bool = True
+
+
+PLAIN = Resources()
+"""Of actors that wait for others most of their time."""
+
+
 class Runtime(Protocol):
     """Where actors live."""
 
@@ -328,16 +343,21 @@ async def _unless_forgotten(name: str, reference: Any, ask: Callable[[], Any]) -
 
 
 class RayRuntime:
-    """Actors as named, detached Ray actors (with a local Ray they still die with the driver): `num_cpus=0`, restarted
-    for ever, never retried by Ray (retries are ours, by idempotency
-    key)."""
+    """Actors as named, detached Ray actors (with a local Ray they still die with the driver): restarted for ever unless
+    their `Resources` say otherwise, never retried by Ray (retries are ours, by idempotency key)."""
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix
         self._process_ids: dict[str, int] = {}
 
     async def spawn(
-        self, cls: type[T], *args: Any, name: str, max_concurrency: int = DEFAULT_MAX_CONCURRENCY, **kwargs: Any
+        self,
+        cls: type[T],
+        *args: Any,
+        name: str,
+        resources: Resources = PLAIN,
+        max_concurrency: int = DEFAULT_MAX_CONCURRENCY,
+        **kwargs: Any,
     ) -> T:
         import ray
         from ray import cloudpickle
@@ -349,8 +369,10 @@ class RayRuntime:
             ray.remote(Host)
             .options(
                 name=name,
-                num_cpus=0,
-                max_restarts=-1,
+                num_cpus=resources.cpus,
+                num_gpus=resources.gpus,
+                scheduling_strategy="SPREAD" if resources.spread else "DEFAULT",
+                max_restarts=-1 if resources.restarts else 0,
                 max_task_retries=0,
                 max_concurrency=max_concurrency,
                 lifetime="detached",
@@ -367,6 +389,11 @@ class RayRuntime:
         except (ActorGone, TimeoutError) as error:
             ray.kill(handle, no_restart=True)
             raise StartFailed(f"actor {name} died while starting; see the Ray logs of this run") from error
+        except asyncio.CancelledError:
+            if not exists:
+                # Nobody has a proxy of it, and it may hold a device.
+                ray.kill(handle, no_restart=True)
+            raise
         return cast("T", ActorProxy(name, handle))
 
     async def find(self, cls: type[T], name: str) -> T:
@@ -375,6 +402,13 @@ class RayRuntime:
         proxy = ActorProxy(self._prefix + name)
         await proxy._resolved()  # noqa: SLF001 - the proxy is ours
         return cast("T", proxy)
+
+    async def kill(self, actor: object) -> None:
+        """End the actor at once, wherever it is, and do not start it again. Idempotent."""
+        import ray
+
+        with suppress(ActorLost):
+            ray.kill(await cast("ActorProxy", actor)._resolved(), no_restart=True)  # noqa: SLF001 - the proxy is ours
 
     async def stop(self, actor: object) -> None:
         import ray
@@ -415,6 +449,14 @@ class RayRuntime:
         """
         with suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
+
+
+def node_address() -> str:
+    """The address by which other hosts reach this one."""
+    import ray.util
+
+    address: str = ray.util.get_node_ip_address()
+    return address
 
 
 def _exists(name: str) -> bool:
@@ -476,4 +518,13 @@ def stop_local_ray() -> None:
         ray.shutdown()
 
 
-__all__ = ["ActorProxy", "InlineRuntime", "RayRuntime", "Runtime", "start_local_ray", "stop_local_ray"]
+__all__ = [
+    "ActorProxy",
+    "InlineRuntime",
+    "RayRuntime",
+    "Resources",
+    "Runtime",
+    "node_address",
+    "start_local_ray",
+    "stop_local_ray",
+]

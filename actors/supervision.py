@@ -183,7 +183,7 @@ def record_of(
 
 
 def _engine_places(config: RunConfig) -> int:
-    return config.engines.count * config.engines.max_running
+    return config.engines.at_least * config.engines.max_running
 
 
 def _stage(learner: LearnerStatus) -> tuple[str, float]:

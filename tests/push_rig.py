@@ -16,7 +16,7 @@ from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.execution import push
-from headrace.policies.push.sender import SenderConfig, SenderProcess
+from headrace.policies.push.sender import SenderConfig, Senders
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from headrace.policies.push.contract import Gate, PushReport
     from headrace.policies.push.machine import Phase, Step
+    from headrace.policies.push.sender import SenderProcess
 
 VOCABULARY = 258
 NAMES = ("one", "two")
@@ -56,14 +57,14 @@ class Rig:
 
     processes: dict[str, EngineProcess]
     engines: dict[str, SGLangEngine]
-    senders: list[SenderProcess]
+    senders: Senders
     session: aiohttp.ClientSession
     gate: RecordingGate = field(default_factory=RecordingGate)
     journal: list[tuple[int, str]] = field(default_factory=list)
 
     @property
     def sender(self) -> SenderProcess:
-        return self.senders[0]
+        return self.senders.take(1)[0]
 
     def snapshot(self, directory: Path, step: int) -> WeightsSnapshot:
         path = directory / "model.safetensors"
@@ -105,10 +106,8 @@ class Rig:
             if before is not None:
                 await before(step.wave, step.phase)
 
-        while len(self.senders) < len(weights.shards):
-            self.senders.append(SenderProcess(self.senders[0].config))
         given = PushConfig.model_validate({"bucket_bytes": 200_000, "phase_timeout_s": 5.0, **config})
-        senders = self.senders[: len(weights.shards)]
+        senders = self.senders.take(len(weights.shards))
         return await push(weights, list(self.engines.values()), senders, gate or self.gate, journal, given)
 
     async def generate(self, name: str, request_id: str, tokens: int):
@@ -131,22 +130,16 @@ async def open_rig(model: Path, directory: Path) -> AsyncIterator[Rig]:
         for seed, name in enumerate(NAMES)
     }
     processes = {name: EngineProcess(config) for name, config in configs.items()}
-    senders = [SenderProcess(SenderConfig(log_path=directory / "sender.log"))]
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         for process in processes.values():
             stack.push_async_callback(process.stop)
-        stack.push_async_callback(_kill, senders)
+        senders = Senders(SenderConfig(log_path=directory / "sender.log"))
         async with asyncio.TaskGroup() as tasks:
             for process in processes.values():
                 tasks.create_task(process.start())
-            tasks.create_task(senders[0].call("ping", {}, timeout_s=30))
+            tasks.create_task(stack.enter_async_context(senders))
         rig = Rig(processes=processes, engines={}, senders=senders, session=session)
         for name in NAMES:
             rig.attach(name)
         yield rig
-
-
-async def _kill(senders: list[SenderProcess]) -> None:
-    for sender in senders:
-        await sender.kill()

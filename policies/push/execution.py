@@ -22,7 +22,7 @@ from headrace.policies.engine import PauseMode
 from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, RequestInvalid, SenderFailed
 from headrace.policies.push.contract import EnginePush, PushReport
 from headrace.policies.push.fitting import check_fits
-from headrace.policies.push.layout import lay_out
+from headrace.policies.push.layout import group_name, lay_out
 from headrace.policies.push.machine import Phase, PushMachine
 from headrace.policies.push.transfer import Failures, Transfer
 
@@ -226,9 +226,10 @@ class PushExecution:
         self._reference = self._reference or got
 
     async def _form(self, step: Step, failures: Failures) -> None:
-        name = f"headrace-{self.push_id}-{step.wave}-{step.attempt}"
+        shards = range(len(self._snapshot.shards))
+        names = [group_name(self.push_id, step.wave, step.attempt, shard) for shard in shards]
         layout = lay_out((engine_id, self._infos[engine_id].ranks) for engine_id in step.engines)
-        await self._transfer.form(name, self._members(step), layout, failures)
+        await self._transfer.form(names, self._members(step), layout, failures)
 
     async def _broadcast(self, step: Step, failures: Failures) -> None:
         started_s = time.perf_counter()

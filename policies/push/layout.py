@@ -23,6 +23,11 @@ class GroupLayout:
     offsets: Mapping[EngineId, int]
 
 
+def group_name(push_id: str, wave: int, attempt: int, shard: int) -> str:
+    """Of the group in which one shard of a snapshot is sent to one wave, for the n-th time."""
+    return f"headrace-{push_id}-{wave}-{attempt}-{shard}"
+
+
 def lay_out(ranks: Iterable[tuple[EngineId, int]]) -> GroupLayout:
     """The layout of a sender and these engines, given with their numbers of processes."""
     offsets: dict[EngineId, int] = {}

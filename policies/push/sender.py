@@ -152,6 +152,30 @@ class SenderProcess:
         return reply
 
 
+class Senders:
+    """Senders of one host, one for each shard that is sent at once. The first starts with the context, a further one
+    with its first command."""
+
+    def __init__(self, config: SenderConfig) -> None:
+        self._config = config
+        self._started = [SenderProcess(config)]
+
+    async def __aenter__(self) -> Self:
+        await self._started[0].__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for sender in self._started:
+            await asyncio.shield(sender.kill())
+
+    def take(self, count: int) -> list[SenderProcess]:
+        while len(self._started) < count:
+            self._started.append(SenderProcess(self._config))
+        return self._started[:count]
+
+
 class Sender:
     """What runs inside the process. Methods take and give what crosses the pipe."""
 

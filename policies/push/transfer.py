@@ -134,12 +134,14 @@ class Transfer:
     def checksums(self) -> dict[str, str]:
         return {name: value for loaded in self._all_loaded() for name, value in loaded.checksums.items()}
 
-    async def form(self, name: str, engines: Sequence[EngineControl], layout: GroupLayout, failures: Failures) -> None:
-        """A new group of each sender and these engines."""
+    async def form(
+        self, names: Sequence[str], engines: Sequence[EngineControl], layout: GroupLayout, failures: Failures
+    ) -> None:
+        """A new group of each sender and these engines, of these names."""
         await self.close()
         await self.load()
-        for index, lane in enumerate(self._lanes):
-            await self._form(lane, f"{name}-{index}", engines, layout, failures)
+        for lane, name in zip(self._lanes, names, strict=True):
+            await self._form(lane, name, engines, layout, failures)
             if failures.found:
                 return
 

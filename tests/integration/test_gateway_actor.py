@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from headrace.actors.engines import _tell_gateway
+from headrace.actors.engine_group.gate import tell_gateway
 from headrace.actors.gateway import GatewayActor
 from headrace.actors.observing import Observing
 from headrace.serve.gateway import GatewayConfig
@@ -47,5 +47,5 @@ async def test_the_engines_go_on_when_the_gateway_does_not_come_up(caplog: pytes
     async def entering_fails() -> None:
         raise OSError("the address is in use")
 
-    await _tell_gateway(entering_fails())
+    await tell_gateway(entering_fails())
     assert "the gateway could not be told" in caplog.text

@@ -1,0 +1,258 @@
+"""The engines themselves: started, attached, ended. What each is allowed to do is the registry's.
+
+Invariants:
+- Every engine that has answered is in the registry and in `members`, and leaves both at once.
+- A start that fails or is cancelled leaves no process and frees its place.
+- An engine's name is never used twice for a process; somebody else's server is named by its address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.actors.engine_group.bodies import Body, ForeignServer, OwnProcess, PlacedProcess, server_process
+from headrace.actors.engine_group.config import Placement
+from headrace.actors.engine_group.errors import EngineNotAdded
+from headrace.actors.engine_group.host import EngineHost
+from headrace.actors.engine_group.registry import Origin, address
+from headrace.actors.engine_group.roster import EngineStatus
+from headrace.actors.errors import ActorError
+from headrace.actors.runtime import Resources
+from headrace.policies.engine import EngineId
+from headrace.policies.errors import EngineError, EngineStartFailed
+from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    import aiohttp
+
+    from headrace.actors.engine_group.config import EnginesConfig
+    from headrace.actors.engine_group.registry import EngineRegistry
+    from headrace.actors.runtime import RayRuntime
+    from headrace.policies.engine import EngineInfo
+    from headrace.policies.sglang.client import EngineLoad
+
+logger = logging.getLogger(__name__)
+
+NO_VERSION = "0.0"
+"""How the label of weights that we did not push is read: it is older than all of ours."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine that has answered. `load` is what it said last; `process_id` is of a process on this host."""
+
+    engine_id: EngineId
+    client: SGLangEngine
+    body: Body
+    load: EngineLoad | None = None
+    process_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """Where engines are started. `runtime` may be None as long as none is placed by Ray."""
+
+    model_dir: Path
+    directory: Path
+    seed: int
+    runtime: RayRuntime | None
+
+
+class Fleet:
+    """All engines of a group. `started` counts those that were ever started; `retired` places stay empty."""
+
+    def __init__(
+        self, config: EnginesConfig, registry: EngineRegistry, ground: Ground, http: aiohttp.ClientSession
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._ground = ground
+        self._http = http
+        self._vocab_size = json.loads((ground.model_dir / "config.json").read_bytes())["vocab_size"]
+        self.members: dict[EngineId, Member] = {}
+        self.started = 0
+        self.retired: set[str] = set()
+
+    def __getitem__(self, engine_id: EngineId) -> Member:
+        return self.members[engine_id]
+
+    async def start_missing(self, *, at_once: bool = False) -> list[EngineStartFailed]:
+        """Start engines at the places that are empty; why some did not start. A place where engines fail again and
+        again has to wait, unless `at_once`."""
+        now = time.monotonic()
+        free = [place for place in self._free_places() if at_once or self._registry.may_try(place, now)]
+        async with asyncio.TaskGroup() as tasks:
+            starting = [tasks.create_task(self._start(place)) for place in free]
+        failures = [failure for task in starting if (failure := task.result()) is not None]
+        for failure in failures:
+            logger.warning("an engine did not start; tried again by the supervision: %s", failure)
+        return failures
+
+    async def attach(self, url: str, origin: Origin) -> EngineId:
+        """Somebody else's server under the name of its address; the one that is there already, if it is. It waits for
+        weights. Raises EngineAddressTaken, EngineNotAdded."""
+        url = url.rstrip("/")
+        engine_id = foreign_id(url)
+        known = self._registry.at(url)
+        if known is not None and known.engine_id == engine_id and engine_id in self.members:
+            return engine_id
+        self._registry.starting(engine_id, place=engine_id, origin=origin, now=time.monotonic(), url=url)
+        self.members[engine_id] = Member(engine_id, self._client(engine_id, url), ForeignServer())
+        try:
+            await self.ask(engine_id)
+        except EngineError as error:
+            self._registry.quarantine(engine_id, f"it did not answer: {error}", time.monotonic())
+            raise EngineNotAdded(f"{url} does not answer as an engine: {error}") from error
+        return engine_id
+
+    async def adopt(self, status: EngineStatus) -> EngineInfo | None:
+        """Take over an engine that outlived its group; None when it is gone or does not answer."""
+        if status.origin is Origin.LOCAL or status.place in self.retired:
+            return None
+        if status.origin is Origin.RAY:
+            return await self._adopt_placed(status)
+        try:
+            return await self.ask(await self.attach(status.url, status.origin))
+        except EngineNotAdded as error:
+            logger.warning("an attached engine is left out until it answers: %s", error)
+            return None
+
+    async def ask(self, engine_id: EngineId) -> EngineInfo:
+        """What it says of itself; from then on it waits for weights. Raises EngineError."""
+        member = self.members[engine_id]
+        info = await member.client.info()
+        self._registry.answered(engine_id, url=member.client.url, version=info.version)
+        return info
+
+    async def end(self, engine_id: EngineId, reason: str) -> None:
+        """Take the engine out, and kill it if it is ours."""
+        member = self.members.pop(engine_id, None)
+        self._registry.gone(engine_id, reason)
+        if member is not None:
+            await member.body.kill()
+
+    async def stop_all(self) -> None:
+        """End what is ours."""
+        async with asyncio.TaskGroup() as tasks:
+            for member in self.members.values():
+                tasks.create_task(member.body.stop())
+
+    def statuses(self, now: float) -> tuple[EngineStatus, ...]:
+        return tuple(self._status(engine_id, now) for engine_id in (entry.engine_id for entry in self._registry.all()))
+
+    def _status(self, engine_id: EngineId, now: float) -> EngineStatus:
+        entry, member = self._registry[engine_id], self.members.get(engine_id)
+        load = None if member is None else member.load
+        return EngineStatus(
+            engine_id=engine_id,
+            origin=entry.origin,
+            place=entry.place,
+            state=entry.state,
+            url=entry.url,
+            version=None if entry.version is None else str(entry.version),
+            running=None if load is None else load.running,
+            waiting=None if load is None else load.waiting,
+            misses=entry.misses,
+            breaker=self._registry.breaker_state(engine_id, now),
+            reason=entry.reason,
+            process_id=None if member is None else member.process_id,
+        )
+
+    def _free_places(self) -> Iterable[str]:
+        taken = {entry.place for entry in self._registry.living()}
+        places = (f"place-{number}" for number in range(1, self._config.count + 1))
+        return [place for place in places if place not in taken and place not in self.retired]
+
+    async def _start(self, place: str) -> EngineStartFailed | None:
+        self.started += 1
+        engine_id = EngineId(f"engine-{self.started}")
+        origin = Origin.RAY if self._config.placement is Placement.RAY else Origin.LOCAL
+        self._registry.starting(engine_id, place=place, origin=origin, now=time.monotonic())
+        begin = self._start_placed if origin is Origin.RAY else self._start_local
+        try:
+            member = await begin(engine_id, self.started)
+        except (EngineError, ActorError) as error:
+            self._registry.failed(engine_id, f"it did not start: {error}", time.monotonic())
+            return EngineStartFailed(str(error))
+        except BaseException:
+            self._registry.gone(engine_id, "its start was broken off")
+            raise
+        self._take(member)
+        return None
+
+    def _take(self, member: Member) -> None:
+        self.members[member.engine_id] = member
+        self._registry.answered(member.engine_id, url=member.client.url, version=None)
+
+    async def _start_local(self, engine_id: EngineId, number: int) -> Member:
+        ground = self._ground
+        process = server_process(
+            self._config,
+            name=engine_id,
+            model_dir=ground.model_dir,
+            directory=ground.directory,
+            seed=ground.seed * 1000 + number,
+        )
+        await process.start()
+        client = self._client(engine_id, process.url)
+        return Member(engine_id, client, OwnProcess(process), process_id=process.pid)
+
+    async def _start_placed(self, engine_id: EngineId, number: int) -> Member:
+        ground, config = self._ground, self._config
+        assert ground.runtime is not None
+        host = await ground.runtime.spawn(
+            EngineHost,
+            config,
+            name=engine_id,
+            engine_name=engine_id,
+            model_dir=ground.model_dir,
+            directory=ground.directory,
+            seed=ground.seed * 1000 + number,
+            resources=Resources(
+                cpus=config.cpus,
+                gpus=config.tensor_parallel if config.device == "cuda" else 0,
+                spread=True,
+                restarts=False,
+            ),
+        )
+        return await self._hosted(engine_id, host)
+
+    async def _hosted(self, engine_id: EngineId, host: EngineHost) -> Member:
+        assert self._ground.runtime is not None
+        hosted = await host.address()
+        return Member(engine_id, self._client(engine_id, hosted.url), PlacedProcess(host, self._ground.runtime))
+
+    async def _adopt_placed(self, status: EngineStatus) -> EngineInfo | None:
+        assert self._ground.runtime is not None
+        try:
+            host = await self._ground.runtime.find(EngineHost, status.engine_id)
+            member = await self._hosted(status.engine_id, host)
+        except ActorError:
+            return None
+        self._registry.starting(
+            status.engine_id, place=status.place, origin=Origin.RAY, now=time.monotonic(), url=member.client.url
+        )
+        self.members[status.engine_id] = member
+        try:
+            return await self.ask(status.engine_id)
+        except EngineError as error:
+            await self.end(status.engine_id, f"it did not answer a new engine group: {error}")
+            return None
+
+    def _client(self, engine_id: EngineId, url: str) -> SGLangEngine:
+        config = SGLangConfig(vocab_size=self._vocab_size, foreign_version=NO_VERSION)
+        return SGLangEngine(engine_id, url, self._http, config)
+
+
+def foreign_id(url: str) -> EngineId:
+    """The name of somebody else's server: its address."""
+    host, port = address(url)
+    return EngineId(f"{host}:{port}")

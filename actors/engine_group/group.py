@@ -1,0 +1,342 @@
+"""The engine group: who is healthy, who holds which version; it alone runs the control sequence of a push.
+
+Invariants:
+- One push at a time. An engine gets traffic only while it is healthy and holds the newest version that was pushed to
+  it completely.
+- An engine of ours that failed a push, died, answers nothing for `health_timeout_s`, or leaves turn after turn without
+  an end, is killed and replaced by a new process. One that is not ours is out of routing until a push to it alone went
+  well. Both are caught up before they get traffic; what fails again and again is tried ever more seldom.
+- A dead sender costs a push nothing but time: what it did not reach is pushed again by the next one.
+- The newest snapshot is journalled before its push begins, and every phase before it is taken: a restarted group knows
+  what its predecessor left, takes over the engines that outlived it, and brings all of them to that snapshot.
+- Routing tables are versioned and published again and again: a restarted gateway has one within a supervision interval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Self
+
+import aiohttp
+
+from headrace.actors.engine_group.config import check_url
+from headrace.actors.engine_group.errors import EngineGroupError, EngineNotAdded
+from headrace.actors.engine_group.fleet import Fleet, Ground, foreign_id
+from headrace.actors.engine_group.gate import GatewayGate
+from headrace.actors.engine_group.health import HealthChecks
+from headrace.actors.engine_group.journal import PushJournal
+from headrace.actors.engine_group.leaving import leave
+from headrace.actors.engine_group.pushing import Pusher
+from headrace.actors.engine_group.recovery import recover
+from headrace.actors.engine_group.registry import EngineRegistry, EngineState, Origin
+from headrace.actors.engine_group.requests import RequestBox
+from headrace.actors.engine_group.roster import Roster, read_roster
+from headrace.actors.engine_group.router import router_workers
+from headrace.policies.engine import EngineId, PauseMode
+from headrace.policies.errors import EngineStartFailed, EngineUnavailable, PolicyError
+from headrace.policies.push.sender import SenderConfig, Senders
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+    from types import TracebackType
+
+    from headrace.actors.engine_group.config import EnginesConfig
+    from headrace.actors.engine_group.roster import EngineStatus
+    from headrace.actors.gateway import GatewayActor
+    from headrace.actors.observing import Observing
+    from headrace.actors.runtime import RayRuntime
+    from headrace.policies.learner import WeightsSnapshot
+    from headrace.policies.push.contract import PushConfig
+
+logger = logging.getLogger(__name__)
+
+SUPERVISION_S = 2.0
+
+
+class EngineGroup:
+    """Starts, attaches, watches and replaces the engines, and pushes weights into them."""
+
+    def __init__(
+        self,
+        config: EnginesConfig,
+        push_config: PushConfig,
+        *,
+        gateway: GatewayActor,
+        model_dir: Path,
+        seed: int,
+        observing: Observing,
+        runtime: RayRuntime | None = None,
+    ) -> None:
+        if observing.run_dir is None:
+            raise ValueError("engines keep logs and journals: they need a run directory")
+        self._config = config
+        self._push_config = push_config
+        self._gate = GatewayGate(gateway)
+        self._observing = observing
+        self._directory = observing.run_dir / "engines"
+        self._ground = Ground(model_dir=model_dir, directory=self._directory, seed=seed, runtime=runtime)
+        self._stack = AsyncExitStack()
+        self._registry = EngineRegistry()
+        self._journal = PushJournal(self._directory)
+        self._requests = RequestBox(self._directory / "requests")
+        self._lock = asyncio.Lock()
+        self._pushes = 0
+
+    async def __aenter__(self) -> Self:
+        self._stack.enter_context(self._observing.spans("engines"))
+        self._directory.mkdir(parents=True, exist_ok=True)
+        try:
+            http = await self._stack.enter_async_context(aiohttp.ClientSession())
+            self._make_parts(http)
+            self._stack.push_async_callback(self._fleet.stop_all)
+            async with asyncio.TaskGroup() as starting:
+                starting.create_task(self._stack.enter_async_context(self._senders))
+                starting.create_task(self._gather_engines())
+            await self._bring_up_to_date()
+            await self._publish()
+            tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+            self._supervision = tasks.create_task(self._supervise())
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._supervision.cancel()
+        await self._stack.aclose()
+
+    def _make_parts(self, http: aiohttp.ClientSession) -> None:
+        self._http = http
+        self._senders = Senders(SenderConfig(log_path=self._directory / "sender.log"))
+        self._fleet = Fleet(self._config, self._registry, self._ground, http)
+        self._pusher = Pusher(
+            self._push_config,
+            self._fleet,
+            self._registry,
+            senders=self._senders,
+            gate=self._gate,
+            journal=self._journal,
+            metrics=self._observing.metrics(),
+        )
+        self._health = HealthChecks(
+            self._fleet,
+            self._registry,
+            self._gate,
+            timeout_s=self._config.health_timeout_s,
+            pushes=lambda: self._pushes,
+        )
+
+    async def push(self, snapshot: WeightsSnapshot, *, rollouts_in_flight: int) -> None:
+        """Send these weights to every engine, wave by wave; when none takes them, to new engines. `rollouts_in_flight`
+        is what runs as the push begins, for the record.
+
+        Nothing is done for a snapshot of an earlier epoch than the newest one: its learner is dead. Raises
+        EngineUnavailable when no engine took the weights, ModelInvalid, SenderFailed.
+        """
+        async with self._lock:
+            newest = self._journal.newest()
+            if newest is not None and snapshot.version.epoch < newest.version.epoch:
+                return
+            self._journal.write_newest(snapshot)
+            engines = [entry.engine_id for entry in self._registry.in_state(EngineState.WAITING, EngineState.SERVING)]
+            async with self._pushing():
+                await self._pusher.push(engines, snapshot, rollouts_in_flight)
+            if not self._serving(snapshot):
+                await self._replace_all()
+            await self._publish()
+            if not self._serving(snapshot):
+                raise EngineUnavailable(f"no engine, old or new, took version {snapshot.version}: see engines/*.log")
+
+    async def status(self) -> list[EngineStatus]:
+        """Every engine, the last ones that are gone too."""
+        return list(self._fleet.statuses(time.monotonic()))
+
+    async def add(self, url: str) -> str:
+        """Attach a server that somebody started and bring it to the newest weights; its name. Idempotent. Raises
+        EngineGroupError."""
+        try:
+            url = check_url(url)
+        except ValueError as error:
+            raise EngineNotAdded(str(error)) from error
+        async with self._lock:
+            return await self._add(url)
+
+    async def remove(self, engine_id: EngineId) -> None:
+        """Let an engine finish what it runs, within `drain_timeout_s`, and take it out for good. Idempotent. Raises
+        EngineUnknown."""
+        async with self._lock:
+            await self._remove(engine_id)
+
+    async def _add(self, url: str) -> str:
+        self._fleet.retired.discard(foreign_id(url))
+        try:
+            engine_id = await self._fleet.attach(url, Origin.ATTACHED)
+        except EngineNotAdded:
+            # An operator hears of it now; a recipe's server may still be starting.
+            await self._fleet.end(foreign_id(url), "it did not answer when it was added")
+            raise
+        await self._bring_up_to_date()
+        await self._publish()
+        return engine_id
+
+    async def _remove(self, engine_id: EngineId) -> None:
+        entry = self._registry[engine_id]
+        self._fleet.retired.add(entry.place)
+        if entry.state is not EngineState.GONE:
+            await self._let_go(engine_id, "it was removed")
+
+    async def _let_go(self, engine_id: EngineId, reason: str) -> None:
+        self._registry.leaving(engine_id)
+        await self._publish()
+        if engine_id in self._fleet.members:
+            await leave(self._fleet[engine_id].client, self._gate, timeout_s=self._config.drain_timeout_s)
+        await self._fleet.end(engine_id, reason)
+        await self._publish()
+
+    def _serving(self, snapshot: WeightsSnapshot) -> bool:
+        return any(entry.version == snapshot.version for entry in self._registry.in_state(EngineState.SERVING))
+
+    @asynccontextmanager
+    async def _pushing(self) -> AsyncIterator[None]:
+        """Health checks know that engines may be paused; the number is odd meanwhile."""
+        self._pushes += 1
+        try:
+            yield
+        finally:
+            self._pushes += 1
+
+    async def _gather_engines(self) -> None:
+        """Those that outlived an earlier group, those that are attached, and new ones for the places that are left.
+        Raises EngineStartFailed when there is none."""
+        roster = read_roster(self._directory / "members.json")
+        self._fleet.started, self._fleet.retired = roster.started, set(roster.retired)
+        in_place = self._push_config.pause_mode is PauseMode.IN_PLACE
+        await recover(
+            roster, self._journal.broken(), self._fleet, self._registry, self._pusher, self._gate, in_place=in_place
+        )
+        # What is in doubt gets no traffic from now on.
+        await self._publish()
+        await self._attach_configured()
+        await self._follow_router()
+        failures = await self._fleet.start_missing()
+        await self._publish()
+        if not self._registry.in_state(EngineState.WAITING, EngineState.SERVING, EngineState.QUARANTINED):
+            nobody = "engines.router names no worker, and engines.count is 0"
+            raise failures[0] if failures else EngineStartFailed(nobody)
+
+    async def _attach_configured(self) -> None:
+        for url in self._config.attach:
+            if foreign_id(url) in self._fleet.retired:
+                continue
+            try:
+                await self._fleet.attach(url, Origin.ATTACHED)
+            except EngineNotAdded as error:
+                logger.warning("tried again by the supervision: %s", error)
+
+    async def _follow_router(self) -> None:
+        """Attach workers that are new to us, let go of those that the router no longer names."""
+        if self._config.router is None:
+            return
+        workers = await router_workers(self._config.router, self._http)
+        if workers is None:
+            return
+        for url in workers:
+            if foreign_id(url) in self._fleet.retired or self._registry.at(url) is not None:
+                continue
+            try:
+                await self._fleet.attach(url, Origin.ROUTER)
+            except EngineNotAdded as error:
+                logger.warning("a worker of the router is tried again by the supervision: %s", error)
+        named = {foreign_id(url) for url in workers}
+        for entry in self._registry.living():
+            if entry.origin is Origin.ROUTER and entry.engine_id not in named:
+                await self._let_go(entry.engine_id, "the router no longer names it")
+
+    async def _bring_up_to_date(self) -> None:
+        """The newest weights to every engine that lacks them; without any, all wait for the first push."""
+        snapshot = self._journal.newest()
+        if snapshot is None:
+            return
+        due = self._registry.due(time.monotonic())
+        waiting = [entry.engine_id for entry in due if entry.state is EngineState.WAITING]
+        stale = [
+            entry.engine_id
+            for entry in self._registry.in_state(EngineState.SERVING)
+            if entry.version != snapshot.version
+        ]
+        async with self._pushing():
+            await self._pusher.push([*stale, *waiting], snapshot)
+            for entry in due:
+                if entry.state is EngineState.QUARANTINED and not entry.origin.is_ours:
+                    await self._pusher.readmit(entry.engine_id, snapshot)
+
+    async def _replace_all(self) -> None:
+        """New engines for all of ours; the others get another chance."""
+        for entry in self._registry.living():
+            if entry.origin.is_ours:
+                await self._fleet.end(entry.engine_id, "no engine took the weights")
+        await self._fleet.start_missing(at_once=True)
+        await self._bring_up_to_date()
+
+    async def _publish(self) -> None:
+        """Tell the gateway who is in routing, and the disk who is here."""
+        statuses = self._fleet.statuses(time.monotonic())
+        roster = Roster(engines=statuses, started=self._fleet.started, retired=frozenset(self._fleet.retired))
+        roster.write(self._directory / "members.json")
+        # Milliseconds of the clock: larger than any table of an earlier incarnation of this group.
+        await self._gate.route(self._registry.table(time.time_ns() // 1_000_000))
+
+    async def _supervise(self) -> None:
+        """Replace what died, hangs or was quarantined; catch up; do what operators ask; keep the gateway's table
+        fresh."""
+        while True:
+            await asyncio.sleep(SUPERVISION_S)
+            failed = await self._health.look()
+            # Killed before the lock is taken: whoever waits for a hung engine ends by that.
+            for engine_id in failed:
+                await self._fleet[engine_id].body.kill()
+            async with self._lock:
+                await self._settle(failed)
+                await self._pusher.flush_leftovers()
+                await self._publish()
+                await self._answer_requests()
+                await self._refill()
+
+    async def _settle(self, failed: dict[EngineId, str]) -> None:
+        """Take out what failed: for good when it is ours, else until it is caught up."""
+        for engine_id, problem in failed.items():
+            entry = self._registry[engine_id]
+            if entry.state not in (EngineState.WAITING, EngineState.SERVING):
+                continue
+            logger.warning("engine %s is out of routing: %s", engine_id, problem)
+            self._registry.quarantine(engine_id, problem, time.monotonic())
+        for entry in self._registry.in_state(EngineState.QUARANTINED):
+            if entry.origin.is_ours:
+                await self._fleet.end(entry.engine_id, f"it was replaced: {entry.reason}")
+
+    async def _refill(self) -> None:
+        try:
+            await self._follow_router()
+            await self._fleet.start_missing()
+            await self._bring_up_to_date()
+        except PolicyError:
+            logger.exception("engines could not be brought up to date; tried again at the next supervision")
+        await self._publish()
+
+    async def _answer_requests(self) -> None:
+        for request in self._requests.open():
+            engine_id, error = request.what, ""
+            try:
+                if request.kind == "add":
+                    engine_id = await self._add(check_url(request.what))
+                else:
+                    await self._remove(EngineId(request.what))
+            except (EngineGroupError, PolicyError, ValueError) as problem:
+                error = str(problem)
+            self._requests.answer(request, engine_id=engine_id, error=error)

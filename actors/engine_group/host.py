@@ -1,0 +1,68 @@
+"""An engine on some host of the cluster, behind an actor of its own.
+
+Invariants:
+- The actor's death is the engine's death, and the other way round: neither is started again by Ray.
+- The engine listens on the address by which other hosts reach its host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, Self
+
+from headrace.actors.engine_group.bodies import ServerProcess, server_process
+from headrace.actors.owning import Owning
+from headrace.actors.runtime import node_address
+from headrace.policies.errors import EngineUnavailable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.actors.engine_group.config import EnginesConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostedEngine:
+    """Where the engine is; `process_id` is of its own host."""
+
+    url: str
+    process_id: int
+    node: str
+
+
+class EngineHost(Owning):
+    """Starts one engine where Ray put this actor. `model_dir` and `directory` are the same path on every host."""
+
+    def __init__(self, config: EnginesConfig, *, engine_name: str, model_dir: Path, directory: Path, seed: int) -> None:
+        super().__init__()
+        self._config = config
+        self._name = engine_name
+        self._model_dir = model_dir
+        self._directory = directory
+        self._seed = seed
+
+    async def __aenter__(self) -> Self:
+        self._node = node_address()
+        self._process = server_process(
+            self._config,
+            name=self._name,
+            model_dir=self._model_dir,
+            directory=self._directory,
+            seed=self._seed,
+            host=self._node,
+        )
+        await self._process.start()
+        self._stack.push_async_callback(self._process.stop)
+        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._stack.callback(tasks.create_task(_end_with(self._process)).cancel)
+        return self
+
+    async def address(self) -> HostedEngine:
+        return HostedEngine(url=self._process.url, process_id=self._process.pid, node=self._node)
+
+
+async def _end_with(process: ServerProcess) -> NoReturn:
+    """Break the actor's context as soon as the engine ends."""
+    code = await process.wait()
+    raise EngineUnavailable(f"the engine process ended with {code}")

@@ -1,0 +1,174 @@
+"""Weights into the engines of a group: rolling pushes, catch-ups in waves of their own, and what became of each engine.
+
+Invariants:
+- Whoever calls holds the group's lock: one push at a time.
+- An engine serves after a push only if that push says it took the weights whole. One that comes out of quarantine is
+  pushed to alone, and its checksums agreed, with the snapshot's or with those of an engine that serves.
+- A dead sender costs a push nothing but time: it begins again once, for those it did not reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from headrace.actors.engine_group.registry import EngineState
+from headrace.actors.push_costs import push_record
+from headrace.policies.errors import EngineError, EngineRefused, SenderFailed
+from headrace.policies.push.execution import push
+from headrace.policies.push.machine import PushOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.actors.engine_group.fleet import Fleet
+    from headrace.actors.engine_group.gate import GatewayGate
+    from headrace.actors.engine_group.journal import PushJournal
+    from headrace.actors.engine_group.registry import EngineRegistry
+    from headrace.actors.metrics import MetricsLog
+    from headrace.policies.engine import EngineId
+    from headrace.policies.learner import WeightsSnapshot
+    from headrace.policies.push.contract import EnginePush, PushConfig, PushReport
+    from headrace.policies.push.sender import Senders
+
+logger = logging.getLogger(__name__)
+
+
+class Pusher:
+    """Pushes for one group."""
+
+    def __init__(
+        self,
+        config: PushConfig,
+        fleet: Fleet,
+        registry: EngineRegistry,
+        *,
+        senders: Senders,
+        gate: GatewayGate,
+        journal: PushJournal,
+        metrics: MetricsLog,
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._registry = registry
+        self._senders = senders
+        self._gate = gate
+        self._journal = journal
+        self._metrics = metrics
+        self._last_push_s: float | None = None
+
+    async def push(
+        self, engines: Sequence[EngineId], snapshot: WeightsSnapshot, rollouts_in_flight: int | None = None
+    ) -> None:
+        """To all of them, wave by wave, and once more to those a dying sender left behind. Raises ModelInvalid,
+        SenderFailed."""
+        if not engines:
+            return
+        report = await self._once(engines, snapshot)
+        self._record(report, rollouts_in_flight)
+        behind = [item.engine_id for item in report.engines if item.outcome is PushOutcome.BEHIND]
+        if behind:
+            self._record(await self._once(behind, snapshot), rollouts_in_flight)
+
+    async def readmit(self, engine_id: EngineId, snapshot: WeightsSnapshot) -> None:
+        """Bring an engine of which nobody knows what it holds to the newest weights, alone. Whether that worked is in
+        the registry. Raises ModelInvalid, SenderFailed."""
+        self._registry.trying(engine_id, time.monotonic())
+        try:
+            await self.untangle(engine_id)
+        except EngineError as error:
+            self._registry.quarantine(engine_id, f"it does not answer: {error}", time.monotonic())
+            return
+        report = await self._through_sender([engine_id], snapshot)
+        self._record(report, None)
+        [part] = report.engines
+        if part.outcome is PushOutcome.UPDATED and (problem := await self._disagreement(engine_id, snapshot)):
+            self._registry.quarantine(engine_id, problem, time.monotonic())
+        else:
+            self._note(engine_id, part.outcome, part.failure, snapshot)
+        self._journal.ended(report)
+
+    async def untangle(self, engine_id: EngineId, groups: Sequence[str] = ()) -> None:
+        """Leave the session and the process groups of a push that nobody ended; the pause stays. Raises EngineError
+        when the engine does not answer."""
+        client = self._fleet[engine_id].client
+        await client.load()
+        # Refused where none is open.
+        with suppress(EngineRefused):
+            await client.end_update()
+        for name in groups:
+            with suppress(EngineRefused):
+                await client.leave_group(name)
+
+    async def flush_leftovers(self) -> None:
+        """Where a push in place left prefixes of older weights cached: they go once the engine runs nothing."""
+        for entry in self._registry.in_state(EngineState.SERVING):
+            if entry.cache_namespace is None:
+                continue
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(self._config.phase_timeout_s):
+                    await self._fleet[entry.engine_id].client.flush()
+                self._registry.flushed(entry.engine_id)
+
+    async def _once(self, engines: Sequence[EngineId], snapshot: WeightsSnapshot) -> PushReport:
+        report = await self._through_sender(engines, snapshot)
+        for part in report.engines:
+            self._note(part, snapshot)
+        self._journal.ended(report)
+        return report
+
+    def _note(self, part: EnginePush, snapshot: WeightsSnapshot) -> None:
+        engine_id = part.engine_id
+        if part.outcome is PushOutcome.UPDATED:
+            self._registry.serves(engine_id, snapshot.version, cache_namespace=part.cache_namespace)
+        elif part.outcome is PushOutcome.QUARANTINED:
+            self._registry.quarantine(engine_id, f"push of {snapshot.version}: {part.failure}", time.monotonic())
+        elif self._registry[engine_id].state is not EngineState.QUARANTINED:
+            self._registry.left_behind(engine_id)
+
+    async def _through_sender(self, engines: Sequence[EngineId], snapshot: WeightsSnapshot) -> PushReport:
+        """A push whose sender died before anything was touched is begun again, once."""
+        try:
+            return await self._push(engines, snapshot)
+        except SenderFailed as error:
+            logger.warning("the push of %s starts again: %s", snapshot.version, error)
+            return await self._push(engines, snapshot)
+
+    async def _push(self, engines: Sequence[EngineId], snapshot: WeightsSnapshot) -> PushReport:
+        self._journal.begin(snapshot)
+        clients = [self._fleet[engine_id].client for engine_id in engines]
+        senders = self._senders.take(len(snapshot.shards))
+        return await push(snapshot, clients, senders, self._gate, self._journal.step, self._config)
+
+    async def _disagreement(self, engine_id: EngineId, snapshot: WeightsSnapshot) -> str | None:
+        """What is wrong with the weights of an engine that was pushed to alone; None when its checksums agree, or when
+        there is nobody to compare with. With `verify = "snapshot"` the push has looked already."""
+        if self._config.verify == "snapshot":
+            return None
+        peers = [
+            entry.engine_id
+            for entry in self._registry.in_state(EngineState.SERVING)
+            if entry.version == snapshot.version and entry.engine_id != engine_id
+        ]
+        for peer in peers:
+            try:
+                async with asyncio.timeout(self._config.phase_timeout_s):
+                    theirs = await self._fleet[peer].client.checksums()
+            except (EngineError, TimeoutError):
+                continue
+            try:
+                async with asyncio.timeout(self._config.phase_timeout_s):
+                    ours = await self._fleet[engine_id].client.checksums()
+            except (EngineError, TimeoutError) as error:
+                return f"it told no checksums: {error}"
+            return None if ours == theirs else f"its checksums are not those of {peer}"
+        return None
+
+    def _record(self, report: PushReport, rollouts_in_flight: int | None) -> None:
+        now_s = time.monotonic()
+        since_s = None if self._last_push_s is None else now_s - self._last_push_s
+        self._last_push_s = now_s
+        self._metrics.append("push", push_record(report, rollouts_in_flight=rollouts_in_flight, since_s=since_s))

@@ -1,0 +1,200 @@
+"""Engines by state, their breakers, and what is read of a push that broke off."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.actors.engine_group.breaker import BreakerState, CircuitBreaker
+from headrace.actors.engine_group.errors import EngineAddressTaken, EngineGroupError, EngineUnknown
+from headrace.actors.engine_group.journal import PushJournal
+from headrace.actors.engine_group.registry import REMEMBERED, EngineRegistry, EngineState, Origin
+from headrace.actors.engine_group.requests import RequestBox, ask_group
+from headrace.actors.engine_group.roster import EngineStatus, Roster, read_roster
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId, EngineInfo
+from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.push.layout import group_name
+from headrace.policies.push.machine import Phase, Step
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ONE, TWO, THREE = EngineId("one"), EngineId("two"), EngineId("three")
+V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
+
+
+def registry_of(**engines: str) -> EngineRegistry:
+    """Attached engines that wait for weights, by address."""
+    registry = EngineRegistry()
+    for name, url in engines.items():
+        registry.starting(EngineId(name), place=name, origin=Origin.ATTACHED, now=0.0, url=url)
+        registry.answered(EngineId(name), url=url, version=None)
+    return registry
+
+
+def test_an_engine_is_routed_to_from_its_first_weights_on() -> None:
+    registry = registry_of(one="http://h:1")
+    assert [route.admitted for route in registry.table(1).engines] == [False]
+    registry.serves(ONE, V1)
+    assert [route.admitted for route in registry.table(2).engines] == [True]
+    registry.quarantine(ONE, "checksums disagree", 1.0)
+    assert [route.admitted for route in registry.table(3).engines] == [False]
+    assert registry[ONE].reason == "checksums disagree"
+
+
+def test_two_engines_at_one_address_are_refused_by_name() -> None:
+    registry = registry_of(one="http://127.0.0.1:80")
+    with pytest.raises(EngineAddressTaken, match="two and one have one address"):
+        registry.starting(TWO, place="two", origin=Origin.ATTACHED, now=0.0, url="http://localhost")
+    registry.gone(ONE, "removed")
+    registry.starting(TWO, place="two", origin=Origin.ATTACHED, now=0.0, url="http://localhost")
+
+
+def test_who_is_gone_or_leaving_does_not_come_back() -> None:
+    registry = registry_of(one="http://h:1", two="http://h:2")
+    registry.leaving(ONE)
+    registry.gone(TWO, "dead")
+    for engine_id in (ONE, TWO):
+        with pytest.raises(ValueError, match="cannot become serving"):
+            registry.serves(engine_id, V1)
+    with pytest.raises(EngineUnknown, match="headrace engine list"):
+        registry.leaving(THREE)
+
+
+def test_only_the_last_ones_that_are_gone_are_remembered() -> None:
+    registry = EngineRegistry()
+    for number in range(REMEMBERED + 5):
+        registry.starting(EngineId(str(number)), place="place", origin=Origin.LOCAL, now=0.0)
+        registry.gone(EngineId(str(number)), "dead")
+    assert REMEMBERED <= len(registry.all()) <= REMEMBERED + 1
+
+
+def test_an_attached_engine_in_quarantine_is_due_as_often_as_its_breaker_allows() -> None:
+    registry = registry_of(one="http://h:1")
+    for now in (0.0, 1.0):
+        registry.quarantine(ONE, "hangs", now)
+        assert [entry.engine_id for entry in registry.due(now)] == [ONE]
+    registry.quarantine(ONE, "hangs", 2.0)
+    assert registry.due(2.0) == ()
+    assert registry.breaker_state(ONE, 2.0) is BreakerState.OPEN
+    assert [entry.engine_id for entry in registry.due(12.0)] == [ONE]
+    registry.trying(ONE, 12.0)
+    assert registry.due(12.0) == ()
+    registry.serves(ONE, V1)
+    assert registry.breaker_state(ONE, 12.0) is BreakerState.CLOSED
+
+
+def test_an_engine_of_ours_in_quarantine_is_replaced_not_caught_up() -> None:
+    registry = EngineRegistry()
+    registry.starting(ONE, place="place-1", origin=Origin.LOCAL, now=0.0)
+    registry.answered(ONE, url="http://h:1", version=None)
+    registry.quarantine(ONE, "hangs", 0.0)
+    assert registry.due(0.0) == ()
+
+
+def test_the_place_of_engines_that_fail_again_and_again_waits_ever_longer() -> None:
+    registry, now, waits = EngineRegistry(), 0.0, []
+    for number in range(12):
+        began = now
+        while not registry.may_try("place-1", now):
+            now += 1.0
+        waits.append(now - began)
+        engine_id = EngineId(f"engine-{number}")
+        registry.starting(engine_id, place="place-1", origin=Origin.LOCAL, now=now)
+        registry.failed(engine_id, "it died", now)
+    assert waits[:3] == [0.0, 0.0, 0.0]
+    assert waits[3:8] == [10.0, 20.0, 40.0, 80.0, 160.0]
+    assert waits[-1] == 300.0
+    assert registry[EngineId("engine-11")].state is EngineState.GONE
+
+
+def test_a_quiet_window_makes_the_delay_short_again() -> None:
+    breaker = CircuitBreaker()
+    for now in (0.0, 0.0, 0.0, 10.0, 30.0):
+        breaker.failed(now)
+    assert breaker.delay_s == 40.0
+    breaker.succeeded()
+    for now in (400.0, 400.0, 400.0):
+        breaker.failed(now)
+    assert breaker.delay_s == 10.0
+
+
+def snapshot(folder: Path, version: PolicyVersion) -> WeightsSnapshot:
+    path = folder / "weights"
+    path.touch()
+    return WeightsSnapshot(version=version, shards=(WeightsShard(path=path, sha256="0"),) * 2)
+
+
+def step(wave: int, phase: Phase, *engines: EngineId, attempt: int = 0) -> Step:
+    return Step(wave=wave, phase=phase, engines=engines, attempt=attempt)
+
+
+def info(version: PolicyVersion, *, paused: bool) -> EngineInfo:
+    return EngineInfo(server_version="", version=version, running=0, waiting=0, max_context_tokens=9, paused=paused)
+
+
+async def test_a_push_that_broke_off_tells_which_engines_may_be_mixed(tmp_path: Path) -> None:
+    journal = PushJournal(tmp_path)
+    assert journal.broken() is None
+    journal.begin(snapshot(tmp_path, V2))
+    for phase in Phase:
+        await journal.step("push", step(0, phase, ONE))
+    attempt = 0
+    for phase in (Phase.PROBE, Phase.FORM, Phase.GATE, Phase.PAUSE, Phase.FORM, Phase.BEGIN, Phase.BROADCAST):
+        attempt += phase is Phase.PAUSE
+        await journal.step("push", step(1, phase, TWO, attempt=attempt))
+    broken = PushJournal(tmp_path).broken()
+    assert broken is not None
+    assert broken.is_whole(ONE, info(V2, paused=False)), "the push itself resumed it"
+    assert not broken.is_whole(ONE, info(V2, paused=True)), "the push quarantined it"
+    assert not broken.is_whole(TWO, info(V2, paused=True))
+    assert not broken.is_whole(TWO, info(V1, paused=True))
+    assert broken.is_whole(THREE, info(V1, paused=False)), "its turn had not come"
+    names = [[group_name("push", 1, attempt, shard) for shard in (0, 1)] for attempt in (0, 1)]
+    assert broken.groups == {
+        ONE: (group_name("push", 0, 0, 0), group_name("push", 0, 0, 1)),
+        TWO: (*names[0], *names[1]),
+    }
+
+
+async def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    journal = PushJournal(tmp_path)
+    journal.begin(snapshot(tmp_path, V2))
+    await journal.step("push", step(0, Phase.PROBE, ONE))
+    with (tmp_path / "pushes.jsonl").open("ab") as file:
+        file.write(b'{"push_id": "push", "wa')
+    broken = journal.broken()
+    assert broken is not None
+    assert broken.reached == {ONE: Phase.PROBE}
+
+
+def test_the_roster_comes_back_as_it_was(tmp_path: Path) -> None:
+    status = EngineStatus(
+        engine_id=ONE,
+        origin=Origin.ATTACHED,
+        place="one",
+        state=EngineState.SERVING,
+        url="http://h:1",
+        version="1.2",
+        running=3,
+        waiting=1,
+    )
+    Roster(engines=(status,), started=4, retired=frozenset({"place-2"})).write(tmp_path / "members.json")
+    roster = read_roster(tmp_path / "members.json")
+    assert (roster.engines, roster.started, roster.retired) == ((status,), 4, frozenset({"place-2"}))
+    assert roster.engines[0].load == "3+1"
+    assert read_roster(tmp_path / "none.json") == Roster()
+
+
+def test_a_request_that_nobody_answers_is_taken_back(tmp_path: Path) -> None:
+    with pytest.raises(EngineGroupError, match="did not answer"):
+        ask_group(tmp_path / "requests", "add", "http://h:1", timeout_s=0.1)
+    assert RequestBox(tmp_path / "requests").open() == []
+
+
+def test_what_is_no_request_is_left_alone(tmp_path: Path) -> None:
+    for name, text in (("a", "[]"), ("b", "{"), ("c", '{"request_id": "x", "kind": "add", "what": "y"}')):
+        (tmp_path / f"{name}.json").write_text(text)
+    assert RequestBox(tmp_path).open() == []
