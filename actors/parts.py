@@ -30,6 +30,7 @@ from headrace.actors.retry import until_back
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.simulation.engines import SimulatedEngineGroup
 from headrace.actors.worker import RolloutWorker, WorkerParts
+from headrace.policies.engine import PauseMode
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway import GatewayConfig
 
@@ -104,6 +105,7 @@ class ServiceParts(Owning):
             GatewayConfig(
                 tokenizer_dir=config.model.path,
                 session_log_dir=directory.path / "sessions",
+                in_place_pushes=config.push.pause_mode is PauseMode.IN_PLACE,
                 **config.gateway.model_dump(),
             ),
             address_file=directory.path / "gateway.json",

@@ -92,7 +92,8 @@ class Completion:
 class EngineInfo:
     """`running` and `waiting` are numbers of requests. `ranks` is how many processes of the engine join a weight group
     (its tensor-parallel size). `update_session`: weights come between begin and end. `version_spans`: a reply tells
-    which version sampled which token; without them only a pause that aborts keeps a reply to one version."""
+    which version sampled which token; without them only a pause that aborts keeps a reply to one version.
+    `snapshot_checksums`: its checksums are made as a sender's are, so that the two can be compared."""
 
     server_version: str
     version: PolicyVersion
@@ -104,6 +105,7 @@ class EngineInfo:
     ranks: int = 1
     update_session: bool = True
     version_spans: bool = True
+    snapshot_checksums: bool = False
 
 
 class Engine(Protocol):

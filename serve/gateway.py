@@ -76,6 +76,8 @@ class GatewayConfig(BaseModel):
     """What the engines can take, prompt and output together; no session may have more."""
     foreign_version: str | None = None
     """What a weight version of an engine that is not `epoch.step` is read as; None fails the turn."""
+    in_place_pushes: bool = False
+    """Pushes leave running requests their keys and values: what is sampled on stale ones is flagged."""
     gate_wait_s: float = Field(default=60.0, gt=0)
     """How long a turn waits while every engine's gate is closed before the agent gets an infra error."""
     turn_timeout_s: float = Field(default=300.0, gt=0)
@@ -251,6 +253,7 @@ class Gateway:
             generate_timeout_s=self._config.turn_timeout_s + 2 * self._config.abort_grace_s,
             abort_timeout_s=self._config.abort_grace_s,
             foreign_version=self._config.foreign_version,
+            in_place=self._config.in_place_pushes,
         )
         return lambda route: SGLangEngine(route.engine_id, route.url, self._http, config)
 

@@ -88,7 +88,7 @@ class Pusher:
         if part.outcome is PushOutcome.UPDATED and (problem := await self._disagreement(engine_id, snapshot)):
             self._registry.quarantine(engine_id, problem, time.monotonic())
         else:
-            self._note(engine_id, part.outcome, part.failure, snapshot)
+            self._note(part, snapshot)
         self._journal.ended(report)
 
     async def untangle(self, engine_id: EngineId, groups: Sequence[str] = ()) -> None:
@@ -144,10 +144,8 @@ class Pusher:
         return await push(snapshot, clients, senders, self._gate, self._journal.step, self._config)
 
     async def _disagreement(self, engine_id: EngineId, snapshot: WeightsSnapshot) -> str | None:
-        """What is wrong with the weights of an engine that was pushed to alone; None when its checksums agree, or when
-        there is nobody to compare with. With `verify = "snapshot"` the push has looked already."""
-        if self._config.verify == "snapshot":
-            return None
+        """What is wrong with the weights of an engine that was pushed to alone; None when its checksums agree with
+        those of an engine that serves, or when there is none of its kind."""
         peers = [
             entry.engine_id
             for entry in self._registry.in_state(EngineState.SERVING)
@@ -164,6 +162,8 @@ class Pusher:
                     ours = await self._fleet[engine_id].client.checksums()
             except (EngineError, TimeoutError) as error:
                 return f"it told no checksums: {error}"
+            if ours.keys() != theirs.keys():
+                continue
             return None if ours == theirs else f"its checksums are not those of {peer}"
         return None
 

@@ -43,7 +43,8 @@ class PushConfig(BaseModel):
     gate_lease_s: float = Field(default=60.0, gt=0)
     """A gate that nobody opens opens by itself after this long."""
     verify: Literal["snapshot", "engines", "off"] = "snapshot"
-    """Compare checksums with the snapshot's (same names and dtype), among the engines only, or not at all."""
+    """Compare each engine's checksums with the snapshot's (SGLang's, which are made otherwise, with those of the first
+    engine of the push), among the engines only, or not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

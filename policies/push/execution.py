@@ -82,7 +82,7 @@ class PushExecution:
         self._gated_at_s: dict[EngineId, float] = {}
         self._paused_at_s: dict[EngineId, float] = {}
         self._infos: dict[EngineId, EngineInfo] = {}
-        self._reference: dict[str, str] = {}
+        self._references: dict[frozenset[str], dict[str, str]] = {}
         self._sender_failure: SenderFailed | GroupFailed | None = None
 
     async def run(self) -> PushReport:
@@ -219,11 +219,13 @@ class PushExecution:
         if self._config.verify == "off":
             return
         got = await engine.checksums()
-        expected = self._transfer.checksums() if self._config.verify == "snapshot" else self._reference
+        with_snapshot = self._config.verify == "snapshot" and self._infos[engine.engine_id].snapshot_checksums
+        # Engines of one kind and size name their parameters alike.
+        reference = self._references.setdefault(frozenset(got), got)
+        expected = self._transfer.checksums() if with_snapshot else reference
         wrong = sorted(name for name in expected if got.get(name) != expected[name])
         if wrong:
             raise EngineRefused(200, f"{engine.engine_id}: checksums disagree for {wrong[:3]} ({len(wrong)} in all)")
-        self._reference = self._reference or got
 
     async def _form(self, step: Step, failures: Failures) -> None:
         shards = range(len(self._snapshot.shards))

@@ -27,7 +27,7 @@ from headrace.policies.errors import (
     EngineUnavailable,
     RequestInvalid,
 )
-from headrace.policies.sglang.dialects import Dialect, dialect_of
+from headrace.policies.sglang.dialects import EMBEDDED_PREFIX, Dialect, dialect_of
 from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion, read, read_version
 from headrace.policies.sglang.transport import Transport
 
@@ -136,9 +136,10 @@ class SGLangEngine:
         server, model = await self._transport.get("/server_info"), await self._transport.get("/model_info")
         dialect = self._learn(server)
         load = await self.load()
+        version = read(server, "version", str)
         context = server.get("context_length") or read(server, "max_req_input_len", int) + SGLANG_RESERVED_TOKENS
         return EngineInfo(
-            server_version=read(server, "version", str),
+            server_version=version,
             version=read_version(read(model, "weight_version", str), self._config.foreign_version),
             running=load.running,
             waiting=load.waiting,
@@ -148,6 +149,7 @@ class SGLangEngine:
             ranks=int(server.get("tp_size") or 1),
             update_session=dialect.update_session,
             version_spans=dialect.version_spans,
+            snapshot_checksums=version.startswith(EMBEDDED_PREFIX),
         )
 
     async def dialect(self) -> Dialect:
