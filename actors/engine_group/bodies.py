@@ -8,10 +8,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from headrace.actors.errors import ActorLost
 from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.engine_group.host import EngineHost
     from headrace.actors.runtime import RayRuntime
+    from headrace.policies.server_process import ServerProcess
 
 ASK_HOST_S = 10.0
 """How long an engine's actor may take to say that it lives."""
@@ -38,27 +41,6 @@ class Body(Protocol):
     async def kill(self) -> None:
         """End it at once; nothing for what is not ours. Idempotent."""
         ...
-
-
-class ServerProcess(Protocol):
-    """A process that serves an engine: EngineProcess, SGLangProcess."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def alive(self) -> bool: ...
-
-    async def start(self) -> None: ...
-
-    async def wait(self) -> int: ...
-
-    async def stop(self) -> None: ...
-
-    async def kill(self) -> None: ...
 
 
 class OwnProcess:
@@ -113,20 +95,61 @@ class ForeignServer:
     async def kill(self) -> None: ...
 
 
-def server_process(
-    config: EnginesConfig, *, name: str, model_dir: Path, directory: Path, seed: int, host: str = "127.0.0.1"
-) -> ServerProcess:
-    """The process of one engine, not yet started; it binds to `host`."""
-    if config.backend == "sglang":
-        raise NotImplementedError
-    return EngineProcess(
-        EngineProcessConfig(
-            model=model_dir,
-            directory=directory,
-            name=name,
-            seed=seed,
+class ReachableEngineProcess(EngineProcess):
+    """The embedded engine at an address by which other hosts reach it."""
+
+    def __init__(self, config: EngineProcessConfig, host: str) -> None:
+        super().__init__(config)
+        self._host = host
+
+    def _arguments(self) -> tuple[str, ...]:
+        return (*super()._arguments(), "--host", self._host)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """One engine that is to be started: it binds to `host`, and its files in `directory` have the stem `name`."""
+
+    name: str
+    model_dir: Path
+    directory: Path
+    seed: int
+    host: str = "127.0.0.1"
+
+
+def server_process(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
+    """The process of one engine, not yet started."""
+    return _sglang(config, plan) if config.backend == "sglang" else _embedded(config, plan)
+
+
+def _embedded(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
+    process = EngineProcessConfig(
+        model=plan.model_dir,
+        directory=plan.directory,
+        name=plan.name,
+        seed=plan.seed,
+        max_running=config.max_running,
+        max_context=config.max_context_tokens,
+        start_timeout_s=config.start_timeout_s,
+    )
+    return ReachableEngineProcess(process, plan.host)
+
+
+def _sglang(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
+    return SGLangProcess(
+        SGLangServerConfig(
+            model=plan.model_dir,
+            directory=plan.directory,
+            python=config.sglang.python,
+            device=config.device,
+            name=plan.name,
+            host=plan.host,
+            seed=plan.seed,
             max_running=config.max_running,
             max_context=config.max_context_tokens,
+            tensor_parallel=config.tensor_parallel,
+            dtype=config.dtype,
+            arguments=config.sglang.arguments,
             start_timeout_s=config.start_timeout_s,
         )
     )

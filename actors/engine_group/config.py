@@ -28,11 +28,9 @@ class SGLangSection(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     python: Path | None = None
-    """Interpreter of the environment that SGLang is installed in; None takes the one that `version` names."""
-    version: str = "0.5.23"
-    """The release whose environment is used when `python` is not set."""
-    memory_share: float = Field(default=0.8, gt=0, lt=1)
-    """Share of a device's memory for weights and KV cache (SGLang's mem-fraction-static)."""
+    """Interpreter of the environment that SGLang is installed in; None takes what `scripts/install_sglang` made."""
+    arguments: tuple[str, ...] = ()
+    """More options of sglang.launch_server; they override those that the other keys here give."""
 
 
 class EnginesConfig(BaseModel):

@@ -15,7 +15,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.actors.engine_group.bodies import Body, ForeignServer, OwnProcess, PlacedProcess, server_process
+from headrace.actors.engine_group.bodies import (
+    Body,
+    ForeignServer,
+    OwnProcess,
+    PlacedProcess,
+    ServerPlan,
+    server_process,
+)
 from headrace.actors.engine_group.config import Placement
 from headrace.actors.engine_group.errors import EngineNotAdded
 from headrace.actors.engine_group.host import EngineHost
@@ -193,14 +200,7 @@ class Fleet:
         self._registry.answered(member.engine_id, url=member.client.url, version=None)
 
     async def _start_local(self, engine_id: EngineId, number: int) -> Member:
-        ground = self._ground
-        process = server_process(
-            self._config,
-            name=engine_id,
-            model_dir=ground.model_dir,
-            directory=ground.directory,
-            seed=ground.seed * 1000 + number,
-        )
+        process = server_process(self._config, self._plan(engine_id, number))
         await process.start()
         client = self._client(engine_id, process.url)
         return Member(engine_id, client, OwnProcess(process), process_id=process.pid)
@@ -211,11 +211,8 @@ class Fleet:
         host = await ground.runtime.spawn(
             EngineHost,
             config,
+            self._plan(engine_id, number),
             name=engine_id,
-            engine_name=engine_id,
-            model_dir=ground.model_dir,
-            directory=ground.directory,
-            seed=ground.seed * 1000 + number,
             resources=Resources(
                 cpus=config.cpus,
                 gpus=config.tensor_parallel if config.device == "cuda" else 0,
@@ -224,6 +221,15 @@ class Fleet:
             ),
         )
         return await self._hosted(engine_id, host)
+
+    def _plan(self, engine_id: EngineId, number: int) -> ServerPlan:
+        ground = self._ground
+        return ServerPlan(
+            name=engine_id,
+            model_dir=ground.model_dir,
+            directory=ground.directory,
+            seed=ground.seed * 1000 + number,
+        )
 
     async def _hosted(self, engine_id: EngineId, host: EngineHost) -> Member:
         assert self._ground.runtime is not None

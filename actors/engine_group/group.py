@@ -35,6 +35,7 @@ from headrace.actors.engine_group.registry import EngineRegistry, EngineState, O
 from headrace.actors.engine_group.requests import RequestBox
 from headrace.actors.engine_group.roster import Roster, read_roster
 from headrace.actors.engine_group.router import router_workers
+from headrace.actors.errors import first_cause
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed, EngineUnavailable, PolicyError
 from headrace.policies.push.sender import SenderConfig, Senders
@@ -100,8 +101,10 @@ class EngineGroup:
             await self._publish()
             tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
             self._supervision = tasks.create_task(self._supervise())
-        except BaseException:
+        except BaseException as error:
             await self._stack.aclose()
+            if isinstance(error, BaseExceptionGroup):
+                raise first_cause(error) from error
             raise
         return self
 
@@ -226,9 +229,13 @@ class EngineGroup:
         await self._follow_router()
         failures = await self._fleet.start_missing()
         await self._publish()
-        if not self._registry.in_state(EngineState.WAITING, EngineState.SERVING, EngineState.QUARANTINED):
-            nobody = "engines.router names no worker, and engines.count is 0"
-            raise failures[0] if failures else EngineStartFailed(nobody)
+        hopeful = {EngineState.WAITING, EngineState.SERVING, *([EngineState.QUARANTINED] if roster.engines else [])}
+        if not self._registry.in_state(*hopeful):
+            raise failures[0] if failures else EngineStartFailed(self._why_nobody_is_there())
+
+    def _why_nobody_is_there(self) -> str:
+        reasons = [f"{entry.engine_id}: {entry.reason}" for entry in self._registry.all()]
+        return "; ".join(reasons) or f"engines.router {self._config.router} names no worker, and engines.count is 0"
 
     async def _attach_configured(self) -> None:
         for url in self._config.attach:
@@ -300,7 +307,8 @@ class EngineGroup:
             failed = await self._health.look()
             # Killed before the lock is taken: whoever waits for a hung engine ends by that.
             for engine_id in failed:
-                await self._fleet[engine_id].body.kill()
+                if (member := self._fleet.members.get(engine_id)) is not None:
+                    await member.body.kill()
             async with self._lock:
                 await self._settle(failed)
                 await self._pusher.flush_leftovers()
@@ -311,8 +319,8 @@ class EngineGroup:
     async def _settle(self, failed: dict[EngineId, str]) -> None:
         """Take out what failed: for good when it is ours, else until it is caught up."""
         for engine_id, problem in failed.items():
-            entry = self._registry[engine_id]
-            if entry.state not in (EngineState.WAITING, EngineState.SERVING):
+            # Meanwhile it may have been removed, or a push may have found out.
+            if self._registry[engine_id].state not in (EngineState.WAITING, EngineState.SERVING):
                 continue
             logger.warning("engine %s is out of routing: %s", engine_id, problem)
             self._registry.quarantine(engine_id, problem, time.monotonic())

@@ -47,9 +47,11 @@ class HealthChecks:
     async def look(self) -> dict[EngineId, str]:
         """The engines that failed, and why."""
         before = self._pushes()
+        # Those in quarantine too: who answers again may be caught up.
+        states = (EngineState.WAITING, EngineState.SERVING, EngineState.QUARANTINED)
         asked = [
             self._fleet[entry.engine_id]
-            for entry in self._registry.in_state(EngineState.WAITING, EngineState.SERVING)
+            for entry in self._registry.in_state(*states)
             if entry.engine_id in self._fleet.members
         ]
         async with asyncio.TaskGroup() as tasks:

@@ -8,18 +8,17 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from headrace.actors.engine_group.bodies import ServerProcess, server_process
+from headrace.actors.engine_group.bodies import ServerPlan, server_process
 from headrace.actors.owning import Owning
 from headrace.actors.runtime import node_address
 from headrace.policies.errors import EngineUnavailable
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from headrace.actors.engine_group.config import EnginesConfig
+    from headrace.policies.server_process import ServerProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,26 +31,16 @@ class HostedEngine:
 
 
 class EngineHost(Owning):
-    """Starts one engine where Ray put this actor. `model_dir` and `directory` are the same path on every host."""
+    """Starts one engine where Ray put this actor. The paths of the plan are the same on every host."""
 
-    def __init__(self, config: EnginesConfig, *, engine_name: str, model_dir: Path, directory: Path, seed: int) -> None:
+    def __init__(self, config: EnginesConfig, plan: ServerPlan) -> None:
         super().__init__()
         self._config = config
-        self._name = engine_name
-        self._model_dir = model_dir
-        self._directory = directory
-        self._seed = seed
+        self._plan = plan
 
     async def __aenter__(self) -> Self:
         self._node = node_address()
-        self._process = server_process(
-            self._config,
-            name=self._name,
-            model_dir=self._model_dir,
-            directory=self._directory,
-            seed=self._seed,
-            host=self._node,
-        )
+        self._process = server_process(self._config, replace(self._plan, host=self._node))
         await self._process.start()
         self._stack.push_async_callback(self._process.stop)
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())

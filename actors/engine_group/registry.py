@@ -79,8 +79,8 @@ MOVES: Mapping[EngineState, frozenset[EngineState]] = {
 @dataclass(slots=True, kw_only=True)
 class EngineEntry:
     """One engine. `place` is what outlives it: engines that replace one another share it. `reason` tells why it does
-    not serve; `misses` counts health checks in a row without an answer. `cache_namespace` goes with its requests as
-    long as it may have prefixes of older weights cached."""
+    not serve; `misses` counts health checks in a row without an answer; `answers` is false from a failure until it
+    answers again. `cache_namespace` goes with its requests as long as it may have prefixes of older weights cached."""
 
     engine_id: EngineId
     place: str
@@ -89,6 +89,7 @@ class EngineEntry:
     state: EngineState = EngineState.STARTING
     version: PolicyVersion | None = None
     misses: int = 0
+    answers: bool = True
     reason: str = ""
     cache_namespace: str | None = None
 
@@ -142,6 +143,7 @@ class EngineRegistry:
     def quarantine(self, engine_id: EngineId, reason: str, now: float) -> None:
         """It failed."""
         entry = self._move(engine_id, EngineState.QUARANTINED, reason)
+        entry.answers = False
         self.breaker(entry.place).failed(now)
 
     def suspect(self, engine_id: EngineId, reason: str) -> None:
@@ -150,11 +152,13 @@ class EngineRegistry:
 
     def missed(self, engine_id: EngineId) -> int:
         """A health check got no answer; how many in a row."""
-        self[engine_id].misses += 1
-        return self[engine_id].misses
+        entry = self[engine_id]
+        entry.misses, entry.answers = entry.misses + 1, False
+        return entry.misses
 
     def heard(self, engine_id: EngineId) -> None:
-        self[engine_id].misses = 0
+        entry = self[engine_id]
+        entry.misses, entry.answers = 0, True
 
     def leaving(self, engine_id: EngineId) -> None:
         self._move(engine_id, EngineState.LEAVING, "it was told to leave")
@@ -197,13 +201,13 @@ class EngineRegistry:
         return self.breaker(place).allows(now)
 
     def due(self, now: float) -> tuple[EngineEntry, ...]:
-        """Engines to be caught up: those that wait, and those in quarantine that are not ours to replace."""
-        found = self.in_state(EngineState.WAITING, EngineState.QUARANTINED)
-        return tuple(
-            entry
-            for entry in found
-            if self.may_try(entry.place, now) and (entry.state is EngineState.WAITING or not entry.origin.is_ours)
+        """Engines to be caught up: those that wait, and those in quarantine that answer again and are not ours to
+        replace."""
+        waiting = self.in_state(EngineState.WAITING)
+        healed = (
+            entry for entry in self.in_state(EngineState.QUARANTINED) if entry.answers and not entry.origin.is_ours
         )
+        return tuple(entry for entry in (*waiting, *healed) if self.may_try(entry.place, now))
 
     def breaker_state(self, engine_id: EngineId, now: float) -> BreakerState:
         return self.breaker(self[engine_id].place).state(now)

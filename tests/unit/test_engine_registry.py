@@ -75,8 +75,11 @@ def test_an_attached_engine_in_quarantine_is_due_as_often_as_its_breaker_allows(
     registry = registry_of(one="http://h:1")
     for now in (0.0, 1.0):
         registry.quarantine(ONE, "hangs", now)
+        assert registry.due(now) == (), "it does not answer yet"
+        registry.heard(ONE)
         assert [entry.engine_id for entry in registry.due(now)] == [ONE]
     registry.quarantine(ONE, "hangs", 2.0)
+    registry.heard(ONE)
     assert registry.due(2.0) == ()
     assert registry.breaker_state(ONE, 2.0) is BreakerState.OPEN
     assert [entry.engine_id for entry in registry.due(12.0)] == [ONE]

@@ -1,0 +1,143 @@
+"""Where engines come from and how they go: started, attached, named by a router, added and removed while turns run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.actors.engine_group.errors import EngineAddressTaken, EngineGroupError, EngineNotAdded, EngineUnknown
+from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.engine_group.requests import ask_group
+from headrace.actors.engine_group.roster import read_roster
+from headrace.policies.errors import EngineStartFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def kit(load_support: Callable[[str], Any]) -> Any:
+    return load_support("group_rig")
+
+
+@pytest.fixture(scope="module")
+def models(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [kit.write_weights(folder / str(seed), seed) for seed in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
+
+
+async def test_attached_engines_are_pushed_to_and_left_alone_at_the_end(
+    kit: Any, models: list[Path], tmp_path: Path
+) -> None:
+    async with kit.servers(models[0], tmp_path, "a", "b") as servers:
+        urls = [process.url for process in servers.values()]
+        async with kit.open_group(models[0], tmp_path, count=0, attach=urls) as rig:
+            assert {engine.state for engine in (await rig.engines()).values()} == {EngineState.WAITING}
+            await rig.push(models[1], 1)
+            engines = await rig.until_serving(2, "1.1")
+            assert {engine.origin for engine in engines.values()} == {Origin.ATTACHED}
+            assert kit.versions_of(await rig.turn()) == {"1.1"}
+        assert all(process.alive for process in servers.values())
+        async with kit.open_group(models[0], tmp_path, count=0, attach=urls) as rig:
+            # What was pushed is known to whoever comes next: no catch-up, no wait.
+            assert {engine.state for engine in (await rig.engines()).values()} == {EngineState.SERVING}
+            assert kit.versions_of(await rig.turn()) == {"1.1"}
+
+
+async def test_an_attached_engine_that_hangs_comes_back_with_the_newest_weights(
+    kit: Any, models: list[Path], tmp_path: Path
+) -> None:
+    async with kit.servers(models[0], tmp_path, "a") as servers:
+        [hanging] = servers.values()
+        options = {"count": 1, "attach": [hanging.url], "health_timeout_s": 1.0}
+        async with kit.open_group(models[0], tmp_path, push={"phase_timeout_s": 2.0}, **options) as rig:
+            await rig.push(models[1], 1)
+            engines = await rig.until_serving(2, "1.1")
+            [name] = [name for name, engine in engines.items() if engine.origin is Origin.ATTACHED]
+            os.kill(hanging.pid, signal.SIGSTOP)
+            await rig.until(lambda engines: engines[name].state is EngineState.QUARANTINED)
+            await rig.push(models[2], 2)
+            assert kit.versions_of(await rig.turn()) == {"1.2"}
+            os.kill(hanging.pid, signal.SIGCONT)
+            await rig.until_serving(2, "1.2")
+            assert hanging.alive
+            sums = [await rig.group._fleet[engine].client.checksums() for engine in await rig.engines()]
+            assert sums[0] == sums[1]
+
+
+async def test_engines_are_added_and_removed_while_turns_go_on(kit: Any, models: list[Path], tmp_path: Path) -> None:
+    async with (
+        kit.servers(models[0], tmp_path, "a", "b") as servers,
+        kit.open_group(models[0], tmp_path, count=0, attach=[servers["a"].url], drain_timeout_s=0.5) as rig,
+    ):
+        await rig.push(models[1], 1)
+        [first] = await rig.until_serving(1, "1.1")
+        async with asyncio.TaskGroup() as tasks:
+            turns = [tasks.create_task(rig.turn(900)) for _ in range(4)]
+            await rig.until(lambda engines: engines[first].running == 4)
+            second = await rig.group.add(servers["b"].url)
+            assert await rig.group.add(servers["b"].url + "/") == second
+            # Its turns do not end within the drain: they go on at the other one.
+            await rig.group.remove(first)
+            await rig.group.remove(first)
+        assert set(await rig.until_serving(1, "1.1")) == {second}
+        assert all(kit.versions_of(turn.result()) == {"1.1"} for turn in turns)
+        assert not any(turn.result().failures for turn in turns)
+        assert servers["a"].alive
+        assert await kit.is_free(rig.http, [servers["a"].url])
+        with pytest.raises(EngineUnknown):
+            await rig.group.remove("nobody")
+        with pytest.raises(EngineNotAdded, match="does not answer"):
+            await rig.group.add("http://127.0.0.1:9")
+        with pytest.raises(EngineNotAdded, match="http://host:port"):
+            await rig.group.add("127.0.0.1")
+
+
+async def test_what_was_removed_stays_away_from_the_next_group(kit: Any, models: list[Path], tmp_path: Path) -> None:
+    async with kit.servers(models[0], tmp_path, "a", "b") as servers:
+        urls = [process.url for process in servers.values()]
+        async with kit.open_group(models[0], tmp_path, count=0, attach=urls[:1]) as rig:
+            added = await rig.group.add(urls[1])
+            await rig.group.remove(next(name for name in await rig.engines() if name != added))
+        async with kit.open_group(models[0], tmp_path, count=0, attach=urls[:1]) as rig:
+            assert set(await rig.engines()) == {added}
+
+
+async def test_operators_ask_through_the_run_directory(kit: Any, models: list[Path], tmp_path: Path) -> None:
+    requests = tmp_path / "engines" / "requests"
+    async with (
+        kit.servers(models[0], tmp_path, "a", "b") as servers,
+        kit.open_group(models[0], tmp_path, count=0, attach=[servers["a"].url]) as rig,
+    ):
+        added = await asyncio.to_thread(ask_group, requests, "add", servers["b"].url, timeout_s=kit.GUARD_S)
+        assert set(await rig.engines()) > {added}
+        assert await asyncio.to_thread(ask_group, requests, "remove", added, timeout_s=kit.GUARD_S) == added
+        assert added not in await rig.engines()
+        with pytest.raises(EngineGroupError, match="there is no engine nobody"):
+            await asyncio.to_thread(ask_group, requests, "remove", "nobody", timeout_s=kit.GUARD_S)
+        assert not list(requests.iterdir())
+        told = {engine.engine_id: engine for engine in read_roster(tmp_path / "engines" / "members.json").engines}
+        assert told[added].state is EngineState.GONE
+
+
+async def test_two_engines_at_one_address_are_refused(kit: Any, models: list[Path], tmp_path: Path) -> None:
+    async with kit.open_group(models[0], tmp_path, count=1) as rig:
+        [(name, engine)] = (await rig.engines()).items()
+        with pytest.raises(EngineAddressTaken, match=f"and {name} have one address"):
+            await rig.group.add(engine.url)
+
+
+async def test_a_group_without_one_engine_does_not_start(kit: Any, models: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(EngineStartFailed, match="nothing listens"):
+        async with kit.open_group(models[0], tmp_path, count=0, attach=["http://127.0.0.1:9"]):
+            raise AssertionError
