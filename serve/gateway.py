@@ -103,7 +103,7 @@ class GatewayStats:
     """A snapshot for progress lines and metrics. `tokens_by_version` counts recorded tokens since the start, keys are
     `epoch.step`; `lost_calls` counts call markup that gave no call; `parser_fails`: of many such turns in a row none
     gave one, so the parser does not fit the model; `silent` counts the calls in a row that an engine did not answer in
-    time."""
+    time; `closed` are engines whose gate is closed."""
 
     sessions: int
     turns_in_flight: dict[str, int]
@@ -112,6 +112,7 @@ class GatewayStats:
     lost_calls: int = 0
     parser_fails: bool = False
     silent: dict[str, int] = field(default_factory=dict)
+    closed: tuple[str, ...] = ()
 
 
 class Gateway:
@@ -239,6 +240,7 @@ class Gateway:
             lost_calls=self._turns.lost_calls,
             parser_fails=self._turns.parser_alarm.raised,
             silent={str(engine): number for engine, number in self._pool.silent.items()},
+            closed=self._pool.router.closed(time.monotonic()),
         )
 
     def _load_renderer(self) -> Renderer:

@@ -89,6 +89,10 @@ class Router:
     def is_closed(self, engine_id: EngineId, now: float) -> bool:
         return self._closed_until.get(engine_id, now) > now
 
+    def closed(self, now: float) -> tuple[EngineId, ...]:
+        """The engines whose gate is closed."""
+        return tuple(engine for engine, until in self._closed_until.items() if until > now)
+
     def next_opening(self, now: float) -> float | None:
         """When the first of the closed gates opens by itself, or a down engine is tried again; None when none is."""
         ends = [*self._closed_until.values(), *self._down_until.values()]

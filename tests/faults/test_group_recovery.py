@@ -1,0 +1,154 @@
+"""An engine group that is killed with -9 at every step of a push: the next one leaves no engine behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from headrace.actors.engine_group.config import EnginesConfig
+from headrace.actors.engine_group.group import EngineGroup
+from headrace.actors.errors import ActorLost
+from headrace.actors.gateway import GatewayActor
+from headrace.actors.retry import until_back
+from headrace.actors.runtime import RayRuntime
+from headrace.policies.push.execution import PushConfig
+from headrace.policies.push.machine import Phase
+from headrace.serve.client import GatewayClient
+from headrace.serve.gateway import GatewayConfig
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("ray_cluster")]
+NAMES = ("a", "b")
+
+
+class MortalGroup(EngineGroup):
+    """Dies once: before the phase that the file `fatal.json` names, or when the first bucket of its wave has come."""
+
+    async def __aenter__(self) -> Self:
+        write, self._wave = self._journal.phase, 0
+
+        async def phase(push_id: str, wave: int, reached: Phase) -> None:
+            await write(push_id, wave, reached)
+            self._wave = wave
+            self._die_at(reached.value)
+
+        self._journal.phase = phase  # type: ignore[method-assign]
+        return await super().__aenter__()
+
+    def _make_parts(self, http: aiohttp.ClientSession) -> None:
+        super()._make_parts(http)
+        call = self._sender.call
+
+        async def calling(op: str, arguments: Any, *, timeout_s: float) -> Any:
+            reply = await call(op, arguments, timeout_s=timeout_s)
+            if op == "broadcast":
+                self._die_at("first bucket")
+            return reply
+
+        self._sender.call = calling  # type: ignore[method-assign]
+
+    def _die_at(self, moment: str) -> None:
+        fatal = self._directory / "fatal.json"
+        if fatal.exists() and json.loads(fatal.read_text()) == [self._wave, moment]:
+            fatal.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass
+class Scene:
+    """Two engines that somebody else started, a gateway and a group, the last two as actors."""
+
+    kit: Any
+    models: list[Path]
+    folder: Path
+    urls: list[str]
+    gateway: GatewayActor
+    group: EngineGroup
+    client: GatewayClient
+    http: aiohttp.ClientSession
+    step: int = 0
+
+    async def push(self) -> None:
+        """The next weights."""
+        self.step += 1
+        model = self.models[self.step % len(self.models)]
+        await self.group.push(self.kit.snapshot(model, self.step), rollouts_in_flight=0)
+
+    def kill_at(self, wave: int, moment: str) -> None:
+        (self.folder / "engines" / "fatal.json").write_text(json.dumps([wave, moment]))
+
+    async def states(self) -> list[tuple[str, str | None]]:
+        return [(engine.state, engine.version) for engine in await until_back(self.group.status)]
+
+
+@pytest.fixture(scope="module")
+def kit(load_support: Callable[[str], Any]) -> Any:
+    return load_support("group_rig")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scene(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
+    folder = tmp_path_factory.mktemp("run")
+    models = [kit.write_weights(folder / f"model-{seed}", seed) for seed in range(2)]
+    runtime = RayRuntime(f"recovery-{os.getpid()}-")
+    async with AsyncExitStack() as stack:
+        servers = await stack.enter_async_context(kit.servers(models[0], folder, *NAMES))
+        urls = [process.url for process in servers.values()]
+        gateway = await runtime.spawn(
+            GatewayActor,
+            GatewayConfig(tokenizer_dir=models[0], gate_wait_s=20.0, turn_timeout_s=30.0),
+            address_file=folder / "gateway.json",
+            observing=kit.observing(folder),
+            name="gateway",
+        )
+        stack.push_async_callback(runtime.stop, gateway)
+        group = await runtime.spawn(
+            MortalGroup,
+            EnginesConfig(count=0, attach=tuple(urls), max_context_tokens=1024),
+            PushConfig(bucket_bytes=100_000, phase_timeout_s=10.0),
+            gateway=gateway,
+            model_dir=models[0],
+            seed=1,
+            observing=kit.observing(folder),
+            name="engines",
+        )
+        stack.push_async_callback(runtime.stop, group)
+        address = await gateway.address()
+        client = await stack.enter_async_context(GatewayClient(address.url, address.admin_token))
+        timeout = aiohttp.ClientTimeout(total=kit.GUARD_S)
+        http = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        scene = Scene(kit, models, folder, urls, gateway, group, client, http)
+        await scene.push()
+        yield scene
+
+
+MOMENTS = (*(phase.value for phase in Phase), "first bucket")
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_a_group_that_died_in_a_push_is_followed_by_one_that_ends_it(scene: Scene, moment: str) -> None:
+    kit = scene.kit
+    # Both engines are met: the one whose turn it is, and the one whose turn was before or comes after.
+    scene.kill_at(MOMENTS.index(moment) % 2, moment)
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(kit.GUARD_S):
+        turns = [tasks.create_task(kit.take_turn(scene.client, scene.http, 200)) for _ in range(4)]
+        with pytest.raises(ActorLost):
+            await scene.push()
+        # The call waits until the new group has taken over.
+        assert await scene.states() == [("serving", f"1.{scene.step}")] * 2
+    assert not any(turn.result().failures for turn in turns)
+    assert await kit.is_free(scene.http, scene.urls)
+    assert (await scene.gateway.stats()).closed == ()
+    assert kit.versions_of(await kit.take_turn(scene.client, scene.http, 8)) == {f"1.{scene.step}"}
