@@ -1,0 +1,98 @@
+"""Engines behind actors of their own: an actor's death is its engine's, and they outlive the group that placed them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from headrace.actors.engine_group.config import EnginesConfig
+from headrace.actors.engine_group.group import EngineGroup
+from headrace.actors.engine_group.host import EngineHost
+from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.errors import ActorLost
+from headrace.actors.runtime import RayRuntime
+from headrace.policies.push.execution import PushConfig
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from headrace.actors.gateway import GatewayActor
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+@pytest.fixture(scope="module")
+def kit(load_support: Callable[[str], Any]) -> Any:
+    return load_support("group_rig")
+
+
+@asynccontextmanager
+async def placed(
+    kit: Any, model: Path, folder: Path, gateway: GatewayActor, runtime: RayRuntime
+) -> AsyncIterator[EngineGroup]:
+    """A group in this process whose engines Ray places."""
+    config = EnginesConfig(count=2, placement="ray", cpus=0.5, max_context_tokens=1024)
+    group = EngineGroup(
+        config,
+        PushConfig(bucket_bytes=100_000),
+        gateway=gateway,
+        model_dir=model,
+        seed=1,
+        observing=kit.observing(folder),
+        runtime=runtime,
+    )
+    async with group:
+        yield group
+
+
+async def test_an_actor_and_its_engine_die_together_and_are_replaced(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
+    runtime = RayRuntime(f"placed-{os.getpid()}-")
+    model = kit.write_weights(tmp_path / "model", 1)
+    async with (
+        kit.gateway_of(model, tmp_path) as gateway,
+        placed(kit, model, tmp_path, gateway, runtime) as group,
+    ):
+        rig = kit.Rig(group=group, client=None, http=None)
+        await rig.push(model, 1)
+        first, second = await rig.until_serving(2, "1.1")
+        assert {engine.origin for engine in (await rig.engines()).values()} == {Origin.RAY}
+        hosts = {name: await runtime.find(EngineHost, name) for name in (first, second)}
+        engines = {name: psutil.Process((await host.address()).process_id) for name, host in hosts.items()}
+
+        os.kill((await runtime.stats(hosts[first]))[0], signal.SIGKILL)
+        await rig.until(lambda now: first not in now and len(now) == 2)
+        engines[first].wait(timeout=kit.GUARD_S)
+
+        engines[second].kill()
+        await rig.until(lambda now: second not in now and len(now) == 2)
+        with pytest.raises(ActorLost):
+            await hosts[second].address()
+        left = await rig.until_serving(2, "1.1")
+    for name in left:
+        with pytest.raises(ActorLost):
+            await (await runtime.find(EngineHost, name)).address()
+
+
+async def test_a_new_group_takes_over_engines_that_ray_placed(kit: Any, tmp_path: Path) -> None:
+    runtime = RayRuntime(f"outlives-{os.getpid()}-")
+    model = kit.write_weights(tmp_path / "model", 1)
+    async with AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(kit.gateway_of(model, tmp_path))
+        async with placed(kit, model, tmp_path, gateway, runtime) as first:
+            await first.push(kit.snapshot(model, 1), rollouts_in_flight=0)
+            before = {engine.engine_id: engine for engine in await first.status()}
+            # As if it had been killed: it closes nothing.
+            first._fleet.members.clear()
+        second = await stack.enter_async_context(placed(kit, model, tmp_path, gateway, runtime))
+        after = {engine.engine_id: engine for engine in await second.status()}
+        assert after == before
+        assert {engine.state for engine in after.values()} == {EngineState.SERVING}
