@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from headrace.policies.cpu_engine.scheduler import Finish, Generation
 
 Json = dict[str, Any]
+MISSING_WHEN_QUEUED = (
+    *("prompt_tokens", "cached_tokens", "cached_tokens_details", "num_retractions"),
+    *("reasoning_tokens", "dp_rank"),
+)
 
 
 def finish_json(finish: Finish) -> Json:
@@ -47,7 +51,7 @@ def generation_json(
     latency_s: float,
     now_s: float,
 ) -> Json:
-    """Reply of /generate for one sequence. A request aborted in the queue lacks three keys, as in SGLang."""
+    """Reply of /generate for one sequence. A request aborted in the queue lacks some keys, as in SGLang."""
     finish = generation.finish
     assert finish is not None
     meta: Json = {
@@ -76,7 +80,7 @@ def generation_json(
         ]
         meta["output_token_logprobs_length"] = len(generation.output_ids)
     if isinstance(finish, Aborted) and finish.queued:
-        for key in ("prompt_tokens", "cached_tokens", "num_retractions"):
+        for key in MISSING_WHEN_QUEUED:
             del meta[key]
     return {"text": visible_text(generation, decode), "output_ids": generation.output_ids, "meta_info": meta}
 

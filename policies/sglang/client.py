@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.policies.engine import Completion, EngineInfo, FinishReason
+from headrace.policies.engine import Completion, EngineInfo, FinishReason, PauseMode
 from headrace.policies.errors import (
     EngineDown,
     EngineError,
@@ -28,7 +28,7 @@ from headrace.policies.errors import (
     RequestInvalid,
 )
 from headrace.policies.sglang.dialects import EMBEDDED_PREFIX, Dialect, dialect_of
-from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion, read, read_version
+from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion, read, read_version, wire_id
 from headrace.policies.sglang.transport import Transport
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import aiohttp
 
     from headrace.buffer.versions import PolicyVersion
-    from headrace.policies.engine import EngineId, GenerateRequest, PauseMode, RequestId
+    from headrace.policies.engine import EngineId, GenerateRequest, RequestId
     from headrace.policies.push.contract import BucketSpec
 
 # SGLang takes a prompt of at most context - 6 tokens (0.5.23) when it does not tell its context.
@@ -83,7 +83,7 @@ class SGLangEngine:
         self._transport = Transport(engine_id, url, session, timeout_s=config.control_timeout_s)
         self._config = config
         self._known_dialect: Dialect | None = None
-        self._paused_here = False
+        self._pause_mode: PauseMode | None = None
         self._released = False
 
     @property
@@ -108,17 +108,18 @@ class SGLangEngine:
         return completion
 
     async def abort(self, request_id: RequestId) -> None:
-        """End a request early; unknown ids are fine. Lost if the request arrived during a pause: repeat it then."""
-        body = {"rid": request_id}
+        """End a request early; unknown ids are fine. Lost if the request arrived during a pause: close the gate before.
+        (Before 0.5.22 it may be repeated after the pause; since then SGLang ignores what it was told once.)"""
+        body = {"rid": wire_id(request_id)}
         await self._transport.call("POST", "/abort_request", body, timeout_s=self._config.abort_timeout_s)
 
     async def pause(self, mode: PauseMode) -> None:
         await self._transport.post("/pause_generation", {"mode": mode.value})
-        self._paused_here = True
+        self._pause_mode = mode
 
     async def resume(self) -> None:
         await self._transport.post("/continue_generation", {})
-        self._paused_here = False
+        self._pause_mode = None
 
     async def health(self) -> None:
         """Returns when the server lives, paused or not; raises EngineError otherwise."""
@@ -224,10 +225,10 @@ class SGLangEngine:
         await self._transport.call("POST", "/flush_cache", {})
 
     async def release_memory(self) -> None:
-        """Give the memory of weights and cache back until `resume_memory`; what was in it is lost. Raises
-        RequestInvalid while requests run: a server that is asked then ends."""
-        if self._released or (await self.load()).running:
-            raise RequestInvalid(f"{self.engine_id}: memory is released once, and by an engine that runs nothing")
+        """Give the memory of weights and cache back until `resume_memory`; what was in it is lost. Pause it by retract
+        or abort first. Raises RequestInvalid otherwise: a server that is asked while requests run ends."""
+        if self._released or self._pause_mode not in (PauseMode.RETRACT, PauseMode.ABORT):
+            raise RequestInvalid(f"{self.engine_id}: pause it by retract or abort, then release its memory once")
         await self._transport.call("POST", "/release_memory_occupation", {})
         self._released = True
 
@@ -270,7 +271,7 @@ class SGLangEngine:
     async def _paused(self) -> bool:
         """As the server says; where it does not, what this client did last."""
         if not (await self.dialect()).ready_route:
-            return self._paused_here
+            return self._pause_mode is not None
         try:
             await self._transport.call("GET", "/ready")
         except EngineUnavailable:

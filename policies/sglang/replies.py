@@ -19,7 +19,12 @@ from headrace.policies.engine import Completion, FinishReason, TokenSpan
 from headrace.policies.errors import EngineReplyInvalid
 
 if TYPE_CHECKING:
-    from headrace.policies.engine import GenerateRequest
+    from headrace.policies.engine import GenerateRequest, RequestId
+
+
+def wire_id(request_id: RequestId) -> str:
+    """An id that no other begins with: SGLang's abort ends every running request whose id begins with the given one."""
+    return f"{request_id}/"
 
 
 def generate_body(request: GenerateRequest) -> dict[str, object]:
@@ -27,7 +32,7 @@ def generate_body(request: GenerateRequest) -> dict[str, object]:
     namespace = {} if request.cache_namespace is None else {"extra_key": request.cache_namespace}
     return {
         **namespace,
-        "rid": request.request_id,
+        "rid": wire_id(request.request_id),
         "input_ids": np.asarray(request.input_ids, dtype=np.int32),
         "return_logprob": True,
         "sampling_params": {

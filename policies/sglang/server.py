@@ -180,6 +180,8 @@ def cpu_arguments(version: str) -> tuple[str, ...]:
 def server_environment(device: Literal["cpu", "cuda"]) -> dict[str, str]:
     """What is passed on, and what SGLang is told by the environment only."""
     told = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "HF_HUB_OFFLINE": "1"}
+    # A client must give up idle connections first, else a call meets one that the server is just closing.
+    told |= {"SGLANG_TIMEOUT_KEEP_ALIVE": "300"}
     if device == "cpu":
         told |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SHIMS)}
         told |= {"TOKENIZERS_PARALLELISM": "false"}

@@ -1,4 +1,8 @@
-"""The HTTP contract of an engine, against a real engine process: keys, types, statuses, spans, log-probabilities."""
+"""The HTTP contract of an engine, against real processes: keys, types, statuses, spans, log-probabilities.
+
+Every test runs against our embedded engine and, where it is installed, against SGLang itself. Where SGLang is more
+lenient or more fragile a test says so, and what holds for both is the contract: callers rely on that alone.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,18 @@ from headrace.policies.engine import EngineId, FinishReason, GenerateRequest, Pa
 from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.errors import EngineRefused, EngineStartFailed, EngineTimeout, EngineUnavailable, RequestInvalid
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
+from headrace.policies.sglang.replies import error_text
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
+    from types import ModuleType
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+    from headrace.policies.server_process import ServerProcess
+    from headrace.policies.sglang.dialects import Dialect
+
+# SGLang alone imports for half a minute.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 PROMPT = [10, 20, 30, 40]
 VOCABULARY = 258
 MAX_RUNNING = 4
@@ -34,7 +44,6 @@ META_TYPES = {
     "completion_tokens": int,
     "reasoning_tokens": int,
     "cached_tokens": int,
-    "cached_tokens_details": type(None),
     "dp_rank": type(None),
     "e2e_latency": float,
     "response_sent_to_client_ts": float,
@@ -42,18 +51,32 @@ META_TYPES = {
     "output_token_logprobs": list,
     "output_token_logprobs_length": int,
 }
+MISSING_WHEN_QUEUED = {"prompt_tokens", "cached_tokens", "num_retractions", "reasoning_tokens", "dp_rank"}
 
 
 class Wire:
-    """Raw calls to one engine."""
+    """Raw calls to one engine. `genuine`: it is SGLang itself."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, process: EngineProcess) -> None:
-        self.session, self.url, self.process = session, url, process
+    def __init__(self, session: aiohttp.ClientSession, process: ServerProcess, dialect: Dialect) -> None:
+        self.session, self.url, self.process, self.dialect = session, process.url, process, dialect
+        self.genuine = not isinstance(process, EngineProcess)
 
     async def post(self, path: str, body: object = None, *, data: bytes | None = None) -> tuple[int, Any]:
         payload = (b"" if body is None else json.dumps(body).encode()) if data is None else data
-        async with self.session.post(self.url + path, data=payload) as response:
+        headers = {"Content-Type": "application/json"}
+        async with self.session.post(self.url + path, data=payload, headers=headers) as response:
             return response.status, parse(await response.read())
+
+    async def refused(self, path: str, body: object = None, *, data: bytes | None = None) -> str:
+        """What a call is refused with: the text, in whichever form this engine wraps it."""
+        status, reply = await self.post(path, body, data=data)
+        assert status == 400, reply
+        return error_text(json.dumps(reply).encode()) if isinstance(reply, dict) else str(reply)
+
+    def meta_types(self) -> dict[str, type]:
+        """Of every reply's meta_info."""
+        without = set() if self.dialect.version_spans else {"weight_versions"}
+        return {key: kind for key, kind in META_TYPES.items() if key not in without}
 
     async def get(self, path: str) -> tuple[int, Any]:
         async with self.session.get(self.url + path) as response:
@@ -72,12 +95,13 @@ class Wire:
         body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True, "rid": rid}
         return asyncio.get_running_loop().create_task(self.post("/generate", body))
 
-    async def until(self, *, running: int | None = None, waiting: int | None = None) -> None:
-        """Ask until the engine says so: each answer is one round trip through the torch thread."""
+    async def until(self, *, running: int | None = None, waiting: int | None = None, tokens: int = 0) -> None:
+        """Ask until the engine says so: each answer is one round trip. `tokens` are those it holds at least."""
         async with asyncio.timeout(30):
             while True:
                 load = (await self.get("/v1/loads"))[1]["loads"][0]
-                if running in (None, load["num_running_reqs"]) and waiting in (None, load["num_waiting_reqs"]):
+                counted = running in (None, load["num_running_reqs"]) and waiting in (None, load["num_waiting_reqs"])
+                if counted and load["num_used_tokens"] >= tokens:
                     return
 
 
@@ -88,16 +112,29 @@ def parse(payload: bytes) -> Any:
         return payload.decode()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def wire(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wire]:
-    config = EngineProcessConfig(
-        model=tiny_model_dir,
-        directory=tmp_path_factory.mktemp("engine"),
-        max_running=MAX_RUNNING,
-        group_timeout_s=2.0,
-    )
-    async with EngineProcess(config) as process, aiohttp.ClientSession() as session:
-        yield Wire(session, process.url, process)
+@pytest.fixture(scope="module", name="kinds")
+def load_kinds(load_support: Callable[[str], ModuleType]) -> ModuleType:
+    return load_support("engine_kinds")
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["cpu", pytest.param("sglang", marks=pytest.mark.sglang)]
+)
+async def wire(
+    request: pytest.FixtureRequest, kinds: Any, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Wire]:
+    folder = tmp_path_factory.mktemp("engine")
+    process = kinds.engine_process(request.param, tiny_model_dir, folder, max_running=MAX_RUNNING)
+    async with process, aiohttp.ClientSession() as session:
+        yield Wire(session, process, kinds.kind_dialect(request.param))
+
+
+@pytest.fixture
+def embedded(wire: Wire) -> Wire:
+    """For what only our engine promises."""
+    if wire.genuine:
+        pytest.skip("SGLang does not promise this")
+    return wire
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
@@ -106,6 +143,7 @@ async def clean_between_tests(wire: Wire) -> AsyncIterator[None]:
     await wire.post("/continue_generation", {})
     await wire.post("/abort_request", {"abort_all": True})
     await wire.until(running=0, waiting=0)
+    assert wire.process.alive
 
 
 def client(wire: Wire, **changes: float) -> SGLangEngine:
@@ -114,14 +152,20 @@ def client(wire: Wire, **changes: float) -> SGLangEngine:
 
 
 async def test_reply_has_the_keys_and_types_of_the_contract(wire: Wire) -> None:
+    await wire.post("/flush_cache")
     reply = await wire.generate()
     assert set(reply) == {"text", "output_ids", "meta_info"}
     meta = reply["meta_info"]
-    assert set(meta) == set(META_TYPES)
-    for key, kind in META_TYPES.items():
+    types = wire.meta_types()
+    assert set(meta) == {*types, "cached_tokens_details"}
+    for key, kind in types.items():
         assert type(meta[key]) is kind, key
+    # By medium, once something was cached.
+    assert isinstance(meta["cached_tokens_details"], dict | None)
     assert meta["finish_reason"] == {"type": "length", "length": 8}
-    assert meta["weight_versions"] == [{"version": "1.0", "start": 0, "end": 8}]
+    assert meta["weight_version"] == "1.0"
+    if wire.dialect.version_spans:
+        assert meta["weight_versions"] == [{"version": "1.0", "start": 0, "end": 8}]
     assert [entry[1:] for entry in meta["output_token_logprobs"]] == [[item, None] for item in reply["output_ids"]]
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (4, 8, 0)
     status, bare = await wire.post("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
@@ -204,25 +248,27 @@ async def test_stop_id_stays_in_ids_and_leaves_the_text(wire: Wire) -> None:
 async def test_stop_string_stays_in_ids_and_leaves_the_text(wire: Wire) -> None:
     from itertools import pairwise
 
-    params = {"max_new_tokens": 120, "top_k": -1, "sampling_seed": 5}
-    free = await wire.generate(**params)
-    text = free["text"]
-    stop = next(
-        first + second for first, second in pairwise(text) if first.isascii() and second.isascii() and first != second
-    )
-    reply = await wire.generate(**params, stop=[stop])
+    # A seed alone does not make SGLang repeat itself, and what is greedy may say the same letter for ever.
+    params = {"max_new_tokens": 60, "temperature": 0}
+    for first in range(VOCABULARY):
+        free = await wire.generate([first], **params)
+        text = free["text"]
+        pairs = (one + other for one, other in pairwise(text) if one != other and f"{one}{other}".isascii())
+        if stop := next(pairs, ""):
+            break
+    reply = await wire.generate([first], **params, stop=[stop])
     assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert reply["text"] == text[: text.find(stop)]
     assert reply["output_ids"] == free["output_ids"][: len(reply["output_ids"])]
-    kept = await wire.generate(**params, stop=[stop], no_stop_trim=True)
+    kept = await wire.generate([first], **params, stop=[stop], no_stop_trim=True)
     assert kept["output_ids"] == reply["output_ids"]
     assert kept["text"].endswith(stop)
 
 
-async def test_a_seeded_request_repeats_itself_in_company(wire: Wire) -> None:
-    alone = await wire.generate(max_new_tokens=30, sampling_seed=11)
+async def test_a_seeded_request_repeats_itself_in_company(embedded: Wire) -> None:
+    alone = await embedded.generate(max_new_tokens=30, sampling_seed=11)
     together = await asyncio.gather(
-        *(wire.generate(max_new_tokens=30, sampling_seed=seed) for seed in (11, 12, 11)), wire.generate()
+        *(embedded.generate(max_new_tokens=30, sampling_seed=seed) for seed in (11, 12, 11)), embedded.generate()
     )
     assert together[0]["output_ids"] == together[2]["output_ids"] == alone["output_ids"]
     assert together[1]["output_ids"] != alone["output_ids"]
@@ -238,8 +284,7 @@ async def test_abort_of_a_running_and_of_a_queued_request(wire: Wire) -> None:
     assert status == 200
     assert reply["meta_info"]["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
     assert reply["output_ids"] == []
-    missing = {"prompt_tokens", "cached_tokens", "num_retractions"}
-    assert set(reply["meta_info"]) == set(META_TYPES) - missing
+    assert set(reply["meta_info"]) == set(wire.meta_types()) - MISSING_WHEN_QUEUED
     assert await wire.post("/abort_request", {"rid": "run0"}) == (200, "")
     status, reply = await tasks[0]
     assert status == 200
@@ -259,29 +304,29 @@ async def test_abort_of_a_running_and_of_a_queued_request(wire: Wire) -> None:
 async def test_pause_abort(wire: Wire) -> None:
     task = wire.long("a")
     await wire.until(running=1)
-    status, reply = await wire.post("/pause_generation")
+    status, reply = await wire.post("/pause_generation", {})
     assert (status, reply["status"]) == (200, "ok")
     assert (await task)[1]["meta_info"]["finish_reason"]["type"] == "abort"
-    assert (await wire.get("/ready"))[0] == 503
+    assert (await wire.get("/ready"))[0] == (503 if wire.dialect.ready_route else 404)
     assert (await wire.get("/health"))[0] == 200
     assert (await wire.post("/continue_generation", {}))[0] == 200
     assert (await wire.post("/continue_generation", {}))[0] == 200
-    assert (await wire.get("/ready"))[0] == 200
+    assert (await wire.get("/ready"))[0] == (200 if wire.dialect.ready_route else 404)
 
 
 async def test_pause_retract_continues_with_the_same_tokens(wire: Wire) -> None:
-    params = {"max_new_tokens": 200, "ignore_eos": True, "sampling_seed": 3}
+    params = {"max_new_tokens": 200, "ignore_eos": True, "temperature": 0}
     free = await wire.generate(**params)
     body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True, "rid": "x"}
     task = asyncio.get_running_loop().create_task(wire.post("/generate", body))
     await wire.until(running=1)
     assert (await wire.post("/pause_generation", {"mode": "retract"}))[0] == 200
-    await wire.until(running=0, waiting=1)
     arrived = wire.long("arrived", tokens=3)
-    await wire.until(waiting=2)
-    # As in SGLang: the abort of a request that arrived during the pause is lost.
+    if not wire.genuine:
+        # SGLang tells its loads of before the pause all through it.
+        await wire.until(running=0, waiting=2)
+    # The abort of a request that arrived during the pause is lost.
     assert (await wire.post("/abort_request", {"rid": "arrived"}))[0] == 200
-    await wire.until(waiting=2)
     assert (await wire.post("/continue_generation", {}))[0] == 200
     status, reply = await task
     assert status == 200
@@ -292,7 +337,8 @@ async def test_pause_retract_continues_with_the_same_tokens(wire: Wire) -> None:
 
 async def test_retracted_request_can_be_aborted_while_paused(wire: Wire) -> None:
     task = wire.long("x")
-    await wire.until(running=1)
+    # SGLang hands tokens out in pieces, and of what was retracted only those that it had handed out.
+    await wire.until(running=1, tokens=200)
     await wire.post("/pause_generation", {"mode": "retract"})
     await wire.post("/abort_request", {"rid": "x"})
     status, reply = await task
@@ -301,56 +347,78 @@ async def test_retracted_request_can_be_aborted_while_paused(wire: Wire) -> None
     assert len(reply["output_ids"]) == len(reply["meta_info"]["output_token_logprobs"]) > 0
 
 
-async def test_a_body_that_cannot_be_decoded_is_refused(wire: Wire) -> None:
+async def test_a_body_that_cannot_be_decoded_is_refused(embedded: Wire) -> None:
     headers = {"Content-Encoding": "gzip"}
-    async with wire.session.post(f"{wire.url}/generate", data=b"no gzip at all", headers=headers) as response:
+    async with embedded.session.post(f"{embedded.url}/generate", data=b"no gzip at all", headers=headers) as response:
         assert response.status == 400
         assert "decoded" in await response.text()
 
 
-async def test_a_client_that_leaves_takes_its_request_with_it(wire: Wire) -> None:
-    task = wire.long("leaving", tokens=1000)
-    await wire.until(running=1)
+async def test_a_client_that_leaves_takes_its_request_with_it(embedded: Wire) -> None:
+    """SGLang notices after seconds only: our client aborts what it leaves."""
+    task = embedded.long("leaving", tokens=1000)
+    await embedded.until(running=1)
     task.cancel()
-    await wire.until(running=0)
+    await embedded.until(running=0)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/generate", {"input_ids": [], "sampling_params": {}}, "empty"),
+        ("/generate", {"input_ids": [1] * 1024}, "longer than the model's context length"),
+        ("/generate", {"input_ids": [1] * 1000, "sampling_params": {"max_new_tokens": 25}}, "total of 1025"),
+        ("/generate", {"input_ids": [1], "sampling_params": {"temperature": -1.0}}, "temperature"),
+        ("/generate", {"input_ids": [1], "sampling_params": {"foo": 1}}, "foo"),
+        ("/generate", [1, 2], ""),
+        ("/pause_generation", {"mode": "softly"}, "softly"),
+        ("/pause_generation", {"mode": ["abort"]}, "abort"),
+        ("/abort_request", {"rid": 3}, "rid"),
+        ("/update_weights_from_distributed", {"names": 3}, "names"),
+        ("/init_weights_update_group", {"master_address": "127.0.0.1"}, "master_port"),
+        ("/destroy_weights_update_group", {"group_name": "unknown"}, ""),
+        ("/weights_checker", {"action": "burn"}, "burn"),
+    ],
+)
+async def test_bad_requests_are_400_and_say_why(wire: Wire, path: str, body: object, named: str) -> None:
+    assert named in await wire.refused(path, body)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/end_weight_update", {}, "session is open"),
+        ("/begin_weight_update", {"selector": "some"}, "selector"),
+        ("/update_weights_from_distributed", {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}, ""),
+    ],
+)
+async def test_weights_come_in_sessions_only(wire: Wire, path: str, body: object, named: str) -> None:
+    if not wire.dialect.update_session:
+        pytest.skip(f"SGLang {wire.dialect.version} has no sessions")
+    assert named in await wire.refused(path, body)
 
 
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [
         ("/generate", {"input_ids": [1, 99999], "sampling_params": {}}, "99999"),
-        ("/generate", {"input_ids": [], "sampling_params": {}}, "empty"),
-        ("/generate", {"input_ids": [1] * 1024}, "longer than the model's context length"),
-        ("/generate", {"input_ids": [1] * 1000, "sampling_params": {"max_new_tokens": 25}}, "total of 1025"),
-        ("/generate", {"input_ids": [1], "sampling_params": {"temperature": -1.0}}, "temperature"),
-        ("/generate", {"input_ids": [1], "sampling_params": {"foo": 1}}, "foo"),
-        ("/generate", [1, 2], "object"),
-        ("/pause_generation", {"mode": "softly"}, "softly"),
-        ("/pause_generation", {"mode": ["abort"]}, "abort"),
-        ("/abort_request", {"rid": 3}, "rid"),
-        ("/end_weight_update", {}, "No weight update session"),
-        ("/begin_weight_update", {"selector": "some"}, "selector"),
-        ("/update_weights_from_distributed", {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}, "No weight"),
-        ("/update_weights_from_distributed", {"names": 3}, "names"),
-        ("/init_weights_update_group", {"master_address": "127.0.0.1"}, "master_port"),
         (
             "/init_weights_update_group",
             {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2**40, "backend": "gloo"},
             "world_size",
         ),
-        ("/destroy_weights_update_group", {"group_name": "unknown"}, "unknown"),
-        ("/weights_checker", {"action": "burn"}, "burn"),
     ],
 )
-async def test_bad_requests_are_400_and_say_why(wire: Wire, path: str, body: object, named: str) -> None:
-    status, reply = await wire.post(path, body)
-    assert status == 400
-    assert named in reply["error"]["message"]
+async def test_what_our_engine_refuses_kills_sglang(embedded: Wire, path: str, body: object, named: str) -> None:
+    """So it is never sent there: the client checks ids, and only the sender forms groups."""
+    assert named in await embedded.refused(path, body)
+    huge = b'{"input_ids": [1' + b"0" * 5000 + b"]}"
+    assert await embedded.refused("/generate", data=huge)
 
 
 async def test_garbage_does_not_hurt(wire: Wire) -> None:
-    for data in (b"{", b"\xff\xfe", b"[" * 100_000, b'{"input_ids": [1' + b"0" * 5000 + b"]}", b"null", b'"a"'):
-        assert (await wire.post("/generate", data=data))[0] == 400
+    for data in (b"{", b"\xff\xfe", b"[" * 100_000, b"null", b'"a"'):
+        assert await wire.refused("/generate", data=data)
     assert (await wire.get("/nowhere"))[0] == 404
     assert (await wire.get("/generate"))[0] == 405
     assert len((await wire.generate())["output_ids"]) == 8
@@ -359,32 +427,32 @@ async def test_garbage_does_not_hurt(wire: Wire) -> None:
 async def test_duplicate_request_id_is_refused_and_the_first_lives(wire: Wire) -> None:
     task = wire.long("twice", tokens=300)
     await wire.until(running=1)
-    status, reply = await wire.post("/generate", {"input_ids": PROMPT, "rid": "twice"})
-    assert status == 400
-    assert "twice" in reply["error"]["message"]
+    assert "twice" in await wire.refused("/generate", {"input_ids": PROMPT, "rid": "twice"})
     assert (await task)[1]["meta_info"]["completion_tokens"] == 300
 
 
 async def test_begin_waits_for_what_runs_and_holds_what_comes(wire: Wire) -> None:
+    if not wire.dialect.update_session:
+        pytest.skip(f"SGLang {wire.dialect.version} has no sessions")
     first = wire.long("first", tokens=400)
     await wire.until(running=1)
     assert (await wire.post("/begin_weight_update", {}))[0] == 200
     assert first.done() or (await wire.get("/v1/loads"))[1]["loads"][0]["num_running_reqs"] == 0
     assert (await first)[1]["meta_info"]["completion_tokens"] == 400
     second = wire.long("second", tokens=3)
-    await wire.until(waiting=1)
+    # SGLang does not count what waits for a session's end.
+    await wire.until(waiting=0 if wire.genuine else 1)
     status, reply = await wire.post("/begin_weight_update", {})
     assert status == 400
     assert reply["success"] is False
     body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[96]], "group_name": "none"}
-    status, reply = await wire.post("/update_weights_from_distributed", body)
-    assert status == 400
-    assert "Failed to receive weights" in reply["message"]
+    assert "Failed to receive weights" in await wire.refused("/update_weights_from_distributed", body)
     assert (await wire.post("/end_weight_update", {}))[0] == 200
     assert (await second)[1]["meta_info"]["completion_tokens"] == 3
 
 
-async def test_group_without_rank_0_times_out_while_generation_goes_on(wire: Wire) -> None:
+async def test_group_without_rank_0_times_out_while_generation_goes_on(embedded: Wire) -> None:
+    """SGLang stands still until rank 0 is there: the sender that never comes costs it a restart."""
     body = {
         "master_address": "127.0.0.1",
         "master_port": 1,
@@ -393,8 +461,8 @@ async def test_group_without_rank_0_times_out_while_generation_goes_on(wire: Wir
         "group_name": "alone",
         "backend": "gloo",
     }
-    joining = asyncio.get_running_loop().create_task(wire.post("/init_weights_update_group", body))
-    assert len((await wire.generate(max_new_tokens=50))["output_ids"]) == 50
+    joining = asyncio.get_running_loop().create_task(embedded.post("/init_weights_update_group", body))
+    assert len((await embedded.generate(max_new_tokens=50))["output_ids"]) == 50
     status, reply = await joining
     assert status == 400
     assert reply["success"] is False
@@ -406,7 +474,7 @@ async def test_flush_is_refused_while_something_runs(wire: Wire) -> None:
     await wire.until(running=1)
     status, text = await wire.post("/flush_cache")
     assert status == 400
-    assert text.startswith("Flush cache failed.")
+    assert "cache" in text.lower()
     await wire.post("/pause_generation", {"mode": "retract"})
     assert (await wire.post("/flush_cache"))[0] == 200
     await wire.post("/abort_request", {"abort_all": True})
@@ -425,7 +493,8 @@ async def test_info_routes(wire: Wire, tiny_model_dir: Path) -> None:
     status, sums = await wire.post("/weights_checker", {"action": "checksum"})
     assert status == 200
     assert sums["success"] is True
-    assert all(len(value) == 32 for value in sums["ranks"][0]["checksums"].values())
+    # SGLang's are over tensors that it fused, and shorter: they compare among engines of one kind.
+    assert all(len(value) == (16 if wire.genuine else 32) for value in sums["ranks"][0]["checksums"].values())
 
 
 async def test_client_reads_a_completion(wire: Wire) -> None:
@@ -481,7 +550,7 @@ async def test_finish_reasons_of_the_client(wire: Wire) -> None:
     assert (done.finish, len(done.output_ids)) == (FinishReason.STOP, 1)
 
 
-async def test_a_bad_model_directory_is_one_clear_line(tmp_path: Path, write_model) -> None:
+async def test_a_bad_model_directory_is_one_clear_line(embedded: Wire, tmp_path: Path, write_model) -> None:
     directory = write_model(tmp_path / "model")
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(EngineStartFailed, match=r"tokenizer\.json") as failed:

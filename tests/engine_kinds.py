@@ -1,0 +1,40 @@
+"""The engines that the contract is checked against: our embedded one, and SGLang itself where it is installed."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.sglang.dialects import DIALECTS, Dialect, dialect_of
+from headrace.policies.sglang.installing import environment_python
+from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
+from headrace.policies.sglang.versions import DEFAULT_VERSION
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.policies.server_process import ServerProcess
+
+SGLANG_VERSION = os.environ.get("HEADRACE_SGLANG_VERSION", DEFAULT_VERSION)
+CONTEXT = 1024
+
+
+def kind_dialect(kind: str) -> Dialect:
+    return DIALECTS[-1] if kind == "cpu" else dialect_of(SGLANG_VERSION)
+
+
+def engine_process(
+    kind: str, model: Path, directory: Path, *, max_running: int = 64, dtype: str = "float32"
+) -> ServerProcess:
+    """Not started yet. Skips the test where SGLang is not installed."""
+    if kind == "cpu":
+        config = EngineProcessConfig(model=model, directory=directory, max_running=max_running, group_timeout_s=2.0)
+        return EngineProcess(config)
+    python = environment_python(SGLANG_VERSION)
+    if python is None:
+        pytest.skip(f"SGLang {SGLANG_VERSION} is not installed: scripts/install_sglang, or scripts/test --sglang")
+    given = {"model": model, "directory": directory, "python": python, "max_running": max_running, "dtype": dtype}
+    return SGLangProcess(SGLangServerConfig.model_validate(given | {"max_context": CONTEXT}))
