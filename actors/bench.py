@@ -57,6 +57,23 @@ def gateway(json: Json = True) -> None:
 
 
 @app.command()
+def push(
+    json: Json = True,
+    parts: Annotated[str, typer.Option(help="Comma-separated; all by default.")] = "",
+) -> None:
+    """The push of weights into embedded engines: `bandwidth` of 1 GB and of 100 MB beside a plain gloo broadcast that
+    is copied into parameters, with the seconds of every phase. Takes 5 GB of memory and 1 GB of the temporary
+    folder."""
+    from headrace.serve.measuring.push import PARTS, measure
+
+    wanted = parts.split(",") if parts else list(PARTS)
+    if unknown := [part for part in wanted if part not in PARTS]:
+        raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(PARTS)}", param_hint="--parts")
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        _print(measure(wanted, Path(folder)))
+
+
+@app.command()
 def replay(
     json: Json = True,
     slots: Annotated[int, typer.Option(min=1, help="Most rollouts in flight.")] = 64,

@@ -1,8 +1,8 @@
-"""Memory for weights that are not live yet: a spare set of the same shape, and the buffer in which a bucket arrives.
+"""Memory for weights that are not live yet: a spare set of the same shape, and buffers in which buckets arrive.
 
 Invariants:
-- Both are allocated once, at the first update, and used again: an engine holds two sets of weights and one bucket,
-  however many updates it sees.
+- It is allocated once, at the first update, and used again: an engine holds two sets of weights and two buckets (one
+  arrives while the other is loaded), however many updates it sees.
 - Whoever writes takes the memory out and puts it back when done; what a writer that was given up still writes to is
   never used again.
 - A set becomes live only with every parameter. What a push leaves out is taken from the live set, but after a loss
@@ -30,7 +30,8 @@ class Staging:
     def __init__(self, config: Qwen3Config) -> None:
         self._config = config
         self._spare: Qwen3Weights | None = None
-        self._buffer: Tensor | None = None
+        self._buffers: list[Tensor] = []
+        self._largest_bytes = 0
         self._torn = False
 
     @property
@@ -53,13 +54,14 @@ class Staging:
         """Room for one bucket; its first bytes are the bucket's."""
         import torch
 
-        buffer, self._buffer = self._buffer, None
-        if buffer is None or buffer.numel() < size_bytes:
-            buffer = torch.empty(size_bytes, dtype=torch.uint8)
-        return buffer
+        self._largest_bytes = max(self._largest_bytes, size_bytes)
+        if self._buffers and self._buffers[-1].numel() >= size_bytes:
+            return self._buffers.pop()
+        self._buffers.clear()
+        return torch.empty(self._largest_bytes, dtype=torch.uint8)
 
     def put_buffer(self, buffer: Tensor) -> None:
-        self._buffer = buffer
+        self._buffers.append(buffer)
 
     def take_spare(self) -> Qwen3Weights:
         spare, self._spare = self._spare, None

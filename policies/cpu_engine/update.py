@@ -5,6 +5,8 @@ Invariants:
 - `begin` lets what runs finish, unless a pause keeps it from running, and nothing new enters before `end`.
 - A bucket is checked against the model's own shapes before anything is received, and received in a thread of its own:
   the torch thread and the event loop stay live.
+- The reply to a bucket means that it is here. It is loaded while the next one arrives; a value that cannot be loaded is
+  told with the next reply, at the latest with that of the bucket that carries the version.
 - Weights change in one piece: with the bucket that carries a version, else at `end`. A failed reception changes nothing
   and costs the group, which is discarded.
 - `checksums` are worked out when they are asked for, from the weights that run, brought back to the dtype they were
@@ -17,6 +19,7 @@ import asyncio
 import threading
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -50,7 +53,7 @@ NOT_FLUSHED = (
 )
 
 
-async def in_thread(function: Callable[[], T]) -> T:
+def start_thread(function: Callable[[], T]) -> Future[T]:
     """Run in a daemon thread: unlike an executor's it never keeps a process from ending while a transfer hangs."""
     future: Future[T] = Future()
 
@@ -64,7 +67,20 @@ async def in_thread(function: Callable[[], T]) -> T:
 
     future.set_running_or_notify_cancel()
     threading.Thread(target=work, name="transfer", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    return future
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    return await asyncio.wrap_future(start_thread(function))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loading:
+    """A bucket on its way from its buffer to the spare set; it owns both until it is done."""
+
+    future: Future[None]
+    spare: Qwen3Weights
+    buffer: Tensor
 
 
 class WeightUpdater:
@@ -80,6 +96,7 @@ class WeightUpdater:
         self._open = False
         self._staging = Staging(self._config)
         self._receiving = asyncio.Lock()
+        self._loading: Loading | None = None
 
     async def begin(self) -> None:
         """Open the session; returns when nothing runs."""
@@ -99,6 +116,7 @@ class WeightUpdater:
         self._check_open()
         async with self._receiving:
             try:
+                await self._loaded()
                 if self._staging.filled:
                     await self._apply(None)
             finally:
@@ -148,6 +166,7 @@ class WeightUpdater:
         async with self._receiving:
             await self._receive(bucket, body)
             if body.weight_version is not None:
+                await self._loaded()
                 await self._apply(body.weight_version)
         await self._flushed(body.flush_cache)
 
@@ -163,7 +182,7 @@ class WeightUpdater:
         try:
             async with self._receiving:
                 self._staging.start()
-                async with self._loading() as spare:
+                async with self._writing(self._staging.take_spare()) as spare:
                     await in_thread(lambda: load_directory(spare, self._config, Path(body.model_path)))
                 await asyncio.wrap_future(self._engine.hold())
                 await self._apply(body.weight_version)
@@ -199,7 +218,7 @@ class WeightUpdater:
         return self._groups[name]
 
     async def _receive(self, bucket: Bucket, body: UpdateWeights) -> None:
-        """One bucket from the wire to its places in the spare set."""
+        """One bucket from the wire, and on its way to the spare set."""
         group = self._group(body.group_name)
         buffer = self._staging.take_buffer(bucket.size_bytes)
         flat = buffer[: bucket.size_bytes]
@@ -209,16 +228,26 @@ class WeightUpdater:
         except (GroupFailed, asyncio.CancelledError):
             # A collective cannot be cancelled: its thread may still be in there. Group and buffer are lost.
             self._groups.pop(body.group_name, None)
+            self._loading = None
             self._staging.tear()
             raise
-        async with self._loading() as spare:
-            await in_thread(lambda: load_bucket(spare, bucket, flat))
-        self._staging.put_buffer(buffer)
+        await self._loaded()
+        spare = self._staging.take_spare()
+        future = start_thread(lambda: load_bucket(spare, bucket, flat))
+        self._loading = Loading(future=future, spare=spare, buffer=buffer)
+
+    async def _loaded(self) -> None:
+        """Wait for the bucket that came last."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            async with self._writing(loading.spare):
+                await asyncio.wrap_future(loading.future)
+            self._staging.put_buffer(loading.buffer)
 
     @asynccontextmanager
-    async def _loading(self) -> AsyncIterator[Qwen3Weights]:
-        """The spare set, to write to; after a cancellation its writer may go on, and it is left to him."""
-        spare = self._staging.take_spare()
+    async def _writing(self, spare: Qwen3Weights) -> AsyncIterator[Qwen3Weights]:
+        """Put the spare set back when it is written; after a cancellation its writer may go on, and it is left to
+        him."""
         try:
             yield spare
         except ModelInvalid as error:
@@ -233,7 +262,7 @@ class WeightUpdater:
     async def _apply(self, version: str | None) -> None:
         """Exchange the spare set and the live one between two steps."""
         runner = self._engine.runner
-        async with self._loading() as spare:
+        async with self._writing(self._staging.take_spare()) as spare:
             await in_thread(lambda: self._staging.complete(spare, runner.model.weights))
         spare = self._staging.take_spare()
 
