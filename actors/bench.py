@@ -61,9 +61,10 @@ def push(
     json: Json = True,
     parts: Annotated[str, typer.Option(help="Comma-separated; all by default.")] = "",
 ) -> None:
-    """The push of weights into embedded engines: `bandwidth` of 1 GB and of 100 MB beside a plain gloo broadcast that
-    is copied into parameters, with the seconds of every phase. Takes 5 GB of memory and 1 GB of the temporary
-    folder."""
+    """The push of weights into embedded engines. `bandwidth`: 1 GB and 100 MB beside a plain gloo broadcast that is
+    copied into parameters, with the seconds of every phase; `stall`: closed gates at 1 GB with 64 turns in flight;
+    `overlap`: throughput of the quickstart's model with a push every 10 s over that without, in two waves, in one, and
+    drained. Takes 5 GB of memory and 1 GB of the temporary folder."""
     from headrace.serve.measuring.push import PARTS, measure
 
     wanted = parts.split(",") if parts else list(PARTS)

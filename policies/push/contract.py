@@ -125,9 +125,9 @@ class EnginePush:
     """One engine's part in a report: what the push cost it.
 
     `gate_s` is from closing to opening its gate, `pause_s` the call that paused it, `paused_s` from there to the
-    resume, `transfer_s` the broadcast. `retracted` requests were running when it was paused, and `recomputed_tokens`
-    were cached for them (an upper bound: cached prefixes count too); both 0 where a pause keeps the cache. `flushed`:
-    no prefix of older weights is cached any more; else new requests carry `cache_namespace`."""
+    resume, `transfer_s` the broadcast. `retracted` requests were running when its gate was closed, and
+    `recomputed_tokens` were cached for them (an upper bound: cached prefixes count too); both 0 where a pause keeps the
+    cache. `flushed`: no prefix of older weights is cached any more; else new requests carry `cache_namespace`."""
 
     engine_id: EngineId
     outcome: PushOutcome = PushOutcome.BEHIND

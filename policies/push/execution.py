@@ -82,6 +82,7 @@ class PushExecution:
         self._gated_at_s: dict[EngineId, float] = {}
         self._paused_at_s: dict[EngineId, float] = {}
         self._infos: dict[EngineId, EngineInfo] = {}
+        self._modes: dict[EngineId, PauseMode] = {}
         self._references: dict[frozenset[str], dict[str, str]] = {}
         self._sender_failure: SenderFailed | GroupFailed | None = None
 
@@ -150,6 +151,7 @@ class PushExecution:
     async def _probe(self, engine: EngineControl) -> None:
         """Is it there, and is this its model?"""
         info = self._infos[engine.engine_id] = await engine.info()
+        self._modes[engine.engine_id] = self._mode_of(info, engine.engine_id)
         self._parts[engine.engine_id].ranks = info.ranks
         model_dir = Path(info.model_path)
         if not model_dir.is_absolute():
@@ -160,27 +162,27 @@ class PushExecution:
             raise RequestInvalid(f"{engine.engine_id} serves another model: {error}") from error
 
     async def _gate(self, engine: EngineControl) -> None:
+        """Asked for its load first: an engine in mid-step answers late, and nobody waits for that at a closed gate."""
+        part, load = self._parts[engine.engine_id], await engine.load()
+        part.in_flight = load.running + load.waiting
+        if self._modes[engine.engine_id] is not PauseMode.IN_PLACE:
+            part.retracted, part.recomputed_tokens = load.running, load.used_tokens
         self._gated_at_s[engine.engine_id] = time.perf_counter()
         await self._gates.close(engine.engine_id, self._config.gate_lease_s)
 
     async def _pause(self, engine: EngineControl) -> None:
-        part, mode = self._parts[engine.engine_id], self._mode_of(engine.engine_id)
-        load = await engine.load()
-        part.in_flight = load.running + load.waiting
-        if mode is not PauseMode.IN_PLACE:
-            part.retracted, part.recomputed_tokens = load.running, load.used_tokens
         self._paused_at_s[engine.engine_id] = started_s = time.perf_counter()
-        await engine.pause(mode)
-        part.pause_s = time.perf_counter() - started_s
+        await engine.pause(self._modes[engine.engine_id])
+        self._parts[engine.engine_id].pause_s = time.perf_counter() - started_s
 
-    def _mode_of(self, engine_id: EngineId) -> PauseMode:
+    def _mode_of(self, info: EngineInfo, engine_id: EngineId) -> PauseMode:
         """A reply without version spans must be of one version: only aborted requests are."""
-        if self._infos[engine_id].version_spans or self._config.pause_mode is PauseMode.ABORT:
+        if info.version_spans or self._config.pause_mode is PauseMode.ABORT:
             return self._config.pause_mode
         logger.warning(
             "%s (%s) does not tell which version sampled which token: paused with abort instead of %s",
             engine_id,
-            self._infos[engine_id].server_version,
+            info.server_version,
             self._config.pause_mode,
         )
         return PauseMode.ABORT
@@ -192,7 +194,7 @@ class PushExecution:
             await engine.flush()
             part.flushed = True
         except EngineRefused:
-            if self._mode_of(engine.engine_id) is not PauseMode.IN_PLACE:
+            if self._modes[engine.engine_id] is not PauseMode.IN_PLACE:
                 raise
 
     async def _resume(self, engine: EngineControl) -> None:
@@ -210,7 +212,7 @@ class PushExecution:
 
     def _namespace(self, part: EnginePush) -> str | None:
         """Of the weights the engine has now, as long as prefixes of others may be cached beside theirs."""
-        if part.flushed or self._mode_of(part.engine_id) is not PauseMode.IN_PLACE:
+        if part.flushed or self._modes[part.engine_id] is not PauseMode.IN_PLACE:
             return None
         has_new = self._machine.progress[part.engine_id].complete
         return str(self._snapshot.version if has_new else self._infos[part.engine_id].version)

@@ -81,7 +81,8 @@ def run(snapshot: Path, meeting: Path, rank: int, bucket_bytes: int) -> None:
     import torch
     from torch import distributed
 
-    from headrace.policies.push.weights import plan_buckets, read_snapshot, read_specs
+    from headrace.policies.push.tensors import read_specs
+    from headrace.policies.push.weights import plan_buckets, read_snapshot
 
     torch.set_num_threads(1)
     specs = read_specs(snapshot)

@@ -1,0 +1,163 @@
+"""Embedded engines behind a gateway's own way to them, with a sender: what pushes are measured on.
+
+Invariants:
+- Turns go through `EnginePool`, and its gates are those of the push: admission, waiting and continuation are real.
+- Everything dies with the context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+import aiohttp
+from opentelemetry.trace import NoOpTracer
+
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId, GenerateRequest, RequestId
+from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.errors import PushError
+from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.push.execution import push
+from headrace.policies.push.sender import SenderConfig, Senders
+from headrace.policies.qwen3_config import Qwen3Config
+from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
+from headrace.serve.capture.session import SessionId
+from headrace.serve.engines import EngineDeadlines, EnginePool
+from headrace.serve.routing import EngineRoute, Lineage, RoutingTable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+    from pathlib import Path
+
+    from headrace.policies.engine import Completion
+    from headrace.policies.push.contract import PushConfig, PushReport
+    from headrace.policies.push.machine import Step
+
+PROMPT_TOKENS = 4
+TURN_DEADLINE_S = 600.0
+
+
+class PoolGate:
+    """The gates of one gateway's engines."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+
+    async def close(self, engine_id: EngineId, lease_s: float) -> None:
+        self._pool.close_gate(engine_id, lease_s)
+
+    async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
+        """The pool repeats the aborts itself."""
+        await self._pool.open_gate(engine_id, cache_namespace)
+        return ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Floor:
+    """`pool` is the way of turns, `sampled_tokens` what they gave so far."""
+
+    engines: tuple[SGLangEngine, ...]
+    pool: EnginePool
+    senders: Senders
+    shard: WeightsShard
+    sampled_tokens: int = 0
+    _versions: count[int] = field(default_factory=lambda: count(1))
+    _turns: count[int] = field(default_factory=count)
+
+    async def push(self, config: PushConfig) -> PushReport:
+        """The same weights as the next version. Raises PushError when an engine did not take them."""
+        snapshot = WeightsSnapshot(version=PolicyVersion(1, next(self._versions)), shards=(self.shard,))
+        report = await push(snapshot, self.engines, self.senders.take(1), PoolGate(self.pool), _no_journal, config)
+        if len(report.updated) != len(self.engines):
+            raise PushError(f"not every engine was updated: {report.engines}")
+        return report
+
+    @asynccontextmanager
+    async def busy(self, agents: int, max_new_tokens: int) -> AsyncIterator[None]:
+        """So many agents that take one turn after another, and one that hangs for ever without a turn."""
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._agent(max_new_tokens)) for _ in range(agents)]
+            running.append(tasks.create_task(asyncio.Event().wait()))
+            try:
+                yield
+            finally:
+                for task in running:
+                    task.cancel()
+
+    async def until_in_flight(self, turns: int) -> None:
+        """Returns when the engines have so many requests among them."""
+        while True:
+            loads = [await engine.load() for engine in self.engines]
+            if sum(load.running + load.waiting for load in loads) >= turns:
+                return
+
+    async def _agent(self, max_new_tokens: int) -> None:
+        while True:
+            number = next(self._turns)
+            pieces: list[Completion] = []
+            ask = GenerateRequest(
+                request_id=RequestId(f"turn-{number}"),
+                input_ids=tuple((number + 7 * at) % 256 for at in range(PROMPT_TOKENS)),
+                max_new_tokens=max_new_tokens,
+            )
+            whole = await self.pool.sample(Lineage(SessionId(str(number))), ask, pieces)
+            self.sampled_tokens += len(whole.output_ids)
+
+
+@asynccontextmanager
+async def open_floor(
+    model: Path, folder: Path, *, engines: int, max_running: int, max_context: int
+) -> AsyncIterator[Floor]:
+    """Start engines of a model directory; a sender sends its weights."""
+    vocab_size = Qwen3Config.read(model / "config.json").vocab_size
+    async with AsyncExitStack() as stack:
+        limits = {"max_running": max_running, "max_context": max_context}
+        configs = [
+            EngineProcessConfig(model=model, directory=folder, name=f"engine-{at}", seed=at, **limits)
+            for at in range(engines)
+        ]
+        processes = [EngineProcess(config) for config in configs]
+        for process in processes:
+            stack.push_async_callback(process.stop)
+        async with asyncio.TaskGroup() as tasks:
+            for process in processes:
+                tasks.create_task(process.start())
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        config = SGLangConfig(vocab_size=vocab_size, generate_timeout_s=TURN_DEADLINE_S, control_timeout_s=60.0)
+        clients = tuple(
+            SGLangEngine(EngineId(f"engine-{at}"), process.url, session, config) for at, process in enumerate(processes)
+        )
+        yield Floor(
+            engines=clients,
+            pool=await stack.enter_async_context(_pool_over(clients)),
+            senders=await stack.enter_async_context(Senders(SenderConfig())),
+            shard=await asyncio.to_thread(_shard_of, model / "model.safetensors"),
+        )
+
+
+@asynccontextmanager
+async def _pool_over(clients: Sequence[SGLangEngine]) -> AsyncIterator[EnginePool]:
+    by_id = {client.engine_id: client for client in clients}
+    deadlines = EngineDeadlines(gate_wait_s=TURN_DEADLINE_S, call_s=TURN_DEADLINE_S, abort_grace_s=2.0)
+    pool = EnginePool(deadlines, lambda route: by_id[route.engine_id], time.monotonic, NoOpTracer())
+    routes = tuple(EngineRoute(engine_id=client.engine_id, url=client.url) for client in clients)
+    await pool.replace_table(RoutingTable(version=1, engines=routes))
+    try:
+        yield pool
+    finally:
+        await pool.aclose()
+
+
+def _shard_of(path: Path) -> WeightsShard:
+    with path.open("rb") as file:
+        return WeightsShard(path=path, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+async def _no_journal(push_id: str, step: Step) -> None:
+    """Nothing is taken up again here."""

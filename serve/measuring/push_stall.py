@@ -1,0 +1,51 @@
+"""How long an engine's gate is closed for a push of 1 GB, with 64 turns in flight and an agent that hangs for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from headrace.policies.push.contract import PushConfig
+from headrace.serve.measuring.push_floor import open_floor
+from headrace.serve.measuring.random_model import write_random_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.policies.push.contract import PushReport
+
+TOTAL_BYTES = 10**9
+TURNS = 64
+DECODED_AT_ONCE = 16
+"""On one core a step of this model is long enough."""
+TURN_TOKENS = 96
+ROUNDS = 5
+
+
+def measure_stall(folder: Path) -> dict[str, Any]:
+    """`stall_ratio` is the time of a closed gate over transfer plus pause (the engine ends the step it is in), the
+    median over engines and rounds, in two waves."""
+    path = write_random_model(folder / "model", TOTAL_BYTES)
+    reports = asyncio.run(_measure(path.parent, folder))
+    parts = [part for report in reports for part in report.engines]
+    return {
+        "stall_ratio": median(part.gate_s / (part.transfer_s + part.pause_s) for part in parts),
+        "gate_s": median(part.gate_s for part in parts),
+        "transfer_s": median(part.transfer_s for part in parts),
+        "pause_s": median(part.pause_s for part in parts),
+        "turns_in_flight": [sum(part.in_flight for part in report.engines) for report in reports],
+        "stall_seconds": {phase: median(report.seconds[phase] for report in reports) for phase in reports[0].seconds},
+    }
+
+
+async def _measure(model: Path, folder: Path) -> list[PushReport]:
+    config = PushConfig(phase_timeout_s=60.0, transfer_timeout_s=120.0, gate_lease_s=600.0)
+    async with open_floor(model, folder, engines=2, max_running=DECODED_AT_ONCE, max_context=128) as floor:
+        reports = []
+        async with floor.busy(TURNS, TURN_TOKENS):
+            for _ in range(ROUNDS + 1):
+                await floor.until_in_flight(TURNS - 4)
+                reports.append(await floor.push(config))
+        # The first one touches memory that is not there yet.
+        return reports[1:]
