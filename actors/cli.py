@@ -12,6 +12,7 @@ import orjson
 import typer
 from rich.table import Table
 
+from headrace.actors.cli_engine import serve
 from headrace.actors.cli_output import (
     EXIT_BAD_INPUT,
     EXIT_DIRTY,
@@ -237,17 +238,7 @@ def export(
         console().print(f"[yellow]{report.unreadable} trajectories could not be read[/]; see `headrace ledger verify`")
 
 
-@engine_app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-)
-def serve(context: typer.Context) -> None:
-    """Serve a model directory with the embedded CPU engine (SGLang's routes). Options: `headrace engine serve
-    --help`."""
-    from headrace.policies.cpu_engine.program import main as serve_engine
-
-    code = serve_engine(context.args)
-    # A transfer thread may hang in a collective that nothing can cancel: leave without waiting for it.
-    os._exit(code)
+engine_app.command()(serve)
 
 
 @app.command("gateway")

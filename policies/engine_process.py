@@ -25,6 +25,10 @@ class EngineProcessConfig(BaseModel):
     """Model directory."""
     directory: Path
     """Holds the announcement and the log of this engine; made if missing."""
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int = Field(default=0, ge=0, lt=65536)
+    """0 takes a free port."""
     name: str = "engine"
     """Stem of both files."""
     weight_version: str = "1.0"
@@ -73,6 +77,8 @@ class EngineProcess(ServerProcess):
         options = {
             "--model": config.model,
             "--announce": self._announcement,
+            "--host": config.host,
+            "--port": config.port,
             "--weight-version": config.weight_version,
             "--seed": config.seed,
             "--max-running": config.max_running,

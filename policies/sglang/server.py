@@ -106,6 +106,8 @@ class SGLangProcess(ServerProcess):
         config = self._config
         if not (config.model / "config.json").is_file():
             raise EngineStartFailed(f"engine {config.name}: there is no config.json in {config.model}")
+        if config.port and is_taken(config.host, config.port):
+            raise EngineStartFailed(f"engine {config.name}: port {config.port} of {config.host} is taken")
         python = find_python(config)
         version = await installed_version(python)
         watched = (sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()))
@@ -199,6 +201,18 @@ def free_port(host: str) -> int:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Somebody listens there: better known now than after SGLang loaded a model."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+        return False
 
 
 def listens(pid: int, port: int) -> bool:

@@ -1,0 +1,102 @@
+"""`headrace engine serve` as a program."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+import aiohttp
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COMMAND = (sys.executable, "-c", "from headrace.actors.cli import main; main()", "engine", "serve")
+
+
+async def start(*options: object, **environment: str) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    given = os.environ | environment
+    return await asyncio.create_subprocess_exec(*COMMAND, *map(str, options), stdout=pipe, stderr=pipe, env=given)
+
+
+async def ended(*options: object, **environment: str) -> tuple[int | None, str]:
+    """Exit code and standard error of a command that must end."""
+    process = await start(*options, **environment)
+    async with asyncio.timeout(60):
+        output, errors = await process.communicate()
+    assert output == b""
+    return process.returncode, errors.decode()
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.mark.timeout(300)
+async def test_it_prints_its_url_and_ends_with_sigterm(backend: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    if backend == "sglang":
+        from headrace.policies.sglang.installing import environment_python
+
+        if environment_python() is None:
+            pytest.skip("SGLang is not installed: scripts/install_sglang")
+    announced = tmp_path / "announced.json"
+    options = ("--backend", backend, "--model", tiny_model_dir, "--weight-version", "1.7", "--max-context", 512)
+    process = await start(*options, "--announce", announced, "--directory", tmp_path)
+    assert process.stdout is not None
+    url = (await process.stdout.readline()).decode().strip()
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/model_info") as response:
+        assert (await response.json())["weight_version"] == "1.7"
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    assert json.loads(announced.read_text()) == {"url": url, "pid": process.pid}
+    process.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(60):
+        output, _ = await process.communicate()
+    assert (process.returncode, output) == (0, b"")
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "sglang"])
+async def test_a_directory_without_a_model_is_one_line(backend: str, tmp_path: Path) -> None:
+    code, said = await ended("--backend", backend, "--model", tmp_path)
+    assert (code, said.count("\n")) == (2, 1)
+    assert "no config.json" in said
+
+
+async def test_a_missing_environment_is_one_line(tiny_model_dir: Path, tmp_path: Path) -> None:
+    options = ("--backend", "sglang", "--model", tiny_model_dir)
+    code, said = await ended(*options, XDG_CACHE_HOME=str(tmp_path))
+    assert (code, said.count("\n")) == (2, 1)
+    assert "scripts/install_sglang" in said
+
+
+async def test_a_taken_port_is_one_line(tiny_model_dir: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        options = ("--backend", "sglang", "--model", tiny_model_dir, "--port", taken.getsockname()[1])
+        code, said = await ended(*options)
+    assert (code, said.count("\n")) == (2, 1)
+    assert "is taken" in said
+
+
+async def test_a_wrong_option_is_one_line(tiny_model_dir: Path) -> None:
+    code, said = await ended("--backend", "sglang", "--model", tiny_model_dir, "--dtype", "int3")
+    assert (code, said.count("\n")) == (2, 1)
+    assert "--dtype" in said
+
+
+async def test_an_engine_that_ends_by_itself_is_told(tiny_model_dir: Path) -> None:
+    process = await start("--model", tiny_model_dir)
+    assert process.stdout is not None
+    await process.stdout.readline()
+    [engine] = psutil.Process(process.pid).children()
+    engine.kill()
+    async with asyncio.timeout(60):
+        _, errors = await process.communicate()
+    assert process.returncode == 1
+    assert "ended by itself with -9" in errors.decode()
