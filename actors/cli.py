@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from headrace.actors.cli_engine import serve
+from headrace.actors.cli_engines import add_engine, engine_table, list_engines, remove_engine
 from headrace.actors.cli_output import (
     EXIT_BAD_INPUT,
     EXIT_DIRTY,
@@ -145,6 +146,7 @@ def status(
     json: Json = None,
 ) -> None:
     """Tell what run directories say; touches no process."""
+    from headrace.actors.engine_group.roster import read_roster
     from headrace.actors.launch import reopen, status_of
     from headrace.actors.run_directory import RunDirectory
 
@@ -163,6 +165,8 @@ def status(
         driven = "yes" if state["driven"] else "no"
         table.add_row(state["run"], driven, str(state["steps"]), state["version"] or "-", reward, held_out or "-")
     console().print(table)
+    if run_dir is not None and (engines := read_roster(found[0].engines).engines):
+        console().print(engine_table(engines))
 
 
 @app.command()
@@ -239,6 +243,11 @@ def export(
 
 
 engine_app.command()(serve)
+
+
+engine_app.command("list")(list_engines)
+engine_app.command("add")(add_engine)
+engine_app.command("remove")(remove_engine)
 
 
 @app.command("gateway")

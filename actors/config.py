@@ -23,6 +23,7 @@ from headrace.actors.agents.shell import ShellAgentConfig
 from headrace.actors.agents.simulated import SimulatedAgentConfig
 from headrace.actors.dispatcher import DispatcherConfig
 from headrace.actors.engine_group.config import EnginesConfig
+from headrace.actors.engine_group.registry import is_loopback
 from headrace.actors.errors import ConfigError
 from headrace.actors.learner import LearnerLoopConfig
 from headrace.actors.rollout import RolloutConfig
@@ -278,6 +279,33 @@ def turns_fit_the_engines(config: RunConfig) -> str | None:
     return f"engines.max_context_tokens {limit} is below sampling.max_context_tokens {context}: raise the first"
 
 
+def weights_fit_the_devices(config: RunConfig) -> str | None:
+    """NCCL moves weights between GPUs only."""
+    if config.push.backend != "nccl" or config.engines.device == "cuda" or config.engines.is_simulated:
+        return None
+    return "push.backend nccl needs engines on GPUs; set engines.device to cuda, or push.backend to gloo"
+
+
+def checksums_can_be_compared(config: RunConfig) -> str | None:
+    """SGLang fuses parameters, so that its checksums have other names than the snapshot's."""
+    engines = config.engines
+    if engines.backend != "sglang" or not engines.count or config.push.verify != "snapshot":
+        return None
+    return "push.verify snapshot cannot be asked of SGLang, which fuses parameters; set it to engines"
+
+
+def other_hosts_reach_the_sender(config: RunConfig) -> str | None:
+    engines, host = config.engines, config.push.host
+    if not host.startswith("127.") and host not in ("localhost", "::1"):
+        return None
+    for url in (*engines.attach, *([engines.router] if engines.router else [])):
+        if not is_loopback(url):
+            return (
+                f"push.host {host} is not reachable from {url}; set it to this host's address, as those engines see it"
+            )
+    return None
+
+
 def failing_engines_are_noticed_in_time(config: RunConfig) -> str | None:
     agent_s = config.rollout.agent_timeout_s
     if config.engines.is_simulated:
@@ -350,6 +378,9 @@ CHECKS = (
     simulated_parts_go_together,
     rows_fit_a_micro_batch,
     turns_fit_the_engines,
+    weights_fit_the_devices,
+    checksums_can_be_compared,
+    other_hosts_reach_the_sender,
     failing_engines_are_noticed_in_time,
     the_guard_covers_the_phases,
     rollouts_fit_the_sandboxes,

@@ -17,13 +17,14 @@ import signal
 import time
 import uuid
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
 from headrace.actors.choosing import make_agent
 from headrace.actors.config import AgentKind, RunConfig, SandboxKind, load_recipe
+from headrace.actors.engine_group.roster import read_roster
 from headrace.actors.errors import ActorLost, ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.guarding import guard, keep_running
 from headrace.actors.held_out.overlap import refuse_overlap
@@ -303,5 +304,6 @@ def status_of(directory: RunDirectory) -> dict[str, Any]:
         "version": steps[-1]["version"] if steps else None,
         "reward": steps[-1]["reward"] if steps else None,
         "held_out": {record["tag"]: record["success"] for record in evaluations},
+        "engines": [asdict(engine) for engine in read_roster(directory.engines).engines],
         "finished": directory.summary.exists(),
     }

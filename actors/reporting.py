@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.table import Table
 
+from headrace.actors.engine_group.roster import read_roster
 from headrace.actors.metrics import read_metrics
 from headrace.actors.push_costs import push_costs
 from headrace.actors.utilisation import bottleneck, mean_in_flight, mean_loads
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from headrace.actors.engine_group.roster import EngineStatus
     from headrace.actors.push_costs import PushCosts
     from headrace.actors.run_directory import RunDirectory
     from headrace.actors.utilisation import StationLoad
@@ -68,6 +70,8 @@ class RunReport:
     """Why, in words."""
     pushes: PushCosts | None
     """What the weight pushes cost; None without any."""
+    engines: tuple[EngineStatus, ...]
+    """As their group last said; those that are gone too."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"staleness": {str(staleness): count for staleness, count in self.staleness.items()}}
@@ -89,6 +93,7 @@ class RunReport:
         lines += [f"parked: {task} ({failure})" for task, failure in self.parked.items()]
         lines += [f"station {load.line()}" for load in self.stations]
         lines += [f"held up by {self.held_up_by}"] if self.held_up_by else []
+        lines += [_engine_line(engine) for engine in self.engines]
         lines += [f"slowed down to {self.slowed_to} rollouts: {self.slowed_by}"] if self.slowed_by else []
         lines += [self.pushes.line()] if self.pushes else []
         return Group(*lines, "", _deciles(self.deciles)) if self.deciles else Group(*lines)
@@ -118,7 +123,13 @@ def report_of(directory: RunDirectory) -> RunReport:
         slowed_to=slowest["rollout_limit"] if slowest else None,
         slowed_by=slowest["slowed_by"] if slowest else "",
         pushes=push_costs(metrics),
+        engines=read_roster(directory.engines).engines,
     )
+
+
+def _engine_line(engine: EngineStatus) -> str:
+    line = f"engine {engine.engine_id} at {engine.url or '-'}: {engine.state}, version {engine.version or '-'}"
+    return f"{line}, load {engine.load}" + (f" ({engine.reason})" if engine.reason else "")
 
 
 def _staleness(evidence: Evidence) -> dict[int, int]:

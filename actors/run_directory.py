@@ -53,6 +53,16 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def engines(self) -> Path:
+        """The engines and how each is, as their group last said."""
+        return self.path / "engines" / "members.json"
+
+    @property
+    def engine_requests(self) -> Path:
+        """What operators ask of the engines, and the answers."""
+        return self.path / "engines" / "requests"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

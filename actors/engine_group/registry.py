@@ -247,6 +247,12 @@ class EngineRegistry:
             del self._entries[engine_id]
 
 
+def is_loopback(url: str) -> bool:
+    """Whether only this host reaches the address."""
+    host, _ = address(url)
+    return host.startswith("127.") or host == "::1"
+
+
 def address(url: str) -> tuple[str, int]:
     """Host and port, so that two spellings of one address are one."""
     parts = urlsplit(url)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed (pip install .[router])"
+    importlib.util.find_spec("sglang_router") is None, reason="sglang-router is not installed (of the dev extra)"
 )
 
 
