@@ -3,7 +3,8 @@
 Invariants:
 - `Qwen3Weights` is storage that is allocated once: it is written only while no forward pass reads it, so a swap is the
   exchange of two of them and never half done.
-- Matrices that run fused are stored fused, and a parameter is a part of one of them: loading it is one copy.
+- All parameters lie in one piece of memory, in the order of `Qwen3Config.shapes`, where those that run as one matrix
+  stand together: neighbours can be received in their place.
 - Rows `[0, B)` of the cache are the running batch, each from position 0 of its sequence: no gather is ever needed to
   attend.
 - `decode` and `prefill` write the cache rows they are given and nothing else.
@@ -40,110 +41,117 @@ class LayerWeights:
     attention_norm: Tensor
     qkv: Tensor
     qk_norm: Tensor
-    """Norm weights of the H query heads and G key heads, `(H + G, D)`."""
+    """Norm weights of the H query heads and G key heads, `(H + G, D)`: a row for every head, and so not a parameter."""
+    query_heads: int
     output: Tensor
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
 
-    @classmethod
-    def allocate(cls, config: Qwen3Config) -> LayerWeights:
-        hidden, wide, head = config.hidden_size, config.intermediate_size, config.head_dim
-        queries, keys = config.num_attention_heads, config.num_key_value_heads
-        return cls(
-            attention_norm=torch.empty(hidden),
-            qkv=torch.empty((queries + 2 * keys) * head, hidden),
-            qk_norm=torch.empty(queries + keys, head),
-            output=torch.empty(hidden, queries * head),
-            mlp_norm=torch.empty(hidden),
-            gate_up=torch.empty(2 * wide, hidden),
-            down=torch.empty(hidden, wide),
-        )
-
-    def slots(self, config: Qwen3Config) -> dict[str, Tensor]:
-        """Where each parameter is stored. A norm weight of the heads has a row for every head."""
-        queries, keys = config.num_attention_heads, config.num_key_value_heads
-        query, key, value = torch.split(self.qkv, [heads * config.head_dim for heads in (queries, keys, keys)])
-        gate, up = self.gate_up.chunk(2)
-        return {
-            "input_layernorm": self.attention_norm,
-            "self_attn.q_proj": query,
-            "self_attn.k_proj": key,
-            "self_attn.v_proj": value,
-            "self_attn.o_proj": self.output,
-            "self_attn.q_norm": self.qk_norm[:queries],
-            "self_attn.k_norm": self.qk_norm[queries:],
-            "post_attention_layernorm": self.mlp_norm,
-            "mlp.gate_proj": gate,
-            "mlp.up_proj": up,
-            "mlp.down_proj": self.down,
-        }
+    def spread_norms(self, slots: Mapping[str, Tensor], layer: int) -> None:
+        """Fill `qk_norm` from the two parameters."""
+        self.qk_norm[: self.query_heads] = slots[f"model.layers.{layer}.self_attn.q_norm.weight"]
+        self.qk_norm[self.query_heads :] = slots[f"model.layers.{layer}.self_attn.k_norm.weight"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Qwen3Weights:
-    """One set of weights in fp32. `slots` says where each parameter is stored, by Hugging Face name; `dtypes` holds the
-    dtype that each came in since `forget`: a name that is not there has not been loaded."""
+    """One set of weights in fp32. `slots` are its parameters by Hugging Face name, parts of `memory`; `dtypes` holds
+    the dtype that each came in since `forget`: a name that is not there has not been loaded."""
 
-    shapes: Mapping[str, tuple[int, ...]]
+    memory: Tensor
+    slots: Mapping[str, Tensor]
+    dtypes: dict[str, torch.dtype]
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Tensor
-    slots: Mapping[str, Tensor]
-    dtypes: dict[str, torch.dtype]
 
     @classmethod
     def allocate(cls, config: Qwen3Config) -> Qwen3Weights:
         """Storage with nothing in it."""
-        embedding, norm = torch.empty(config.vocab_size, config.hidden_size), torch.empty(config.hidden_size)
-        head = embedding if config.tie_word_embeddings else torch.empty_like(embedding)
-        layers = tuple(LayerWeights.allocate(config) for _ in range(config.num_hidden_layers))
-        slots = {"model.embed_tokens.weight": embedding, "model.norm.weight": norm}
-        if not config.tie_word_embeddings:
-            slots["lm_head.weight"] = head
-        for index, layer in enumerate(layers):
-            slots |= {f"model.layers.{index}.{name}.weight": slot for name, slot in layer.slots(config).items()}
+        shapes = config.shapes()
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        memory = torch.empty(sum(sizes))
+        parts = torch.split(memory, sizes)
+        slots = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        embedding = slots["model.embed_tokens.weight"]
         return cls(
-            shapes=config.shapes(),
-            embedding=embedding,
-            layers=layers,
-            norm=norm,
-            head=head,
+            memory=memory,
             slots=slots,
             dtypes={},
+            embedding=embedding,
+            layers=tuple(layer_weights(config, memory, slots, layer) for layer in range(config.num_hidden_layers)),
+            norm=slots["model.norm.weight"],
+            head=embedding if config.tie_word_embeddings else slots["lm_head.weight"],
         )
+
+    def place(self, names: Sequence[str]) -> Tensor | None:
+        """The memory of these parameters, if they lie in it one after another in this order."""
+        end = first = self.slots[names[0]].storage_offset()
+        for name in names:
+            if self.slots[name].storage_offset() != end:
+                return None
+            end += self.slots[name].numel()
+        return self.memory[first:end]
 
     def load(self, name: str, tensor: Tensor) -> None:
         """Copy one parameter to its place. Raises ModelInvalid when it has none, does not fit, or is not finite."""
-        shape = self.shapes.get(name)
-        if shape is None or tuple(tensor.shape) != shape:
-            raise ModelInvalid(f"parameter {name} has shape {tuple(tensor.shape)}, the config says {shape}")
-        slot = self.slots[name].copy_(tensor)
-        # Not `isfinite`, which makes a second tensor and takes longer than the copy; extremes keep NaN and infinity.
-        low, high = slot.aminmax()
+        slot = self.slots.get(name)
+        if slot is None or slot.shape != tensor.shape:
+            expected = None if slot is None else tuple(slot.shape)
+            raise ModelInvalid(f"parameter {name} has shape {tuple(tensor.shape)}, the config says {expected}")
+        slot.copy_(tensor)
+        self.accept(name, tensor.dtype)
+
+    def accept(self, name: str, dtype: torch.dtype) -> None:
+        """Count a parameter that is in its place as loaded. Raises ModelInvalid when it is not finite."""
+        # Not `isfinite`, which makes a second tensor and takes longer than a copy; extremes keep NaN and infinity.
+        low, high = self.slots[name].aminmax()
         if not math.isfinite(low) or not math.isfinite(high):
             raise ModelInvalid(f"parameter {name} holds NaN or infinity")
-        self.dtypes[name] = tensor.dtype
-
-    def parameter(self, name: str) -> Tensor:
-        """The parameter in fp32 and in its own shape; it shares the storage."""
-        slot = self.slots[name]
-        return slot[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else slot
+        self.dtypes[name] = dtype
 
     def missing(self) -> list[str]:
         """Names that have not been loaded since `forget`."""
         return [name for name in self.slots if name not in self.dtypes]
 
-    def load_missing(self, other: Qwen3Weights) -> None:
-        """Take what has not been loaded from another set of the same config."""
+    def complete(self, other: Qwen3Weights | None) -> None:
+        """Make ready to run: what has not been loaded comes from another set. Raises ModelInvalid without one."""
         for name in self.missing():
+            if other is None:
+                raise ModelInvalid(f"parameter {name} is missing")
             self.slots[name].copy_(other.slots[name])
             self.dtypes[name] = other.dtypes[name]
+        for index, layer in enumerate(self.layers):
+            layer.spread_norms(self.slots, index)
 
     def forget(self) -> None:
         """Count everything as not loaded."""
         self.dtypes.clear()
+
+
+def layer_weights(config: Qwen3Config, memory: Tensor, slots: Mapping[str, Tensor], layer: int) -> LayerWeights:
+    """Views of one layer's parameters."""
+
+    def joined(*names: str) -> Tensor:
+        parts = [slots[f"model.layers.{layer}.{name}.weight"] for name in names]
+        first = parts[0].storage_offset()
+        return memory[first : first + sum(part.numel() for part in parts)].view(-1, config.hidden_size)
+
+    def single(name: str) -> Tensor:
+        return slots[f"model.layers.{layer}.{name}.weight"]
+
+    return LayerWeights(
+        attention_norm=single("input_layernorm"),
+        qkv=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        qk_norm=torch.empty(config.num_attention_heads + config.num_key_value_heads, config.head_dim),
+        query_heads=config.num_attention_heads,
+        output=single("self_attn.o_proj"),
+        mlp_norm=single("post_attention_layernorm"),
+        gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
+        down=single("mlp.down_proj"),
+    )
 
 
 def load_file(weights: Qwen3Weights, path: Path) -> list[str]:
@@ -167,6 +175,7 @@ def read_weights(config: Qwen3Config, path: Path) -> Qwen3Weights:
     """Weights of a model.safetensors. Raises ModelInvalid naming the file."""
     weights = Qwen3Weights.allocate(config)
     load_file(weights, path)
+    weights.complete(None)
     return weights
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -12,6 +14,22 @@ from headrace.policies.errors import ModelInvalid
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+
+LAYER_PARAMETERS = (
+    "input_layernorm",
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "self_attn.q_norm",
+    "self_attn.k_norm",
+    "post_attention_layernorm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+"""In the order of `Qwen3Config.shapes`: what runs as one matrix stands together."""
 
 
 class Qwen3Config(BaseModel):
@@ -75,7 +93,7 @@ class Qwen3Config(BaseModel):
         return config
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face parameter names and their shapes."""
+        """Hugging Face parameter names and their shapes, in the order in which the embedded engine stores them."""
         hidden, wide, head = self.hidden_size, self.intermediate_size, self.head_dim
         queries, keys = self.num_attention_heads * head, self.num_key_value_heads * head
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
@@ -98,3 +116,13 @@ class Qwen3Config(BaseModel):
         if not self.tie_word_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
+
+
+def storage_place(name: str) -> tuple[float, int]:
+    """Sorts parameter names as `Qwen3Config.shapes` lists them; what no Qwen3 has comes last."""
+    if name == "model.embed_tokens.weight":
+        return 0, 0
+    known = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+    if known is not None and known[2] in LAYER_PARAMETERS:
+        return 1 + int(known[1]), LAYER_PARAMETERS.index(known[2])
+    return math.inf, {"model.norm.weight": 0, "lm_head.weight": 1}.get(name, 2)

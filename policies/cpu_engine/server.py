@@ -289,7 +289,6 @@ class EngineServer:
                 "max_req_input_len": context_tokens - 1,
                 "max_total_num_tokens": context_tokens * settings.max_running,
                 "max_running_requests": settings.max_running,
-                "tp_size": 1,
             }
         )
 

@@ -2,7 +2,9 @@
 
 Invariants:
 - It is allocated once, at the first update, and used again: an engine holds two sets of weights and two buckets (one
-  arrives while the other is loaded), however many updates it sees.
+  arrives while the other is loaded), however many updates it sees. Only a transfer that was given up keeps a third set,
+  until its collective ends.
+- A bucket of fp32 tensors in the order of the storage arrives in its place; buffers are for all others.
 - Whoever writes takes the memory out and puts it back when done; what a writer that was given up still writes to is
   never used again.
 - A set becomes live only with every parameter. What a push leaves out is taken from the live set, but after a loss
@@ -12,6 +14,8 @@ Invariants:
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
 
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.push.weights import unflatten
@@ -52,8 +56,6 @@ class Staging:
 
     def take_buffer(self, size_bytes: int) -> Tensor:
         """Room for one bucket; its first bytes are the bucket's."""
-        import torch
-
         self._largest_bytes = max(self._largest_bytes, size_bytes)
         if self._buffers and self._buffers[-1].numel() >= size_bytes:
             return self._buffers.pop()
@@ -83,10 +85,22 @@ class Staging:
             raise ModelInvalid(
                 f"parameter {missing[0]} ({len(missing)} in all) was not sent again after a transfer failed"
             )
-        spare.load_missing(live)
+        spare.complete(live)
 
 
-def load_bucket(spare: Qwen3Weights, bucket: Bucket, flat: Tensor) -> None:
-    """Copy a received bucket to its places. Raises ModelInvalid."""
-    for name, tensor in unflatten(bucket, flat):
+def place_of(spare: Qwen3Weights, bucket: Bucket) -> Tensor | None:
+    """The bytes in which this bucket may arrive without another copy."""
+    if set(bucket.dtypes) != {"float32"}:
+        return None
+    place = spare.place(bucket.names)
+    return None if place is None else place.view(torch.uint8)
+
+
+def load_bucket(spare: Qwen3Weights, bucket: Bucket, buffer: Tensor | None) -> None:
+    """Copy a received bucket to its places; without a buffer it is there. Raises ModelInvalid."""
+    if buffer is None:
+        for name in bucket.names:
+            spare.accept(name, torch.float32)
+        return
+    for name, tensor in unflatten(bucket, buffer[: bucket.size_bytes]):
         spare.load(name, tensor)

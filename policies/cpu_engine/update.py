@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from headrace.policies.cpu_engine.staging import Staging, load_bucket
+from headrace.policies.cpu_engine.staging import Staging, load_bucket, place_of
 from headrace.policies.errors import GroupFailed, ModelInvalid, RequestInvalid
 from headrace.policies.push.process_group import (
     destroy_group,
@@ -76,11 +76,12 @@ async def in_thread(function: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """A bucket on its way from its buffer to the spare set; it owns both until it is done."""
+    """A bucket on its way from its buffer to the spare set; both are its own until it is done. Other parts of the set
+    may be received meanwhile."""
 
     future: Future[None]
     spare: Qwen3Weights
-    buffer: Tensor
+    buffer: Tensor | None
 
 
 class WeightUpdater:
@@ -205,7 +206,7 @@ class WeightUpdater:
         async with self._receiving:
             live = self._engine.runner.model.weights
             return await in_thread(
-                lambda: {name: checksum(live.parameter(name), dtype) for name, dtype in live.dtypes.items()}
+                lambda: {name: checksum(live.slots[name], dtype) for name, dtype in live.dtypes.items()}
             )
 
     def _check_open(self) -> None:
@@ -220,20 +221,25 @@ class WeightUpdater:
     async def _receive(self, bucket: Bucket, body: UpdateWeights) -> None:
         """One bucket from the wire, and on its way to the spare set."""
         group = self._group(body.group_name)
-        buffer = self._staging.take_buffer(bucket.size_bytes)
-        flat = buffer[: bucket.size_bytes]
+        spare = self._staging.take_spare() if self._loading is None else self._loading.spare
+        place, buffer = place_of(spare, bucket), None
+        if place is None:
+            buffer = self._staging.take_buffer(bucket.size_bytes)
+        flat = place if buffer is None else buffer[: bucket.size_bytes]
+        assert flat is not None
         pieces = [flat] if body.load_format == "flattened_bucket" else bucket.split(flat)
         try:
             await in_thread(lambda: receive(group, pieces))
         except (GroupFailed, asyncio.CancelledError):
-            # A collective cannot be cancelled: its thread may still be in there. Group and buffer are lost.
+            # A collective cannot be cancelled: its thread may still be in there. Group and memory are left to it.
             self._groups.pop(body.group_name, None)
             self._loading = None
             self._staging.tear()
             raise
-        await self._loaded()
-        spare = self._staging.take_spare()
-        future = start_thread(lambda: load_bucket(spare, bucket, flat))
+        if self._loading is not None:
+            await self._loaded()
+            spare = self._staging.take_spare()
+        future = start_thread(lambda: load_bucket(spare, bucket, buffer))
         self._loading = Loading(future=future, spare=spare, buffer=buffer)
 
     async def _loaded(self) -> None:
@@ -242,7 +248,8 @@ class WeightUpdater:
         if loading is not None:
             async with self._writing(loading.spare):
                 await asyncio.wrap_future(loading.future)
-            self._staging.put_buffer(loading.buffer)
+            if loading.buffer is not None:
+                self._staging.put_buffer(loading.buffer)
 
     @asynccontextmanager
     async def _writing(self, spare: Qwen3Weights) -> AsyncIterator[Qwen3Weights]:

@@ -204,8 +204,8 @@ class Sender:
         self._flat.clear()
         # One snapshot is held at a time, and the memory of the last is used again: new pages cost more than reading.
         last, self._snapshot = self._snapshot, None
-        buffer = None if last is None else last.data
-        self._snapshot = read_snapshot(Path(command["path"]), command["sha256"], buffer)
+        memory = None if last is None else last.data
+        self._snapshot = read_snapshot(Path(command["path"]), command["sha256"], memory)
         self._buckets = plan_buckets(self._snapshot.specs, command["bucket_bytes"])
         sums = self._snapshot.checksums() if command["checksums"] else {}
         sizes = [bucket.size_bytes for bucket in self._buckets]

@@ -4,7 +4,8 @@ Invariants:
 - The plan of buckets depends on the file's header and `bucket_bytes` alone, so every receiver can be told it before
   a byte is sent.
 - A bucket is the bytes of its tensors one after another, in the order of `names` (SGLang's `flattened_bucket`). Tensors
-  go in the order in which the file holds them: then every bucket is a part of the file, and nothing is laid out.
+  are read into memory in the order in which the embedded engine stores them: every bucket is a part of that memory, and
+  of the engine's; nothing is laid out at either end. Other engines take any order.
 - A checksum is XXH3 of 128 bits over a tensor's bytes in the dtype it was sent in; it does not depend on how buckets
   are cut. It finds accidents. Against a snapshot that somebody replaced stands the SHA-256 of its file.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +23,7 @@ import xxhash
 
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.push.tensors import FILE_DTYPES, TensorSpec, read_specs
+from headrace.policies.qwen3_config import storage_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -63,7 +66,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
-    """A file in memory: what it holds, in the order of its bytes, and the bytes (uint8)."""
+    """A file in memory: its tensors in the order of `specs`, and their bytes (uint8) without a gap."""
 
     specs: Mapping[str, TensorSpec]
     data: Tensor
@@ -87,13 +90,8 @@ class Snapshot:
         }
 
     def _starts(self) -> dict[str, int]:
-        # The tensors fill the end of the file without a hole: the format asks for that, and the library checks it.
-        start = self.data.numel() - sum(spec.size_bytes for spec in self.specs.values())
-        starts = {}
-        for name, spec in self.specs.items():
-            starts[name] = start
-            start += spec.size_bytes
-        return starts
+        ends = accumulate(spec.size_bytes for spec in self.specs.values())
+        return {name: end - spec.size_bytes for (name, spec), end in zip(self.specs.items(), ends, strict=True)}
 
 
 def plan_buckets(specs: Mapping[str, TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
@@ -134,35 +132,47 @@ def checksum(tensor: Tensor, dtype: torch.dtype) -> str:
     return digest.hexdigest()
 
 
-def read_snapshot(path: Path, sha256: str | None, buffer: Tensor | None = None) -> Snapshot:
-    """A snapshot file in memory; in `buffer` if that has its size. Raises ModelInvalid when it is unreadable or not the
-    file that was meant."""
+def read_snapshot(path: Path, sha256: str | None, memory: Tensor | None = None) -> Snapshot:
+    """A snapshot file in memory; in `memory` if that has the right size. Raises ModelInvalid when it is unreadable or
+    not the file that was meant."""
+    held = read_specs(path)
+    _refuse_unpushable(held, path)
+    total_bytes = sum(spec.size_bytes for spec in held.values())
+    if memory is None or memory.numel() != total_bytes:
+        memory = torch.empty(total_bytes, dtype=torch.uint8)
+    specs = {name: held[name] for name in sorted(held, key=storage_place)}
+    snapshot = Snapshot(specs=specs, data=memory)
     try:
-        data, digest = read_bytes(path, buffer)
+        # The tensors fill the end of the file without a hole: the format asks for that, and the library checks it.
+        header = torch.empty(path.stat().st_size - total_bytes, dtype=torch.uint8)
+        digest = read_pieces(path, [header, *(snapshot.flat(describe([name], specs)) for name in held)])
     except OSError as error:
         raise ModelInvalid(f"{path}: {error}") from error
     if sha256 is not None and digest != sha256:
         raise ModelInvalid(f"{path}: its sha256 is not the snapshot's: it was overwritten or cut")
-    specs = read_specs(path)
+    return snapshot
+
+
+def _refuse_unpushable(specs: Mapping[str, TensorSpec], path: Path) -> None:
     for name, spec in specs.items():
         if not spec.pushable:
             raise ModelInvalid(
                 f"{path}: {name} has dtype {spec.dtype}, which cannot be pushed; convert it to one of "
                 f"{sorted(FILE_DTYPES)}"
             )
-    return Snapshot(specs=specs, data=data)
 
 
-def read_bytes(path: Path, buffer: Tensor | None) -> tuple[Tensor, str]:
-    """A file's bytes and their SHA-256, which is worked out in a thread while the next piece is read."""
-    size_bytes = path.stat().st_size
-    data = buffer if buffer is not None and buffer.numel() == size_bytes else torch.empty(size_bytes, dtype=torch.uint8)
-    view, digest, filled = data.numpy().data, hashlib.sha256(), 0
+def read_pieces(path: Path, pieces: Sequence[Tensor]) -> str:
+    """Fill the pieces with a file's bytes, one after another. Returns the file's SHA-256, which is worked out in a
+    thread while the next bytes are read."""
+    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(max_workers=1) as hashing:
-        while filled < size_bytes:
-            count = file.readinto(view[filled : filled + READ_BYTES])
-            if not count:
-                raise ModelInvalid(f"{path}: it was cut while it was read")
-            hashing.submit(digest.update, view[filled : filled + count])
-            filled += count
-    return data, digest.hexdigest()
+        for piece in pieces:
+            view, filled = piece.numpy().data, 0
+            while filled < len(view):
+                count = file.readinto(view[filled : filled + READ_BYTES])
+                if not count:
+                    raise ModelInvalid(f"{path}: it was cut while it was read")
+                hashing.submit(digest.update, view[filled : filled + count])
+                filled += count
+    return digest.hexdigest()

@@ -83,7 +83,7 @@ class Floor:
         """So many agents that take one turn after another, and one that hangs for ever without a turn."""
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self._agent(max_new_tokens)) for _ in range(agents)]
-            running.append(tasks.create_task(asyncio.Event().wait()))
+            running.append(tasks.create_task(_hang()))
             try:
                 yield
             finally:
@@ -110,6 +110,10 @@ class Floor:
             self.sampled_tokens += len(whole.output_ids)
 
 
+async def _hang() -> None:
+    await asyncio.Event().wait()
+
+
 @asynccontextmanager
 async def open_floor(
     model: Path, folder: Path, *, engines: int, max_running: int, max_context: int
@@ -117,21 +121,19 @@ async def open_floor(
     """Start engines of a model directory; a sender sends its weights."""
     vocab_size = Qwen3Config.read(model / "config.json").vocab_size
     async with AsyncExitStack() as stack:
-        limits = {"max_running": max_running, "max_context": max_context}
-        configs = [
-            EngineProcessConfig(model=model, directory=folder, name=f"engine-{at}", seed=at, **limits)
-            for at in range(engines)
+        config = EngineProcessConfig(model=model, directory=folder, max_running=max_running, max_context=max_context)
+        processes = [
+            EngineProcess(config.model_copy(update={"name": f"engine-{at}", "seed": at})) for at in range(engines)
         ]
-        processes = [EngineProcess(config) for config in configs]
         for process in processes:
             stack.push_async_callback(process.stop)
         async with asyncio.TaskGroup() as tasks:
             for process in processes:
                 tasks.create_task(process.start())
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        config = SGLangConfig(vocab_size=vocab_size, generate_timeout_s=TURN_DEADLINE_S, control_timeout_s=60.0)
+        client = SGLangConfig(vocab_size=vocab_size, generate_timeout_s=TURN_DEADLINE_S, control_timeout_s=60.0)
         clients = tuple(
-            SGLangEngine(EngineId(f"engine-{at}"), process.url, session, config) for at, process in enumerate(processes)
+            SGLangEngine(EngineId(f"engine-{at}"), process.url, session, client) for at, process in enumerate(processes)
         )
         yield Floor(
             engines=clients,

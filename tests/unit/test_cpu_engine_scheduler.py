@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -115,12 +117,93 @@ def test_pause_abort_ends_everything() -> None:
     assert [item.finish for item in core.pause(PauseMode.ABORT)] == [Aborted(queued=False), Aborted(queued=True)]
 
 
+def test_in_place_keeps_rows_and_splits_spans() -> None:
+    core = scheduler(max_running=2)
+    for name in "abc":
+        core.add(generation(name))
+    step(core, 1)
+    assert core.pause(PauseMode.IN_PLACE) == []
+    core.add(generation("late"))
+    assert [item.prompt.request_id for item in core.running] == ["a", "b"]
+    assert core.admit() == []
+    assert not core.runnable
+    assert core.drained
+    assert core.resume() == []
+    assert not core.drained
+    step(core, 2, "1.1")
+    first = core.running[0]
+    assert (first.output_ids, first.retractions) == ([1, 2], 0)
+    assert [(span.version, span.start, span.end) for span in first.spans] == [("1.0", 0, 1), ("1.1", 1, 2)]
+    assert core.moves == []
+
+
+def test_abort_of_what_is_paused_in_place_comes_with_the_end_of_the_pause() -> None:
+    core = scheduler(max_running=1)
+    for name in ("running", "queued"):
+        core.add(generation(name))
+    step(core, 1)
+    core.pause(PauseMode.IN_PLACE)
+    core.add(generation("late"))
+    assert [item.finish for item in core.abort("queued")] == [Aborted(queued=True)]
+    assert core.abort("running") == []
+    assert core.abort("late") == []
+    (finished,) = core.resume()
+    assert (finished.prompt.request_id, finished.finish, finished.output_ids) == ("running", Aborted(queued=False), [1])
+    assert [item.prompt.request_id for item in core.waiting] == ["late"]
+
+
+def test_a_client_that_leaves_in_a_pause_in_place_frees_its_row_at_once() -> None:
+    core = scheduler()
+    kept, gone = generation("kept"), generation("gone")
+    for item in (gone, kept):
+        core.add(item)
+    step(core, 1)
+    core.pause(PauseMode.IN_PLACE)
+    core.abort("gone")
+    assert core.drop([gone]) == [gone]
+    assert core.running == [kept]
+    assert [(move.source, move.target) for move in core.moves] == [(1, 0)]
+    assert core.resume() == []
+
+
+def test_a_pause_in_place_can_turn_into_another() -> None:
+    core = scheduler()
+    for name in "ab":
+        core.add(generation(name))
+    step(core, 1)
+    core.pause(PauseMode.IN_PLACE)
+    assert core.abort("a") == []
+    assert core.pause(PauseMode.RETRACT) == []
+    assert [item.prompt.request_id for item in core.waiting] == ["a", "b"]
+    assert [item.finish for item in core.resume()] == [Aborted(queued=True)]
+    step(core, 2)
+    core.pause(PauseMode.IN_PLACE)
+    assert [item.finish for item in core.pause(PauseMode.ABORT)] == [Aborted(queued=False)]
+
+
+def test_a_session_holds_what_waits_and_lets_run_what_runs() -> None:
+    core = scheduler()
+    core.add(generation("a"))
+    step(core, 1)
+    core.holding = True
+    core.add(generation("b"))
+    assert core.runnable
+    assert not core.drained
+    core.pause(PauseMode.IN_PLACE)
+    assert core.drained
+    core.resume()
+    step(core, 2)
+    assert [item.prompt.request_id for item in core.waiting] == ["b"]
+
+
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(1, 6)),
         st.tuples(st.just("step"), st.sampled_from([1, 2, EOS])),
         st.tuples(st.just("abort"), st.integers(0, 20)),
-        st.tuples(st.just("retract"), st.just(0)),
+        st.tuples(st.just("pause"), st.sampled_from([PauseMode.RETRACT, PauseMode.IN_PLACE])),
+        st.tuples(st.just("hold"), st.booleans()),
+        st.tuples(st.just("version"), st.integers(1, 9)),
         st.tuples(st.just("resume"), st.just(0)),
     ),
     max_size=60,
@@ -129,12 +212,15 @@ ACTIONS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(ACTIONS)
-def test_rows_follow_the_moves(actions: list[tuple[str, int]]) -> None:
-    """A mirror of the cache, updated by prefills and `moves` only, always holds the right generation in each row."""
+def test_rows_follow_the_moves(actions: list[tuple[str, Any]]) -> None:
+    """A mirror of the cache, updated by prefills and `moves` only, always holds the right generation in each row.
+    Nothing is sampled in a pause, and every token is in the span of the version that sampled it."""
     core = scheduler(max_running=3)
     mirror: dict[int, str] = {}
     finished: list[Generation] = []
     added: list[Generation] = []
+    version = "0"
+    sampled: dict[int, list[str]] = {}
 
     def sync() -> None:
         for move in core.moves:
@@ -146,6 +232,7 @@ def test_rows_follow_the_moves(actions: list[tuple[str, int]]) -> None:
             added.append(generation(str(len(added)), max_new_tokens=value))
             finished += core.add(added[-1])
         elif kind == "step" and core.runnable:
+            assert not core.paused
             sync()
             before = len(core.running)
             for row, item in enumerate(core.admit(), start=before):
@@ -154,15 +241,23 @@ def test_rows_follow_the_moves(actions: list[tuple[str, int]]) -> None:
                 item.prompt.request_id for item in core.running
             ]
             rows = range(before, len(core.running)) if len(core.running) > before else range(before)
-            finished += core.record(rows, [value] * len(rows), [-1.0] * len(rows), "1.0")
+            for row in rows:
+                sampled.setdefault(id(core.running[row]), []).append(version)
+            finished += core.record(rows, [value] * len(rows), [-1.0] * len(rows), version)
         elif kind == "abort":
             finished += core.abort(str(value))
-        elif kind == "retract":
-            core.pause(PauseMode.RETRACT)
+        elif kind == "pause":
+            core.pause(value)
+            assert core.drained
+        elif kind == "hold":
+            core.holding = value
+        elif kind == "version":
+            version = str(value)
         elif kind == "resume":
-            core.resume()
+            finished += core.resume()
     places = [*core.running, *core.waiting, *finished]
     assert sorted(map(id, places)) == sorted(map(id, added))
     for item in added:
         assert len(item.logprobs) == len(item.output_ids)
-        assert (item.spans[-1].end if item.spans else 0) == len(item.output_ids)
+        told = [span.version for span in item.spans for _ in range(span.start, span.end)]
+        assert told == sampled.get(id(item), [])

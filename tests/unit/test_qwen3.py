@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.qwen3 import KeyValueCache, Qwen3, read_weights
-from headrace.policies.qwen3_config import Qwen3Config
+from headrace.policies.qwen3 import KeyValueCache, Qwen3, Qwen3Weights, read_weights
+from headrace.policies.qwen3_config import Qwen3Config, storage_place
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,3 +93,49 @@ def test_truncated_weights_are_named(tmp_path: Path, write_model) -> None:
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ModelInvalid, match=r"model\.safetensors"):
         load(directory)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_sort_into_the_order_of_the_storage(tmp_path: Path, write_model, tied: bool) -> None:
+    config = load(write_model(tmp_path / "model", tied=tied)).config
+    weights = Qwen3Weights.allocate(config)
+    names = list(config.shapes())
+    shuffled = ["z.weight", "model.layers.0.bias", *names[::-1]]
+    assert sorted(shuffled, key=storage_place)[: len(names)] == names
+    for first in range(len(names)):
+        for last in range(first + 1, len(names) + 1):
+            place = weights.place(names[first:last])
+            assert place is not None
+            assert place.numel() == sum(weights.slots[name].numel() for name in names[first:last])
+    assert weights.place(names[:3]).data_ptr() == weights.slots[names[0]].data_ptr()
+    assert weights.place([names[0], names[2]]) is None
+    assert weights.place([names[1], names[0]]) is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_are_refused(tiny_model_dir: Path, bad: float) -> None:
+    weights = Qwen3Weights.allocate(load(tiny_model_dir).config)
+    norm = torch.ones(96)
+    weights.load("model.norm.weight", torch.full((96,), 3e38))
+    norm[95] = bad
+    with pytest.raises(ModelInvalid, match=r"model\.norm\.weight holds NaN or infinity"):
+        weights.load("model.norm.weight", norm)
+    with pytest.raises(ModelInvalid, match="parameter other has shape"):
+        weights.load("other", norm)
+
+
+def test_what_is_not_loaded_comes_from_the_other_set(tiny_model_dir: Path) -> None:
+    model = load(tiny_model_dir)
+    changed = Qwen3Weights.allocate(model.config)
+    name = "model.layers.1.self_attn.q_norm.weight"
+    with pytest.raises(ModelInvalid, match="is missing"):
+        changed.complete(None)
+    changed.load(name, 2 * model.weights.slots[name].to(torch.bfloat16))
+    changed.complete(model.weights)
+    assert changed.missing() == []
+    assert changed.dtypes[name] == torch.bfloat16
+    assert changed.memory.data_ptr() != model.weights.memory.data_ptr()
+    differing = [key for key in changed.slots if not torch.equal(changed.slots[key], model.weights.slots[key])]
+    assert differing == [name]
+    assert torch.equal(changed.layers[1].qk_norm[:3], changed.slots[name].expand(3, 32))
+    assert torch.equal(changed.layers[1].qk_norm[3:], model.weights.layers[1].qk_norm[3:])
