@@ -25,6 +25,7 @@ from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome
 from headrace.policies.push.sender import SenderConfig, SenderProcess
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
+from headrace.policies.sglang.versions import release
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -59,6 +60,10 @@ class Rig:
     def genuine(self) -> bool:
         return not isinstance(self.process, EngineProcess)
 
+    @property
+    def tells_checksums(self) -> bool:
+        return release(self.dialect.version) >= (0, 5, 22)
+
     def next_version(self) -> tuple[PolicyVersion, Path]:
         version, model = PolicyVersion(1, len(self.served)), len(self.served) % 2
         self.served[version] = model
@@ -67,7 +72,11 @@ class Rig:
     async def push(self, mode: PauseMode) -> PolicyVersion:
         version, model = self.next_version()
         gate = self.support.RecordingGate()
-        config = PushConfig(pause_mode=mode, bucket_bytes=200_000, verify="engines", phase_timeout_s=30.0)
+        # Before 0.5.22 SGLang tells no checksums without CUDA.
+        verify = "engines" if self.tells_checksums else "off"
+        config = PushConfig.model_validate(
+            {"pause_mode": mode, "bucket_bytes": 200_000, "verify": verify, "phase_timeout_s": 30.0}
+        )
         snapshot = self.support.snapshot(model, version.step)
         report = await push(snapshot, [self.engine], self.sender, gate, _ignore, config)
         assert [part.outcome for part in report.engines] == [PushOutcome.UPDATED], report
@@ -134,6 +143,13 @@ async def rig(
         engine = SGLangEngine(EngineId("e"), process.url, session, config)
         dialect = kinds.kind_dialect(request.param)
         yield Rig(process, engine, sender, weights, dialect, load_support("push_rig"))
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def resumed(rig: Rig) -> AsyncIterator[None]:
+    """A test that fails in the midst of a push must not hold the next one."""
+    yield
+    await rig.engine.resume()
 
 
 class Errors:

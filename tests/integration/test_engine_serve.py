@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -15,21 +16,29 @@ import psutil
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 COMMAND = (sys.executable, "-c", "from headrace.actors.cli import main; main()", "engine", "serve")
 
 
-async def start(*options: object, **environment: str) -> asyncio.subprocess.Process:
+@asynccontextmanager
+async def started(*options: object, **environment: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The command; killed at the end if it still runs."""
     pipe = asyncio.subprocess.PIPE
     given = os.environ | environment
-    return await asyncio.create_subprocess_exec(*COMMAND, *map(str, options), stdout=pipe, stderr=pipe, env=given)
+    process = await asyncio.create_subprocess_exec(*COMMAND, *map(str, options), stdout=pipe, stderr=pipe, env=given)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
 
 
 async def ended(*options: object, **environment: str) -> tuple[int | None, str]:
     """Exit code and standard error of a command that must end."""
-    process = await start(*options, **environment)
-    async with asyncio.timeout(60):
+    async with started(*options, **environment) as process, asyncio.timeout(60):
         output, errors = await process.communicate()
     assert output == b""
     return process.returncode, errors.decode()
@@ -45,17 +54,17 @@ async def test_it_prints_its_url_and_ends_with_sigterm(backend: str, tiny_model_
             pytest.skip("SGLang is not installed: scripts/install_sglang")
     announced = tmp_path / "announced.json"
     options = ("--backend", backend, "--model", tiny_model_dir, "--weight-version", "1.7", "--max-context", 512)
-    process = await start(*options, "--announce", announced, "--directory", tmp_path)
-    assert process.stdout is not None
-    url = (await process.stdout.readline()).decode().strip()
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/model_info") as response:
-        assert (await response.json())["weight_version"] == "1.7"
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert children
-    assert json.loads(announced.read_text()) == {"url": url, "pid": process.pid}
-    process.send_signal(signal.SIGTERM)
-    async with asyncio.timeout(60):
-        output, _ = await process.communicate()
+    async with started(*options, "--announce", announced, "--directory", tmp_path) as process:
+        assert process.stdout is not None
+        url = (await process.stdout.readline()).decode().strip()
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/model_info") as response:
+            assert (await response.json())["weight_version"] == "1.7"
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        assert json.loads(announced.read_text()) == {"url": url, "pid": process.pid}
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            output, _ = await process.communicate()
     assert (process.returncode, output) == (0, b"")
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
 
@@ -91,12 +100,12 @@ async def test_a_wrong_option_is_one_line(tiny_model_dir: Path) -> None:
 
 
 async def test_an_engine_that_ends_by_itself_is_told(tiny_model_dir: Path) -> None:
-    process = await start("--model", tiny_model_dir)
-    assert process.stdout is not None
-    await process.stdout.readline()
-    [engine] = psutil.Process(process.pid).children()
-    engine.kill()
-    async with asyncio.timeout(60):
-        _, errors = await process.communicate()
+    async with started("--model", tiny_model_dir) as process:
+        assert process.stdout is not None
+        await process.stdout.readline()
+        [engine] = psutil.Process(process.pid).children()
+        engine.kill()
+        async with asyncio.timeout(60):
+            _, errors = await process.communicate()
     assert process.returncode == 1
     assert "ended by itself with -9" in errors.decode()
