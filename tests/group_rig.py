@@ -86,6 +86,15 @@ def server(model: Path, folder: Path, name: str) -> EngineProcess:
     )
 
 
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Ask again and again."""
+    async with asyncio.timeout(GUARD_S):
+        while True:
+            if await condition():
+                return
+            await asyncio.sleep(0.02)
+
+
 @asynccontextmanager
 async def servers(model: Path, folder: Path, *names: str) -> AsyncIterator[dict[str, EngineProcess]]:
     started = {name: server(model, folder, name) for name in names}

@@ -26,10 +26,10 @@ from headrace.actors.engine_group.bodies import (
 from headrace.actors.engine_group.config import Placement
 from headrace.actors.engine_group.errors import EngineNotAdded
 from headrace.actors.engine_group.host import EngineHost
-from headrace.actors.engine_group.registry import Origin, address
+from headrace.actors.engine_group.registry import Origin, address, is_loopback
 from headrace.actors.engine_group.roster import EngineStatus
 from headrace.actors.errors import ActorError
-from headrace.actors.runtime import Resources
+from headrace.actors.runtime import Resources, node_address
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineError, EngineStartFailed
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
@@ -65,11 +65,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """Where engines are started. `runtime` may be None as long as none is placed by Ray."""
+    """Where engines are started. `sender_host` is the address at which they reach the sender; `runtime` may be None as
+    long as none is placed by Ray."""
 
     model_dir: Path
     directory: Path
     seed: int
+    sender_host: str
     runtime: RayRuntime | None
 
 
@@ -220,7 +222,11 @@ class Fleet:
                 restarts=False,
             ),
         )
-        return await self._hosted(engine_id, host)
+        try:
+            return await self._hosted(engine_id, host)
+        except BaseException:
+            await asyncio.shield(ground.runtime.kill(host))
+            raise
 
     def _plan(self, engine_id: EngineId, number: int) -> ServerPlan:
         ground = self._ground
@@ -234,6 +240,11 @@ class Fleet:
     async def _hosted(self, engine_id: EngineId, host: EngineHost) -> Member:
         assert self._ground.runtime is not None
         hosted = await host.address()
+        if hosted.node != node_address() and is_loopback(f"http://{self._ground.sender_host}"):
+            raise EngineStartFailed(
+                f"{engine_id} on {hosted.node} does not reach push.host {self._ground.sender_host}; "
+                f"set it to {node_address()}"
+            )
         return Member(engine_id, self._client(engine_id, hosted.url), PlacedProcess(host, self._ground.runtime))
 
     async def _adopt_placed(self, status: EngineStatus) -> EngineInfo | None:
@@ -241,7 +252,7 @@ class Fleet:
         try:
             host = await self._ground.runtime.find(EngineHost, status.engine_id)
             member = await self._hosted(status.engine_id, host)
-        except ActorError:
+        except (ActorError, EngineError):
             return None
         self._registry.starting(
             status.engine_id, place=status.place, origin=Origin.RAY, now=time.monotonic(), url=member.client.url

@@ -79,7 +79,13 @@ class EngineGroup:
         self._gate = GatewayGate(gateway)
         self._observing = observing
         self._directory = observing.run_dir / "engines"
-        self._ground = Ground(model_dir=model_dir, directory=self._directory, seed=seed, runtime=runtime)
+        self._ground = Ground(
+            model_dir=model_dir,
+            directory=self._directory,
+            seed=seed,
+            sender_host=push_config.host,
+            runtime=runtime,
+        )
         self._stack = AsyncExitStack()
         self._registry = EngineRegistry()
         self._journal = PushJournal(self._directory)
@@ -205,6 +211,10 @@ class EngineGroup:
     def _serving(self, snapshot: WeightsSnapshot) -> bool:
         return any(entry.version == snapshot.version for entry in self._registry.in_state(EngineState.SERVING))
 
+    @property
+    def _is_pushing(self) -> bool:
+        return self._pushes % 2 == 1
+
     @asynccontextmanager
     async def _pushing(self) -> AsyncIterator[None]:
         """Health checks know that engines may be paused; the number is odd meanwhile."""
@@ -309,6 +319,10 @@ class EngineGroup:
             for engine_id in failed:
                 if (member := self._fleet.members.get(engine_id)) is not None:
                     await member.body.kill()
+            if self._is_pushing:
+                # What failed is found again as soon as the push is over.
+                await self._publish()
+                continue
             async with self._lock:
                 await self._settle(failed)
                 await self._pusher.flush_leftovers()

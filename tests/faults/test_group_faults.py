@@ -1,0 +1,206 @@
+"""Engines that die, hang, stall or are slow in a push, with the group going on: each within a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from headrace.actors.engine_group.breaker import CircuitBreaker
+from headrace.actors.engine_group.registry import EngineState
+from headrace.policies.push.machine import Phase
+from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+MANY = Path(__file__).resolve().parents[1] / "many_engines.py"
+
+
+@pytest.fixture(scope="module")
+def kit(load_support: Callable[[str], Any]) -> Any:
+    return load_support("group_rig")
+
+
+@pytest.fixture(scope="module")
+def models(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [kit.write_weights(folder / str(seed), seed) for seed in range(2)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(kit: Any, models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    """Two engines of ours behind a gateway; breakers that allow every try, for engines die here all the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
+        patch.setattr(CircuitBreaker, "allows", lambda *_: True)
+        options = {"count": 2, "health_timeout_s": 1.0}
+        push = {"phase_timeout_s": 4.0, "transfer_timeout_s": 5.0}
+        folder = tmp_path_factory.mktemp("run")
+        async with kit.open_group(models[0], folder, push=push, **options) as rig:
+            await rig.push(models[0], 0)
+            rig.step = 0
+            yield rig
+
+
+async def next_push(rig: Any, models: list[Path]) -> str:
+    """Other weights than before; their version."""
+    rig.step += 1
+    await rig.push(models[rig.step % 2], rig.step)
+    return f"1.{rig.step}"
+
+
+async def first_of(rig: Any) -> tuple[str, int]:
+    """Name and process of the engine that the next push begins with."""
+    engines = await rig.until_serving(2, f"1.{rig.step}")
+    name = next(iter(engines))
+    return name, engines[name].process_id
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+async def test_an_engine_is_killed_in_a_push(kit: Any, rig: Any, models: list[Path], phase: Phase) -> None:
+    name, process_id = await first_of(rig)
+
+    async def kill() -> None:
+        os.kill(process_id, signal.SIGKILL)
+
+    rig.before(0, phase, kill)
+    async with asyncio.TaskGroup() as tasks:
+        turns = [tasks.create_task(rig.turn(60)) for _ in range(3)]
+        version = await next_push(rig, models)
+        assert kit.versions_of(await rig.turn()) == {version}
+    assert not any(turn.result().failures for turn in turns)
+    assert name not in await rig.until_serving(2, version)
+
+
+@pytest.mark.parametrize("phase", [Phase.PAUSE, Phase.END])
+async def test_an_engine_that_never_answers_is_replaced(kit: Any, rig: Any, models: list[Path], phase: Phase) -> None:
+    name, process_id = await first_of(rig)
+
+    async def stop() -> None:
+        os.kill(process_id, signal.SIGSTOP)
+
+    rig.before(0, phase, stop)
+    version = await next_push(rig, models)
+    assert kit.versions_of(await rig.turn()) == {version}
+    assert name not in await rig.until_serving(2, version)
+
+
+async def test_health_checks_that_time_out_in_a_pause_kill_nobody(
+    kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.1)
+    options = {"count": 1, "health_timeout_s": 0.3}
+    async with kit.open_group(models[0], tmp_path, push={"phase_timeout_s": 60.0}, **options) as rig:
+        await rig.push(models[0], 0)
+        [(name, engine)] = (await rig.until_serving(1, "1.0")).items()
+
+        async def stall() -> None:
+            os.kill(engine.process_id, signal.SIGSTOP)
+            await rig.until(lambda now: now[name].misses >= 3)
+            os.kill(engine.process_id, signal.SIGCONT)
+
+        rig.before(0, Phase.BEGIN, stall)
+        await rig.push(models[1], 1)
+        [after] = (await rig.until_serving(1, "1.1")).values()
+        assert (after.engine_id, after.process_id) == (name, engine.process_id)
+        assert (0, "open") in rig.journal
+
+
+async def test_a_request_that_arrives_in_a_pause_and_is_aborted_there_really_ends(
+    kit: Any, models: list[Path], tmp_path: Path
+) -> None:
+    # An agent that left is waited for, so that only the abort can end its turn.
+    gateway = {"abort_grace_s": 50.0}
+    async with kit.open_group(models[0], tmp_path, count=1, gateway=gateway) as rig:
+        await rig.push(models[0], 0)
+        [name] = await rig.until_serving(1, "1.0")
+        client = rig.group._fleet[name].client
+        spec = SessionSpec(
+            session_id=SessionId("late"),
+            sampling=Sampling(),
+            budgets=Budgets(max_tokens_per_turn=900, max_context_tokens=1024),
+        )
+        [opened] = await rig.client.open([spec])
+
+        async def waits() -> bool:
+            return (await client.load()).waiting > 0
+
+        async def is_idle() -> bool:
+            load = await client.load()
+            return not load.running and not load.waiting
+
+        async def arrive_late() -> None:
+            # As a request does that had passed the gate, and was on its way when it closed.
+            await rig.group._gate.open(name)
+            body = {"messages": [{"role": "user", "content": "write alpha to a.txt"}]}
+            leaving = asyncio.ensure_future(rig.http.post(f"{opened.base_url}/v1/chat/completions", json=body))
+            await kit.until(waits)
+            await rig.group._gate.close(name, 60.0)
+            leaving.cancel()
+
+        rig.before(0, Phase.BEGIN, arrive_late)
+        await rig.push(models[1], 1)
+        await kit.until(is_idle)
+        [report] = await rig.client.finish([SessionId("late")])
+        assert report.sampled_tokens < 900
+
+
+@asynccontextmanager
+async def many_engines(
+    kit: Any, model: Path, folder: Path, *, processes: int, each: int, slow_s: float
+) -> AsyncIterator[list[str]]:
+    """URLs of engines, neighbours in different processes; the first one is slow."""
+    files = [folder / f"many-{index}.json" for index in range(processes)]
+    async with AsyncExitStack() as stack:
+        for index, file in enumerate(files):
+            command = [sys.executable, str(MANY), str(model), str(file), str(each), str(0 if index else slow_s)]
+            process = await asyncio.create_subprocess_exec(*command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            stack.push_async_callback(process.wait)
+            stack.callback(process.kill)
+
+        async def announced() -> bool:
+            return all(file.exists() for file in files)
+
+        await kit.until(announced)
+        columns = [json.loads(file.read_text()) for file in files]
+        yield [url for row in zip(*columns, strict=True) for url in row]
+
+
+@pytest.mark.timeout(300)
+async def test_twenty_engines_of_which_one_is_slow(kit: Any, models: list[Path], tmp_path: Path) -> None:
+    push = {"wave_size": 4, "bucket_bytes": 1 << 25}
+    async with (
+        many_engines(kit, models[0], tmp_path, processes=4, each=5, slow_s=0.3) as urls,
+        kit.open_group(models[0], tmp_path, push=push, count=0, attach=urls) as rig,
+    ):
+        await rig.push(models[0], 0)
+        served: list[Any] = []
+
+        async def serve() -> None:
+            while True:
+                served.append(await rig.turn(8))
+
+        async with asyncio.TaskGroup() as tasks:
+            serving = [tasks.create_task(serve()) for _ in range(4)]
+            before = len(served)
+            await rig.push(models[1], 1)
+            during = len(served) - before
+            for task in serving:
+                task.cancel()
+        assert during > 0, "the others serve meanwhile"
+        assert not any(report.failures for report in served)
+        engines = await rig.engines()
+        states = {engine.url: (engine.state, engine.version) for engine in engines.values()}
+        assert all(states[url] == (EngineState.SERVING, "1.1") for url in urls[1:])
+        assert states[urls[0]] in {(EngineState.SERVING, "1.1"), (EngineState.QUARANTINED, "1.0")}
+        assert kit.versions_of(await rig.turn()) == {"1.1"}

@@ -1,0 +1,119 @@
+"""Engine settings that cannot work are refused with the key, the reason and the fix; what commands tell of engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from headrace.actors.cli import app
+from headrace.actors.config import load_recipe
+from headrace.actors.engine_group.bodies import ServerPlan, server_process
+from headrace.actors.engine_group.config import EnginesConfig
+from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.engine_group.roster import EngineStatus, Roster
+from headrace.actors.errors import ConfigError, RunMissing
+from headrace.actors.launch import RunRequest, prepare, status_of
+from headrace.policies.engine import EngineId
+from headrace.policies.sglang.server import SGLangProcess
+
+RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"count": 0}, "nothing is attached"),
+        ({"attach": ["localhost:30000"]}, "write http://host:port"),
+        ({"attach": ["http://h:1/v1"]}, "write http://host:port"),
+        ({"attach": ["http://h:x"]}, "write http://host:port"),
+        ({"attach": ["http://localhost:1", "http://127.0.0.1:1"]}, "are one address"),
+        ({"device": "cuda"}, "set backend to sglang"),
+        ({"tensor_parallel": 2}, "is for SGLang"),
+        ({"dtype": "float16"}, "is for SGLang"),
+        ({"backend": "simulated", "attach": ["http://h:1"]}, "use cpu"),
+    ],
+)
+def test_what_cannot_work_is_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        EnginesConfig.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"count": 0, "attach": ["http://h:1"]},
+        {"count": 0, "router": "http://h:1", "device": "cuda"},
+        {"backend": "sglang", "device": "cuda", "tensor_parallel": 8, "placement": "ray"},
+    ],
+)
+def test_what_can_work_is_taken(given: dict[str, Any]) -> None:
+    EnginesConfig.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["push.backend=nccl"], "set engines.device to cuda"),
+        (["engines.backend=sglang"], "push.verify snapshot"),
+        (
+            ['engines.attach=["http://10.0.0.7:30000"]'],
+            "push.host 127.0.0.1 is not reachable from http://10.0.0.7:30000",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_push_is_refused(overrides: list[str], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_recipe(RECIPES / "quickstart.toml", overrides, tmp_path)
+
+
+def test_sglang_servers_get_the_settings(tmp_path: Path) -> None:
+    given = {"backend": "sglang", "dtype": "bfloat16", "sglang": {"arguments": ["--enable-metrics"]}}
+    plan = ServerPlan(name="engine-1", model_dir=tmp_path, directory=tmp_path, seed=7, host="10.0.0.1")
+    process = server_process(EnginesConfig.model_validate(given), plan)
+    assert isinstance(process, SGLangProcess)
+    config = process._config
+    assert (config.dtype, config.seed, config.host) == ("bfloat16", 7, "10.0.0.1")
+    assert config.arguments == ("--enable-metrics",)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that nobody drives, with one engine."""
+    _, directory = prepare(RunRequest(recipe=RECIPES / "simulated.toml", runs_dir=tmp_path, name="run"))
+    directory.engines.parent.mkdir()
+    status = EngineStatus(
+        engine_id=EngineId("h:1"),
+        origin=Origin.ATTACHED,
+        place="h:1",
+        state=EngineState.QUARANTINED,
+        url="http://h:1",
+        version="1.4",
+        running=2,
+        waiting=1,
+        reason="it hangs",
+    )
+    Roster(engines=(status,)).write(directory.engines)
+    assert status_of(directory)["engines"][0]["state"] == "quarantined"
+    return directory.path
+
+
+@pytest.mark.parametrize("command", ["list", "status"])
+def test_commands_tell_the_engines(run: Path, tmp_path: Path, command: str) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["engine", "list", "--run", str(run)] if command == "list" else ["status", str(run)]
+    assert CliRunner().invoke(app, [*arguments, "--json", str(out)]).exit_code == 0
+    [engine] = orjson.loads(out.read_bytes())["engines"]
+    assert (engine["engine_id"], engine["version"], engine["running"]) == ("h:1", "1.4", 2)
+    told = CliRunner().invoke(app, arguments)
+    assert told.exit_code == 0
+    assert all(word in told.output for word in ("quarantined", "2+1", "it hangs"))
+
+
+def test_a_run_that_nobody_drives_cannot_be_asked(run: Path) -> None:
+    asked = CliRunner().invoke(app, ["engine", "add", "http://h:2", "--run", str(run)])
+    assert isinstance(asked.exception, RunMissing)
