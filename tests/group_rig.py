@@ -20,8 +20,8 @@ from headrace.actors.gateway import GatewayActor
 from headrace.actors.observing import Observing
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
-from headrace.policies.learner import WeightsSnapshot
-from headrace.policies.push.execution import PushConfig
+from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.push.contract import PushConfig
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 from headrace.serve.client import GatewayClient
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from headrace.actors.engine_group.roster import EngineStatus
-    from headrace.policies.push.machine import Phase
+    from headrace.policies.push.machine import Phase, Step
 
 TINY = Path(__file__).resolve().parents[1] / "scripts" / "models" / "tiny"
 GUARD_S = 60.0
@@ -59,9 +59,8 @@ def write_weights(directory: Path, seed: int) -> Path:
 
 def snapshot(model: Path, step: int) -> WeightsSnapshot:
     path = model / "model.safetensors"
-    return WeightsSnapshot(
-        version=PolicyVersion(1, step), path=path, sha256=hashlib.sha256(path.read_bytes()).hexdigest()
-    )
+    shard = WeightsShard(path=path, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    return WeightsSnapshot(version=PolicyVersion(1, step), shards=(shard,))
 
 
 def observing(folder: Path) -> Observing:
@@ -150,16 +149,16 @@ class Rig:
     def before(self, wave: int, phase: Phase, action: Callable[[], Awaitable[None]]) -> None:
         """Do this, once, when that phase has been journalled."""
         journal = self.group._journal
-        write = type(journal).phase
+        write = type(journal).step
 
-        async def hooked(push_id: str, now: int, reached: Phase) -> None:
-            await write(journal, push_id, now, reached)
-            self.journal.append((now, reached.value))
-            if (now, reached) == (wave, phase):
-                journal.phase = lambda *line: write(journal, *line)  # type: ignore[method-assign]
+        async def hooked(push_id: str, step: Step) -> None:
+            await write(journal, push_id, step)
+            self.journal.append((step.wave, step.phase.value))
+            if (step.wave, step.phase) == (wave, phase):
+                journal.step = lambda *line: write(journal, *line)  # type: ignore[method-assign]
                 await action()
 
-        journal.phase = hooked  # type: ignore[method-assign]
+        journal.step = hooked  # type: ignore[method-assign]
 
 
 async def take_turn(client: GatewayClient, http: aiohttp.ClientSession, tokens: int) -> SessionReport:

@@ -45,7 +45,7 @@ class RecordingGate:
         self.log.append(f"close {engine_id}")
 
     async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> list[RequestId]:
-        del self.closed[engine_id]
+        self.closed.pop(engine_id, None)
         self.namespaces[engine_id] = cache_namespace
         self.log.append(f"open {engine_id}")
         return self.aborts

@@ -206,7 +206,8 @@ class PushExecution:
         part = self._parts[engine.engine_id]
         part.cache_namespace = self._namespace(part)
         aborts = await self._gates.open(engine.engine_id, cache_namespace=part.cache_namespace)
-        part.gate_s = time.perf_counter() - self._gated_at_s[engine.engine_id]
+        if (gated_at_s := self._gated_at_s.get(engine.engine_id)) is not None:
+            part.gate_s = time.perf_counter() - gated_at_s
         for request_id in aborts:
             await engine.abort(request_id)
 

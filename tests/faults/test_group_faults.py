@@ -141,7 +141,7 @@ async def test_a_request_that_arrives_in_a_pause_and_is_aborted_there_really_end
 
         async def arrive_late() -> None:
             # As a request does that had passed the gate, and was on its way when it closed.
-            await rig.group._gate.open(name)
+            await rig.group._gate.open(name, cache_namespace=None)
             body = {"messages": [{"role": "user", "content": "write alpha to a.txt"}]}
             leaving = asyncio.ensure_future(rig.http.post(f"{opened.base_url}/v1/chat/completions", json=body))
             await kit.until(waits)

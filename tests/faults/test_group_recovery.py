@@ -20,8 +20,8 @@ from headrace.actors.errors import ActorLost
 from headrace.actors.gateway import GatewayActor
 from headrace.actors.retry import until_back
 from headrace.actors.runtime import RayRuntime
-from headrace.policies.push.execution import PushConfig
-from headrace.policies.push.machine import Phase
+from headrace.policies.push.contract import PushConfig
+from headrace.policies.push.machine import Phase, Step
 from headrace.serve.client import GatewayClient
 from headrace.serve.gateway import GatewayConfig
 
@@ -37,19 +37,20 @@ class MortalGroup(EngineGroup):
     """Dies once: before the phase that the file `fatal.json` names, or when the first bucket of its wave has come."""
 
     async def __aenter__(self) -> Self:
-        write, self._wave = self._journal.phase, 0
+        write, self._wave = self._journal.step, 0
 
-        async def phase(push_id: str, wave: int, reached: Phase) -> None:
-            await write(push_id, wave, reached)
-            self._wave = wave
-            self._die_at(reached.value)
+        async def step(push_id: str, taken: Step) -> None:
+            await write(push_id, taken)
+            self._wave = taken.wave
+            self._die_at(taken.phase.value)
 
-        self._journal.phase = phase  # type: ignore[method-assign]
+        self._journal.step = step  # type: ignore[method-assign]
         return await super().__aenter__()
 
     def _make_parts(self, http: aiohttp.ClientSession) -> None:
         super()._make_parts(http)
-        call = self._sender.call
+        [sender] = self._senders.take(1)
+        call = sender.call
 
         async def calling(op: str, arguments: Any, *, timeout_s: float) -> Any:
             reply = await call(op, arguments, timeout_s=timeout_s)
@@ -57,7 +58,7 @@ class MortalGroup(EngineGroup):
                 self._die_at("first bucket")
             return reply
 
-        self._sender.call = calling  # type: ignore[method-assign]
+        sender.call = calling  # type: ignore[method-assign]
 
     def _die_at(self, moment: str) -> None:
         fatal = self._directory / "fatal.json"

@@ -73,6 +73,13 @@ async def test_engine_killed_before_the_broadcast(rig, other_model: Path) -> Non
     await works(rig, "two", NEW)
 
 
+async def test_engine_killed_before_its_gate_is_closed(rig, other_model: Path) -> None:
+    report = await rig.push(other_model, 1, before=at(Phase.GATE, rig.processes["one"].kill))
+    assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
+    assert not rig.gate.closed
+    await works(rig, "two", NEW)
+
+
 async def test_engine_killed_in_a_wave_of_two(rig, other_model: Path) -> None:
     report = await rig.push(other_model, 1, wave_size=2, before=at(Phase.PAUSE, rig.processes["one"].kill))
     assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}

@@ -16,7 +16,7 @@ from headrace.actors.engine_group.host import EngineHost
 from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.actors.errors import ActorLost
 from headrace.actors.runtime import RayRuntime
-from headrace.policies.push.execution import PushConfig
+from headrace.policies.push.contract import PushConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
