@@ -44,6 +44,12 @@ def test_orchestration_costs_little() -> None:
     assert result["memory"]["pss_mb"] <= 2000
 
 
+def test_a_push_is_nearly_as_fast_as_a_plain_broadcast() -> None:
+    figures = bench("push", "--parts", "bandwidth")
+    assert figures["bandwidth_ratio"] >= 0.8
+    assert figures["bandwidth_ratio_100mb"] > 0
+
+
 @pytest.mark.parametrize(("slots", "max_staleness", "least"), [(64, 4, 0.95), (160, 8, 0.93)])
 def test_real_time_agrees_with_virtual_time(slots: int, max_staleness: int, least: float) -> None:
     result = bench("replay", "--slots", str(slots), "--max-staleness", str(max_staleness))

@@ -427,3 +427,38 @@ async def test_what_is_not_there_says_so(trainer: Trainer, path: str, named: str
 
 async def test_the_server_tells_its_ranks(trainer: Trainer) -> None:
     assert (await trainer.get("/server_info"))["tp_size"] == 1
+
+
+async def test_a_hundred_pushes_take_no_more_memory_than_one(tmp_path: Path) -> None:
+    """Two sets of weights and two buckets: in turns received in place and through buffers, each in a new group."""
+    import psutil
+
+    from headrace.serve.measuring.random_model import write_random_model
+
+    given = read_snapshot(write_random_model(tmp_path / "model", 48_000_000), None).tensors()
+    names = list(given)
+    buckets = [names[:5], names[5:9], names[9:]]
+    total_bytes = sum(tensor.nbytes for tensor in given.values())
+    largest_bytes = max(sum(given[name].nbytes for name in bucket) for bucket in buckets)
+    config = EngineProcessConfig(model=tmp_path / "model", directory=tmp_path, max_running=1, max_context=64)
+    async with EngineProcess(config) as process, aiohttp.ClientSession() as session:
+        trainer = Trainer(session=session, url=process.url)
+        # The first group and the first sums load libraries.
+        await trainer.join()
+        await trainer.leave()
+        await trainer.checksums()
+        memory = psutil.Process(process.pid).memory_info
+        before_bytes = memory().rss
+        for turn in range(100):
+            await trainer.join()
+            await trainer.session_open()
+            for index, bucket in enumerate(buckets):
+                order = bucket if turn % 2 == 0 else bucket[::-1]
+                version = str(turn) if index == 2 else None
+                reply = await trainer.send({name: given[name] for name in order}, weight_version=version)
+                assert reply[0] == 200
+            assert (await trainer.session_end())[0] == 200
+            await trainer.leave()
+        grown_bytes = memory().rss - before_bytes
+    slack_bytes = 16_000_000
+    assert grown_bytes <= total_bytes + 2 * largest_bytes + slack_bytes
