@@ -13,7 +13,6 @@ import typer
 from rich.table import Table
 
 from headrace.actors.cli_engine import serve
-from headrace.actors.cli_engines import add_engine, engine_table, list_engines, remove_engine
 from headrace.actors.cli_output import (
     EXIT_BAD_INPUT,
     EXIT_DIRTY,
@@ -25,6 +24,7 @@ from headrace.actors.cli_output import (
     say,
     write_json,
 )
+from headrace.actors.cli_run_engines import add_engine, engine_table, list_engines, remove_engine
 from headrace.actors.cli_simulation import simulate, tune
 from headrace.actors.errors import ConfigError, RunError
 

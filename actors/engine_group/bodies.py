@@ -95,17 +95,6 @@ class ForeignServer:
     async def kill(self) -> None: ...
 
 
-class ReachableEngineProcess(EngineProcess):
-    """The embedded engine at an address by which other hosts reach it."""
-
-    def __init__(self, config: EngineProcessConfig, host: str) -> None:
-        super().__init__(config)
-        self._host = host
-
-    def _arguments(self) -> tuple[str, ...]:
-        return (*super()._arguments(), "--host", self._host)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlan:
     """One engine that is to be started: it binds to `host`, and its files in `directory` have the stem `name`."""
@@ -123,16 +112,18 @@ def server_process(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
 
 
 def _embedded(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
-    process = EngineProcessConfig(
-        model=plan.model_dir,
-        directory=plan.directory,
-        name=plan.name,
-        seed=plan.seed,
-        max_running=config.max_running,
-        max_context=config.max_context_tokens,
-        start_timeout_s=config.start_timeout_s,
+    return EngineProcess(
+        EngineProcessConfig(
+            model=plan.model_dir,
+            directory=plan.directory,
+            host=plan.host,
+            name=plan.name,
+            seed=plan.seed,
+            max_running=config.max_running,
+            max_context=config.max_context_tokens,
+            start_timeout_s=config.start_timeout_s,
+        )
     )
-    return ReachableEngineProcess(process, plan.host)
 
 
 def _sglang(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
