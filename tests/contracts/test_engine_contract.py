@@ -20,6 +20,7 @@ from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.errors import EngineRefused, EngineStartFailed, EngineTimeout, EngineUnavailable, RequestInvalid
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.replies import error_text
+from headrace.policies.sglang.versions import release
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -381,6 +382,10 @@ async def test_a_client_that_leaves_takes_its_request_with_it(embedded: Wire) ->
     ],
 )
 async def test_bad_requests_are_400_and_say_why(wire: Wire, path: str, body: object, named: str) -> None:
+    if named == "foo" and release(wire.dialect.version) < (0, 5, 22):
+        # An error of SGLang's own, after which it serves on.
+        assert (await wire.post(path, body))[0] == 500
+        return
     assert named in await wire.refused(path, body)
 
 
@@ -491,6 +496,10 @@ async def test_info_routes(wire: Wire, tiny_model_dir: Path) -> None:
     assert {"version", "status", "max_req_input_len", "max_total_num_tokens"} <= set(server)
     assert (await wire.get("/health_generate"))[0] == 200
     status, sums = await wire.post("/weights_checker", {"action": "checksum"})
+    if release(wire.dialect.version) < (0, 5, 22):
+        # Before, SGLang tells none without CUDA.
+        assert status == 400
+        return
     assert status == 200
     assert sums["success"] is True
     # SGLang's are over tensors that it fused, and shorter: they compare among engines of one kind.
