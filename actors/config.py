@@ -286,14 +286,6 @@ def weights_fit_the_devices(config: RunConfig) -> str | None:
     return "push.backend nccl needs engines on GPUs; set engines.device to cuda, or push.backend to gloo"
 
 
-def checksums_can_be_compared(config: RunConfig) -> str | None:
-    """SGLang fuses parameters, so that its checksums have other names than the snapshot's."""
-    engines = config.engines
-    if engines.backend != "sglang" or not engines.count or config.push.verify != "snapshot":
-        return None
-    return "push.verify snapshot cannot be asked of SGLang, which fuses parameters; set it to engines"
-
-
 def other_hosts_reach_the_sender(config: RunConfig) -> str | None:
     engines, host = config.engines, config.push.host
     if not host.startswith("127.") and host not in ("localhost", "::1"):
@@ -379,7 +371,6 @@ CHECKS = (
     rows_fit_a_micro_batch,
     turns_fit_the_engines,
     weights_fit_the_devices,
-    checksums_can_be_compared,
     other_hosts_reach_the_sender,
     failing_engines_are_noticed_in_time,
     the_guard_covers_the_phases,

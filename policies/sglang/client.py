@@ -2,8 +2,8 @@
 
 Invariants:
 - Every call has a deadline and raises EngineError only; a generation whose caller gives up is aborted on the server.
-- What kills an SGLang server is refused here: an id outside the vocabulary, a flush within an update, memory that is
-  released while requests run or taken back twice.
+- What kills an SGLang server is refused here: an id outside the vocabulary, a flush within an update, an update from
+  an unknown group (0.5.15), memory that is released while requests run or taken back twice.
 - The server's dialect is read from it once; a generation asks for it only where a reply lacks its version spans.
 """
 
@@ -26,6 +26,7 @@ from headrace.policies.errors import (
     EngineTimeout,
     EngineUnavailable,
     RequestInvalid,
+    UnknownGroup,
 )
 from headrace.policies.sglang.dialects import EMBEDDED_PREFIX, Dialect, dialect_of
 from headrace.policies.sglang.replies import generate_body, mark_stale, parse_completion, read, read_version, wire_id
@@ -85,6 +86,7 @@ class SGLangEngine:
         self._known_dialect: Dialect | None = None
         self._pause_mode: PauseMode | None = None
         self._released = False
+        self._groups: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -187,15 +189,19 @@ class SGLangEngine:
             "backend": backend,
         }
         await self._update("/init_weights_update_group", body)
+        self._groups.add(name)
 
     async def leave_group(self, name: str) -> None:
         """Raises UnknownGroup."""
+        self._groups.discard(name)
         await self._transport.post("/destroy_weights_update_group", {"group_name": name})
 
     async def update(self, bucket: BucketSpec, *, group: str, version: PolicyVersion | None) -> None:
         """Receive one flattened bucket; returns when it is loaded, so rank 0 must broadcast meanwhile.
 
         Raises NoSession, UnknownGroup, WeightsMixed."""
+        if group not in self._groups and not (await self.dialect()).refuses_unknown_groups:
+            raise UnknownGroup(400, f"{self.engine_id}: group {group} was not joined; this server ends when asked")
         body = {
             "names": bucket.names,
             "dtypes": bucket.dtypes,

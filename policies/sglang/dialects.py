@@ -30,14 +30,22 @@ class Dialect:
     """A reply says which version sampled which token. Without (before 0.5.20) there is one version, that at the end,
     and it labels the whole output. That is right only where a pause aborts: a request that lives through a push by
     retract or in_place would have its first tokens labelled with weights that came later."""
+    refuses_unknown_groups: bool
+    """An update from a group that was never joined is a 400; before 0.5.21 it ends the server."""
     ready_route: bool
     """/ready answers 503 while generation is paused (from 0.5.20)."""
 
 
 DIALECTS: Final = (
-    Dialect(version="0.5.15.post1", update_session=False, version_spans=False, ready_route=False),
-    Dialect(version="0.5.21", update_session=True, version_spans=True, ready_route=True),
-    Dialect(version="0.5.23", update_session=True, version_spans=True, ready_route=True),
+    Dialect(
+        version="0.5.15.post1",
+        update_session=False,
+        version_spans=False,
+        refuses_unknown_groups=False,
+        ready_route=False,
+    ),
+    Dialect(version="0.5.21", update_session=True, version_spans=True, refuses_unknown_groups=True, ready_route=True),
+    Dialect(version="0.5.23", update_session=True, version_spans=True, refuses_unknown_groups=True, ready_route=True),
 )
 """Oldest first."""
 

@@ -112,7 +112,7 @@ class SGLangProcess(ServerProcess):
         version = await installed_version(python)
         watched = (sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()))
         served = (str(python), "-m", "sglang.launch_server", *server_arguments(config, self._port, version))
-        return ServerCommand(arguments=(*watched, *served), environment=server_environment(config.device))
+        return ServerCommand(arguments=(*watched, *served), environment=server_environment(config))
 
     async def _ready_url(self) -> str | None:
         # Whoever else listens there must not be taken for our server.
@@ -179,15 +179,24 @@ def cpu_arguments(version: str) -> tuple[str, ...]:
     return ("--device", "cpu", *plain, *memory, *graphs)
 
 
-def server_environment(device: Literal["cpu", "cuda"]) -> dict[str, str]:
+def server_environment(config: SGLangServerConfig) -> dict[str, str]:
     """What is passed on, and what SGLang is told by the environment only."""
     told = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false", "HF_HUB_OFFLINE": "1"}
     # A client must give up idle connections first, else a call meets one that the server is just closing.
     told |= {"SGLANG_TIMEOUT_KEEP_ALIVE": "300"}
-    if device == "cpu":
+    if config.device == "cpu":
         told |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SHIMS)}
         told |= {"TOKENIZERS_PARALLELISM": "false"}
+        if config.tensor_parallel > 1:
+            # Without it SGLang wants a NUMA node for each rank.
+            told |= {"SGLANG_CPU_OMP_THREADS_BIND": shares_of(os.sched_getaffinity(0), config.tensor_parallel)}
     return {key: value for key, value in os.environ.items() if _is_passed_on(key)} | told
+
+
+def shares_of(cores: Iterable[int], ranks: int) -> str:
+    """Each rank's cores, as SGLang reads them: `0,2|1,3`. Where there are fewer cores than ranks, some share one."""
+    given = sorted(cores)
+    return "|".join(",".join(map(str, given[rank::ranks] or [given[rank % len(given)]])) for rank in range(ranks))
 
 
 def _is_passed_on(key: str) -> bool:

@@ -481,7 +481,8 @@ async def test_flush_is_refused_while_something_runs(wire: Wire) -> None:
     assert status == 400
     assert "cache" in text.lower()
     await wire.post("/pause_generation", {"mode": "retract"})
-    assert (await wire.post("/flush_cache"))[0] == 200
+    # What was retracted holds no cache; without sessions SGLang refuses all the same.
+    assert (await wire.post("/flush_cache"))[0] == (200 if wire.dialect.update_session else 400)
     await wire.post("/abort_request", {"abort_all": True})
     await task
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from headrace.policies.errors import EngineStartFailed
-from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig, server_environment
+from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig, server_environment, shares_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,7 +144,13 @@ async def test_its_environment_is_its_own(rig: Rig, monkeypatch: pytest.MonkeyPa
     assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
     assert environment["PATH"] == os.environ["PATH"]
     assert environment["PYTHONPATH"].endswith("shims")
-    assert "PYTHONPATH" not in server_environment("cuda")
+    assert "PYTHONPATH" not in server_environment(rig.config(device="cuda"))
+    assert "SGLANG_CPU_OMP_THREADS_BIND" in server_environment(rig.config(tensor_parallel=2))
+
+
+def test_ranks_share_the_cores() -> None:
+    assert shares_of({0, 1, 2, 3}, 2) == "0,2|1,3"
+    assert shares_of({5}, 2) == "5|5"
 
 
 async def test_a_server_that_ignores_sigterm_is_killed_with_what_it_started(rig: Rig) -> None:
