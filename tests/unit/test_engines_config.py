@@ -59,7 +59,6 @@ def test_what_can_work_is_taken(given: dict[str, Any]) -> None:
     ("overrides", "reason"),
     [
         (["push.backend=nccl"], "set engines.device to cuda"),
-        (["engines.backend=sglang"], "push.verify snapshot"),
         (
             ['engines.attach=["http://10.0.0.7:30000"]'],
             "push.host 127.0.0.1 is not reachable from http://10.0.0.7:30000",
