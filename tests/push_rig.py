@@ -71,9 +71,9 @@ class Rig:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         return WeightsSnapshot(version=PolicyVersion(1, step), shards=(WeightsShard(path=path, sha256=digest),))
 
-    def attach(self, name: str) -> None:
+    def attach(self, name: str, *, in_place: bool = False) -> None:
         """A client of the process of this name, as it is now."""
-        config = SGLangConfig(vocab_size=VOCABULARY)
+        config = SGLangConfig(vocab_size=VOCABULARY, in_place=in_place)
         self.engines[name] = SGLangEngine(EngineId(name), self.processes[name].url, self.session, config)
 
     async def replace(self, name: str) -> None:

@@ -5,8 +5,8 @@ Invariants:
   buckets travel one after another, the version with the last one.
 - A group that failed is never used again. A sender that had to be killed comes back without shard and groups: the push
   that used it ends (`SenderFailed`), the next one loads again.
-- Whose fault a broken collective is: an engine that failed as well excuses the sender, and an engine that merely
-  refused where another one was unreachable is a victim.
+- A collective that an engine leaves is over for all: the sender, which nothing can call back, is killed a moment later,
+  and its end frees the other engines. An engine that failed excuses the sender; those that fail after it are victims.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from headrace.policies.push.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Set as AbstractSet
 
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.engine import EngineId
@@ -51,6 +52,7 @@ class Failures:
 
     found: dict[EngineId, Failure] = field(default_factory=dict)
     refused: set[EngineId] = field(default_factory=set)
+    """Those that answered, and said no."""
 
     @asynccontextmanager
     async def of(self, engine_id: EngineId, timeout_s: float) -> AsyncIterator[None]:
@@ -68,10 +70,12 @@ class Failures:
         if isinstance(error, EngineRefused):
             self.refused.add(engine_id)
 
-    def spare_victims(self) -> None:
-        """Where somebody else in the group was unreachable, a refusal is its consequence."""
-        if self.refused and len(self.refused) < len(self.found):
-            for engine_id in self.refused:
+    def spare_victims(self, culprits: AbstractSet[EngineId]) -> None:
+        """A refusal that came after the failure of another one in the group is its consequence; so is one where
+        somebody else was unreachable, whoever was heard of first."""
+        unreachable = self.found.keys() - self.refused
+        for engine_id in self.refused:
+            if unreachable or engine_id not in culprits:
                 self.found[engine_id] = Failure(blame=Blame.VICTIM, message=self.found[engine_id].message)
 
 
@@ -285,15 +289,20 @@ class Transfer:
                 failed = error
 
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(send())
-            for call in calls:
-                tasks.create_task(call)
+            sending = tasks.create_task(send())
+            pending = {tasks.create_task(call) for call in calls}
+            while pending and not failures.found:
+                _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            culprits = set(failures.found)
+            if culprits:
+                await asyncio.wait({sending}, timeout=SENDER_GRACE_S)
+                sending.cancel()
         # A sender that merely waited too long, or saw its peer go, is not at fault when an engine failed as well.
         excused = isinstance(failed, SenderTimeout | GroupFailed) and failures.found
         if failed is not None and not excused:
             failures.found.clear()
             raise failed
-        failures.spare_victims()
+        failures.spare_victims(culprits)
 
 
 @asynccontextmanager

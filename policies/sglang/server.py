@@ -176,7 +176,8 @@ def cpu_arguments(version: str) -> tuple[str, ...]:
         graphs = ("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled")
     plain = ("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none")
     memory = ("--max-total-tokens", str(CPU_TOTAL_TOKENS), "--mem-fraction-static", "0.2")
-    return ("--device", "cpu", *plain, *memory, *graphs)
+    # Else the scheduler spins, and takes a core from everybody else.
+    return ("--device", "cpu", *plain, *memory, *graphs, "--sleep-on-idle")
 
 
 def server_environment(config: SGLangServerConfig) -> dict[str, str]:

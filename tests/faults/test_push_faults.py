@@ -164,6 +164,22 @@ def sending(pid: int) -> bool:
     return False
 
 
+async def test_an_engine_with_other_weights_than_were_sent_stays_out(
+    rig, tiny_model_dir: Path, other_model: Path
+) -> None:
+    """Somebody loads another model from disk after the last bucket: only the checksums tell."""
+
+    async def overwrite() -> None:
+        await rig.engines["one"].update_from_disk(tiny_model_dir, version=NEW)
+
+    report = await rig.push(other_model, 1, before=at(Phase.VERIFY, overwrite))
+    assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
+    assert "checksums disagree" in report.engines[0].failure
+    assert set(rig.gate.closed) == {"one"}
+    assert (await rig.engines["one"].info()).paused
+    await works(rig, "two", NEW)
+
+
 async def test_an_open_session_is_refused_before_any_rank_broadcasts(rig, other_model: Path) -> None:
     await rig.engines["one"].begin_update()
     report = await rig.push(other_model, 1)

@@ -75,12 +75,42 @@ async def test_a_service_that_comes_back_when_all_steps_are_done_knows_them(rig:
     "victim",
     [
         *("worker-0", "replay", "learner", "dispatcher", "evaluator", "sandbox-pool", "gateway", "engines", "service"),
-        *("policies.cpu_engine", "policies.sender", "headrace-launcher"),
+        *("policies.cpu_engine", "push.sender", "headrace-launcher"),
     ],
 )
 async def test_every_process_may_be_killed(rig: Any, tmp_path: Path, victim: str) -> None:
     step = random.Random(victim).randrange(7)
     await run_and_kill(rig, tmp_path, {step: victim})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_cluster")
+async def test_a_run_goes_on_when_its_learner_is_killed_in_the_midst_of_a_push(rig: Any, tmp_path: Path) -> None:
+    """An engine is held still, so that the push cannot end before the learner is killed."""
+    async with (
+        rig.open_service(tmp_path, "midst") as (service, directory),
+        rig.explained(service),
+        asyncio.timeout(DEADLINE_S),
+        asyncio.TaskGroup() as tasks,
+    ):
+        running = tasks.create_task(run_guarded(RayRuntime(), service, rig.HANG_S))
+        learner, engine = await find_process(service, "learner"), await find_process(service, "policies.cpu_engine")
+        await until_reached(service, 2, running)
+        engine.suspend()
+        while not is_pushing(directory):
+            await service.reached(0)
+        learner.kill()
+        engine.resume()
+        assert await running
+    assert_whole(directory)
+    epochs = {record["version"].split(".")[0] for record in read_metrics(directory.metrics) if record["kind"] == "push"}
+    assert epochs == {"1", "2"}
+
+
+def is_pushing(directory: RunDirectory) -> bool:
+    """Whether the journal ends within a push."""
+    lines = (directory.path / "engines" / "pushes.jsonl").read_bytes().split(b"\n")
+    return json.loads(lines[-2])["phase"] != "ended"
 
 
 @pytest.mark.usefixtures("ray_cluster")

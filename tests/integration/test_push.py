@@ -15,7 +15,7 @@ from opentelemetry.trace import NoOpTracer
 from safetensors.torch import save_file
 
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, RequestId
+from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import ModelInvalid, PushError
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.push.machine import Phase
@@ -24,6 +24,7 @@ from headrace.policies.qwen3 import Qwen3, read_weights
 from headrace.policies.qwen3_config import Qwen3Config
 from headrace.serve.capture.session import SessionId
 from headrace.serve.engines import EngineDeadlines, EnginePool, join_pieces
+from headrace.serve.measuring.push_floor import PoolGate
 from headrace.serve.routing import EngineRoute, Lineage, RoutingTable
 
 if TYPE_CHECKING:
@@ -70,20 +71,6 @@ def split(whole: dict[str, torch.Tensor], directory: Path, step: int) -> Weights
         save_file({name: whole[name] for name in sorted(whole)[number::2]}, path)
         shards.append(WeightsShard(path=path, sha256=hashlib.sha256(path.read_bytes()).hexdigest()))
     return WeightsSnapshot(version=PolicyVersion(1, step), shards=tuple(shards))
-
-
-class PoolGate:
-    """The gate of one gateway's engines."""
-
-    def __init__(self, pool: EnginePool) -> None:
-        self._pool = pool
-
-    async def close(self, engine_id: EngineId, lease_s: float) -> None:
-        self._pool.close_gate(engine_id, lease_s)
-
-    async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> list[RequestId]:
-        await self._pool.open_gate(engine_id, cache_namespace)
-        return []
 
 
 @asynccontextmanager
@@ -250,15 +237,56 @@ async def test_turns_that_a_push_aborts_go_on_elsewhere_or_later(rig, models: li
             assert (got - expected)[span.start : span.end].abs().max() <= 1e-3, span
 
 
+async def test_a_push_in_place_flags_what_it_makes_stale(rig, models: list[Path], record_property) -> None:
+    """Running requests go on with their keys and values: what they sample from then on is no forward pass of any
+    version, and says so. New requests carry a namespace of their own until the cache is flushed."""
+    await rig.push(models[0], 20)
+    for name in rig.engines:
+        rig.attach(name, in_place=True)
+    async with asyncio.TaskGroup() as tasks:
+        asked = [(name, f"stay-{name}{index}") for name in rig.engines for index in range(4)]
+        running = [tasks.create_task(rig.generate(name, request_id, 600)) for name, request_id in asked]
+        for name in rig.engines:
+            await rig.until_busy(name, 4)
+        report = await rig.push(models[1], 21, pause_mode="in_place")
+    assert report.updated == ("one", "two")
+    assert all((part.retracted, part.recomputed_tokens) == (0, 0) for part in report.engines)
+    assert [part.flushed for part in report.engines] == [False, False]
+    assert rig.gate.namespaces == {"one": "1.21", "two": "1.21"}
+    completions = [task.result() for task in running]
+    assert all(done.retractions == 0 for done in completions)
+    stale_errors, stale = [], 0
+    for done in completions:
+        tokens = [*PROMPT, *done.output_ids]
+        assert [span.stale_kv for span in done.spans] == [False, *[True] * (len(done.spans) - 1)]
+        for span in done.spans:
+            expected = reference_logprobs(models[span.version.step - 20], tokens)[len(PROMPT) - 1 :]
+            errors = (torch.tensor(done.logprobs) - expected)[span.start : span.end].abs()
+            if span.stale_kv:
+                stale_errors.append(errors.mean().item())
+                stale += span.end - span.start
+            else:
+                assert errors.max() <= 1e-3, span
+    assert stale
+    assert max(stale_errors) > 1e-3, "the flag would be for nothing"
+    record_property("stale_tokens", stale)
+    record_property("stale_mean_error", max(stale_errors))
+    quiet = await rig.push(models[2], 22, pause_mode="in_place")
+    assert [part.flushed for part in quiet.engines] == [True, True]
+    assert rig.gate.namespaces == {"one": None, "two": None}
+    for name in rig.engines:
+        rig.attach(name)
+
+
 async def test_a_changed_snapshot_is_refused_before_anything_is_touched(
     rig, models: list[Path], tmp_path: Path
 ) -> None:
     rig.journal.clear()
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ModelInvalid, match=r"model\.safetensors"):
-        await rig.push(tmp_path, 13)
+        await rig.push(tmp_path, 23)
     assert rig.journal == []
-    assert (await rig.push(models[0], 14)).updated == ("one", "two")
+    assert (await rig.push(models[0], 24)).updated == ("one", "two")
 
 
 async def test_a_cancelled_push_leaves_no_engine_paused(rig, models: list[Path]) -> None:
@@ -269,16 +297,16 @@ async def test_a_cancelled_push_leaves_no_engine_paused(rig, models: list[Path])
             reached.set()
             await never.wait()
 
-    task = asyncio.get_running_loop().create_task(rig.push(models[1], 15, before=before))
+    task = asyncio.get_running_loop().create_task(rig.push(models[1], 25, before=before))
     await reached.wait()
     assert (await rig.engines["one"].info()).paused
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     info = await rig.engines["one"].info()
-    assert (info.paused, info.version) == (False, PolicyVersion(1, 14))
+    assert (info.paused, info.version) == (False, PolicyVersion(1, 24))
     assert not rig.gate.closed
-    assert (await rig.push(models[1], 16)).updated == ("one", "two")
+    assert (await rig.push(models[1], 26)).updated == ("one", "two")
 
 
 async def test_an_engine_joins_a_group_hosted_by_plain_torch(rig) -> None:
