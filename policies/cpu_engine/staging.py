@@ -24,7 +24,7 @@ from headrace.policies.qwen3 import Qwen3Weights
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from headrace.policies.push.weights import Bucket
+    from headrace.policies.push.tensors import Bucket
     from headrace.policies.qwen3_config import Qwen3Config
 
 

@@ -32,7 +32,8 @@ from headrace.policies.push.process_group import (
     join_store,
     start_broadcast,
 )
-from headrace.policies.push.weights import DTYPES, Bucket, checksum
+from headrace.policies.push.tensors import Bucket
+from headrace.policies.push.weights import DTYPES, checksum, split
 from headrace.policies.qwen3 import load_file
 from headrace.policies.qwen3_config import Qwen3Config
 
@@ -227,7 +228,7 @@ class WeightUpdater:
             buffer = self._staging.take_buffer(bucket.size_bytes)
         flat = place if buffer is None else buffer[: bucket.size_bytes]
         assert flat is not None
-        pieces = [flat] if body.load_format == "flattened_bucket" else bucket.split(flat)
+        pieces = [flat] if body.load_format == "flattened_bucket" else split(flat, bucket)
         try:
             await in_thread(lambda: receive(group, pieces))
         except (GroupFailed, asyncio.CancelledError):

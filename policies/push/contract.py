@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headrace.policies.engine import EngineId, EngineInfo, RequestId
     from headrace.policies.errors import GroupFailed, SenderFailed
     from headrace.policies.push.machine import Step
+    from headrace.policies.push.tensors import Bucket
 
 
 class PushConfig(BaseModel):
@@ -45,15 +46,6 @@ class PushConfig(BaseModel):
     verify: Literal["snapshot", "engines", "off"] = "snapshot"
     """Compare each engine's checksums with the snapshot's (SGLang's, which are made otherwise, with those of the first
     engine of the push), among the engines only, or not at all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketSpec:
-    """What an engine is told of a bucket before it comes."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
 
 
 class Load(Protocol):
@@ -96,7 +88,7 @@ class EngineControl(Protocol):
 
     async def leave_group(self, name: str) -> None: ...
 
-    async def update(self, bucket: BucketSpec, *, group: str, version: PolicyVersion | None) -> None: ...
+    async def update(self, bucket: Bucket, *, group: str, version: PolicyVersion | None) -> None: ...
 
     async def flush(self) -> None: ...
 

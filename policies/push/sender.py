@@ -7,7 +7,7 @@ Invariants:
   killed. The next command starts a new one, which knows no snapshot and no group (`incarnation` tells).
 - The process ends when its stdin closes or its parent dies.
 
-Commands: ping; load {path, sha256, bucket_bytes, checksums} -> {buckets, sizes, checksums}; open_group {name, host,
+Commands: ping; load {path, sha256, bucket_bytes, checksums} -> {buckets, checksums}; open_group {name, host,
 world_size, backend, timeout_s} -> {port}; join_group {name}; broadcast {name, bucket} -> {seconds}; close_group {name}.
 """
 
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
     from headrace.policies.push.process_group import WeightGroup
-    from headrace.policies.push.weights import Bucket, Snapshot
+    from headrace.policies.push.tensors import Bucket
+    from headrace.policies.push.weights import Snapshot
 
 Json = dict[str, Any]
 LINE_LIMIT_BYTES = 256 * 1024 * 1024
@@ -208,8 +209,7 @@ class Sender:
         self._snapshot = read_snapshot(Path(command["path"]), command["sha256"], memory)
         self._buckets = plan_buckets(self._snapshot.specs, command["bucket_bytes"])
         sums = self._snapshot.checksums() if command["checksums"] else {}
-        sizes = [bucket.size_bytes for bucket in self._buckets]
-        return {"buckets": [asdict(bucket) for bucket in self._buckets], "sizes": sizes, "checksums": sums}
+        return {"buckets": [asdict(bucket) for bucket in self._buckets], "checksums": sums}
 
     def _open_group(self, command: Json) -> Json:
         from headrace.policies.push.process_group import host_store

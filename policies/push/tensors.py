@@ -33,6 +33,25 @@ class TensorSpec:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """What is told of a bucket before it comes. `dtypes` are torch names without the prefix."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(dtype=dtype, shape=shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(spec.size_bytes for spec in self.specs)
+
+
 def read_specs(path: Path) -> dict[str, TensorSpec]:
     """What a safetensors file holds, in the order of its bytes. Raises ModelInvalid naming the file."""
     from safetensors import SafetensorError, safe_open

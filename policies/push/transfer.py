@@ -27,9 +27,8 @@ from headrace.policies.errors import (
     SenderFailed,
     SenderTimeout,
 )
-from headrace.policies.push.contract import BucketSpec
 from headrace.policies.push.machine import Blame, Failure
-from headrace.policies.push.tensors import TensorSpec
+from headrace.policies.push.tensors import Bucket, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -81,11 +80,10 @@ class Failures:
 
 @dataclass(slots=True, kw_only=True)
 class Loaded:
-    """What a sender of this incarnation holds: buckets, their sizes in bytes, checksums by parameter."""
+    """What a sender of this incarnation holds: buckets, and checksums by parameter."""
 
     incarnation: int
-    buckets: tuple[BucketSpec, ...]
-    sizes: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
     checksums: dict[str, str]
 
 
@@ -129,10 +127,10 @@ class Transfer:
     def specs(self) -> dict[str, TensorSpec]:
         """Every parameter of the snapshot."""
         return {
-            name: TensorSpec(dtype=dtype, shape=shape)
+            name: spec
             for loaded in self._all_loaded()
             for bucket in loaded.buckets
-            for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)
+            for name, spec in zip(bucket.names, bucket.specs, strict=True)
         }
 
     def checksums(self) -> dict[str, str]:
@@ -165,9 +163,10 @@ class Transfer:
                 for engine in engines:
                     failures.found.setdefault(engine.engine_id, Failure(blame=Blame.VICTIM, message="its group broke"))
                 return taken
-            self.sent_bytes += lane.loaded.sizes[index]
+            size_bytes = lane.loaded.buckets[index].size_bytes
+            self.sent_bytes += size_bytes
             for engine_id in taken:
-                taken[engine_id] += lane.loaded.sizes[index]
+                taken[engine_id] += size_bytes
         return taken
 
     async def leave(self, engine: EngineControl) -> None:
@@ -198,14 +197,13 @@ class Transfer:
         lane.loaded = Loaded(
             incarnation=lane.sender.incarnation,
             buckets=tuple(
-                BucketSpec(
+                Bucket(
                     names=tuple(bucket["names"]),
                     dtypes=tuple(bucket["dtypes"]),
                     shapes=tuple(map(tuple, bucket["shapes"])),
                 )
                 for bucket in reply["buckets"]
             ),
-            sizes=tuple(reply["sizes"]),
             checksums=reply["checksums"],
         )
 

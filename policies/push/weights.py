@@ -22,7 +22,7 @@ import torch
 import xxhash
 
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.push.tensors import FILE_DTYPES, TensorSpec, read_specs
+from headrace.policies.push.tensors import FILE_DTYPES, Bucket, read_specs
 from headrace.policies.qwen3_config import storage_place
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from headrace.policies.push.tensors import TensorSpec
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -39,29 +41,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 READ_BYTES = 16 * 1024 * 1024
 # Converted and summed in pieces that stay in the processor's cache.
 CHECKSUM_ELEMENTS = 256 * 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """What the receiver is told before the transfer. `dtypes` are torch names without the prefix."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        return tuple(
-            TensorSpec(dtype=dtype, shape=shape) for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
-        )
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(spec.size_bytes for spec in self.specs)
-
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """The bytes of each tensor."""
-        return list(torch.split(flat, [spec.size_bytes for spec in self.specs]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,9 +95,14 @@ def describe(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> Bucket:
     )
 
 
+def split(flat: Tensor, bucket: Bucket) -> list[Tensor]:
+    """The bytes of each tensor of a bucket."""
+    return list(torch.split(flat, [spec.size_bytes for spec in bucket.specs]))
+
+
 def unflatten(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of a received bucket; they share its memory where alignment allows."""
-    for name, spec, piece in zip(bucket.names, bucket.specs, bucket.split(flat), strict=True):
+    for name, spec, piece in zip(bucket.names, bucket.specs, split(flat, bucket), strict=True):
         dtype = DTYPES[spec.dtype]
         aligned = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
         yield name, aligned.view(dtype).view(spec.shape)

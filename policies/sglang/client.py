@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.engine import EngineId, GenerateRequest, RequestId
-    from headrace.policies.push.contract import BucketSpec
+    from headrace.policies.push.tensors import Bucket
 
 # SGLang takes a prompt of at most context - 6 tokens (0.5.23) when it does not tell its context.
 SGLANG_RESERVED_TOKENS = 6
@@ -196,7 +196,7 @@ class SGLangEngine:
         self._groups.discard(name)
         await self._transport.post("/destroy_weights_update_group", {"group_name": name})
 
-    async def update(self, bucket: BucketSpec, *, group: str, version: PolicyVersion | None) -> None:
+    async def update(self, bucket: Bucket, *, group: str, version: PolicyVersion | None) -> None:
         """Receive one flattened bucket; returns when it is loaded, so rank 0 must broadcast meanwhile.
 
         Raises NoSession, UnknownGroup, WeightsMixed."""

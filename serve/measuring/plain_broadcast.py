@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.policies.push.weights import Bucket
+    from headrace.policies.push.tensors import Bucket
 
 ROUND_TIMEOUT_S = 120.0
 

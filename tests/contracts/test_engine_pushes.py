@@ -20,10 +20,11 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, FinishReason, GenerateRequest, PauseMode, RequestId
 from headrace.policies.engine_process import EngineProcess
 from headrace.policies.errors import FlushRefused, NoSession, SessionAlreadyOpen, UnknownGroup
-from headrace.policies.push.contract import BucketSpec, PushConfig
+from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome
 from headrace.policies.push.sender import SenderConfig, SenderProcess
+from headrace.policies.push.tensors import Bucket
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.versions import release
 
@@ -263,7 +264,7 @@ async def test_in_place_every_token_off_its_version_is_flagged(
 
 async def test_refusals_of_an_update_have_types(rig: Rig) -> None:
     engine = rig.engine
-    bucket = BucketSpec(names=("model.norm.weight",), dtypes=("float32",), shapes=((96,),))
+    bucket = Bucket(names=("model.norm.weight",), dtypes=("float32",), shapes=((96,),))
     with pytest.raises(UnknownGroup):
         await engine.leave_group("nobody")
     if not rig.dialect.update_session:
