@@ -41,6 +41,8 @@ class PushConfig(BaseModel):
     """Longest wait for one engine in one phase."""
     transfer_timeout_s: float = Field(default=20.0, gt=0)
     """Longest formation of a group, and longest transfer of one bucket."""
+    load_timeout_s: float = Field(default=300.0, gt=0)
+    """Longest reading of a shard by its sender, before any engine is touched; a second reads about a GB."""
     gate_lease_s: float = Field(default=60.0, gt=0)
     """A gate that nobody opens opens by itself after this long."""
     verify: Literal["snapshot", "engines", "off"] = "snapshot"

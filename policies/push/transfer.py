@@ -191,7 +191,7 @@ class Transfer:
             "bucket_bytes": self._config.bucket_bytes,
             "checksums": self._config.verify == "snapshot",
         }
-        reply = await lane.sender.call("load", arguments, timeout_s=self._config.transfer_timeout_s)
+        reply = await lane.sender.call("load", arguments, timeout_s=self._config.load_timeout_s)
         if not reply["buckets"]:
             raise PushError(f"{Path(lane.shard.path)} holds no tensors")
         lane.loaded = Loaded(

@@ -111,7 +111,7 @@ class SGLangEngine:
 
     async def abort(self, request_id: RequestId) -> None:
         """End a request early; unknown ids are fine. Lost if the request arrived during a pause: close the gate before.
-        (Before 0.5.22 it may be repeated after the pause; since then SGLang ignores what it was told once.)"""
+        (Since 0.5.21, by its source, SGLang ignores the second time what it was told once.)"""
         body = {"rid": wire_id(request_id)}
         await self._transport.call("POST", "/abort_request", body, timeout_s=self._config.abort_timeout_s)
 
