@@ -66,11 +66,6 @@ class Rig:
     def sender(self) -> SenderProcess:
         return self.senders.take(1)[0]
 
-    def snapshot(self, directory: Path, step: int) -> WeightsSnapshot:
-        path = directory / "model.safetensors"
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        return WeightsSnapshot(version=PolicyVersion(1, step), shards=(WeightsShard(path=path, sha256=digest),))
-
     def attach(self, name: str, *, in_place: bool = False) -> None:
         """A client of the process of this name, as it is now."""
         config = SGLangConfig(vocab_size=VOCABULARY, in_place=in_place)
@@ -91,7 +86,7 @@ class Rig:
         **config: object,
     ) -> PushReport:
         """Push a model directory; `before` is awaited before each phase of a wave."""
-        return await self.push_snapshot(self.snapshot(directory, step), before=before, **config)
+        return await self.push_snapshot(snapshot(directory, step), before=before, **config)
 
     async def push_snapshot(
         self,
@@ -120,6 +115,13 @@ class Rig:
         async with asyncio.timeout(30):
             while (await self.engines[name].load()).running < running:
                 pass
+
+
+def snapshot(directory: Path, step: int) -> WeightsSnapshot:
+    """The weights of a model directory as version `1.<step>`."""
+    path = directory / "model.safetensors"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return WeightsSnapshot(version=PolicyVersion(1, step), shards=(WeightsShard(path=path, sha256=digest),))
 
 
 @asynccontextmanager

@@ -28,7 +28,7 @@ from headrace.serve.measuring.push_floor import PoolGate
 from headrace.serve.routing import EngineRoute, Lineage, RoutingTable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -43,6 +43,12 @@ def models(tmp_path_factory: pytest.TempPathFactory, write_model) -> list[Path]:
     for model in models:
         (model / "generation_config.json").write_text('{"eos_token_id": []}')
     return models
+
+
+@pytest.fixture(scope="module")
+def snapshot(load_support) -> Callable[[Path, int], WeightsSnapshot]:
+    function: Callable[[Path, int], WeightsSnapshot] = load_support("push_rig").snapshot
+    return function
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -173,8 +179,8 @@ async def test_each_trainer_rank_sends_its_own_shard(rig, models: list[Path], tm
         assert (await engine.info()).version == PolicyVersion(1, 7)
 
 
-async def test_shards_that_overlap_are_refused(rig, models: list[Path], tmp_path: Path) -> None:
-    shards = rig.snapshot(models[1], 8).shards * 2
+async def test_shards_that_overlap_are_refused(rig, models: list[Path], snapshot) -> None:
+    shards = snapshot(models[1], 8).shards * 2
     with pytest.raises(PushError, match="in 2 shards"):
         await rig.push_snapshot(WeightsSnapshot(version=PolicyVersion(1, 8), shards=shards))
 
@@ -214,7 +220,7 @@ async def test_a_report_tells_what_the_push_cost(rig, models: list[Path]) -> Non
     assert sum(report.seconds.values()) <= report.total_s
 
 
-async def test_turns_that_a_push_aborts_go_on_elsewhere_or_later(rig, models: list[Path]) -> None:
+async def test_turns_that_a_push_aborts_go_on_elsewhere_or_later(rig, models: list[Path], snapshot) -> None:
     """Their partial answers are kept: every token is under the version that sampled it, and none is missing."""
     async with pool_over(rig) as pool, asyncio.TaskGroup() as tasks:
         turns = [tasks.create_task(sample(pool, f"turn-{index}", 500)) for index in range(12)]
@@ -222,7 +228,7 @@ async def test_turns_that_a_push_aborts_go_on_elsewhere_or_later(rig, models: li
             await rig.until_busy(name, 6)
         gate = PoolGate(pool)
         for step, model in ((11, 2), (12, 0)):
-            report = await rig.push_snapshot(rig.snapshot(models[model], step), gate=gate, pause_mode="abort")
+            report = await rig.push_snapshot(snapshot(models[model], step), gate=gate, pause_mode="abort")
             assert report.updated == ("one", "two")
     interrupted = [turn.result() for turn in turns if len(turn.result()) > 1]
     assert interrupted
