@@ -238,11 +238,28 @@ class PushExecution:
 
     async def _broadcast(self, step: Step, failures: Failures) -> None:
         started_s = time.perf_counter()
-        taken = await self._transfer.broadcast(self._members(step), failures, self._machine.touched)
+        failed: SenderFailed | GroupFailed | None = None
+        taken: dict[EngineId, int] = {}
+        async with asyncio.TaskGroup() as tasks:
+            renewing = tasks.create_task(self._renew_gates(step.engines))
+            try:
+                taken = await self._transfer.broadcast(self._members(step), failures, self._machine.touched)
+            except (SenderFailed, GroupFailed) as error:
+                failed = error
+            renewing.cancel()
+        if failed is not None:
+            raise failed
         for engine_id, size in taken.items():
             part = self._parts[engine_id]
             part.received_bytes += size
             part.transfer_s += time.perf_counter() - started_s
+
+    async def _renew_gates(self, engines: Sequence[EngineId]) -> None:
+        """Many buckets take longer than one lease."""
+        while True:
+            await asyncio.sleep(self._config.gate_lease_s / 3)
+            for engine_id in engines:
+                await self._gates.close(engine_id, self._config.gate_lease_s)
 
     def _members(self, step: Step) -> list[EngineControl]:
         return [self._engines[engine_id] for engine_id in step.engines]

@@ -142,10 +142,20 @@ async def test_phases_are_journalled_in_order_and_gates_stand_around_the_pause(r
     assert rig.gate.log == ["close one", "open one", "close two", "open two"]
 
 
-async def test_one_wave_of_two_engines(rig, models: list[Path]) -> None:
-    report = await rig.push(models[0], 5, wave_size=2, verify="engines")
+async def test_gates_stay_closed_longer_than_one_lease(rig, models: list[Path]) -> None:
+    """The lease is as short as a bucket: it is renewed while buckets travel."""
+    rig.gate.log.clear()
+    report = await rig.push(models[2], 5, bucket_bytes=10_000, gate_lease_s=0.01)
     assert report.updated == ("one", "two")
-    assert {(await engine.info()).version for engine in rig.engines.values()} == {PolicyVersion(1, 5)}
+    assert rig.gate.log.count("close one") > 1
+    assert rig.gate.log[-1] == "open two"
+    assert rig.gate.log.index("open one") > max(at for at, what in enumerate(rig.gate.log) if what == "close one")
+
+
+async def test_one_wave_of_two_engines(rig, models: list[Path]) -> None:
+    report = await rig.push(models[0], 6, wave_size=2, verify="engines")
+    assert report.updated == ("one", "two")
+    assert {(await engine.info()).version for engine in rig.engines.values()} == {PolicyVersion(1, 6)}
 
 
 async def test_aborts_lost_in_the_pause_are_sent_again(rig, models: list[Path]) -> None:
@@ -161,7 +171,7 @@ async def test_aborts_lost_in_the_pause_are_sent_again(rig, models: list[Path]) 
             await rig.engines["one"].abort("late")
             rig.gate.aborts = ["late"]
 
-    await rig.push(models[1], 6, before=before)
+    await rig.push(models[1], 7, before=before)
     rig.gate.aborts = []
     assert (await late[0]).finish is FinishReason.ABORT
 
@@ -169,14 +179,14 @@ async def test_aborts_lost_in_the_pause_are_sent_again(rig, models: list[Path]) 
 async def test_each_trainer_rank_sends_its_own_shard(rig, models: list[Path], tmp_path: Path) -> None:
     """Two files through two senders and two groups: the version comes with the last bucket of the last one."""
     whole = tensors(models[2])
-    weights = split(whole, tmp_path, step=7)
+    weights = split(whole, tmp_path, step=8)
     report = await rig.push_snapshot(weights, bucket_bytes=50_000)
     assert report.updated == ("one", "two")
     assert report.sent_bytes == 2 * sum(item.nbytes for item in whole.values())
     expected = read_snapshot(models[2] / "model.safetensors", None).checksums()
     for engine in rig.engines.values():
         assert await engine.checksums() == expected
-        assert (await engine.info()).version == PolicyVersion(1, 7)
+        assert (await engine.info()).version == PolicyVersion(1, 8)
 
 
 async def test_shards_that_overlap_are_refused(rig, models: list[Path], snapshot) -> None:
