@@ -14,6 +14,7 @@ from headrace.actors.errors import ActorLost
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
 
+    from headrace.actors.engine_group.registry import EngineRegistry
     from headrace.actors.gateway import GatewayActor
     from headrace.policies.engine import EngineId, RequestId
     from headrace.serve.gateway import GatewayStats
@@ -29,14 +30,16 @@ class GatewayGate:
     """The gateway as the engine group knows it; a `Gate` of a push. One that is gone admits nothing, so there is
     nothing to close."""
 
-    def __init__(self, gateway: GatewayActor) -> None:
+    def __init__(self, gateway: GatewayActor, registry: EngineRegistry) -> None:
         self._gateway = gateway
+        self._registry = registry
 
     async def close(self, engine_id: EngineId, lease_s: float) -> None:
         await tell_gateway(self._gateway.close_gate(engine_id, lease_s))
 
     async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
-        """The gateway itself repeats the aborts."""
+        """The gateway itself repeats the aborts. The registry must know, for the next table says so again."""
+        self._registry.opened(engine_id, cache_namespace)
         await tell_gateway(self._gateway.open_gate(engine_id, cache_namespace))
         return ()
 

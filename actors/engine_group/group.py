@@ -76,7 +76,6 @@ class EngineGroup:
             raise ValueError("engines keep logs and journals: they need a run directory")
         self._config = config
         self._push_config = push_config
-        self._gate = GatewayGate(gateway)
         self._observing = observing
         self._directory = observing.run_dir / "engines"
         self._ground = Ground(
@@ -88,6 +87,7 @@ class EngineGroup:
         )
         self._stack = AsyncExitStack()
         self._registry = EngineRegistry()
+        self._gate = GatewayGate(gateway, self._registry)
         self._journal = PushJournal(self._directory)
         self._requests = RequestBox(self._directory / "requests")
         self._lock = asyncio.Lock()
@@ -132,6 +132,7 @@ class EngineGroup:
             gate=self._gate,
             journal=self._journal,
             metrics=self._observing.metrics(),
+            settled=self._write_roster,
         )
         self._health = HealthChecks(
             self._fleet,
@@ -302,12 +303,15 @@ class EngineGroup:
         await self._bring_up_to_date()
 
     async def _publish(self) -> None:
-        """Tell the gateway who is in routing, and the disk who is here."""
+        """Tell the disk who is here, and the gateway who is in routing."""
+        self._write_roster()
+        # Milliseconds of the clock: larger than any table of an earlier incarnation of this group.
+        await self._gate.route(self._registry.table(time.time_ns() // 1_000_000))
+
+    def _write_roster(self) -> None:
         statuses = self._fleet.statuses(time.monotonic())
         roster = Roster(engines=statuses, started=self._fleet.started, retired=frozenset(self._fleet.retired))
         roster.write(self._directory / "members.json")
-        # Milliseconds of the clock: larger than any table of an earlier incarnation of this group.
-        await self._gate.route(self._registry.table(time.time_ns() // 1_000_000))
 
     async def _supervise(self) -> None:
         """Replace what died, hangs or was quarantined; catch up; do what operators ask; keep the gateway's table

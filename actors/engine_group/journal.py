@@ -62,13 +62,18 @@ class PushJournal:
         self._directory = directory
         self._pushes = directory / "pushes.jsonl"
         self._version, self._shards = "", 1
+        self.sent_to: set[EngineId] = set()
+        """The engines to which this push has sent something."""
 
     def begin(self, snapshot: WeightsSnapshot) -> None:
         """The next lines are of a push of this snapshot."""
         self._version, self._shards = str(snapshot.version), len(snapshot.shards)
+        self.sent_to.clear()
 
     async def step(self, push_id: str, step: Step) -> None:
         """Awaited before each step."""
+        if step.phase is Phase.BROADCAST:
+            self.sent_to.update(step.engines)
         taken = {"wave": step.wave, "phase": step.phase, "attempt": step.attempt, "engines": step.engines}
         self._append({"push_id": push_id, **taken, "version": self._version, "shards": self._shards})
 

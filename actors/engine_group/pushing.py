@@ -22,7 +22,7 @@ from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from headrace.actors.engine_group.fleet import Fleet
     from headrace.actors.engine_group.gate import GatewayGate
@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 class Pusher:
-    """Pushes for one group."""
+    """Pushes for one group. `settled` is called when it is known what became of the engines of a push, before the
+    journal says that it ended."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class Pusher:
         gate: GatewayGate,
         journal: PushJournal,
         metrics: MetricsLog,
+        settled: Callable[[], None],
     ) -> None:
         self._config = config
         self._fleet = fleet
@@ -58,6 +60,7 @@ class Pusher:
         self._gate = gate
         self._journal = journal
         self._metrics = metrics
+        self._settled = settled
         self._last_push_s: float | None = None
 
     async def push(
@@ -82,13 +85,14 @@ class Pusher:
         except EngineError as error:
             self._registry.quarantine(engine_id, f"it does not answer: {error}", time.monotonic())
             return
-        report = await self._through_sender([engine_id], snapshot)
+        report = await self._through_sender([engine_id], snapshot, in_doubt=(engine_id,))
         self._record(report, None)
         [part] = report.engines
         if part.outcome is PushOutcome.UPDATED and (problem := await self._disagreement(engine_id, snapshot)):
             self._registry.quarantine(engine_id, problem, time.monotonic())
         else:
             self._note(part, snapshot)
+        self._settled()
         self._journal.ended(report)
 
     async def untangle(self, engine_id: EngineId, groups: Sequence[str] = ()) -> None:
@@ -111,37 +115,52 @@ class Pusher:
             with suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(self._config.phase_timeout_s):
                     await self._fleet[entry.engine_id].client.flush()
-                self._registry.flushed(entry.engine_id)
+                self._registry.opened(entry.engine_id, None)
 
     async def _once(self, engines: Sequence[EngineId], snapshot: WeightsSnapshot) -> PushReport:
         report = await self._through_sender(engines, snapshot)
         for part in report.engines:
             self._note(part, snapshot)
+        # Before the journal forgets the push: who takes over must not believe a tainted engine.
+        self._settled()
         self._journal.ended(report)
         return report
 
     def _note(self, part: EnginePush, snapshot: WeightsSnapshot) -> None:
         engine_id = part.engine_id
         if part.outcome is PushOutcome.UPDATED:
-            self._registry.serves(engine_id, snapshot.version, cache_namespace=part.cache_namespace)
+            self._registry.serves(engine_id, snapshot.version)
         elif part.outcome is PushOutcome.QUARANTINED:
             self._registry.quarantine(engine_id, f"push of {snapshot.version}: {part.failure}", time.monotonic())
         elif self._registry[engine_id].state is not EngineState.QUARANTINED:
             self._registry.left_behind(engine_id)
 
-    async def _through_sender(self, engines: Sequence[EngineId], snapshot: WeightsSnapshot) -> PushReport:
+    async def _through_sender(
+        self, engines: Sequence[EngineId], snapshot: WeightsSnapshot, *, in_doubt: Sequence[EngineId] = ()
+    ) -> PushReport:
         """A push whose sender died before anything was touched is begun again, once."""
         try:
-            return await self._push(engines, snapshot)
+            return await self._push(engines, snapshot, in_doubt)
         except SenderFailed as error:
             logger.warning("the push of %s starts again: %s", snapshot.version, error)
-            return await self._push(engines, snapshot)
+            return await self._push(engines, snapshot, in_doubt)
 
-    async def _push(self, engines: Sequence[EngineId], snapshot: WeightsSnapshot) -> PushReport:
+    async def _push(
+        self, engines: Sequence[EngineId], snapshot: WeightsSnapshot, in_doubt: Sequence[EngineId]
+    ) -> PushReport:
         self._journal.begin(snapshot)
         clients = [self._fleet[engine_id].client for engine_id in engines]
         senders = self._senders.take(len(snapshot.shards))
-        return await push(snapshot, clients, senders, self._gate, self._journal.step, self._config)
+        try:
+            return await push(
+                snapshot, clients, senders, self._gate, self._journal.step, self._config, in_doubt=in_doubt
+            )
+        except BaseException:
+            # Nobody says what became of those that were sent something.
+            for entry in self._registry.in_state(EngineState.WAITING, EngineState.SERVING):
+                if entry.engine_id in self._journal.sent_to:
+                    self._registry.suspect(entry.engine_id, f"the push of {snapshot.version} was broken off")
+            raise
 
     async def _disagreement(self, engine_id: EngineId, snapshot: WeightsSnapshot) -> str | None:
         """What is wrong with the weights of an engine that was pushed to alone; None when its checksums agree with

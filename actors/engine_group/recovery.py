@@ -51,7 +51,7 @@ async def recover(
                 # Prefixes that nobody knows of may be cached: they are shared by nothing new.
                 namespace = str(info.version) if in_place else None
                 await gate.open(status.engine_id, cache_namespace=namespace)
-                registry.serves(status.engine_id, info.version, cache_namespace=namespace)
+                registry.serves(status.engine_id, info.version)
                 return
         except EngineError as error:
             logger.warning("engine %s is caught up before it serves: %s", status.engine_id, error)

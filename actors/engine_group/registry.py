@@ -122,15 +122,17 @@ class EngineRegistry:
         entry = self._move(engine_id, EngineState.WAITING, "it waits for weights")
         entry.url, entry.version, entry.misses = url, version, 0
 
-    def serves(self, engine_id: EngineId, version: PolicyVersion, *, cache_namespace: str | None = None) -> None:
-        """It holds these weights whole and gets traffic."""
+    def serves(self, engine_id: EngineId, version: PolicyVersion) -> None:
+        """It holds these weights whole and gets traffic. Raises ValueError for one that never answered."""
+        if not self[engine_id].url:
+            raise ValueError(f"{engine_id} has no address: it cannot serve")
         entry = self._move(engine_id, EngineState.SERVING, "")
-        entry.version, entry.misses, entry.cache_namespace = version, 0, cache_namespace
+        entry.version, entry.misses = version, 0
         self.breaker(entry.place).succeeded()
 
-    def flushed(self, engine_id: EngineId) -> None:
-        """No prefix of older weights is cached there any more."""
-        self[engine_id].cache_namespace = None
+    def opened(self, engine_id: EngineId, cache_namespace: str | None) -> None:
+        """Its gate was opened: this goes with its requests from now on."""
+        self[engine_id].cache_namespace = cache_namespace
 
     def left_behind(self, engine_id: EngineId) -> None:
         """It is well, and a push did not reach it."""

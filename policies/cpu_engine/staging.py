@@ -38,11 +38,6 @@ class Staging:
         self._largest_bytes = 0
         self._torn = False
 
-    @property
-    def filled(self) -> bool:
-        """Something was loaded since the last swap or loss."""
-        return self._spare is not None and bool(self._spare.dtypes)
-
     def start(self) -> None:
         """A new update: nothing of an earlier one counts."""
         self._torn = False

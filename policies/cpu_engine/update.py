@@ -7,8 +7,8 @@ Invariants:
   the torch thread and the event loop stay live.
 - The reply to a bucket means that it is here. It is loaded while the next one arrives; a value that cannot be loaded is
   told with the next reply, at the latest with that of the bucket that carries the version.
-- Weights change in one piece: with the bucket that carries a version, else at `end`. A failed reception changes nothing
-  and costs the group, which is discarded.
+- Weights change in one piece, with the bucket that carries a version. What no version announced is dropped at `end`: a
+  sender that died between two buckets leaves nothing behind. A failed reception changes nothing and costs the group.
 - `checksums` are worked out when they are asked for, from the weights that run, brought back to the dtype they were
   sent in: they show what was spoiled on the way here as well as what was loaded to the wrong place.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -96,6 +96,7 @@ class WeightUpdater:
         self._groups: dict[str, WeightGroup] = {}
         self._forming: set[str] = set()
         self._open = False
+        self._session: object | None = None
         self._staging = Staging(self._config)
         self._receiving = asyncio.Lock()
         self._loading: Loading | None = None
@@ -104,27 +105,29 @@ class WeightUpdater:
         """Open the session; returns when nothing runs."""
         if self._open:
             raise RequestInvalid("A weight update session is already open; call /end_weight_update first.")
-        self._open = True
+        self._open, self._session = True, object()
         self._staging.start()
         try:
             await asyncio.wrap_future(self._engine.hold())
         except asyncio.CancelledError:
-            self._open = False
-            self._engine.release()
+            self._close()
             raise
 
     async def end(self) -> None:
-        """Apply what no version announced, close the session, let requests in."""
-        self._check_open()
-        async with self._receiving:
-            try:
+        """Drop what no version announced, close the session, let requests in."""
+        self._in_session()
+        try:
+            async with self._receiving:
                 await self._loaded()
-                if self._staging.filled:
-                    await self._apply(None)
-            finally:
-                self._open = False
-                released = self._engine.release()
+                self._staging.start()
+        finally:
+            released = self._close()
         await asyncio.wrap_future(released)
+
+    def _close(self) -> Future[None]:
+        """A bucket that is still on its way finds its session gone."""
+        self._open, self._session = False, None
+        return self._engine.release()
 
     async def init_group(self, body: InitGroup) -> None:
         """Join a group; blocks until rank 0 is there, at most `group_timeout_s`."""
@@ -160,13 +163,15 @@ class WeightUpdater:
 
     async def update(self, body: UpdateWeights) -> None:
         """Receive one bucket; swap when it carries a version."""
-        self._check_open()
+        session = self._in_session()
         self._group(body.group_name)
         bucket = self._checked(body)
         if body.abort_all_requests:
             await asyncio.wrap_future(self._engine.abort(None))
         async with self._receiving:
+            self._in_session(session)
             await self._receive(bucket, body)
+            self._in_session(session)
             if body.weight_version is not None:
                 await self._loaded()
                 await self._apply(body.weight_version)
@@ -190,8 +195,7 @@ class WeightUpdater:
                 await self._apply(body.weight_version)
             held = len(scheduler.running) + len(scheduler.waiting) if scheduler.paused else 0
         finally:
-            self._open = False
-            released = self._engine.release()
+            released = self._close()
         await asyncio.wrap_future(released)
         await self._flushed(body.flush_cache)
         return held
@@ -210,9 +214,11 @@ class WeightUpdater:
                 lambda: {name: checksum(live.slots[name], dtype) for name, dtype in live.dtypes.items()}
             )
 
-    def _check_open(self) -> None:
-        if not self._open:
+    def _in_session(self, begun: object | None = None) -> object:
+        """The session that is open; it must be the one that was `begun`, if any was."""
+        if self._session is None or begun not in (None, self._session):
             raise RequestInvalid("No weight update session is open; call /begin_weight_update first.")
+        return self._session
 
     def _group(self, name: str) -> WeightGroup:
         if name not in self._groups:
@@ -222,16 +228,16 @@ class WeightUpdater:
     async def _receive(self, bucket: Bucket, body: UpdateWeights) -> None:
         """One bucket from the wire, and on its way to the spare set."""
         group = self._group(body.group_name)
-        spare = self._staging.take_spare() if self._loading is None else self._loading.spare
-        place, buffer = place_of(spare, bucket), None
-        if place is None:
-            buffer = self._staging.take_buffer(bucket.size_bytes)
-        flat = place if buffer is None else buffer[: bucket.size_bytes]
-        assert flat is not None
-        pieces = [flat] if body.load_format == "flattened_bucket" else split(flat, bucket)
         try:
+            spare = self._staging.take_spare() if self._loading is None else self._loading.spare
+            place, buffer = place_of(spare, bucket), None
+            if place is None:
+                buffer = self._staging.take_buffer(bucket.size_bytes)
+            flat = place if buffer is None else buffer[: bucket.size_bytes]
+            assert flat is not None
+            pieces = [flat] if body.load_format == "flattened_bucket" else split(flat, bucket)
             await in_thread(lambda: receive(group, pieces))
-        except (GroupFailed, asyncio.CancelledError):
+        except BaseException:
             # A collective cannot be cancelled: its thread may still be in there. Group and memory are left to it.
             self._groups.pop(body.group_name, None)
             self._loading = None
@@ -309,9 +315,14 @@ class WeightUpdater:
 
 
 def receive(group: WeightGroup, pieces: list[Tensor]) -> None:
-    """Block until all pieces are here. Raises GroupFailed."""
-    for piece in pieces:
-        finish_broadcast(group, start_broadcast(group, piece))
+    """Block until all pieces are here. Raises GroupFailed; the group is gone then, with its threads and sockets."""
+    try:
+        for piece in pieces:
+            finish_broadcast(group, start_broadcast(group, piece))
+    except GroupFailed:
+        with suppress(GroupFailed):
+            destroy_group(group)
+        raise
 
 
 def load_directory(spare: Qwen3Weights, config: Qwen3Config, directory: Path) -> None:

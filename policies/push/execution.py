@@ -27,7 +27,7 @@ from headrace.policies.push.machine import Phase, PushMachine
 from headrace.policies.push.transfer import Failures, Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
 
     from headrace.policies.engine import EngineId, EngineInfo
     from headrace.policies.learner import WeightsSnapshot
@@ -45,12 +45,15 @@ async def push(
     gates: Gate,
     journal: Journal,
     config: PushConfig,
+    *,
+    in_doubt: Container[EngineId] = (),
 ) -> PushReport:
-    """Push one snapshot, each of its shards through a sender of its own.
+    """Push one snapshot, each of its shards through a sender of its own. Engines `in_doubt` may hold mixed weights:
+    they are not resumed without all of the new ones.
 
     Raises ModelInvalid when the snapshot is unreadable, SenderFailed when a sender cannot even load it, PushError when
     it is no snapshot; nothing was touched then."""
-    execution = PushExecution(snapshot, engines, senders, gates, journal, config)
+    execution = PushExecution(snapshot, engines, senders, gates, journal, config, in_doubt)
     return await execution.run()
 
 
@@ -65,6 +68,7 @@ class PushExecution:
         gates: Gate,
         journal: Journal,
         config: PushConfig,
+        in_doubt: Container[EngineId],
     ) -> None:
         self.push_id = uuid.uuid4().hex[:12]
         self._snapshot = snapshot
@@ -75,7 +79,7 @@ class PushExecution:
         self._config = config
         names = list(self._engines)
         self._machine = PushMachine(
-            [names[at : at + config.wave_size] for at in range(0, len(names), config.wave_size)]
+            [names[at : at + config.wave_size] for at in range(0, len(names), config.wave_size)], in_doubt
         )
         self._parts = {name: EnginePush(engine_id=name) for name in names}
         self._seconds = dict.fromkeys((phase.value for phase in Phase), 0.0)
@@ -199,8 +203,8 @@ class PushExecution:
 
     async def _resume(self, engine: EngineControl) -> None:
         await engine.resume()
-        paused_at_s = self._paused_at_s[engine.engine_id]
-        self._parts[engine.engine_id].paused_s = time.perf_counter() - paused_at_s
+        if (paused_at_s := self._paused_at_s.get(engine.engine_id)) is not None:
+            self._parts[engine.engine_id].paused_s = time.perf_counter() - paused_at_s
 
     async def _open(self, engine: EngineControl) -> None:
         part = self._parts[engine.engine_id]

@@ -25,7 +25,11 @@ NAMED = 3
 def check_fits(snapshot: Mapping[str, TensorSpec], model_dir: Path) -> None:
     """Raises ModelInvalid, naming both sides, when the engine's model directory holds another model; also when its
     files are damaged. Nothing is checked where the directory cannot be read."""
-    if not (model_dir / "config.json").is_file():
+    try:
+        if not (model_dir / "config.json").is_file():
+            return
+    except OSError:
+        # Somebody else's engine, and a directory of theirs.
         return
     served = read_model_specs(model_dir)
     if _read_object(model_dir / "config.json").get("tie_word_embeddings"):

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from headrace.policies.engine import EngineId
 
@@ -143,9 +143,13 @@ LEFT: Mapping[Phase, str] = {Phase.END: "session", Phase.RESUME: "paused", Phase
 class PushMachine:
     """`while (step := machine.next()): ...; machine.done(step, failures)`."""
 
-    def __init__(self, waves: Sequence[Sequence[EngineId]]) -> None:
+    def __init__(self, waves: Sequence[Sequence[EngineId]], in_doubt: Container[EngineId] = ()) -> None:
+        """`in_doubt` are engines that may hold mixed weights already: they serve with all of the new ones, or not at
+        all."""
         self.waves = tuple(tuple(wave) for wave in waves)
-        self.progress = {engine_id: Progress() for wave in self.waves for engine_id in wave}
+        self.progress = {
+            engine_id: Progress(got_bucket=engine_id in in_doubt) for wave in self.waves for engine_id in wave
+        }
         self._wave = 0
         self._index = 0
         self._attempt = 0

@@ -191,12 +191,24 @@ async def test_one_broadcast_a_tensor_and_a_push_of_some_parameters(trainer: Tra
     changed = {name: 2 * tensors_of(models[0])[name] for name in names}
     await trainer.join()
     await trainer.session_open()
-    # Without a version the swap comes with the end of the session.
-    assert (await trainer.send(changed, pieces=list(changed.values()), load_format=None))[0] == 200
-    assert await trainer.checksums() == sums(tensors_of(models[0]))
-    assert (await trainer.session_end())[0] == 200
+    pieces = list(changed.values())
+    assert (await trainer.send(changed, pieces=pieces, load_format=None, weight_version="1"))[0] == 200
     assert await trainer.checksums() == sums(tensors_of(models[0]) | changed)
-    assert await trainer.version() == "0"
+    assert (await trainer.session_end())[0] == 200
+    assert await trainer.version() == "1"
+
+
+async def test_what_no_version_announced_never_runs(trainer: Trainer, models: list[Path]) -> None:
+    """A sender that dies between two buckets: whoever ends its session must not put half a set into use."""
+    given = tensors_of(models[1])
+    await trainer.join()
+    await trainer.session_open()
+    assert (await trainer.send({NORM: given.pop(NORM)}))[0] == 200
+    assert (await trainer.session_end())[0] == 200
+    assert await trainer.checksums() == sums(tensors_of(models[0]))
+    await trainer.session_open()
+    assert (await trainer.send(given, weight_version="1"))[0] == 200
+    assert await trainer.checksums() == sums(given | {NORM: tensors_of(models[0])[NORM]}), "nor later"
 
 
 async def test_what_does_not_fit_is_refused_before_a_byte_is_sent(trainer: Trainer) -> None:

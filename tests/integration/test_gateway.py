@@ -172,9 +172,9 @@ async def test_a_weight_update_within_a_turn_is_told_token_by_token(model_dir: P
         [row] = document["rows"]
         start = len(first.prompt_ids)
         assert row["versions"] == [
-            [start, start + 1, "1.4"],
-            [start + 1, start + 2, "1.5"],
-            [start + 2, len(row["tokens"]), "1.6"],
+            [start, start + 1, "1.4", False],
+            [start + 1, start + 2, "1.5", False],
+            [start + 2, len(row["tokens"]), "1.6", False],
         ]
         assert sum(row["loss_mask"]) == document["sampled_tokens"] == document["trained_tokens"]
 

@@ -78,6 +78,23 @@ def test_loss_during_pause_forms_a_new_group_before_broadcast() -> None:
     assert phases(steps, A)[-2:] == [Phase.RESUME, Phase.OPEN]
 
 
+def test_an_engine_in_doubt_serves_with_all_of_the_new_weights_or_not_at_all() -> None:
+    machine = PushMachine([[A], [B]], in_doubt=(A,))
+    steps = run(machine, {(Phase.BEGIN, A): GONE})
+    assert phases(steps, A)[-1] is Phase.BEGIN, "neither resumed nor opened"
+    assert machine.outcome(A) is PushOutcome.QUARANTINED
+    well = PushMachine([[A]], in_doubt=(A,))
+    assert phases(run(well, {}), A) == list(Phase)
+    assert well.outcome(A) is PushOutcome.UPDATED
+    abandoned = PushMachine([[A]], in_doubt=(A,))
+    while step := abandoned.next():
+        if step.phase is Phase.BEGIN:
+            abandoned.abandon("the sender died")
+        abandoned.done(step, {})
+    assert abandoned.progress[A].paused
+    assert abandoned.outcome(A) is PushOutcome.QUARANTINED
+
+
 def test_abandoned_push_leaves_later_waves_behind() -> None:
     machine = PushMachine([[A], [B]])
     steps = []
