@@ -243,8 +243,6 @@ def export(
 
 
 engine_app.command()(serve)
-
-
 engine_app.command("list")(list_engines)
 engine_app.command("add")(add_engine)
 engine_app.command("remove")(remove_engine)

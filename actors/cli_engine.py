@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import tempfile
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import orjson
 import typer
 from pydantic import ValidationError
 
@@ -115,16 +113,11 @@ async def serve_until_signalled(server: ServerProcess, announcement: Path | None
 
 
 async def _serve(server: ServerProcess, announcement: Path | None) -> int:
+    from headrace.policies.server_process import announce
+
     async with server:
         if announcement is not None:
-            _announce(announcement, server.url)
+            announce(announcement, server.url)
         typer.echo(server.url)
         say(f"log: {server.log_path}")
         return await server.wait()
-
-
-def _announce(path: Path, url: str) -> None:
-    """Whole or not at all: others wait for it."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(orjson.dumps({"url": url, "pid": os.getpid()}))
-    partial.replace(path)

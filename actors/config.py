@@ -23,7 +23,7 @@ from headrace.actors.agents.shell import ShellAgentConfig
 from headrace.actors.agents.simulated import SimulatedAgentConfig
 from headrace.actors.dispatcher import DispatcherConfig
 from headrace.actors.engine_group.config import EnginesConfig
-from headrace.actors.engine_group.registry import is_loopback
+from headrace.actors.engine_group.registry import address, is_loopback
 from headrace.actors.errors import ConfigError
 from headrace.actors.learner import LearnerLoopConfig
 from headrace.actors.rollout import RolloutConfig
@@ -288,10 +288,10 @@ def weights_fit_the_devices(config: RunConfig) -> str | None:
 
 def other_hosts_reach_the_sender(config: RunConfig) -> str | None:
     engines, host = config.engines, config.push.host
-    if not host.startswith("127.") and host not in ("localhost", "::1"):
+    if not is_loopback(host):
         return None
     for url in (*engines.attach, *([engines.router] if engines.router else [])):
-        if not is_loopback(url):
+        if not is_loopback(address(url)[0]):
             return (
                 f"push.host {host} is not reachable from {url}; set it to this host's address, as those engines see it"
             )

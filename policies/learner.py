@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,6 +35,12 @@ class WeightsShard:
 
     path: Path
     sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> WeightsShard:
+        """A file that is there and complete; reads all of it."""
+        with path.open("rb") as file:
+            return cls(path=path, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -114,15 +113,12 @@ class MegatronTrainer:
         final = directory / f"{self._version}.safetensors"
         staged = final.with_suffix(".tmp")
         self._export(staged)
-        with staged.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         staged.rename(final)
         # By age, not from memory: the sender may still read what an incarnation before this one wrote.
         oldest_first = sorted(directory.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
         for path in oldest_first[:-KEPT_SNAPSHOTS]:
             path.unlink()
-        shard = WeightsShard(path=final, sha256=sha256)
-        self._last_snapshot = WeightsSnapshot(version=self._version, shards=(shard,))
+        self._last_snapshot = WeightsSnapshot(version=self._version, shards=(WeightsShard.of(final),))
         return self._last_snapshot
 
     def save(self) -> CheckpointRef:

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -30,6 +31,13 @@ GROUP_END_S = 5.0
 """Longest wait for what a killed server had started: the kernel may have much memory to free."""
 
 logger = logging.getLogger(__name__)
+
+
+def announce(path: Path, url: str) -> None:
+    """Leave `{"url", "pid"}` for those who wait for this process to serve: whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
+    partial.replace(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

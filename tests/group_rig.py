@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import json
 import shutil
@@ -58,9 +57,7 @@ def write_weights(directory: Path, seed: int) -> Path:
 
 
 def snapshot(model: Path, step: int) -> WeightsSnapshot:
-    path = model / "model.safetensors"
-    shard = WeightsShard(path=path, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
-    return WeightsSnapshot(version=PolicyVersion(1, step), shards=(shard,))
+    return WeightsSnapshot(version=PolicyVersion(1, step), shards=(WeightsShard.of(model / "model.safetensors"),))
 
 
 def observing(folder: Path) -> Observing:

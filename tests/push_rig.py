@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -119,9 +118,7 @@ class Rig:
 
 def snapshot(directory: Path, step: int) -> WeightsSnapshot:
     """The weights of a model directory as version `1.<step>`."""
-    path = directory / "model.safetensors"
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return WeightsSnapshot(version=PolicyVersion(1, step), shards=(WeightsShard(path=path, sha256=digest),))
+    return WeightsSnapshot(version=PolicyVersion(1, step), shards=(WeightsShard.of(directory / "model.safetensors"),))
 
 
 @asynccontextmanager

@@ -240,7 +240,7 @@ class Fleet:
     async def _hosted(self, engine_id: EngineId, host: EngineHost) -> Member:
         assert self._ground.runtime is not None
         hosted = await host.address()
-        if hosted.node != node_address() and is_loopback(f"http://{self._ground.sender_host}"):
+        if hosted.node != node_address() and is_loopback(self._ground.sender_host):
             raise EngineStartFailed(
                 f"{engine_id} on {hosted.node} does not reach push.host {self._ground.sender_host}; "
                 f"set it to {node_address()}"

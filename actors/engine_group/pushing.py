@@ -92,8 +92,7 @@ class Pusher:
             self._registry.quarantine(engine_id, problem, time.monotonic())
         else:
             self._note(part, snapshot)
-        self._settled()
-        self._journal.ended(report)
+        self._end(report)
 
     async def untangle(self, engine_id: EngineId, groups: Sequence[str] = ()) -> None:
         """Leave the session and the process groups of a push that nobody ended; the pause stays. Raises EngineError
@@ -121,10 +120,14 @@ class Pusher:
         report = await self._through_sender(engines, snapshot)
         for part in report.engines:
             self._note(part, snapshot)
-        # Before the journal forgets the push: who takes over must not believe a tainted engine.
+        self._end(report)
+        return report
+
+    def _end(self, report: PushReport) -> None:
+        """What is known is on disk before the journal forgets the push: who takes over must not believe a tainted
+        engine."""
         self._settled()
         self._journal.ended(report)
-        return report
 
     def _note(self, part: EnginePush, snapshot: WeightsSnapshot) -> None:
         engine_id = part.engine_id
@@ -172,19 +175,21 @@ class Pusher:
         ]
         for peer in peers:
             try:
-                async with asyncio.timeout(self._config.phase_timeout_s):
-                    theirs = await self._fleet[peer].client.checksums()
+                theirs = await self._checksums(peer)
             except (EngineError, TimeoutError):
                 continue
             try:
-                async with asyncio.timeout(self._config.phase_timeout_s):
-                    ours = await self._fleet[engine_id].client.checksums()
+                ours = await self._checksums(engine_id)
             except (EngineError, TimeoutError) as error:
                 return f"it told no checksums: {error}"
             if ours.keys() != theirs.keys():
                 continue
             return None if ours == theirs else f"its checksums are not those of {peer}"
         return None
+
+    async def _checksums(self, engine_id: EngineId) -> dict[str, str]:
+        async with asyncio.timeout(self._config.phase_timeout_s):
+            return await self._fleet[engine_id].client.checksums()
 
     def _record(self, report: PushReport, rollouts_in_flight: int | None) -> None:
         now_s = time.monotonic()

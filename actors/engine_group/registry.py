@@ -249,10 +249,9 @@ class EngineRegistry:
             del self._entries[engine_id]
 
 
-def is_loopback(url: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether only this host reaches the address."""
-    host, _ = address(url)
-    return host.startswith("127.") or host == "::1"
+    return host.startswith("127.") or host in ("localhost", "::1")
 
 
 def address(url: str) -> tuple[str, int]:

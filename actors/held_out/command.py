@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -231,9 +230,7 @@ async def _drive(evaluation: Evaluation, *, quiet: bool) -> EvaluationSummary:
 
 def _weights(evaluation: Evaluation) -> WeightsSnapshot:
     path = evaluation.config.model.path / "model.safetensors"
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return WeightsSnapshot(version=evaluation.version, shards=(WeightsShard(path=path, sha256=sha256),))
+    return WeightsSnapshot(version=evaluation.version, shards=(WeightsShard.of(path),))
 
 
 def _make(evaluation: Evaluation) -> None:

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import logging
-import os
 import signal
 import sys
 from pathlib import Path
@@ -24,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.policies.errors import ModelInvalid
 from headrace.policies.parent_death import die_with_parent
+from headrace.policies.server_process import announce
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,20 +146,14 @@ async def serve(config: CpuEngineConfig) -> None:
     try:
         await web.TCPSite(runner, config.host, config.port).start()
         port = runner.addresses[0][1]
-        announce(config.announce, f"http://{config.host}:{port}")
+        url = f"http://{config.host}:{port}"
+        logging.getLogger(__name__).info("engine ready at %s", url)
+        if config.announce is not None:
+            announce(config.announce, url)
         await stop.wait()
     finally:
         await runner.cleanup()
         engine.stop()
-
-
-def announce(path: Path | None, url: str) -> None:
-    logging.getLogger(__name__).info("engine ready at %s", url)
-    if path is None:
-        return
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
-    partial.replace(path)
 
 
 def run(config: CpuEngineConfig) -> int:

@@ -24,7 +24,7 @@ from headrace.policies.push.contract import EnginePush, PushReport
 from headrace.policies.push.fitting import check_fits
 from headrace.policies.push.layout import group_name, lay_out
 from headrace.policies.push.machine import Phase, PushMachine
-from headrace.policies.push.transfer import Failures, Transfer
+from headrace.policies.push.transfer import Failures, Transfer, first_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
@@ -87,6 +87,7 @@ class PushExecution:
         self._paused_at_s: dict[EngineId, float] = {}
         self._infos: dict[EngineId, EngineInfo] = {}
         self._modes: dict[EngineId, PauseMode] = {}
+        self._fitting: set[Path] = set()
         self._references: dict[frozenset[str], dict[str, str]] = {}
         self._sender_failure: SenderFailed | GroupFailed | None = None
 
@@ -158,12 +159,13 @@ class PushExecution:
         self._modes[engine.engine_id] = self._mode_of(info, engine.engine_id)
         self._parts[engine.engine_id].ranks = info.ranks
         model_dir = Path(info.model_path)
-        if not model_dir.is_absolute():
+        if not model_dir.is_absolute() or model_dir in self._fitting:
             return
         try:
             await asyncio.to_thread(check_fits, self._specs, model_dir)
         except ModelInvalid as error:
             raise RequestInvalid(f"{engine.engine_id} serves another model: {error}") from error
+        self._fitting.add(model_dir)
 
     async def _gate(self, engine: EngineControl) -> None:
         """Asked for its load first: an engine in mid-step answers late, and nobody waits for that at a closed gate."""
@@ -242,17 +244,10 @@ class PushExecution:
 
     async def _broadcast(self, step: Step, failures: Failures) -> None:
         started_s = time.perf_counter()
-        failed: SenderFailed | GroupFailed | None = None
-        taken: dict[EngineId, int] = {}
-        async with asyncio.TaskGroup() as tasks:
+        async with first_error(), asyncio.TaskGroup() as tasks:
             renewing = tasks.create_task(self._renew_gates(step.engines))
-            try:
-                taken = await self._transfer.broadcast(self._members(step), failures, self._machine.touched)
-            except (SenderFailed, GroupFailed) as error:
-                failed = error
+            taken = await self._transfer.broadcast(self._members(step), failures, self._machine.touched)
             renewing.cancel()
-        if failed is not None:
-            raise failed
         for engine_id, size in taken.items():
             part = self._parts[engine_id]
             part.received_bytes += size

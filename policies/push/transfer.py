@@ -115,7 +115,7 @@ class Transfer:
     async def load(self) -> None:
         """Every shard into its sender, at once; again after a restart. Raises ModelInvalid for an unreadable one, and
         for a parameter that two shards hold."""
-        async with _first_error(), asyncio.TaskGroup() as tasks:
+        async with first_error(), asyncio.TaskGroup() as tasks:
             for lane in self._lanes:
                 if not lane.is_loaded:
                     tasks.create_task(self._load(lane))
@@ -304,7 +304,7 @@ class Transfer:
 
 
 @asynccontextmanager
-async def _first_error() -> AsyncIterator[None]:
+async def first_error() -> AsyncIterator[None]:
     """The first error of a task group, alone: callers tell errors apart by their class."""
     try:
         yield

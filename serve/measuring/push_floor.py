@@ -8,7 +8,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -137,14 +136,15 @@ async def open_floor(
         )
         yield Floor(
             engines=clients,
-            pool=await stack.enter_async_context(_pool_over(clients)),
+            pool=await stack.enter_async_context(pool_over(clients)),
             senders=await stack.enter_async_context(Senders(SenderConfig())),
-            shard=await asyncio.to_thread(_shard_of, model / "model.safetensors"),
+            shard=await asyncio.to_thread(WeightsShard.of, model / "model.safetensors"),
         )
 
 
 @asynccontextmanager
-async def _pool_over(clients: Sequence[SGLangEngine]) -> AsyncIterator[EnginePool]:
+async def pool_over(clients: Sequence[SGLangEngine]) -> AsyncIterator[EnginePool]:
+    """A gateway's way to these engines."""
     by_id = {client.engine_id: client for client in clients}
     deadlines = EngineDeadlines(gate_wait_s=TURN_DEADLINE_S, call_s=TURN_DEADLINE_S, abort_grace_s=2.0)
     pool = EnginePool(deadlines, lambda route: by_id[route.engine_id], time.monotonic, NoOpTracer())
@@ -154,11 +154,6 @@ async def _pool_over(clients: Sequence[SGLangEngine]) -> AsyncIterator[EnginePoo
         yield pool
     finally:
         await pool.aclose()
-
-
-def _shard_of(path: Path) -> WeightsShard:
-    with path.open("rb") as file:
-        return WeightsShard(path=path, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
 async def _no_journal(push_id: str, step: Step) -> None:

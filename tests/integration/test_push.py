@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import time
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
 import torch
-from opentelemetry.trace import NoOpTracer
 from safetensors.torch import save_file
 
 from headrace.buffer.versions import PolicyVersion
@@ -23,9 +19,9 @@ from headrace.policies.push.weights import read_snapshot
 from headrace.policies.qwen3 import Qwen3, read_weights
 from headrace.policies.qwen3_config import Qwen3Config
 from headrace.serve.capture.session import SessionId
-from headrace.serve.engines import EngineDeadlines, EnginePool, join_pieces
-from headrace.serve.measuring.push_floor import PoolGate
-from headrace.serve.routing import EngineRoute, Lineage, RoutingTable
+from headrace.serve.engines import EnginePool, join_pieces
+from headrace.serve.measuring.push_floor import PoolGate, pool_over
+from headrace.serve.routing import Lineage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -75,19 +71,8 @@ def split(whole: dict[str, torch.Tensor], directory: Path, step: int) -> Weights
     for number in range(2):
         path = directory / f"rank{number}.safetensors"
         save_file({name: whole[name] for name in sorted(whole)[number::2]}, path)
-        shards.append(WeightsShard(path=path, sha256=hashlib.sha256(path.read_bytes()).hexdigest()))
+        shards.append(WeightsShard.of(path))
     return WeightsSnapshot(version=PolicyVersion(1, step), shards=tuple(shards))
-
-
-@asynccontextmanager
-async def pool_over(rig) -> AsyncIterator[EnginePool]:
-    """A gateway's way to the engines of the rig."""
-    deadlines = EngineDeadlines(gate_wait_s=30.0, call_s=60.0, abort_grace_s=2.0)
-    pool = EnginePool(deadlines, lambda route: rig.engines[route.engine_id], time.monotonic, NoOpTracer())
-    routes = tuple(EngineRoute(engine_id=name, url=engine.url) for name, engine in rig.engines.items())
-    await pool.replace_table(RoutingTable(version=1, engines=routes))
-    yield pool
-    await pool.aclose()
 
 
 async def sample(pool: EnginePool, name: str, tokens: int) -> list[Completion]:
@@ -232,7 +217,7 @@ async def test_a_report_tells_what_the_push_cost(rig, models: list[Path]) -> Non
 
 async def test_turns_that_a_push_aborts_go_on_elsewhere_or_later(rig, models: list[Path], snapshot) -> None:
     """Their partial answers are kept: every token is under the version that sampled it, and none is missing."""
-    async with pool_over(rig) as pool, asyncio.TaskGroup() as tasks:
+    async with pool_over(list(rig.engines.values())) as pool, asyncio.TaskGroup() as tasks:
         turns = [tasks.create_task(sample(pool, f"turn-{index}", 500)) for index in range(12)]
         for name in rig.engines:
             await rig.until_busy(name, 6)
