@@ -9,54 +9,26 @@ from __future__ import annotations
 import json
 import os
 import sys
-from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from headrace.policies.server_process import ServerCommand, ServerProcess
+from headrace.policies.server_process import ServerCommand, ServerConfig, ServerProcess, option_list
 
 
-class EngineProcessConfig(BaseModel):
+class EngineProcessConfig(ServerConfig):
     """How to start one CPU engine."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: Path
-    """Model directory."""
-    directory: Path
-    """Holds the announcement and the log of this engine; made if missing."""
-    host: str = "127.0.0.1"
-    """Address to bind."""
-    port: int = Field(default=0, ge=0, lt=65536)
-    """0 takes a free port."""
-    name: str = "engine"
-    """Stem of both files."""
-    weight_version: str = "1.0"
-    """Label of the weights on disk."""
-    seed: int = Field(default=0, ge=0)
-    """Of the sampling noise: give each engine another."""
     max_running: int = Field(default=64, gt=0)
     """Sequences decoded at once."""
-    max_context: int | None = Field(default=None, gt=1)
-    """Tokens; None takes the engine's default."""
     group_timeout_s: float = Field(default=20.0, gt=0)
     """Longest formation of a weight group, and longest transfer of one bucket."""
-    start_timeout_s: float = Field(default=60.0, gt=0)
-    """From start to announcement; importing torch takes seconds."""
-    stop_timeout_s: float = Field(default=3.0, gt=0)
-    """From SIGTERM to SIGKILL."""
 
 
 class EngineProcess(ServerProcess):
     """`async with EngineProcess(config) as engine: engine.url`. Raises EngineStartFailed with the end of the log."""
 
     def __init__(self, config: EngineProcessConfig) -> None:
-        super().__init__(
-            name=config.name,
-            log_path=config.directory / f"{config.name}.log",
-            start_timeout_s=config.start_timeout_s,
-            stop_timeout_s=config.stop_timeout_s,
-        )
+        super().__init__(config)
         self._config = config
         self._announcement = config.directory / f"{config.name}.announce.json"
 
@@ -73,7 +45,6 @@ class EngineProcess(ServerProcess):
 
     def _arguments(self) -> tuple[str, ...]:
         config = self._config
-        command = [sys.executable, "-m", "headrace.policies.cpu_engine"]
         options = {
             "--model": config.model,
             "--announce": self._announcement,
@@ -86,10 +57,7 @@ class EngineProcess(ServerProcess):
             "--group-timeout-s": config.group_timeout_s,
             "--parent-pid": os.getpid(),
         }
-        for key, value in options.items():
-            if value is not None:
-                command += [key, str(value)]
-        return tuple(command)
+        return (sys.executable, "-m", "headrace.policies.cpu_engine", *option_list(options))
 
 
 def engine_environment() -> dict[str, str]:

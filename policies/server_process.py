@@ -16,13 +16,15 @@ import signal
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.policies.errors import EngineStartFailed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
     from types import TracebackType
 
 LOG_TAIL_CHARACTERS = 2000
@@ -48,14 +50,46 @@ class ServerCommand:
     environment: Mapping[str, str]
 
 
+class ServerConfig(BaseModel):
+    """What every engine server of ours is told."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: Path
+    """Model directory, with config.json."""
+    directory: Path
+    """Holds the log of this server and what else it writes; made if missing."""
+    name: str = "engine"
+    """Stem of those files' names."""
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int = Field(default=0, ge=0, lt=65536)
+    """0 takes a free port."""
+    weight_version: str = "1.0"
+    """Label of the weights on disk."""
+    seed: int = Field(default=0, ge=0)
+    """Of the sampling: give each server another."""
+    max_context: int | None = Field(default=None, gt=1)
+    """Tokens of prompt and output together; None takes the server's default."""
+    start_timeout_s: float = Field(default=60.0, gt=0)
+    """From start to the first answer; most of it is imports."""
+    stop_timeout_s: float = Field(default=3.0, gt=0)
+    """From SIGTERM to SIGKILL."""
+
+
+def option_list(options: Mapping[str, object]) -> tuple[str, ...]:
+    """Of a command line; those that are None are left out."""
+    return tuple(part for key, value in options.items() if value is not None for part in (key, str(value)))
+
+
 class ServerProcess(ABC):
     """`async with ... as server: server.url`. A subclass says how it is started and when it answers."""
 
-    def __init__(self, *, name: str, log_path: Path, start_timeout_s: float, stop_timeout_s: float) -> None:
-        self.name = name
-        self.log_path = log_path
-        self._start_timeout_s = start_timeout_s
-        self._stop_timeout_s = stop_timeout_s
+    def __init__(self, config: ServerConfig) -> None:
+        self.name = config.name
+        self.log_path = config.directory / f"{config.name}.log"
+        self._start_timeout_s = config.start_timeout_s
+        self._stop_timeout_s = config.stop_timeout_s
         self._process: asyncio.subprocess.Process | None = None
         self._url = ""
         self._log_start_bytes = 0

@@ -16,11 +16,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headrace.policies import parent_death
 from headrace.policies.errors import EngineStartFailed
-from headrace.policies.server_process import ServerCommand, ServerProcess
+from headrace.policies.server_process import ServerCommand, ServerConfig, ServerProcess, option_list
 from headrace.policies.sglang.installing import SHIMS, environment_python
 from headrace.policies.sglang.versions import DEFAULT_VERSION, release
 
@@ -37,33 +37,17 @@ PASSED_ON = (
 PASSED_ON_PREFIXES = ("LC_", "NCCL_", "GLOO_")
 
 
-class SGLangServerConfig(BaseModel):
+class SGLangServerConfig(ServerConfig):
     """How to start one SGLang server."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: Path
-    """Model directory, with config.json."""
-    directory: Path
-    """Holds the log of this server; made if missing."""
     python: Path | None = None
     """Interpreter of the environment that SGLang is in; None takes what scripts/install_sglang made."""
     device: Literal["cpu", "cuda"] = "cpu"
     """cpu needs none of SGLang's kernels; cuda needs an environment with all that SGLang asks for."""
     name: str = "sglang"
     """Stem of the log's file name."""
-    host: str = "127.0.0.1"
-    """Address to bind."""
-    port: int = Field(default=0, ge=0, lt=65536)
-    """0 takes a free port."""
-    weight_version: str = "1.0"
-    """Label of the weights on disk."""
-    seed: int = Field(default=0, ge=0)
-    """Of the sampling: give each server another."""
     max_running: int | None = Field(default=None, gt=0)
     """Sequences decoded at once; None takes SGLang's default."""
-    max_context: int | None = Field(default=None, gt=1)
-    """Tokens of prompt and output together; None takes the model's own."""
     tensor_parallel: int = Field(default=1, gt=0)
     """Processes, and devices, that share the model."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -80,12 +64,7 @@ class SGLangProcess(ServerProcess):
     """`async with SGLangProcess(config) as server: server.url`. Raises EngineStartFailed with the end of the log."""
 
     def __init__(self, config: SGLangServerConfig) -> None:
-        super().__init__(
-            name=config.name,
-            log_path=config.directory / f"{config.name}.log",
-            start_timeout_s=config.start_timeout_s,
-            stop_timeout_s=config.stop_timeout_s,
-        )
+        super().__init__(config)
         self._config = config
         self._port = config.port
 
@@ -163,9 +142,8 @@ def server_arguments(config: SGLangServerConfig, port: int, version: str) -> tup
         "--max-running-requests": config.max_running,
         "--context-length": config.max_context,
     }
-    given = [part for key, value in options.items() if value is not None for part in (key, str(value))]
     device = cpu_arguments(version) if config.device == "cpu" else ("--device", "cuda")
-    return (*given, *device, *config.arguments)
+    return (*option_list(options), *device, *config.arguments)
 
 
 def cpu_arguments(version: str) -> tuple[str, ...]:
