@@ -178,6 +178,12 @@ def versions_of(report: SessionReport) -> set[str]:
     return {str(span.version) for row in report.trajectory.rows for span in row.versions}
 
 
+def flags_of(report: SessionReport) -> set[tuple[str, bool]]:
+    """The weights that sampled a session, and whether on keys and values of others."""
+    assert report.trajectory is not None
+    return {(str(span.version), span.stale_kv) for row in report.trajectory.rows for span in row.versions}
+
+
 @asynccontextmanager
 async def open_group(
     model: Path,

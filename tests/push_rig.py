@@ -104,9 +104,13 @@ class Rig:
         senders = self.senders.take(len(weights.shards))
         return await push(weights, list(self.engines.values()), senders, gate or self.gate, journal, given)
 
-    async def generate(self, name: str, request_id: str, tokens: int):
+    async def generate(self, name: str, request_id: str, tokens: int, namespace: str | None = None):
         request = GenerateRequest(
-            request_id=RequestId(request_id), input_ids=(5, 6, 7), max_new_tokens=tokens, temperature=1.0
+            request_id=RequestId(request_id),
+            input_ids=(5, 6, 7),
+            max_new_tokens=tokens,
+            temperature=1.0,
+            cache_namespace=namespace,
         )
         return await self.engines[name].generate(request)
 

@@ -329,7 +329,6 @@ class EngineGroup:
                 continue
             async with self._lock:
                 await self._settle(failed)
-                await self._pusher.flush_leftovers()
                 await self._publish()
                 await self._answer_requests()
                 await self._refill()

@@ -106,16 +106,6 @@ class Pusher:
             with suppress(EngineRefused):
                 await client.leave_group(name)
 
-    async def flush_leftovers(self) -> None:
-        """Where a push in place left prefixes of older weights cached: they go once the engine runs nothing."""
-        for entry in self._registry.in_state(EngineState.SERVING):
-            if entry.cache_namespace is None:
-                continue
-            with suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(self._config.phase_timeout_s):
-                    await self._fleet[entry.engine_id].client.flush()
-                self._registry.opened(entry.engine_id, None)
-
     async def _once(self, engines: Sequence[EngineId], snapshot: WeightsSnapshot) -> PushReport:
         report = await self._through_sender(engines, snapshot)
         for part in report.engines:

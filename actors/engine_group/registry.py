@@ -80,7 +80,7 @@ MOVES: Mapping[EngineState, frozenset[EngineState]] = {
 class EngineEntry:
     """One engine. `place` is what outlives it: engines that replace one another share it. `reason` tells why it does
     not serve; `misses` counts health checks in a row without an answer; `answers` is false from a failure until it
-    answers again. `cache_namespace` goes with its requests as long as it may have prefixes of older weights cached."""
+    answers again. `cache_namespace` goes with its requests: its version, where pushes come in place."""
 
     engine_id: EngineId
     place: str

@@ -103,8 +103,8 @@ class Gate(Protocol):
     async def close(self, engine_id: EngineId, lease_s: float) -> None: ...
 
     async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
-        """From now on new requests carry `cache_namespace`: prefixes of older weights are still cached when it is not
-        None. Returns the requests whose abort was asked for while the gate was closed: the engine may have lost it."""
+        """From now on new requests carry `cache_namespace`: where pushes come in place, the version the engine has.
+        Returns the requests whose abort was asked for while the gate was closed: the engine may have lost it."""
         ...
 
 
@@ -121,7 +121,7 @@ class EnginePush:
     `gate_s` is from closing to opening its gate, `pause_s` the call that paused it, `paused_s` from there to the
     resume, `transfer_s` the broadcast. `retracted` requests were running when its gate was closed, and
     `recomputed_tokens` were cached for them (an upper bound: cached prefixes count too); both 0 where a pause keeps the
-    cache. `flushed`: no prefix of older weights is cached any more; else new requests carry `cache_namespace`."""
+    cache. `flushed`: no prefix of older weights is cached any more. New requests carry `cache_namespace`."""
 
     engine_id: EngineId
     outcome: PushOutcome = PushOutcome.BEHIND

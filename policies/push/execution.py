@@ -6,7 +6,8 @@ Invariants:
 - An engine's failure is data in the report. Only a broken snapshot, a failing journal or cancellation leave `push` as
   an exception, and even then every engine that got no bucket is resumed and its gate opened first.
 - An engine that serves another model than the snapshot's is refused before anything is touched.
-- Under `in_place` a gate opens with a cache namespace of the new version unless the flush succeeded.
+- Under `in_place` a gate always opens with the version that the engine has as cache namespace, flushed or not: by it
+  a client tells which tokens were sampled on keys and values of other weights.
 """
 
 from __future__ import annotations
@@ -210,19 +211,19 @@ class PushExecution:
 
     async def _open(self, engine: EngineControl) -> None:
         part = self._parts[engine.engine_id]
-        part.cache_namespace = self._namespace(part)
+        part.cache_namespace = self._namespace(engine.engine_id)
         aborts = await self._gates.open(engine.engine_id, cache_namespace=part.cache_namespace)
         if (gated_at_s := self._gated_at_s.get(engine.engine_id)) is not None:
             part.gate_s = time.perf_counter() - gated_at_s
         for request_id in aborts:
             await engine.abort(request_id)
 
-    def _namespace(self, part: EnginePush) -> str | None:
-        """Of the weights the engine has now, as long as prefixes of others may be cached beside theirs."""
-        if part.flushed or self._modes[part.engine_id] is not PauseMode.IN_PLACE:
+    def _namespace(self, engine_id: EngineId) -> str | None:
+        """The weights the engine has now; also of one that is paused otherwise, for its client flags by it too."""
+        if self._config.pause_mode is not PauseMode.IN_PLACE:
             return None
-        has_new = self._machine.progress[part.engine_id].complete
-        return str(self._snapshot.version if has_new else self._infos[part.engine_id].version)
+        has_new = self._machine.progress[engine_id].complete
+        return str(self._snapshot.version if has_new else self._infos[engine_id].version)
 
     async def _verify(self, engine: EngineControl) -> None:
         if self._config.verify == "off":

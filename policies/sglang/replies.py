@@ -103,11 +103,12 @@ def _read_spans(
 
 
 def mark_stale(completion: Completion, cache_namespace: str | None) -> tuple[TokenSpan, ...]:
-    """The spans where pushes arrive in place. What comes after a change of version was sampled on the keys and values
-    of the versions before; and so was all of it, where the prompt's came from a cache that is not named after the
-    version that began."""
+    """The spans where pushes arrive in place; every request then names its part of the cache after the version its
+    engine had when it was sent. Only under the version that sampled the first token were all keys and values that it
+    saw made by that version: another name, or none, flags everything, also where nothing was cached, for the prompt may
+    have been computed in parts, with a push in between. What comes after a change of version is stale in any case."""
     spans = completion.spans
-    stale = completion.cached_tokens > 0 and bool(spans) and cache_namespace != str(spans[0].version)
+    stale = bool(spans) and cache_namespace != str(spans[0].version)
     marked = []
     for span in spans:
         stale = stale or span.version != spans[0].version

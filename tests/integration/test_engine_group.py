@@ -54,6 +54,26 @@ async def test_attached_engines_are_pushed_to_and_left_alone_at_the_end(
             assert kit.versions_of(await rig.turn()) == {"1.1"}
 
 
+async def test_where_pushes_come_in_place_nothing_clean_is_flagged(
+    kit: Any, models: list[Path], tmp_path: Path
+) -> None:
+    """Requests carry the version of their engine: after its first push, after a flush, added later and taken over."""
+    requests = tmp_path / "engines" / "requests"
+    options = {"push": {"pause_mode": "in_place"}, "gateway": {"in_place_pushes": True}, "count": 0}
+    async with kit.servers(models[0], tmp_path, "a", "b") as servers:
+        first, second = (process.url for process in servers.values())
+        async with kit.open_group(models[0], tmp_path, attach=[first], **options) as rig:
+            await rig.push(models[1], 1)
+            assert kit.flags_of(await rig.turn()) == {("1.1", False)}
+            # Answered by the supervision: it looked at the engine after the push.
+            await asyncio.to_thread(ask_group, requests, "add", second, timeout_s=kit.GUARD_S)
+            async with asyncio.TaskGroup() as tasks:
+                turns = [tasks.create_task(rig.turn(64)) for _ in range(8)]
+            assert [kit.flags_of(turn.result()) for turn in turns] == [{("1.1", False)}] * 8
+        async with kit.open_group(models[0], tmp_path, attach=[first], **options) as rig:
+            assert kit.flags_of(await rig.turn()) == {("1.1", False)}
+
+
 async def test_an_attached_engine_that_hangs_comes_back_with_the_newest_weights(
     kit: Any, models: list[Path], tmp_path: Path
 ) -> None:

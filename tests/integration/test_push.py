@@ -240,13 +240,13 @@ async def test_turns_that_a_push_aborts_go_on_elsewhere_or_later(rig, models: li
 
 async def test_a_push_in_place_flags_what_it_makes_stale(rig, models: list[Path], record_property) -> None:
     """Running requests go on with their keys and values: what they sample from then on is no forward pass of any
-    version, and says so. New requests carry a namespace of their own until the cache is flushed."""
+    version, and says so. New requests carry the version as namespace, also once the cache is flushed, and are clean."""
     await rig.push(models[0], 20)
     for name in rig.engines:
         rig.attach(name, in_place=True)
     async with asyncio.TaskGroup() as tasks:
         asked = [(name, f"stay-{name}{index}") for name in rig.engines for index in range(4)]
-        running = [tasks.create_task(rig.generate(name, request_id, 600)) for name, request_id in asked]
+        running = [tasks.create_task(rig.generate(name, request_id, 600, "1.20")) for name, request_id in asked]
         for name in rig.engines:
             await rig.until_busy(name, 4)
         report = await rig.push(models[1], 21, pause_mode="in_place")
@@ -274,7 +274,9 @@ async def test_a_push_in_place_flags_what_it_makes_stale(rig, models: list[Path]
     record_property("stale_mean_error", max(stale_errors))
     quiet = await rig.push(models[2], 22, pause_mode="in_place")
     assert [part.flushed for part in quiet.engines] == [True, True]
-    assert rig.gate.namespaces == {"one": None, "two": None}
+    assert rig.gate.namespaces == {"one": "1.22", "two": "1.22"}
+    late = await rig.generate("one", "late", 20, namespace="1.22")
+    assert [(span.version.step, span.stale_kv) for span in late.spans] == [(22, False)]
     for name in rig.engines:
         rig.attach(name)
 
