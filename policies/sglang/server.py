@@ -119,6 +119,8 @@ async def installed_version(python: Path) -> str:
     try:
         async with asyncio.timeout(ASK_TIMEOUT_S):
             output, errors = await process.communicate()
+    except TimeoutError as error:
+        raise EngineStartFailed(f"{python} did not tell its version of SGLang within {ASK_TIMEOUT_S} s") from error
     finally:
         if process.returncode is None:
             process.kill()

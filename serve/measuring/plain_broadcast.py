@@ -3,8 +3,9 @@
 Invariants:
 - Rank 0 has the file in memory and broadcasts slices of it; rank 1 receives each into one buffer and copies every
   tensor into a parameter of its own. No HTTP, no check, no fused storage, no swap; nothing is allocated on the way.
+- Both cut the tensors into buckets in the order in which rank 0 has them in memory.
 - Every line on standard input is one round; rank 1 answers with its seconds from the barrier before the first byte to
-  the end of the last copy.
+  the end of the last copy. At the end of the input it tells which of its parameters are not those of the file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.policies.parent_death import die_with_parent
 
@@ -43,18 +44,33 @@ class PlainPair:
             assert process.stdin is not None
             process.stdin.write(b"go\n")
             await process.stdin.drain()
+        return float((await self._told())["seconds"])
+
+    async def check(self) -> None:
+        """No more rounds. Raises RuntimeError where rank 1 does not have what is in the file."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        wrong = (await self._told())["wrong"]
+        if wrong:
+            raise RuntimeError(f"the plain broadcast brought other weights: {wrong[:3]} ({len(wrong)} in all)")
+
+    async def _told(self) -> dict[str, Any]:
+        """The next line of rank 1."""
         receiver = self._processes[1]
         assert receiver.stdout is not None
         async with asyncio.timeout(ROUND_TIMEOUT_S):
             line = await receiver.stdout.readline()
         if not line:
             raise RuntimeError("the plain broadcast died: see its traceback above")
-        return float(json.loads(line)["seconds"])
+        told: dict[str, Any] = json.loads(line)
+        return told
 
 
 @asynccontextmanager
 async def open_pair(snapshot: Path, meeting: Path, bucket_bytes: int) -> AsyncIterator[PlainPair]:
-    """Start both, end both. `meeting` is the file in which they find each other; it must not be there yet."""
+    """Start both, end both, and check what came. `meeting` is the file in which they find each other; it must not be
+    there yet."""
     command = [sys.executable, "-m", "headrace.serve.measuring.plain_broadcast", str(snapshot), str(meeting)]
     options = ["--bucket-bytes", str(bucket_bytes), "--parent-pid", str(os.getpid())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -67,7 +83,9 @@ async def open_pair(snapshot: Path, meeting: Path, bucket_bytes: int) -> AsyncIt
             )
             stack.push_async_callback(end, process)
             processes.append(process)
-        yield PlainPair(processes)
+        pair = PlainPair(processes)
+        yield pair
+        await pair.check()
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
@@ -83,9 +101,11 @@ def run(snapshot: Path, meeting: Path, rank: int, bucket_bytes: int) -> None:
 
     from headrace.policies.push.tensors import read_specs
     from headrace.policies.push.weights import plan_buckets, read_snapshot
+    from headrace.policies.qwen3_config import storage_place
 
     torch.set_num_threads(1)
-    specs = read_specs(snapshot)
+    held = read_specs(snapshot)
+    specs = {name: held[name] for name in sorted(held, key=storage_place)}
     buckets = plan_buckets(specs, bucket_bytes)
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     if rank == 0:
@@ -102,8 +122,9 @@ def run(snapshot: Path, meeting: Path, rank: int, bucket_bytes: int) -> None:
                 distributed.broadcast(flats[index], src=0)
             else:
                 receive(bucket, buffer, parameters)
-        sys.stdout.write(json.dumps({"seconds": time.perf_counter() - started_s}) + "\n")
-        sys.stdout.flush()
+        tell({"seconds": time.perf_counter() - started_s})
+    if rank == 1:
+        tell({"wrong": differing(parameters, snapshot)})
 
 
 def receive(bucket: Bucket, buffer: Tensor, parameters: dict[str, Tensor]) -> None:
@@ -115,6 +136,22 @@ def receive(bucket: Bucket, buffer: Tensor, parameters: dict[str, Tensor]) -> No
     distributed.broadcast(flat, src=0)
     for name, tensor in unflatten(bucket, flat):
         parameters[name].copy_(tensor)
+
+
+def differing(parameters: dict[str, Tensor], snapshot: Path) -> list[str]:
+    """Names of the parameters that are not equal to those of the file."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(snapshot, "pt") as file:
+        return [
+            name for name, parameter in parameters.items() if not torch.equal(parameter, file.get_tensor(name).float())
+        ]
+
+
+def tell(line: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
 
 
 def main() -> None:

@@ -133,6 +133,13 @@ async def test_it_starts_answers_and_leaves_nothing(rig: Rig) -> None:
     await server.kill()
 
 
+async def test_an_interpreter_that_hangs_is_a_failed_start(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rig.folder / "python").write_text("#!/bin/bash\nexec sleep 600\n")
+    monkeypatch.setattr("headrace.policies.sglang.server.ASK_TIMEOUT_S", 0.1)
+    with pytest.raises(EngineStartFailed, match="did not tell its version"):
+        await SGLangProcess(rig.config()).start()
+
+
 async def test_its_environment_is_its_own(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"PYTHONPATH": "/leak", "HTTP_PROXY": "http://leak", "RAY_X": "leak", "NCCL_DEBUG": "INFO"}
     for name, value in given.items():

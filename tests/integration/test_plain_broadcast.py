@@ -1,0 +1,41 @@
+"""The yardstick of pushes carries what is in the file, and says so when it does not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.policies.push.tensors import read_specs
+from headrace.policies.push.weights import read_snapshot
+from headrace.serve.measuring.plain_broadcast import open_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+BUCKET_BYTES = 100_000
+
+
+@pytest.fixture(scope="module")
+def models(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [write_model(folder / str(seed), seed=seed) / "model.safetensors" for seed in range(2)]
+
+
+async def test_every_parameter_arrives_at_its_place(models: list[Path], tmp_path: Path) -> None:
+    held = read_specs(models[0])
+    assert list(held) != list(read_snapshot(models[0], None).specs), "the order would not matter"
+    assert sum(spec.size_bytes for spec in held.values()) > 2 * BUCKET_BYTES
+    async with open_pair(models[0], tmp_path / "meeting", BUCKET_BYTES) as pair:
+        assert await pair.round_s() > 0
+        assert await pair.round_s() > 0
+
+
+async def test_what_is_not_in_the_file_is_told(models: list[Path], tmp_path: Path) -> None:
+    snapshot = tmp_path / "model.safetensors"
+    snapshot.write_bytes(models[0].read_bytes())
+    with pytest.raises(RuntimeError, match="brought other weights"):
+        async with open_pair(snapshot, tmp_path / "meeting", BUCKET_BYTES) as pair:
+            await pair.round_s()
+            snapshot.write_bytes(models[1].read_bytes())
