@@ -26,9 +26,9 @@ ENGINES = 2
 
 
 def measure_overlap(folder: Path) -> dict[str, Any]:
-    """`overlap_throughput_ratio`: tokens of a window with a push in two waves over those of the window without before
-    it, the median of the rounds; and the same with one wave, and when turns are drained first. The learner computes
-    nothing meanwhile."""
+    """`overlap_throughput_ratio`: throughput in a window with a push in two waves over that in the window without
+    before it, the median of the rounds; and the same with one wave, and when turns are drained first. The learner
+    computes nothing meanwhile."""
     folder.mkdir(exist_ok=True)
     return asyncio.run(_measure(folder))
 
@@ -49,10 +49,10 @@ async def _measure(folder: Path) -> dict[str, Any]:
 async def _compare(floor: Floor, key: str, way: Callable[[Floor], Awaitable[PushReport]]) -> dict[str, Any]:
     ratios, reports, without = [], [], []
     for _ in range(ROUNDS):
-        plain, _none = await _window(floor, None)
-        pushed, report = await _window(floor, way)
+        plain, _none = await window(floor, None)
+        pushed, report = await window(floor, way)
         ratios.append(pushed / plain)
-        without.append(plain / WINDOW_S)
+        without.append(plain)
         reports += [report] if report else []
     parts = [part for report in reports for part in report.engines]
     return {
@@ -66,12 +66,12 @@ async def _compare(floor: Floor, key: str, way: Callable[[Floor], Awaitable[Push
     }
 
 
-async def _window(floor: Floor, way: Callable[[Floor], Awaitable[PushReport]] | None) -> tuple[int, PushReport | None]:
-    """Tokens sampled in one window, which begins with the push."""
-    before, ends_s = floor.sampled_tokens, time.monotonic() + WINDOW_S
+async def window(floor: Floor, way: Callable[[Floor], Awaitable[PushReport]] | None) -> tuple[float, PushReport | None]:
+    """Tokens sampled per second of one window, which begins with the push and is as long as that at least."""
+    before, started_s = floor.sampled_tokens, time.monotonic()
     report = None if way is None else await way(floor)
-    await asyncio.sleep(max(0.0, ends_s - time.monotonic()))
-    return floor.sampled_tokens - before, report
+    await asyncio.sleep(max(0.0, started_s + WINDOW_S - time.monotonic()))
+    return (floor.sampled_tokens - before) / (time.monotonic() - started_s), report
 
 
 async def _two_waves(floor: Floor) -> PushReport:
