@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import tempfile
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,10 +92,19 @@ def server_process(backend: Backend, common: dict[str, Any], foreign: dict[str, 
     try:
         if backend is Backend.SGLANG:
             return SGLangProcess(SGLangServerConfig.model_validate(common | foreign))
+        refuse_foreign(foreign, {key: SGLangServerConfig.model_fields[key].default for key in foreign})
         return EngineProcess(EngineProcessConfig.model_validate(common))
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from error
+
+
+def refuse_foreign(foreign: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """The embedded engine has no such options. Raises ConfigError."""
+    given = [key for key, value in foreign.items() if value != defaults[key]]
+    if given:
+        names = [f"--{key.replace('_', '-')}" if key != "arguments" else f"-- {foreign[key][0]}" for key in given]
+        raise ConfigError(f"{', '.join(names)}: only with --backend sglang")
 
 
 async def serve_until_signalled(server: ServerProcess, announcement: Path | None) -> None:
@@ -102,8 +112,14 @@ async def serve_until_signalled(server: ServerProcess, announcement: Path | None
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(None) as until_signalled:
+
+            def end() -> None:
+                # Refused once it is ending, which a second signal does not change.
+                with suppress(RuntimeError):
+                    until_signalled.reschedule(loop.time())
+
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, lambda: until_signalled.reschedule(loop.time()))
+                loop.add_signal_handler(number, end)
             code = await _serve(server, announcement)
     except TimeoutError:
         if until_signalled.expired():

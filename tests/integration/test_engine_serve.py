@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
@@ -17,7 +18,6 @@ import pytest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
 COMMAND = (sys.executable, "-c", "from headrace.actors.cli import main; main()", "engine", "serve")
 
@@ -66,7 +66,41 @@ async def test_it_prints_its_url_and_ends_with_sigterm(backend: str, tiny_model_
         async with asyncio.timeout(60):
             output, _ = await process.communicate()
     assert (process.returncode, output) == (0, b"")
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert not any(map(is_running, children))
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Not gone, and no zombie of somebody else's."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_a_second_signal_while_it_ends_changes_nothing(tiny_model_dir: Path) -> None:
+    async with started("--model", tiny_model_dir) as process:
+        assert process.stdout is not None
+        await process.stdout.readline()
+        [engine] = psutil.Process(process.pid).children()
+        # It cannot end by itself: there is time for more signals.
+        engine.suspend()
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            while not is_pending(engine.pid, signal.SIGTERM):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
+            _, errors = await process.communicate()
+    assert process.returncode == 0
+    assert "Traceback" not in errors.decode()
+    assert not is_running(engine)
+
+
+def is_pending(pid: int, number: signal.Signals) -> bool:
+    """The signal was sent and not taken yet."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    [pending] = [line.split()[1] for line in lines if line.startswith("ShdPnd")]
+    return bool(int(pending, 16) >> (number - 1) & 1)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "sglang"])
@@ -97,6 +131,14 @@ async def test_a_wrong_option_is_one_line(tiny_model_dir: Path) -> None:
     code, said = await ended("--backend", "sglang", "--model", tiny_model_dir, "--dtype", "int3")
     assert (code, said.count("\n")) == (2, 1)
     assert "--dtype" in said
+
+
+async def test_what_only_sglang_knows_is_refused_for_the_embedded_engine(tiny_model_dir: Path) -> None:
+    options = ("--device", "cuda", "--tensor-parallel", 2, "--dtype", "bfloat16", "--python", sys.executable)
+    code, said = await ended("--model", tiny_model_dir, *options, "--", "--enable-metrics")
+    assert (code, said.count("\n")) == (2, 1)
+    for name in ("--device", "--tensor-parallel", "--dtype", "--python", "-- --enable-metrics", "--backend sglang"):
+        assert name in said
 
 
 async def test_an_engine_that_ends_by_itself_is_told(tiny_model_dir: Path) -> None:
