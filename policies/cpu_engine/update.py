@@ -130,7 +130,8 @@ class WeightUpdater:
         return self._engine.release()
 
     async def init_group(self, body: InitGroup) -> None:
-        """Join a group; blocks until rank 0 is there, at most `group_timeout_s`."""
+        """Join a group; blocks until rank 0 is there, at most `group_timeout_s`. What is formed after that, or after
+        the caller gave up, is left again."""
         if body.backend != "gloo":
             raise RequestInvalid(f"backend {body.backend} is not there on a CPU engine; use gloo")
         if body.rank_offset >= body.world_size:
@@ -150,8 +151,18 @@ class WeightUpdater:
             )
 
         self._forming.add(body.group_name)
+        joining = start_thread(join)
         try:
-            self._groups[body.group_name] = await in_thread(join)
+            # The store and the group each take that long at most.
+            async with asyncio.timeout(self._group_timeout_s):
+                self._groups[body.group_name] = await asyncio.wrap_future(joining)
+        except TimeoutError as error:
+            joining.add_done_callback(leave_late)
+            where = f"{body.master_address}:{body.master_port}"
+            raise GroupFailed(f"no group {body.group_name} at {where} within {self._group_timeout_s} s") from error
+        except asyncio.CancelledError:
+            joining.add_done_callback(leave_late)
+            raise
         finally:
             self._forming.discard(body.group_name)
 
@@ -312,6 +323,13 @@ class WeightUpdater:
                     f"parameter {name}: the snapshot has dtype {dtype}, this engine takes {sorted(DTYPES)}"
                 )
         return Bucket(names=body.names, dtypes=dtypes, shapes=body.shapes)
+
+
+def leave_late(joining: Future[WeightGroup]) -> None:
+    """Called in the thread that formed the group, after whoever wanted it gave up."""
+    if joining.exception() is None:
+        with suppress(GroupFailed):
+            destroy_group(joining.result())
 
 
 def receive(group: WeightGroup, pieces: list[Tensor]) -> None:
