@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 
 
 class Staging:
-    """Used by one writer at a time."""
+    """Used by one writer at a time; the torch thread may `recycle` meanwhile."""
 
     def __init__(self, config: Qwen3Config) -> None:
         self._config = config
         self._spare: Qwen3Weights | None = None
+        self._exchanging = threading.Lock()
         self._buffers: list[Tensor] = []
         self._largest_bytes = 0
         self._torn = False
@@ -61,17 +63,20 @@ class Staging:
         self._buffers.append(buffer)
 
     def take_spare(self) -> Qwen3Weights:
-        spare, self._spare = self._spare, None
+        with self._exchanging:
+            spare, self._spare = self._spare, None
         return Qwen3Weights.allocate(self._config) if spare is None else spare
 
     def put_spare(self, spare: Qwen3Weights) -> None:
-        self._spare = spare
+        with self._exchanging:
+            self._spare = spare
 
     def recycle(self, old: Qwen3Weights) -> None:
         """What was live until now, unless a writer that did not wait for the swap has another set already."""
         old.forget()
-        if self._spare is None:
-            self._spare = old
+        with self._exchanging:
+            if self._spare is None:
+                self._spare = old
 
     def complete(self, spare: Qwen3Weights, live: Qwen3Weights) -> None:
         """Fill what a push left out. Raises ModelInvalid after a loss."""
