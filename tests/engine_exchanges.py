@@ -113,7 +113,8 @@ def shorten(reply: Json) -> None:
 
 
 def differences(recorded: Json, other: Json, where: str = "", *, exact: bool) -> list[str]:
-    """Keys that are missing (with `exact` also those too many) and values of another type."""
+    """Keys that are missing (with `exact` also those too many), lists that are empty on one side only, and values of
+    another type."""
     if isinstance(recorded, dict) and isinstance(other, dict):
         wrong = [f"{where} lacks {key}" for key in recorded.keys() - other.keys()]
         wrong += [f"{where} has {key}" for key in other.keys() - recorded.keys() if exact]
@@ -122,7 +123,7 @@ def differences(recorded: Json, other: Json, where: str = "", *, exact: bool) ->
         return wrong
     if isinstance(recorded, list) and isinstance(other, list):
         if not recorded or not other:
-            return []
+            return [] if bool(recorded) is bool(other) else [f"{where} has {len(other)} entries, not {len(recorded)}"]
         return differences(recorded[0], other[0], f"{where}[0]", exact=exact)
     same = type(recorded) is type(other)
     return [] if same else [f"{where} is {type(other).__name__}, recorded was {type(recorded).__name__}"]

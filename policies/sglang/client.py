@@ -288,7 +288,10 @@ class SGLangEngine:
         limit = self._config.vocab_size
         if not len(request.input_ids) or request.max_new_tokens < 1:
             raise RequestInvalid("input_ids must not be empty and max_new_tokens must be at least 1")
-        ids = np.asarray(request.input_ids, dtype=np.int32)
+        try:
+            ids = np.asarray(request.input_ids, dtype=np.int32)
+        except OverflowError as error:
+            raise RequestInvalid(f"an input id is outside the vocabulary [0, {limit}) (vocab_size): {error}") from error
         if (wrong := ids[(ids < 0) | (ids >= limit)]).size:
             raise RequestInvalid(f"input id {wrong[0]} is outside the vocabulary [0, {limit}) (vocab_size)")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from headrace.policies.errors import EngineDown, EngineTimeout, EngineUnavailable
+from headrace.policies.errors import EngineDown, EngineTimeout, EngineUnavailable, RequestInvalid
 from headrace.policies.sglang.refusals import refusal
 from headrace.policies.sglang.replies import error_text, parse_object
 
@@ -38,10 +38,15 @@ class Transport:
         return parse_object(path, await self.call("POST", path, body, timeout_s=timeout_s))
 
     async def call(self, method: str, path: str, body: object = None, *, timeout_s: float | None = None) -> bytes:
-        """The reply's bytes. Raises EngineError for everything but a 2xx or 3xx reply within the deadline."""
+        """The reply's bytes. Raises EngineError for everything but a 2xx or 3xx reply within the deadline,
+        RequestInvalid for a body that is no JSON (half a surrogate, a number of more than 64 bits)."""
         timeout_s = timeout_s or self._timeout_s
         try:
-            status, payload = await self._exchange(method, path, body, timeout_s)
+            data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        except orjson.JSONEncodeError as error:
+            raise RequestInvalid(f"{self.engine_id}: {path}: the body cannot be sent: {error}") from error
+        try:
+            status, payload = await self._exchange(method, path, data, timeout_s)
         except TimeoutError as error:
             raise EngineTimeout(f"{self.engine_id}: no answer to {path} within {timeout_s} s") from error
         except aiohttp.ClientConnectorError as error:
@@ -54,8 +59,7 @@ class Transport:
             raise refusal(status, path, error_text(payload), self.engine_id)
         return payload
 
-    async def _exchange(self, method: str, path: str, body: object, timeout_s: float) -> tuple[int, bytes]:
-        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    async def _exchange(self, method: str, path: str, data: bytes | None, timeout_s: float) -> tuple[int, bytes]:
         async with self._session.request(
             method,
             self.url + path,

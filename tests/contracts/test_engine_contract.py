@@ -468,6 +468,7 @@ async def test_group_without_rank_0_times_out_while_generation_goes_on(embedded:
     }
     joining = asyncio.get_running_loop().create_task(embedded.post("/init_weights_update_group", body))
     assert len((await embedded.generate(max_new_tokens=50))["output_ids"]) == 50
+    assert not joining.done()
     status, reply = await joining
     assert status == 400
     assert reply["success"] is False
@@ -527,6 +528,13 @@ async def test_client_errors_are_typed(wire: Wire) -> None:
     bad = GenerateRequest(request_id=RequestId("b"), input_ids=(VOCABULARY,), max_new_tokens=5)
     with pytest.raises(RequestInvalid, match="vocab_size"):
         await engine.generate(bad)
+    far = GenerateRequest(request_id=RequestId("f"), input_ids=(1, 2**31), max_new_tokens=5)
+    with pytest.raises(RequestInvalid, match="vocab_size"):
+        await engine.generate(far)
+    for unsendable in ({"stop": ("\ud800",)}, {"stop_token_ids": (2**64,)}):
+        request = GenerateRequest(request_id=RequestId("u"), input_ids=(1,), max_new_tokens=5, **unsendable)
+        with pytest.raises(RequestInvalid, match="cannot be sent"):
+            await engine.generate(request)
     long = GenerateRequest(request_id=RequestId("l"), input_ids=(1,), max_new_tokens=5000)
     with pytest.raises(EngineRefused, match="context length") as refused:
         await engine.generate(long)
