@@ -148,29 +148,33 @@ class ServerProcess(ABC):
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """SIGTERM, then SIGKILL for its whole group after `stop_timeout_s`. Idempotent."""
-        if self._process is None or self._process.returncode is not None:
+        """SIGTERM, then SIGKILL for its whole group, or what a dead one left of it, after `stop_timeout_s`.
+        Idempotent."""
+        if self._process is None:
             return
-        with suppress(ProcessLookupError):
-            self._process.terminate()
+        if self.alive:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
         try:
             async with asyncio.timeout(self._stop_timeout_s):
                 await self._process.wait()
+                await self._until_group_is_gone()
         except TimeoutError:
             await self.kill()
-        else:
-            await self._until_group_is_gone()
 
     async def kill(self) -> None:
-        """SIGKILL for its whole group, and reap. Idempotent."""
+        """SIGKILL for its whole group, also where it is dead itself, and reap. Idempotent."""
         if self._process is None:
             return
-        # Once it is reaped, its number may be anybody's.
-        if self._process.returncode is None:
+        if self._has_group():
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
         await self._process.wait()
-        await self._until_group_is_gone()
+        try:
+            async with asyncio.timeout(GROUP_END_S):
+                await self._until_group_is_gone()
+        except TimeoutError:
+            logger.warning("engine %s: what it had started is still there after %s s", self.name, GROUP_END_S)
 
     @abstractmethod
     async def _prepare(self) -> ServerCommand:
@@ -200,11 +204,15 @@ class ServerProcess(ABC):
 
     async def _until_group_is_gone(self) -> None:
         """They are not our children, so that there is nothing to wait on."""
-        with suppress(ProcessLookupError):
-            try:
-                async with asyncio.timeout(GROUP_END_S):
-                    while True:
-                        os.killpg(self.pid, 0)
-                        await asyncio.sleep(ASK_AGAIN_S)
-            except TimeoutError:
-                logger.warning("engine %s: what it had started is still there after %s s", self.name, GROUP_END_S)
+        while self._has_group():
+            await asyncio.sleep(ASK_AGAIN_S)
+
+    def _has_group(self) -> bool:
+        """Nobody gets the number of a reaped leader before its group is gone: who has it is somebody else."""
+        if not self.alive and Path(f"/proc/{self.pid}").exists():
+            return False
+        try:
+            os.killpg(self.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True

@@ -1,0 +1,57 @@
+"""The end of a server process and of what it started, with a shell in the place of an engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from headrace.policies.server_process import ServerCommand, ServerConfig, ServerProcess
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PROGRAM = "sleep 600 & echo $! > child.partial; mv child.partial child; exec sleep 600"
+
+
+class Shell(ServerProcess):
+    """It answers as soon as it has a child."""
+
+    def __init__(self, folder: Path, *, stop_timeout_s: float) -> None:
+        super().__init__(ServerConfig(model=folder, directory=folder, stop_timeout_s=stop_timeout_s, start_timeout_s=30.0))
+        self.child_file = folder / "child"
+
+    async def _prepare(self) -> ServerCommand:
+        script = f"cd {self.child_file.parent}; {PROGRAM}"
+        return ServerCommand(arguments=("/bin/bash", "-c", script), environment=os.environ)
+
+    async def _ready_url(self) -> str | None:
+        return "http://nowhere" if self.child_file.exists() else None
+
+    def child_runs(self) -> bool:
+        try:
+            return psutil.Process(int(self.child_file.read_text())).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+async def test_what_a_dead_leader_left_is_ended_too(tmp_path: Path, end: str) -> None:
+    server = Shell(tmp_path, stop_timeout_s=0.2)
+    await server.start()
+    os.kill(server.pid, signal.SIGKILL)
+    assert await server.wait() == -signal.SIGKILL
+    assert server.child_runs()
+    await getattr(server, end)()
+    assert not server.child_runs()
+    await server.stop()
+
+
+async def test_what_outlives_a_leader_that_stops_is_killed(tmp_path: Path) -> None:
+    async with Shell(tmp_path, stop_timeout_s=0.2) as server:
+        assert server.child_runs()
+    assert await server.wait() == -signal.SIGTERM
+    assert not server.child_runs()
