@@ -2,8 +2,8 @@
 """Installs SGLang for CPUs into an environment of its own: `scripts/install_sglang [VERSION]`.
 
 Invariants:
-- An environment is complete or has no stamp; one without the stamp of its pins is made anew. One installer works on a
-  version at a time.
+- An environment is complete or has no stamp; one without the stamp of its pins is made anew, but never under a process
+  that runs from it. One installer works on a version at a time.
 - Nothing of headrace is in it: what a CPU server needs of ours (shims/) is put on its path when it is started.
 - Standard output is one line, the path of the environment's python.
 """
@@ -16,7 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -76,6 +76,8 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _make(directory: Path, version: str) -> None:
+    if pids := _running_from(directory):
+        raise InstallFailed(f"{directory} is of other pins, and processes {pids} run from it: end them first")
     shutil.rmtree(directory, ignore_errors=True)
     print(f"installing SGLang {version} into {directory} (3 GB, about four minutes) ...", file=sys.stderr)
     _run((os.environ.get("PYTHON", sys.executable), "-m", "venv", str(directory)))
@@ -87,6 +89,17 @@ def _make(directory: Path, version: str) -> None:
     _run((*pip, "--no-deps", f"sglang=={version}", TORCHVISION))
     _run((python, "-c", "import torchvision, sglang.srt.server_args"), {"PYTHONPATH": str(SHIMS)})
     (directory / _STAMP).write_text(_pins(version))
+
+
+def _running_from(directory: Path) -> list[int]:
+    """Processes whose program is in there, by the name they were started with: an environment's python is a link."""
+    beginning, pids = os.fsencode(directory) + b"/", []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        # Gone meanwhile.
+        with suppress(OSError):
+            if path.read_bytes().startswith(beginning):
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def _run(command: Sequence[str], more: dict[str, str] | None = None) -> None:

@@ -78,6 +78,23 @@ def test_an_environment_of_other_pins_is_made_again(cache: Path) -> None:
     assert sum("-m venv" in line for line in asked(cache)) == 2
 
 
+def test_an_environment_is_not_taken_from_under_a_process(cache: Path) -> None:
+    assert run().returncode == 0
+    stamp = environment_directory("0.5.23") / "headrace-stamp"
+    stamp.write_text("other pins")
+    python = environment_directory("0.5.23") / "bin" / "python"
+    python.unlink()
+    python.symlink_to(sys.executable)
+    with subprocess.Popen((python, "-c", "input()"), stdin=subprocess.PIPE) as server:
+        refused = run()
+        assert (refused.returncode, refused.stdout) == (1, "")
+        assert f"processes [{server.pid}] run from it" in refused.stderr
+        assert python.exists()
+        server.communicate(b"\n", timeout=60)
+    assert run().returncode == 0
+    assert environment_python() == python
+
+
 def test_two_at_once_make_one(cache: Path) -> None:
     with ThreadPoolExecutor() as threads:
         done = [job.result() for job in [threads.submit(run) for _ in range(2)]]
