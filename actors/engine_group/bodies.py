@@ -97,12 +97,14 @@ class ForeignServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlan:
-    """One engine that is to be started: it binds to `host`, and its files in `directory` have the stem `name`."""
+    """One engine that is to be started: it binds to `host`, and its files in `directory` have the stem `name`.
+    `group_timeout_s` bounds the formation of a weight group, and the transfer of a bucket, at its end."""
 
     name: str
     model_dir: Path
     directory: Path
     seed: int
+    group_timeout_s: float
     host: str = "127.0.0.1"
 
 
@@ -121,6 +123,7 @@ def _embedded(config: EnginesConfig, plan: ServerPlan) -> ServerProcess:
             seed=plan.seed,
             max_running=config.max_running,
             max_context=config.max_context_tokens,
+            group_timeout_s=plan.group_timeout_s,
             start_timeout_s=config.start_timeout_s,
         )
     )

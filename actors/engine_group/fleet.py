@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.registry import EngineRegistry
     from headrace.actors.runtime import RayRuntime
     from headrace.policies.engine import EngineInfo
+    from headrace.policies.push.contract import PushConfig
     from headrace.policies.sglang.client import EngineLoad
 
 logger = logging.getLogger(__name__)
@@ -65,13 +66,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ground:
-    """Where engines are started. `sender_host` is the address at which they reach the sender; `runtime` may be None as
-    long as none is placed by Ray."""
+    """Where engines are started, and how they are pushed to. `runtime` may be None as long as none is placed by
+    Ray."""
 
     model_dir: Path
     directory: Path
     seed: int
-    sender_host: str
+    push: PushConfig
     runtime: RayRuntime | None
 
 
@@ -235,14 +236,15 @@ class Fleet:
             model_dir=ground.model_dir,
             directory=ground.directory,
             seed=ground.seed * 1000 + number,
+            group_timeout_s=ground.push.transfer_timeout_s,
         )
 
     async def _hosted(self, engine_id: EngineId, host: EngineHost) -> Member:
         assert self._ground.runtime is not None
         hosted = await host.address()
-        if hosted.node != node_address() and is_loopback(self._ground.sender_host):
+        if hosted.node != node_address() and is_loopback(self._ground.push.host):
             raise EngineStartFailed(
-                f"{engine_id} on {hosted.node} does not reach push.host {self._ground.sender_host}; "
+                f"{engine_id} on {hosted.node} does not reach push.host {self._ground.push.host}; "
                 f"set it to {node_address()}"
             )
         return Member(engine_id, self._client(engine_id, hosted.url), PlacedProcess(host, self._ground.runtime))
@@ -265,7 +267,13 @@ class Fleet:
             return None
 
     def _client(self, engine_id: EngineId, url: str) -> SGLangEngine:
-        config = SGLangConfig(vocab_size=self._vocab_size, foreign_version=NO_VERSION)
+        push = self._ground.push
+        config = SGLangConfig(
+            vocab_size=self._vocab_size,
+            foreign_version=NO_VERSION,
+            control_timeout_s=push.client_phase_timeout_s,
+            update_timeout_s=push.client_transfer_timeout_s,
+        )
         return SGLangEngine(engine_id, url, self._http, config)
 
 

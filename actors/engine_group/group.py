@@ -82,7 +82,7 @@ class EngineGroup:
             model_dir=model_dir,
             directory=self._directory,
             seed=seed,
-            sender_host=push_config.host,
+            push=push_config,
             runtime=runtime,
         )
         self._stack = AsyncExitStack()

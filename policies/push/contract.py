@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from headrace.policies.push.tensors import Bucket
 
 
+DEADLINE_MARGIN_S = 1.0
+"""Between two deadlines for one thing, of which one is to pass first: who knows more about the failure tells it."""
+
+
 class PushConfig(BaseModel):
     """How weights travel."""
 
@@ -48,6 +52,16 @@ class PushConfig(BaseModel):
     verify: Literal["snapshot", "engines", "off"] = "snapshot"
     """Compare each engine's checksums with the snapshot's (SGLang's, which are made otherwise, with those of the first
     engine of the push), among the engines only, or not at all."""
+
+    @property
+    def client_phase_timeout_s(self) -> float:
+        """Of an engine's client: the push decides when a phase has taken too long."""
+        return self.phase_timeout_s + DEADLINE_MARGIN_S
+
+    @property
+    def client_transfer_timeout_s(self) -> float:
+        """The same for the formation of a group and for a bucket."""
+        return self.transfer_timeout_s + DEADLINE_MARGIN_S
 
 
 class Load(Protocol):

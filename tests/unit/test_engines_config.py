@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 import pytest
@@ -14,12 +14,18 @@ from headrace.actors.cli import app
 from headrace.actors.config import load_recipe
 from headrace.actors.engine_group.bodies import ServerPlan, server_process
 from headrace.actors.engine_group.config import EnginesConfig
-from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.engine_group.fleet import Fleet, Ground
+from headrace.actors.engine_group.registry import EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.roster import EngineStatus, Roster
 from headrace.actors.errors import ConfigError, RunMissing
 from headrace.actors.launch import RunRequest, prepare, status_of
 from headrace.policies.engine import EngineId
+from headrace.policies.engine_process import EngineProcess
+from headrace.policies.push.contract import PushConfig
 from headrace.policies.sglang.server import SGLangProcess
+
+if TYPE_CHECKING:
+    import aiohttp
 
 RECIPES = Path(__file__).resolve().parents[2] / "scripts" / "recipes"
 
@@ -70,14 +76,34 @@ def test_what_does_not_fit_the_push_is_refused(overrides: list[str], reason: str
         load_recipe(RECIPES / "quickstart.toml", overrides, tmp_path)
 
 
+def plan_in(folder: Path) -> ServerPlan:
+    return ServerPlan(
+        name="engine-1", model_dir=folder, directory=folder, seed=7, group_timeout_s=44.0, host="10.0.0.1"
+    )
+
+
 def test_sglang_servers_get_the_settings(tmp_path: Path) -> None:
     given = {"backend": "sglang", "dtype": "bfloat16", "sglang": {"arguments": ["--enable-metrics"]}}
-    plan = ServerPlan(name="engine-1", model_dir=tmp_path, directory=tmp_path, seed=7, host="10.0.0.1")
-    process = server_process(EnginesConfig.model_validate(given), plan)
+    process = server_process(EnginesConfig.model_validate(given), plan_in(tmp_path))
     assert isinstance(process, SGLangProcess)
     config = process._config
     assert (config.dtype, config.seed, config.host) == ("bfloat16", 7, "10.0.0.1")
     assert config.arguments == ("--enable-metrics",)
+
+
+def test_a_push_s_deadlines_reach_the_engines_it_pushes_to(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Else somebody's default decides: the client's before the push's, the engine's group before the sender's."""
+    given = PushConfig(phase_timeout_s=100.0, transfer_timeout_s=200.0)
+    ground = Ground(model_dir=tiny_model_dir, directory=tmp_path, seed=1, push=given, runtime=None)
+    # No request is sent through it.
+    fleet = Fleet(EnginesConfig(), EngineRegistry(), ground, http=cast("aiohttp.ClientSession", None))
+    client = fleet._client(EngineId("e"), "http://127.0.0.1:9")._config
+    assert client.control_timeout_s > given.phase_timeout_s
+    assert client.update_timeout_s > given.transfer_timeout_s
+    process = server_process(EnginesConfig(), fleet._plan(EngineId("e"), 1))
+    assert isinstance(process, EngineProcess)
+    assert process._config.group_timeout_s >= given.transfer_timeout_s
+    assert str(process._config.group_timeout_s) in process._arguments()
 
 
 @pytest.fixture
