@@ -20,8 +20,9 @@ class EngineProcessConfig(ServerConfig):
 
     max_running: int = Field(default=64, gt=0)
     """Sequences decoded at once."""
-    group_timeout_s: float = Field(default=20.0, gt=0)
-    """Longest formation of a weight group, and longest transfer of one bucket."""
+    group_timeout_s: float = Field(default=21.0, gt=0)
+    """Longest formation of a weight group, and longest transfer of one bucket: a second more than at the sender
+    (`push.transfer_timeout_s`), which is to give up first."""
 
 
 class EngineProcess(ServerProcess):

@@ -46,7 +46,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, write_model: Callab
 
 @pytest.fixture(scope="session")
 def open_rig() -> Callable[..., Any]:
-    """`async with open_rig(model_dir, work_dir) as rig`: two engines, a sender and counting gates."""
+    """`async with open_rig(model_dir, work_dir) as rig`: two engines (or `names`), a sender and counting gates."""
     function: Callable[..., Any] = load_support("push_rig").open_rig
     return function
 

@@ -1,4 +1,4 @@
-"""Two real engines, a sender and gates that only count: what the tests of a push stand on."""
+"""Real engines, mostly two, a sender and gates that only count: what the tests of a push stand on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headrace.policies.push.sender import SenderConfig, Senders
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
     from pathlib import Path
 
     from headrace.policies.push.contract import Gate, PushReport
@@ -126,11 +126,11 @@ def snapshot(directory: Path, step: int) -> WeightsSnapshot:
 
 
 @asynccontextmanager
-async def open_rig(model: Path, directory: Path) -> AsyncIterator[Rig]:
+async def open_rig(model: Path, directory: Path, names: Sequence[str] = NAMES) -> AsyncIterator[Rig]:
     """Start everything; end everything."""
     configs = {
         name: EngineProcessConfig(model=model, directory=directory, name=name, seed=seed, group_timeout_s=5.0)
-        for seed, name in enumerate(NAMES)
+        for seed, name in enumerate(names)
     }
     processes = {name: EngineProcess(config) for name, config in configs.items()}
     async with AsyncExitStack() as stack:
@@ -143,6 +143,6 @@ async def open_rig(model: Path, directory: Path) -> AsyncIterator[Rig]:
                 tasks.create_task(process.start())
             tasks.create_task(stack.enter_async_context(senders))
         rig = Rig(processes=processes, engines={}, senders=senders, session=session)
-        for name in NAMES:
+        for name in names:
             rig.attach(name)
         yield rig

@@ -98,7 +98,7 @@ class ForeignServer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlan:
     """One engine that is to be started: it binds to `host`, and its files in `directory` have the stem `name`.
-    `group_timeout_s` bounds the formation of a weight group, and the transfer of a bucket, at its end."""
+    `group_timeout_s` bounds the formation of a weight group, and the transfer of a bucket, at the engine's end."""
 
     name: str
     model_dir: Path

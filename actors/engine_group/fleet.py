@@ -236,7 +236,7 @@ class Fleet:
             model_dir=ground.model_dir,
             directory=ground.directory,
             seed=ground.seed * 1000 + number,
-            group_timeout_s=ground.push.transfer_timeout_s,
+            group_timeout_s=ground.push.engine_group_timeout_s,
         )
 
     async def _hosted(self, engine_id: EngineId, host: EngineHost) -> Member:

@@ -44,7 +44,8 @@ class PushConfig(BaseModel):
     phase_timeout_s: float = Field(default=10.0, gt=0)
     """Longest wait for one engine in one phase."""
     transfer_timeout_s: float = Field(default=20.0, gt=0)
-    """Longest formation of a group, and longest transfer of one bucket."""
+    """Longest formation of a group, and longest transfer of one bucket, at the sender; the engines' ends last a second
+    longer, and the push's calls two."""
     load_timeout_s: float = Field(default=300.0, gt=0)
     """Longest reading of a shard by its sender, before any engine is touched; a second reads about a GB."""
     gate_lease_s: float = Field(default=60.0, gt=0)
@@ -54,6 +55,18 @@ class PushConfig(BaseModel):
     engine of the push), among the engines only, or not at all."""
 
     @property
+    def engine_group_timeout_s(self) -> float:
+        """Of the engines' ends of a group. The sender's end, `transfer_timeout_s`, passes first: what it gives up ends
+        at the engines that answer, too, and only the silent one is left."""
+        return self.transfer_timeout_s + DEADLINE_MARGIN_S
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Of the push's own calls in which a group is formed or a bucket taken: engines that wait for another one say
+        so before."""
+        return self.engine_group_timeout_s + DEADLINE_MARGIN_S
+
+    @property
     def client_phase_timeout_s(self) -> float:
         """Of an engine's client: the push decides when a phase has taken too long."""
         return self.phase_timeout_s + DEADLINE_MARGIN_S
@@ -61,7 +74,7 @@ class PushConfig(BaseModel):
     @property
     def client_transfer_timeout_s(self) -> float:
         """The same for the formation of a group and for a bucket."""
-        return self.transfer_timeout_s + DEADLINE_MARGIN_S
+        return self.collective_timeout_s + DEADLINE_MARGIN_S
 
 
 class Load(Protocol):

@@ -233,7 +233,7 @@ class Transfer:
         port = (await lane.sender.call("open_group", opening, timeout_s=timeout_s))["port"]
 
         async def join(engine: EngineControl) -> None:
-            async with failures.of(engine.engine_id, timeout_s):
+            async with failures.of(engine.engine_id, config.collective_timeout_s):
                 await engine.join_group(
                     name,
                     host=config.host,
@@ -264,7 +264,7 @@ class Transfer:
         assert lane.loaded is not None
         assert lane.group is not None
         touched(engine.engine_id)
-        async with failures.of(engine.engine_id, self._config.transfer_timeout_s):
+        async with failures.of(engine.engine_id, self._config.collective_timeout_s):
             await engine.update(lane.loaded.buckets[index], group=lane.group, version=version)
 
     async def _collective(

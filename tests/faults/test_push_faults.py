@@ -111,6 +111,28 @@ async def test_engine_stopped_in_the_broadcast_costs_at_most_the_sender(rig, oth
     os.kill(rig.processes["one"].pid, signal.SIGCONT)
 
 
+async def test_of_a_wave_of_three_only_the_engine_that_hangs_is_lost(
+    tmp_path: Path, tiny_model_dir: Path, other_model: Path, open_rig
+) -> None:
+    """The third gets its bytes through the first: it waits for it, and must not be taken for silent itself."""
+    async with open_rig(tiny_model_dir, tmp_path / "rig", names=("one", "two", "three")) as rig:
+
+        async def stop() -> None:
+            os.kill(rig.processes["one"].pid, signal.SIGSTOP)
+
+        report = await rig.push(other_model, 1, wave_size=3, transfer_timeout_s=4.0, before=at(Phase.BROADCAST, stop))
+        assert outcomes(report) == {
+            "one": PushOutcome.QUARANTINED,
+            "two": PushOutcome.UPDATED,
+            "three": PushOutcome.UPDATED,
+        }
+        assert "EngineTimeout" in report.engines[0].failure
+        assert set(rig.gate.closed) == {"one"}
+        for name in ("two", "three"):
+            await works(rig, name, NEW)
+        os.kill(rig.processes["one"].pid, signal.SIGCONT)
+
+
 async def test_an_engine_that_never_answers_a_pause_is_left_out(rig, other_model: Path) -> None:
     async def stop() -> None:
         os.kill(rig.processes["one"].pid, signal.SIGSTOP)
