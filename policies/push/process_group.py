@@ -4,6 +4,7 @@ Invariants:
 - A group is never the default group: it has a TCP store of its own at rank 0, on a free port, under the group's name
   as prefix.
 - The group's timeout bounds its formation and every transfer; after any failure the group is discarded, never reused.
+- `finish_broadcast` returns when the bytes have gone or come, whatever the backend.
 
 Every function here blocks: call them from a thread of your own.
 """
@@ -68,6 +69,10 @@ def form_group(
     if store.host in ("127.0.0.1", "localhost"):
         # Gloo otherwise binds to whatever the machine's own name resolves to, which may be nothing.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if backend == "nccl":
+        # Read where the group is made. Otherwise waiting ends when the transfer is queued on the device, and one that
+        # hangs or fails is nobody's error.
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     try:
         group, _ = _new_process_group_helper(
             world_size,

@@ -1,25 +1,28 @@
-"""Ranks of a weight group, and models compared by their headers."""
+"""Ranks and waits of a weight group, and models compared by their headers."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch.distributed import is_nccl_available
 
 from headrace.policies.engine import EngineId
-from headrace.policies.errors import ModelInvalid
+from headrace.policies.errors import GroupFailed, ModelInvalid
 from headrace.policies.push.fitting import check_fits, read_model_specs
 from headrace.policies.push.layout import lay_out
+from headrace.policies.push.process_group import destroy_group, form_group, host_store
 from headrace.policies.push.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 @given(st.lists(st.integers(1, 16), max_size=8))
@@ -28,6 +31,22 @@ def test_every_rank_of_a_group_is_somebodys(counts: list[int]) -> None:
     layout = lay_out(ranks)
     taken = [rank for engine, count in ranks for rank in range(layout.offsets[engine], layout.offsets[engine] + count)]
     assert [0, *taken] == list(range(layout.world_size))
+
+
+def test_whoever_waits_for_an_nccl_transfer_waits_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch spells it; that it is read there, at the making of a group, only a build with NCCL can show."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    monkeypatch.setenv(name, "0")
+    store = host_store("127.0.0.1", 1, 5.0)
+    settings: dict[str, Any] = {"name": "g", "rank": 0, "world_size": 1, "timeout_s": 5.0}
+    destroy_group(form_group(store, backend="gloo", **settings))
+    assert os.environ[name] == "0"
+    if not is_nccl_available():
+        with pytest.raises(GroupFailed, match="NCCL"):
+            form_group(store, backend="nccl", **settings)
+        assert os.environ[name] == "1"
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    assert f'"{name}"' in header.read_text()
 
 
 def specs_of(directory: Path) -> dict[str, TensorSpec]:
