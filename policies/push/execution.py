@@ -105,7 +105,7 @@ class PushExecution:
             await asyncio.shield(self._way_out())
             raise
         finally:
-            await self._transfer.close()
+            await self._transfer.disband()
         return self._report(time.perf_counter() - started_s)
 
     async def _way_out(self) -> None:
@@ -117,6 +117,7 @@ class PushExecution:
         handlers: dict[Phase, Callable[[Step, Failures], Coroutine[None, None, None]]] = {
             Phase.FORM: self._form,
             Phase.BROADCAST: self._broadcast,
+            Phase.DISBAND: self._disband,
         }
         started_s = time.perf_counter()
         failures = Failures()
@@ -142,7 +143,6 @@ class PushExecution:
             Phase.VERIFY: self._verify,
             Phase.RESUME: self._resume,
             Phase.OPEN: self._open,
-            Phase.DISBAND: self._transfer.leave,
         }
         call = calls[step.phase]
 
@@ -253,6 +253,10 @@ class PushExecution:
             part = self._parts[engine_id]
             part.received_bytes += size
             part.transfer_s += time.perf_counter() - started_s
+
+    async def _disband(self, _step: Step, _failures: Failures) -> None:
+        """An engine that holds its weights whole fails no more."""
+        await self._transfer.disband()
 
     async def _renew_gates(self, engines: Sequence[EngineId]) -> None:
         """Many buckets take longer than one lease."""

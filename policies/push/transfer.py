@@ -3,7 +3,8 @@
 Invariants:
 - Each shard of a snapshot has a sender and a process group of its own: that is how several trainer ranks send. Their
   buckets travel one after another, the version with the last one.
-- A group that failed is never used again. A sender that had to be killed comes back without shard and groups: the push
+- A group that failed is never used again. Every group is left at both ends before the next one is formed, and at the
+  end, whatever became of it; an engine that does not leave costs a short wait and nothing else. A sender that had to be killed comes back without shard and groups: the push
   that used it ends (`SenderFailed`), the next one loads again.
 - A collective that an engine leaves is over for all: the sender, which nothing can call back, is killed a moment later,
   and its end frees the other engines. An engine that failed excuses the sender; those that fail after it are victims.
@@ -12,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ from headrace.policies.errors import (
     PushError,
     SenderFailed,
     SenderTimeout,
+    UnknownGroup,
 )
 from headrace.policies.push.machine import Blame, Failure
 from headrace.policies.push.tensors import Bucket, TensorSpec
@@ -41,8 +44,12 @@ if TYPE_CHECKING:
     from headrace.policies.push.layout import GroupLayout
     from headrace.policies.push.sender import SenderProcess
 
+logger = logging.getLogger(__name__)
+
 # The group times out by itself first: that costs the group only, a missed deadline the whole sender.
 SENDER_GRACE_S = 2.0
+# Others of the wave may be paused meanwhile.
+LEAVE_TIMEOUT_S = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,6 +94,14 @@ class Loaded:
     checksums: dict[str, str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A process group of a sender, and the engines that were asked to join."""
+
+    name: str
+    engines: tuple[EngineControl, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class Lane:
     """One shard's way: its sender and the group of the moment."""
@@ -94,7 +109,7 @@ class Lane:
     shard: WeightsShard
     sender: SenderProcess
     loaded: Loaded | None = None
-    group: str | None = None
+    group: Group | None = None
 
     @property
     def is_loaded(self) -> bool:
@@ -140,7 +155,7 @@ class Transfer:
         self, names: Sequence[str], engines: Sequence[EngineControl], layout: GroupLayout, failures: Failures
     ) -> None:
         """A new group of each sender and these engines, of these names."""
-        await self.close()
+        await self.disband()
         await self.load()
         for lane, name in zip(self._lanes, names, strict=True):
             await self._form(lane, name, engines, layout, failures)
@@ -157,8 +172,9 @@ class Transfer:
         taken = dict.fromkeys((engine.engine_id for engine in engines), 0)
         for lane, index, version in self._plan():
             assert lane.loaded is not None
+            assert lane.group is not None
             updates = [self._update(engine, lane, index, version, failures, touched) for engine in engines]
-            await self._collective(lane, "broadcast", {"name": lane.group, "bucket": index}, updates, failures)
+            await self._collective(lane, "broadcast", {"name": lane.group.name, "bucket": index}, updates, failures)
             if failures.found:
                 for engine in engines:
                     failures.found.setdefault(engine.engine_id, Failure(blame=Blame.VICTIM, message="its group broke"))
@@ -169,20 +185,31 @@ class Transfer:
                 taken[engine_id] += size_bytes
         return taken
 
-    async def leave(self, engine: EngineControl) -> None:
-        """One engine out of the groups of the moment."""
-        for lane in self._lanes:
-            if lane.group is not None:
-                await engine.leave_group(lane.group)
+    async def disband(self) -> None:
+        """The groups of the moment, at both ends at once: some transports wait there for each other."""
+        async with asyncio.TaskGroup() as tasks:
+            for lane in self._lanes:
+                group, lane.group = lane.group, None
+                if group is not None:
+                    tasks.create_task(self._close(lane, group.name))
+                    for engine in group.engines:
+                        tasks.create_task(self._leave(engine, group.name))
 
-    async def close(self) -> None:
-        """The groups at their senders; a sender that died took its group along."""
-        for lane in self._lanes:
-            name, lane.group = lane.group, None
-            if name is None or not lane.is_loaded or lane.sender.pid is None:
-                continue
-            with suppress(SenderFailed, GroupFailed):
-                await lane.sender.call("close_group", {"name": name}, timeout_s=self._config.phase_timeout_s)
+    async def _close(self, lane: Lane, name: str) -> None:
+        """A sender that died took its group along."""
+        if not lane.is_loaded or lane.sender.pid is None:
+            return
+        with suppress(SenderFailed, GroupFailed):
+            await lane.sender.call("close_group", {"name": name}, timeout_s=self._config.phase_timeout_s)
+
+    async def _leave(self, engine: EngineControl, name: str) -> None:
+        """An engine whose transfer failed has left by itself."""
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                with suppress(UnknownGroup):
+                    await engine.leave_group(name)
+        except (EngineError, TimeoutError) as error:
+            logger.warning("%s did not leave group %s: %r", engine.engine_id, name, error)
 
     async def _load(self, lane: Lane) -> None:
         arguments = {
@@ -229,7 +256,7 @@ class Transfer:
             "backend": config.backend,
             "timeout_s": timeout_s,
         }
-        lane.group = name
+        lane.group = Group(name=name, engines=tuple(engines))
         port = (await lane.sender.call("open_group", opening, timeout_s=timeout_s))["port"]
 
         async def join(engine: EngineControl) -> None:
@@ -265,7 +292,7 @@ class Transfer:
         assert lane.group is not None
         touched(engine.engine_id)
         async with failures.of(engine.engine_id, self._config.collective_timeout_s):
-            await engine.update(lane.loaded.buckets[index], group=lane.group, version=version)
+            await engine.update(lane.loaded.buckets[index], group=lane.group.name, version=version)
 
     async def _collective(
         self,

@@ -13,7 +13,8 @@ import pytest_asyncio
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import FinishReason
-from headrace.policies.errors import SenderFailed, SenderTimeout
+from headrace.policies.errors import SenderFailed, SenderTimeout, UnknownGroup
+from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import Phase, PushOutcome
 
 if TYPE_CHECKING:
@@ -60,6 +61,12 @@ def outcomes(report) -> dict[str, PushOutcome]:
     return {engine.engine_id: engine.outcome for engine in report.engines}
 
 
+async def has_left(rig, name: str, report, attempt: int = 0) -> None:
+    """The engine knows nothing of a group of the first wave."""
+    with pytest.raises(UnknownGroup):
+        await rig.engines[name].leave_group(group_name(report.push_id, 0, attempt, 0))
+
+
 async def works(rig, name: str, version: PolicyVersion) -> None:
     """Not paused, not held, and at this version."""
     done = await rig.generate(name, f"after-{name}", 5)
@@ -85,6 +92,30 @@ async def test_engine_killed_in_a_wave_of_two(rig, other_model: Path) -> None:
     assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
     assert "EngineDown" in report.engines[0].failure
     await works(rig, "two", NEW)
+    for attempt in range(2):
+        await has_left(rig, "two", report, attempt)
+
+
+async def test_an_engine_that_hangs_when_all_is_done_is_none_the_worse(rig, other_model: Path) -> None:
+    async def stop() -> None:
+        os.kill(rig.processes["one"].pid, signal.SIGSTOP)
+
+    report = await rig.push(other_model, 1, phase_timeout_s=4.0, before=at(Phase.DISBAND, stop))
+    os.kill(rig.processes["one"].pid, signal.SIGCONT)
+    assert outcomes(report) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
+    await works(rig, "one", NEW)
+    await works(rig, "two", NEW)
+
+
+async def test_a_group_ends_at_both_ends_before_the_next_wave(rig, other_model: Path) -> None:
+    seen: list[int] = []
+
+    async def look() -> None:
+        seen.append(len(tcp_sockets(rig.sender.pid)))
+
+    before = len(tcp_sockets(rig.sender.pid))
+    await rig.push(other_model, 1, before=at(Phase.PROBE, look, wave=1))
+    assert seen == [before]
 
 
 async def test_engine_stopped_during_the_pause_misses_its_deadline(rig, other_model: Path) -> None:
@@ -178,12 +209,14 @@ async def test_sender_killed_in_mid_bucket(tmp_path: Path, write_model, open_rig
 
 def sending(pid: int) -> bool:
     """Whether a process has a TCP connection with bytes that the other end has not taken yet."""
+    return any(int(fields[4].split(":")[0], 16) > 0 for fields in tcp_sockets(pid))
+
+
+def tcp_sockets(pid: int) -> list[list[str]]:
+    """Those of a process, as the kernel lists them."""
     own = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if f"socket:[{fields[9]}]" in own and int(fields[4].split(":")[0], 16) > 0:
-            return True
-    return False
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return [fields for fields in lines if f"socket:[{fields[9]}]" in own]
 
 
 async def test_an_engine_with_other_weights_than_were_sent_stays_out(
@@ -221,6 +254,7 @@ async def test_sender_killed(rig, other_model: Path, phase: Phase) -> None:
     assert isinstance(report.sender_failure, SenderFailed)
     assert outcomes(report) == {"one": PushOutcome.BEHIND, "two": PushOutcome.BEHIND}
     assert not rig.gate.closed
+    await has_left(rig, "one", report)
     for name in rig.engines:
         await works(rig, name, OLD)
     again = await rig.push(other_model, 2)
