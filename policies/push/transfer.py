@@ -4,8 +4,9 @@ Invariants:
 - Each shard of a snapshot has a sender and a process group of its own: that is how several trainer ranks send. Their
   buckets travel one after another, the version with the last one.
 - A group that failed is never used again. Every group is left at both ends before the next one is formed, and at the
-  end, whatever became of it; an engine that does not leave costs a short wait and nothing else. A sender that had to be killed comes back without shard and groups: the push
-  that used it ends (`SenderFailed`), the next one loads again.
+  end, whatever became of it; an engine that does not leave costs a short wait and nothing else.
+- A sender that had to be killed comes back without shard and groups: the push that used it ends (`SenderFailed`), the
+  next one loads again.
 - A collective that an engine leaves is over for all: the sender, which nothing can call back, is killed a moment later,
   and its end frees the other engines. An engine that failed excuses the sender; those that fail after it are victims.
 """
