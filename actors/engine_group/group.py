@@ -158,7 +158,7 @@ class EngineGroup:
             async with self._pushing():
                 await self._pusher.push(engines, snapshot, rollouts_in_flight)
             if not self._serving(snapshot):
-                await self._replace_all()
+                await self._try_again()
             await self._publish()
             if not self._serving(snapshot):
                 raise EngineUnavailable(f"no engine, old or new, took version {snapshot.version}: see engines/*.log")
@@ -294,9 +294,9 @@ class EngineGroup:
                 if entry.state is EngineState.QUARANTINED and not entry.origin.is_ours:
                     await self._pusher.readmit(entry.engine_id, snapshot)
 
-    async def _replace_all(self) -> None:
-        """New engines for all of ours; the others get another chance."""
-        for entry in self._registry.living():
+    async def _try_again(self) -> None:
+        """New engines for those of ours that are in doubt; the others get another chance."""
+        for entry in self._registry.in_state(EngineState.QUARANTINED):
             if entry.origin.is_ours:
                 await self._fleet.end(entry.engine_id, "no engine took the weights")
         await self._fleet.start_missing(at_once=True)

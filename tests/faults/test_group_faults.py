@@ -79,7 +79,29 @@ async def test_an_engine_is_killed_in_a_push(kit: Any, rig: Any, models: list[Pa
         version = await next_push(rig, models)
         assert kit.versions_of(await rig.turn()) == {version}
     assert not any(turn.result().failures for turn in turns)
-    assert name not in await rig.until_serving(2, version)
+    # After the last bucket it dies as an engine that serves.
+    await rig.until(lambda engines: name not in engines)
+    await rig.until_serving(2, version)
+
+
+async def test_a_sender_that_dies_again_and_again_costs_no_engine(rig: Any, models: list[Path]) -> None:
+    """They are well, and hold their old weights whole: the push is tried again with them."""
+    before = await rig.until_serving(2, f"1.{rig.step}")
+    senders: set[int] = set()
+
+    async def kill() -> None:
+        senders.add(rig.group._senders.take(1)[0].pid)
+        os.kill(rig.group._senders.take(1)[0].pid, signal.SIGKILL)
+        if len(senders) < 2:
+            rig.before(0, Phase.BEGIN, kill)
+
+    rig.before(0, Phase.BEGIN, kill)
+    version = await next_push(rig, models)
+    after = await rig.until_serving(2, version)
+    assert len(senders) == 2
+    assert {name: engine.process_id for name, engine in after.items()} == {
+        name: engine.process_id for name, engine in before.items()
+    }
 
 
 @pytest.mark.parametrize("phase", [Phase.PAUSE, Phase.END])
