@@ -69,6 +69,10 @@ class SenderProcess:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
     async def __aenter__(self) -> Self:
         async with self._turn:
             await self._start()

@@ -5,8 +5,8 @@ Invariants:
   buckets travel one after another, the version with the last one.
 - A group that failed is never used again. Every group is left at both ends before the next one is formed, and at the
   end, whatever became of it; an engine that does not leave costs a short wait and nothing else.
-- A sender that had to be killed comes back without shard and groups: the push that used it ends (`SenderFailed`), the
-  next one loads again.
+- A sender that died, or had to be killed, took its shard and groups along: the push that used it ends (`SenderFailed`),
+  and the next one starts another.
 - A collective that an engine leaves is over for all: the sender, which nothing can call back, is killed a moment later,
   and its end frees the other engines. An engine that failed excuses the sender; those that fail after it are victims.
 """
@@ -19,7 +19,7 @@ from collections import Counter
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headrace.policies.errors import (
     EngineError,
@@ -35,7 +35,7 @@ from headrace.policies.push.machine import Blame, Failure
 from headrace.policies.push.tensors import Bucket, TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from headrace.buffer.versions import PolicyVersion
@@ -114,7 +114,9 @@ class Lane:
 
     @property
     def is_loaded(self) -> bool:
-        return self.loaded is not None and self.loaded.incarnation == self.sender.incarnation
+        """Whether its sender holds it still."""
+        held = self.loaded is not None and self.loaded.incarnation == self.sender.incarnation
+        return held and self.sender.alive
 
 
 class Transfer:
@@ -129,12 +131,11 @@ class Transfer:
         self.sent_bytes = 0
 
     async def load(self) -> None:
-        """Every shard into its sender, at once; again after a restart. Raises ModelInvalid for an unreadable one, and
-        for a parameter that two shards hold."""
+        """Every shard into its sender, at once. Raises ModelInvalid for an unreadable one, PushError for a parameter
+        that two shards hold."""
         async with first_error(), asyncio.TaskGroup() as tasks:
             for lane in self._lanes:
-                if not lane.is_loaded:
-                    tasks.create_task(self._load(lane))
+                tasks.create_task(self._load(lane))
         names = Counter(name for loaded in self._all_loaded() for bucket in loaded.buckets for name in bucket.names)
         name, count = names.most_common(1)[0]
         if count > 1:
@@ -157,7 +158,6 @@ class Transfer:
     ) -> None:
         """A new group of each sender and these engines, of these names."""
         await self.disband()
-        await self.load()
         for lane, name in zip(self._lanes, names, strict=True):
             await self._form(lane, name, engines, layout, failures)
             if failures.found:
@@ -169,7 +169,8 @@ class Transfer:
         """All buckets to the engines of the group, until one fails; the bytes that each engine took.
 
         After a failure every engine of the group has failed: those that answered well still lack buckets."""
-        await self._check_groups()
+        for lane in self._lanes:
+            await self._tell(lane, "ping", {}, self._config.phase_timeout_s)
         taken = dict.fromkeys((engine.engine_id for engine in engines), 0)
         for lane, index, version in self._plan():
             assert lane.loaded is not None
@@ -197,11 +198,8 @@ class Transfer:
                         tasks.create_task(self._leave(engine, group.name))
 
     async def _close(self, lane: Lane, name: str) -> None:
-        """A sender that died took its group along."""
-        if not lane.is_loaded or lane.sender.pid is None:
-            return
         with suppress(SenderFailed, GroupFailed):
-            await lane.sender.call("close_group", {"name": name}, timeout_s=self._config.phase_timeout_s)
+            await self._tell(lane, "close_group", {"name": name}, self._config.phase_timeout_s)
 
     async def _leave(self, engine: EngineControl, name: str) -> None:
         """An engine whose transfer failed has left by itself."""
@@ -258,7 +256,7 @@ class Transfer:
             "timeout_s": timeout_s,
         }
         lane.group = Group(name=name, engines=tuple(engines))
-        port = (await lane.sender.call("open_group", opening, timeout_s=timeout_s))["port"]
+        port = (await self._tell(lane, "open_group", opening, timeout_s))["port"]
 
         async def join(engine: EngineControl) -> None:
             async with failures.of(engine.engine_id, config.collective_timeout_s):
@@ -273,12 +271,12 @@ class Transfer:
 
         await self._collective(lane, "join_group", {"name": name}, [join(engine) for engine in engines], failures)
 
-    async def _check_groups(self) -> None:
-        """Nothing is broadcast through a sender that has lost its group."""
-        for lane in self._lanes:
-            await lane.sender.call("ping", {}, timeout_s=self._config.phase_timeout_s)
-            if not lane.is_loaded:
-                raise SenderFailed("the sender was restarted and has lost the group")
+    async def _tell(self, lane: Lane, op: str, arguments: Mapping[str, object], timeout_s: float) -> Mapping[str, Any]:
+        """A command about what the sender holds. One that died is not started for it: that takes long where engines
+        are paused, and it would hold nothing."""
+        if not lane.is_loaded:
+            raise SenderFailed(f"the sender died before {op}, and took its shard and groups along")
+        return await lane.sender.call(op, arguments, timeout_s=timeout_s)
 
     async def _update(
         self,
@@ -310,7 +308,7 @@ class Transfer:
         async def send() -> None:
             nonlocal failed
             try:
-                await lane.sender.call(op, arguments, timeout_s=self._config.transfer_timeout_s + SENDER_GRACE_S)
+                await self._tell(lane, op, arguments, self._config.transfer_timeout_s + SENDER_GRACE_S)
             except (SenderFailed, GroupFailed) as error:
                 failed = error
 

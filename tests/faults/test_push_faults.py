@@ -261,6 +261,33 @@ async def test_sender_killed(rig, other_model: Path, phase: Phase) -> None:
     assert outcomes(again) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
 
 
+@pytest.mark.parametrize(
+    ("phase", "first"),
+    [(Phase.FORM, PushOutcome.BEHIND), (Phase.BROADCAST, PushOutcome.BEHIND), (Phase.DISBAND, PushOutcome.UPDATED)],
+)
+async def test_a_dead_sender_is_not_started_again_in_the_push(
+    rig, other_model: Path, phase: Phase, first: PushOutcome
+) -> None:
+    """That would take seconds at closed gates, for a sender without weights."""
+
+    async def kill() -> None:
+        await kill_and_reap(rig.sender._process)
+
+    incarnation = rig.sender.incarnation
+    report = await rig.push(other_model, 1, before=at(phase, kill))
+    assert isinstance(report.sender_failure, SenderFailed)
+    assert outcomes(report) == {"one": first, "two": PushOutcome.BEHIND}
+    assert rig.sender.incarnation == incarnation
+    assert not rig.gate.closed
+    assert outcomes(await rig.push(other_model, 2)) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
+
+
+async def kill_and_reap(process: asyncio.subprocess.Process) -> None:
+    """It is known to be dead, before anybody asks it for something."""
+    process.kill()
+    await process.wait()
+
+
 async def test_sender_stopped_misses_its_deadline_and_is_replaced(rig, other_model: Path) -> None:
     async def stop() -> None:
         os.kill(rig.sender.pid, signal.SIGSTOP)
