@@ -4,7 +4,8 @@ Invariants:
 - machine.py decides what is next, transfer.py moves the bytes, this file asks the engines: every await has a deadline,
   the journal is written before each phase.
 - An engine's failure is data in the report. Only a broken snapshot, a failing journal or cancellation leave `push` as
-  an exception, and even then every engine that got no bucket is resumed and its gate opened first.
+  an exception, and even then every engine that got no bucket is resumed and its gate opened first, however often the
+  push is cancelled meanwhile.
 - An engine that serves another model than the snapshot's is refused before anything is touched.
 - Under `in_place` a gate always opens with the version that the engine has as cache namespace, flushed or not: by it
   a client tells which tokens were sampled on keys and values of other weights.
@@ -102,16 +103,18 @@ class PushExecution:
                 await self._take(step)
         except BaseException as error:
             self._machine.abandon(f"the push was broken off: {type(error).__name__}: {error}")
-            await asyncio.shield(self._way_out())
             raise
         finally:
-            await self._transfer.disband()
+            await to_the_end(self._way_out())
         return self._report(time.perf_counter() - started_s)
 
     async def _way_out(self) -> None:
-        """Leave sessions, pauses and gates without the journal, which may be what failed."""
-        while step := self._machine.next():
-            await self._take(step)
+        """Leave sessions, pauses, gates and groups without the journal, which may be what failed."""
+        try:
+            while step := self._machine.next():
+                await self._take(step)
+        finally:
+            await self._transfer.disband()
 
     async def _take(self, step: Step) -> None:
         handlers: dict[Phase, Callable[[Step, Failures], Coroutine[None, None, None]]] = {
@@ -282,3 +285,18 @@ class PushExecution:
             sent_bytes=self._transfer.sent_bytes,
             sender_failure=self._sender_failure,
         )
+
+
+async def to_the_end(work: Coroutine[None, None, None]) -> None:
+    """Await it, whatever is cancelled meanwhile; the cancellation is raised afterwards."""
+    # No task group: that would cancel it.
+    running = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait({running})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled from running.exception()
+    running.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,8 +25,11 @@ from headrace.serve.measuring.push_floor import PoolGate, pool_over
 from headrace.serve.routing import Lineage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
+
+    from headrace.policies.engine import EngineId
+    from headrace.policies.push.contract import Gate
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = [5, 6, 7]
@@ -310,6 +314,48 @@ async def test_a_cancelled_push_leaves_no_engine_paused(rig, models: list[Path])
     assert (info.paused, info.version) == (False, PolicyVersion(1, 24))
     assert not rig.gate.closed
     assert (await rig.push(models[1], 26)).updated == ("one", "two")
+
+
+@dataclass
+class StuckGate:
+    """Another gate, which opens when it is told to."""
+
+    gate: Gate
+    opening: asyncio.Event = field(default_factory=asyncio.Event)
+    may_open: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def close(self, engine_id: EngineId, lease_s: float) -> None:
+        await self.gate.close(engine_id, lease_s)
+
+    async def open(self, engine_id: EngineId, *, cache_namespace: str | None) -> Sequence[RequestId]:
+        self.opening.set()
+        await self.may_open.wait()
+        return await self.gate.open(engine_id, cache_namespace=cache_namespace)
+
+
+async def test_a_push_that_is_cancelled_twice_still_opens_its_gates(rig, models: list[Path], snapshot) -> None:
+    reached, never, gate = asyncio.Event(), asyncio.Event(), StuckGate(rig.gate)
+
+    async def before(wave: int, phase: Phase) -> None:
+        if phase is Phase.BROADCAST:
+            reached.set()
+            await never.wait()
+
+    pushing = rig.push_snapshot(snapshot(models[1], 27), before=before, gate=gate, phase_timeout_s=60.0)
+    task = asyncio.get_running_loop().create_task(pushing)
+    await reached.wait()
+    task.cancel()
+    await gate.opening.wait()
+    task.cancel()
+    for _ in range(30):
+        await rig.engines["two"].info()
+    assert not task.done(), "it went while a gate was closed"
+    gate.may_open.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not rig.gate.closed
+    assert not (await rig.engines["one"].info()).paused
+    assert (await rig.push(models[1], 28)).updated == ("one", "two")
 
 
 async def test_an_engine_joins_a_group_hosted_by_plain_torch(rig) -> None:
