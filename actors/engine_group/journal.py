@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from headrace.policies.push.machine import Step
 
 TAIL_BYTES = 1 << 18
-"""The end of the journal that is read: more than the lines of one push of a thousand engines."""
+"""What is read of the journal's end at first: the lines of one push of a hundred engines."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,13 +84,11 @@ class PushJournal:
 
     def broken(self) -> BrokenPush | None:
         """The last push, when it has no end."""
-        lines = list(self._tail())
+        lines = self._last_push()
         if not lines or lines[-1]["phase"] == "ended":
             return None
         last = BrokenPush(push_id=lines[-1]["push_id"], version=lines[-1]["version"])
         for line in lines:
-            if line["push_id"] != last.push_id:
-                continue
             for engine_id in map(EngineId, line["engines"]):
                 last.reached[engine_id] = _further(last.reached.get(engine_id), Phase(line["phase"]))
                 if line["phase"] == Phase.FORM:
@@ -118,12 +117,22 @@ class PushJournal:
         with self._pushes.open("ab", buffering=0) as file:
             file.write(orjson.dumps({**line, "time_s": time.time()}) + b"\n")
 
-    def _tail(self) -> Iterator[dict[str, Any]]:
+    def _last_push(self) -> list[dict[str, Any]]:
+        """All lines of the last push: read back, ever further, to a line of the push before it."""
         if not self._pushes.exists():
-            return
+            return []
+        size, length = self._pushes.stat().st_size, TAIL_BYTES
+        while True:
+            lines = self._tail(min(length, size))
+            ids = [line["push_id"] for line in lines]
+            if length >= size or len(set(ids)) > 1:
+                return [line for line in lines if line["push_id"] == ids[-1]]
+            length *= 4
+
+    def _tail(self, length: int) -> list[dict[str, Any]]:
         with self._pushes.open("rb") as file:
-            file.seek(max(0, self._pushes.stat().st_size - TAIL_BYTES))
-            yield from _records(file.read().split(b"\n"))
+            file.seek(-length, os.SEEK_END)
+            return list(_records(file.read().split(b"\n")))
 
 
 def _further(before: Phase | None, now: Phase) -> Phase:

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.actors.engine_group.breaker import BreakerState, CircuitBreaker
 from headrace.actors.engine_group.errors import EngineAddressTaken, EngineGroupError, EngineUnknown
-from headrace.actors.engine_group.journal import PushJournal
+from headrace.actors.engine_group.journal import TAIL_BYTES, PushJournal
 from headrace.actors.engine_group.registry import REMEMBERED, EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.requests import RequestBox, ask_group
 from headrace.actors.engine_group.roster import EngineStatus, Roster, read_roster
@@ -160,6 +160,21 @@ async def test_a_push_that_broke_off_tells_which_engines_may_be_mixed(tmp_path: 
         ONE: (group_name("push", 0, 0, 0), group_name("push", 0, 0, 1)),
         TWO: (*names[0], *names[1]),
     }
+
+
+async def test_a_push_of_many_engines_is_read_from_its_first_line_on(tmp_path: Path) -> None:
+    journal = PushJournal(tmp_path)
+    journal.begin(snapshot(tmp_path, V2))
+    await journal.step("before", step(0, Phase.BROADCAST, THREE))
+    names = [EngineId(f"engine-{number}") for number in range(200)]
+    for wave, name in enumerate(names):
+        for phase in Phase:
+            await journal.step("push", step(wave, phase, name))
+    assert (tmp_path / "pushes.jsonl").stat().st_size > TAIL_BYTES
+    broken = journal.broken()
+    assert broken is not None
+    assert set(broken.reached) == set(names)
+    assert not broken.is_whole(names[0], info(V2, paused=True)), "the push quarantined it"
 
 
 async def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
