@@ -3,6 +3,8 @@
 Invariants:
 - Every engine that has answered is in the registry and in `members`, and leaves both at once.
 - A start that fails or is cancelled leaves no process and frees its place.
+- Nothing here needs the group's lock: an engine joins, and leaves, in one step of the loop.
+- A place is free when the process that held it is dead.
 - An engine's name is never used twice for a process; somebody else's server is named by its address.
 """
 
@@ -24,9 +26,9 @@ from headrace.actors.engine_group.bodies import (
     server_process,
 )
 from headrace.actors.engine_group.config import Placement
-from headrace.actors.engine_group.errors import EngineNotAdded
+from headrace.actors.engine_group.errors import EngineGroupError, EngineNotAdded
 from headrace.actors.engine_group.host import EngineHost
-from headrace.actors.engine_group.registry import Origin, address, is_loopback
+from headrace.actors.engine_group.registry import LIVING, EngineState, Origin, address, is_loopback
 from headrace.actors.engine_group.roster import EngineStatus
 from headrace.actors.errors import ActorError
 from headrace.actors.runtime import Resources, node_address
@@ -90,17 +92,19 @@ class Fleet:
         self.members: dict[EngineId, Member] = {}
         self.started = 0
         self.retired: set[str] = set()
+        self._rounds = asyncio.Lock()
 
     def __getitem__(self, engine_id: EngineId) -> Member:
         return self.members[engine_id]
 
     async def start_missing(self, *, at_once: bool = False) -> list[EngineStartFailed]:
         """Start engines at the places that are empty; why some did not start. A place where engines fail again and
-        again has to wait, unless `at_once`."""
-        now = time.monotonic()
-        free = [place for place in self._free_places() if at_once or self._registry.may_try(place, now)]
-        async with asyncio.TaskGroup() as tasks:
-            starting = [tasks.create_task(self._start(place)) for place in free]
+        again has to wait, unless `at_once`. When this returns, nobody else is starting engines either."""
+        async with self._rounds:
+            now = time.monotonic()
+            free = [place for place in self._free_places() if at_once or self._registry.may_try(place, now)]
+            async with asyncio.TaskGroup() as tasks:
+                starting = [tasks.create_task(self._start(place)) for place in free]
         failures = [failure for task in starting if (failure := task.result()) is not None]
         for failure in failures:
             logger.warning("an engine did not start; tried again by the supervision: %s", failure)
@@ -143,11 +147,12 @@ class Fleet:
         return info
 
     async def end(self, engine_id: EngineId, reason: str) -> None:
-        """Take the engine out, and kill it if it is ours."""
-        member = self.members.pop(engine_id, None)
-        self._registry.gone(engine_id, reason)
-        if member is not None:
+        """Kill the engine if it is ours, and take it out. Idempotent."""
+        if (member := self.members.get(engine_id)) is not None:
             await member.body.kill()
+        self.members.pop(engine_id, None)
+        if self._registry.stands(engine_id, *LIVING):
+            self._registry.gone(engine_id, reason)
 
     async def stop_all(self) -> None:
         """End what is ours."""
@@ -188,19 +193,28 @@ class Fleet:
         self._registry.starting(engine_id, place=place, origin=origin, now=time.monotonic())
         begin = self._start_placed if origin is Origin.RAY else self._start_local
         try:
-            member = await begin(engine_id, self.started)
-        except (EngineError, ActorError) as error:
-            self._registry.failed(engine_id, f"it did not start: {error}", time.monotonic())
+            await self._take(await begin(engine_id, self.started))
+        except (EngineError, ActorError, EngineGroupError) as error:
+            if self._registry.stands(engine_id, EngineState.STARTING):
+                self._registry.failed(engine_id, f"it did not start: {error}", time.monotonic())
             return EngineStartFailed(str(error))
         except BaseException:
-            self._registry.gone(engine_id, "its start was broken off")
+            if self._registry.stands(engine_id, EngineState.STARTING):
+                self._registry.gone(engine_id, "its start was broken off")
             raise
-        self._take(member)
         return None
 
-    def _take(self, member: Member) -> None:
-        self.members[member.engine_id] = member
-        self._registry.answered(member.engine_id, url=member.client.url, version=None)
+    async def _take(self, member: Member) -> None:
+        """It joins. Killed, and EngineGroupError, when it was removed while it started, or its address is taken."""
+        engine_id = member.engine_id
+        try:
+            if not self._registry.stands(engine_id, EngineState.STARTING):
+                raise EngineGroupError(f"{engine_id} was removed while it started")
+            self._registry.answered(engine_id, url=member.client.url, version=None)
+        except EngineGroupError:
+            await asyncio.shield(member.body.kill())
+            raise
+        self.members[engine_id] = member
 
     async def _start_local(self, engine_id: EngineId, number: int) -> Member:
         process = server_process(self._config, self._plan(engine_id, number))

@@ -1,8 +1,8 @@
 """The engine group: who is healthy, who holds which version; it alone runs the control sequence of a push.
 
 Invariants:
-- One push at a time. An engine gets traffic only while it is healthy and holds the newest version that was pushed to
-  it completely.
+- One push at a time, and none waits for an engine that starts or drains.
+- An engine gets traffic only while it is healthy and holds the newest version that was pushed to it completely.
 - An engine of ours that failed a push, died, answers nothing for `health_timeout_s`, or leaves turn after turn without
   an end, is killed and replaced by a new process. One that is not ours is out of routing until a push to it alone went
   well. Both are caught up before they get traffic; what fails again and again is tried ever more seldom.
@@ -31,7 +31,7 @@ from headrace.actors.engine_group.journal import PushJournal
 from headrace.actors.engine_group.leaving import leave
 from headrace.actors.engine_group.pushing import Pusher
 from headrace.actors.engine_group.recovery import recover
-from headrace.actors.engine_group.registry import EngineRegistry, EngineState, Origin
+from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.requests import RequestBox
 from headrace.actors.engine_group.roster import Roster, read_roster
 from headrace.actors.engine_group.router import router_workers
@@ -106,7 +106,7 @@ class EngineGroup:
             await self._bring_up_to_date()
             await self._publish()
             tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
-            self._supervision = tasks.create_task(self._supervise())
+            self._loops = [tasks.create_task(self._supervise()), tasks.create_task(self._fill_places())]
         except BaseException as error:
             await self._stack.aclose()
             if isinstance(error, BaseExceptionGroup):
@@ -117,7 +117,8 @@ class EngineGroup:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._supervision.cancel()
+        for loop in self._loops:
+            loop.cancel()
         await self._stack.aclose()
 
     def _make_parts(self, http: aiohttp.ClientSession) -> None:
@@ -180,10 +181,12 @@ class EngineGroup:
     async def remove(self, engine_id: EngineId) -> None:
         """Let an engine finish what it runs, within `drain_timeout_s`, and take it out for good. Idempotent. Raises
         EngineUnknown."""
-        async with self._lock:
-            await self._remove(engine_id)
+        self._fleet.retired.add(self._registry[engine_id].place)
+        await self._let_go(engine_id, "it was removed")
 
     async def _add(self, url: str) -> str:
+        if self._registry.stands(foreign_id(url), EngineState.LEAVING):
+            raise EngineNotAdded(f"{url} is still leaving: add it again once it is gone")
         self._fleet.retired.discard(foreign_id(url))
         try:
             engine_id = await self._fleet.attach(url, Origin.ATTACHED)
@@ -195,15 +198,13 @@ class EngineGroup:
         await self._publish()
         return engine_id
 
-    async def _remove(self, engine_id: EngineId) -> None:
-        entry = self._registry[engine_id]
-        self._fleet.retired.add(entry.place)
-        if entry.state is not EngineState.GONE:
-            await self._let_go(engine_id, "it was removed")
-
     async def _let_go(self, engine_id: EngineId, reason: str) -> None:
-        self._registry.leaving(engine_id)
-        await self._publish()
+        """From its mark on no push takes it: what it runs ends while pushes go on."""
+        async with self._lock:
+            if not self._registry.stands(engine_id, *LIVING):
+                return
+            self._registry.leaving(engine_id)
+            await self._publish()
         if engine_id in self._fleet.members:
             await leave(self._fleet[engine_id].client, self._gate, timeout_s=self._config.drain_timeout_s)
         await self._fleet.end(engine_id, reason)
@@ -268,7 +269,8 @@ class EngineGroup:
             if foreign_id(url) in self._fleet.retired or self._registry.at(url) is not None:
                 continue
             try:
-                await self._fleet.attach(url, Origin.ROUTER)
+                async with self._lock:
+                    await self._fleet.attach(url, Origin.ROUTER)
             except EngineNotAdded as error:
                 logger.warning("a worker of the router is tried again by the supervision: %s", error)
         named = {foreign_id(url) for url in workers}
@@ -330,8 +332,14 @@ class EngineGroup:
             async with self._lock:
                 await self._settle(failed)
                 await self._publish()
-                await self._answer_requests()
-                await self._refill()
+            await self._answer_requests()
+            await self._refill()
+
+    async def _fill_places(self) -> None:
+        """Start engines where there are none; it may take minutes. The supervision brings them up to date."""
+        while True:
+            await asyncio.sleep(SUPERVISION_S)
+            await self._fleet.start_missing()
 
     async def _settle(self, failed: dict[EngineId, str]) -> None:
         """Take out what failed: for good when it is ours, else until it is caught up."""
@@ -348,8 +356,8 @@ class EngineGroup:
     async def _refill(self) -> None:
         try:
             await self._follow_router()
-            await self._fleet.start_missing()
-            await self._bring_up_to_date()
+            async with self._lock:
+                await self._bring_up_to_date()
         except PolicyError:
             logger.exception("engines could not be brought up to date; tried again at the next supervision")
         await self._publish()
@@ -359,9 +367,9 @@ class EngineGroup:
             engine_id, error = request.what, ""
             try:
                 if request.kind == "add":
-                    engine_id = await self._add(check_url(request.what))
+                    engine_id = await self.add(request.what)
                 else:
-                    await self._remove(EngineId(request.what))
-            except (EngineGroupError, PolicyError, ValueError) as problem:
+                    await self.remove(EngineId(request.what))
+            except (EngineGroupError, PolicyError) as problem:
                 error = str(problem)
             self._requests.answer(request, engine_id=engine_id, error=error)

@@ -181,6 +181,11 @@ class EngineRegistry:
             raise EngineUnknown(f"there is no engine {engine_id}; `headrace engine list` names those of a run")
         return entry
 
+    def stands(self, engine_id: EngineId, *states: EngineState) -> bool:
+        """Whether there is an engine of that name, in one of these states: who waited asks before a change."""
+        entry = self._entries.get(engine_id)
+        return entry is not None and entry.state in states
+
     def all(self) -> tuple[EngineEntry, ...]:
         """Those that are gone too."""
         return tuple(self._entries.values())

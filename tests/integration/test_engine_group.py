@@ -13,11 +13,19 @@ from headrace.actors.engine_group.errors import EngineAddressTaken, EngineGroupE
 from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.actors.engine_group.requests import ask_group
 from headrace.actors.engine_group.roster import read_roster
+from headrace.policies.engine import PauseMode
 from headrace.policies.errors import EngineStartFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+HANGING_SERVER = """#!/bin/sh
+if [ "$2" = -c ]; then echo 0.5.23; exit; fi
+if mkdir "$0.died"; then exit 1; fi
+touch "$0.hangs"
+exec sleep 1000
+"""
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +129,53 @@ async def test_engines_are_added_and_removed_while_turns_go_on(kit: Any, models:
             await rig.group.add("http://127.0.0.1:9")
         with pytest.raises(EngineNotAdded, match="http://host:port"):
             await rig.group.add("127.0.0.1")
+
+
+async def test_a_push_does_not_wait_for_an_engine_that_drains(kit: Any, models: list[Path], tmp_path: Path) -> None:
+    async with (
+        kit.servers(models[0], tmp_path, "a", "b") as servers,
+        kit.open_group(models[0], tmp_path, count=0, attach=[servers["a"].url], drain_timeout_s=100.0) as rig,
+    ):
+        await rig.push(models[1], 1)
+        [first] = await rig.until_serving(1, "1.1")
+        async with asyncio.TaskGroup() as tasks:
+            turn = tasks.create_task(rig.turn(400))
+            await rig.until(lambda engines: engines[first].running == 1)
+            client = rig.group._fleet[first].client
+            await client.pause(PauseMode.RETRACT)
+            second = await rig.group.add(servers["b"].url)
+            removing = tasks.create_task(rig.group.remove(first))
+            await rig.until(lambda engines: engines[first].state is EngineState.LEAVING)
+            await rig.push(models[2], 2)
+            assert not removing.done()
+            with pytest.raises(EngineNotAdded, match="still leaving"):
+                await rig.group.add(servers["a"].url)
+            await client.resume()
+        assert kit.versions_of(turn.result()) == {"1.1"}
+        assert set(await rig.until_serving(1, "1.2")) == {second}
+
+
+async def test_a_push_does_not_wait_for_an_engine_that_starts(kit: Any, models: list[Path], tmp_path: Path) -> None:
+    # A server that dies at its first start, and hangs at the next ones.
+    python = tmp_path / "python"
+    python.write_text(HANGING_SERVER)
+    python.chmod(0o700)
+    options = {"backend": "sglang", "sglang": {"python": python}, "count": 1, "start_timeout_s": 100.0}
+    async with (
+        kit.servers(models[0], tmp_path, "a") as servers,
+        kit.open_group(models[0], tmp_path, attach=[servers["a"].url], **options) as rig,
+    ):
+        await rig.until(lambda engines: "engine-2" in engines)
+
+        async def hangs() -> bool:
+            return python.with_suffix(".hangs").exists()
+
+        await kit.until(hangs)
+        await rig.push(models[1], 1)
+        assert (await rig.engines())["engine-2"].state is EngineState.STARTING
+        assert kit.versions_of(await rig.turn()) == {"1.1"}
+        await rig.group.remove("engine-2")
+        await rig.until_serving(1, "1.1")
 
 
 async def test_what_was_removed_stays_away_from_the_next_group(kit: Any, models: list[Path], tmp_path: Path) -> None:
