@@ -111,6 +111,7 @@ class Rig:
     client: GatewayClient
     http: aiohttp.ClientSession
     journal: list[tuple[int, str]] = field(default_factory=list)
+    actions: dict[tuple[int, Phase], Callable[[], Awaitable[None]]] = field(default_factory=dict)
 
     async def engines(self) -> dict[str, EngineStatus]:
         """Those that are not gone, by name."""
@@ -145,15 +146,15 @@ class Rig:
 
     def before(self, wave: int, phase: Phase, action: Callable[[], Awaitable[None]]) -> None:
         """Do this, once, when that phase has been journalled."""
+        self.actions[wave, phase] = action
         journal = self.group._journal
         write = type(journal).step
 
         async def hooked(push_id: str, step: Step) -> None:
             await write(journal, push_id, step)
             self.journal.append((step.wave, step.phase.value))
-            if (step.wave, step.phase) == (wave, phase):
-                journal.step = lambda *line: write(journal, *line)  # type: ignore[method-assign]
-                await action()
+            if (now := self.actions.pop((step.wave, step.phase), None)) is not None:
+                await now()
 
         journal.step = hooked  # type: ignore[method-assign]
 

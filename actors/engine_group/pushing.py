@@ -120,12 +120,11 @@ class Pusher:
         self._journal.ended(report)
 
     def _note(self, part: EnginePush, snapshot: WeightsSnapshot) -> None:
+        """What became of an engine that did not fail: the push itself told of those that did."""
         engine_id = part.engine_id
         if part.outcome is PushOutcome.UPDATED:
             self._registry.serves(engine_id, snapshot.version)
-        elif part.outcome is PushOutcome.QUARANTINED:
-            self._registry.quarantine(engine_id, f"push of {snapshot.version}: {part.failure}", time.monotonic())
-        elif self._registry[engine_id].state is not EngineState.QUARANTINED:
+        elif part.outcome is PushOutcome.BEHIND and self._registry[engine_id].state is not EngineState.QUARANTINED:
             self._registry.left_behind(engine_id)
 
     async def _through_sender(
@@ -146,7 +145,16 @@ class Pusher:
         senders = self._senders.take(len(snapshot.shards))
         try:
             return await push(
-                snapshot, clients, senders, self._gate, self._journal.step, self._config, in_doubt=in_doubt
+                snapshot,
+                clients,
+                senders,
+                self._gate,
+                self._journal.step,
+                self._config,
+                in_doubt=in_doubt,
+                failed=lambda engine_id, why: self._registry.quarantine(
+                    engine_id, f"push of {snapshot.version}: {why}", time.monotonic()
+                ),
             )
         except BaseException:
             # Nobody says what became of those that were sent something.

@@ -49,7 +49,7 @@ class PushConfig(BaseModel):
     load_timeout_s: float = Field(default=300.0, gt=0)
     """Longest reading of a shard by its sender, before any engine is touched; a second reads about a GB."""
     gate_lease_s: float = Field(default=60.0, gt=0)
-    """A gate that nobody opens opens by itself after this long."""
+    """A gate opens by itself this long after the push that closed it is gone; it is renewed meanwhile."""
     verify: Literal["snapshot", "engines", "off"] = "snapshot"
     """Compare each engine's checksums with the snapshot's (SGLang's, which are made otherwise, with those of the first
     engine of the push), among the engines only, or not at all."""
@@ -145,10 +145,11 @@ class Journal(Protocol):
 class EnginePush:
     """One engine's part in a report: what the push cost it.
 
-    `gate_s` is from closing to opening its gate, `pause_s` the call that paused it, `paused_s` from there to the
-    resume, `transfer_s` the broadcast. `retracted` requests were running when its gate was closed, and
-    `recomputed_tokens` were cached for them (an upper bound: cached prefixes count too); both 0 where a pause keeps the
-    cache. `flushed`: no prefix of older weights is cached any more. New requests carry `cache_namespace`."""
+    `gate_s` is from closing to opening its gate, or to the end of the push where it stays closed, `pause_s` the call
+    that paused it, `paused_s` from there to the resume, `transfer_s` the broadcast. `retracted` requests were running
+    when its gate was closed, and `recomputed_tokens` were cached for them (an upper bound: cached prefixes count too);
+    both 0 where a pause keeps the cache. `flushed`: no prefix of older weights is cached any more. New requests carry
+    `cache_namespace`."""
 
     engine_id: EngineId
     outcome: PushOutcome = PushOutcome.BEHIND

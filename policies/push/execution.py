@@ -24,12 +24,13 @@ from headrace.policies.engine import PauseMode
 from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, RequestInvalid, SenderFailed
 from headrace.policies.push.contract import EnginePush, PushReport
 from headrace.policies.push.fitting import check_fits
+from headrace.policies.push.gates import HeldGates
 from headrace.policies.push.layout import group_name, lay_out
-from headrace.policies.push.machine import Phase, PushMachine
+from headrace.policies.push.machine import Phase, PushMachine, PushOutcome
 from headrace.policies.push.transfer import Failures, Transfer, first_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Container, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Sequence
 
     from headrace.policies.engine import EngineId, EngineInfo
     from headrace.policies.learner import WeightsSnapshot
@@ -49,14 +50,22 @@ async def push(
     config: PushConfig,
     *,
     in_doubt: Container[EngineId] = (),
+    failed: Callable[[EngineId, str], None] = lambda *_: None,
 ) -> PushReport:
     """Push one snapshot, each of its shards through a sender of its own. Engines `in_doubt` may hold mixed weights:
-    they are not resumed without all of the new ones.
+    they are not resumed without all of the new ones. `failed` is told of each engine that is quarantined, and why, as
+    soon as that is known.
 
     Raises ModelInvalid when the snapshot is unreadable, SenderFailed when a sender cannot even load it, PushError when
     it is no snapshot; nothing was touched then."""
-    execution = PushExecution(snapshot, engines, senders, gates, journal, config, in_doubt)
-    return await execution.run()
+    held = HeldGates(gates, config.gate_lease_s)
+    execution = PushExecution(snapshot, engines, senders, held, journal, config, in_doubt, failed)
+    async with first_error(), asyncio.TaskGroup() as tasks:
+        renewing = tasks.create_task(held.renew())
+        try:
+            return await execution.run()
+        finally:
+            renewing.cancel()
 
 
 class PushExecution:
@@ -67,10 +76,11 @@ class PushExecution:
         snapshot: WeightsSnapshot,
         engines: Sequence[EngineControl],
         senders: Sequence[SenderProcess],
-        gates: Gate,
+        gates: HeldGates,
         journal: Journal,
         config: PushConfig,
         in_doubt: Container[EngineId],
+        failed: Callable[[EngineId, str], None],
     ) -> None:
         self.push_id = uuid.uuid4().hex[:12]
         self._snapshot = snapshot
@@ -79,13 +89,14 @@ class PushExecution:
         self._gates = gates
         self._journal = journal
         self._config = config
+        self._failed = failed
+        self._told: set[EngineId] = set()
         names = list(self._engines)
         self._machine = PushMachine(
             [names[at : at + config.wave_size] for at in range(0, len(names), config.wave_size)], in_doubt
         )
         self._parts = {name: EnginePush(engine_id=name) for name in names}
         self._seconds = dict.fromkeys((phase.value for phase in Phase), 0.0)
-        self._gated_at_s: dict[EngineId, float] = {}
         self._paused_at_s: dict[EngineId, float] = {}
         self._infos: dict[EngineId, EngineInfo] = {}
         self._modes: dict[EngineId, PauseMode] = {}
@@ -133,6 +144,15 @@ class PushExecution:
         for engine_id, failure in failures.found.items():
             logger.warning("push %s: %s failed in %s: %s", self.push_id, engine_id, step.phase, failure.message)
         self._machine.done(step, failures.found)
+        self._tell_failed(step.engines)
+
+    def _tell_failed(self, engines: Iterable[EngineId]) -> None:
+        for engine_id in engines:
+            progress = self._machine.progress[engine_id]
+            quarantined = self._machine.outcome(engine_id) is PushOutcome.QUARANTINED
+            if quarantined and progress.failure is not None and engine_id not in self._told:
+                self._told.add(engine_id)
+                self._failed(engine_id, progress.failure.message)
 
     async def _each(self, step: Step, failures: Failures) -> None:
         """Phases that are one call to each engine."""
@@ -177,8 +197,7 @@ class PushExecution:
         part.in_flight = load.running + load.waiting
         if self._modes[engine.engine_id] is not PauseMode.IN_PLACE:
             part.retracted, part.recomputed_tokens = load.running, load.used_tokens
-        self._gated_at_s[engine.engine_id] = time.perf_counter()
-        await self._gates.close(engine.engine_id, self._config.gate_lease_s)
+        await self._gates.close(engine.engine_id)
 
     async def _pause(self, engine: EngineControl) -> None:
         self._paused_at_s[engine.engine_id] = started_s = time.perf_counter()
@@ -215,9 +234,7 @@ class PushExecution:
     async def _open(self, engine: EngineControl) -> None:
         part = self._parts[engine.engine_id]
         part.cache_namespace = self._namespace(engine.engine_id)
-        aborts = await self._gates.open(engine.engine_id, cache_namespace=part.cache_namespace)
-        if (gated_at_s := self._gated_at_s.get(engine.engine_id)) is not None:
-            part.gate_s = time.perf_counter() - gated_at_s
+        aborts = await self._gates.open(engine.engine_id, part.cache_namespace)
         for request_id in aborts:
             await engine.abort(request_id)
 
@@ -248,10 +265,7 @@ class PushExecution:
 
     async def _broadcast(self, step: Step, failures: Failures) -> None:
         started_s = time.perf_counter()
-        async with first_error(), asyncio.TaskGroup() as tasks:
-            renewing = tasks.create_task(self._renew_gates(step.engines))
-            taken = await self._transfer.broadcast(self._members(step), failures, self._machine.touched)
-            renewing.cancel()
+        taken = await self._transfer.broadcast(self._members(step), failures, self._machine.touched)
         for engine_id, size in taken.items():
             part = self._parts[engine_id]
             part.received_bytes += size
@@ -261,18 +275,13 @@ class PushExecution:
         """An engine that holds its weights whole fails no more."""
         await self._transfer.disband()
 
-    async def _renew_gates(self, engines: Sequence[EngineId]) -> None:
-        """Many buckets take longer than one lease."""
-        while True:
-            await asyncio.sleep(self._config.gate_lease_s / 3)
-            for engine_id in engines:
-                await self._gates.close(engine_id, self._config.gate_lease_s)
-
     def _members(self, step: Step) -> list[EngineControl]:
         return [self._engines[engine_id] for engine_id in step.engines]
 
     def _report(self, total_s: float) -> PushReport:
+        self._tell_failed(self._parts)
         for engine_id, part in self._parts.items():
+            part.gate_s = self._gates.closed_s(engine_id)
             part.outcome = self._machine.outcome(engine_id)
             failure = self._machine.progress[engine_id].failure
             part.failure = "" if failure is None else failure.message

@@ -117,6 +117,28 @@ async def test_an_engine_that_never_answers_is_replaced(kit: Any, rig: Any, mode
     assert name not in await rig.until_serving(2, version)
 
 
+async def test_a_failure_counts_once_and_is_known_before_the_push_ends(
+    kit: Any, models: list[Path], tmp_path: Path
+) -> None:
+    async with kit.open_group(models[0], tmp_path, count=2) as rig:
+        await rig.push(models[0], 0)
+        name, engine = next(iter((await rig.until_serving(2, "1.0")).items()))
+        known: list[str] = []
+
+        async def look() -> None:
+            known.append((await rig.engines())[name].state)
+
+        async def kill() -> None:
+            os.kill(engine.process_id, signal.SIGKILL)
+            rig.before(1, Phase.PROBE, look)
+
+        rig.before(0, Phase.BEGIN, kill)
+        await rig.push(models[1], 1)
+        assert known == [EngineState.QUARANTINED]
+        await rig.until_serving(2, "1.1")
+        assert len(rig.group._registry.breaker(engine.place)._failed_at_s) == 1
+
+
 async def test_health_checks_that_time_out_in_a_pause_kill_nobody(
     kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,6 +138,7 @@ async def test_engine_stopped_in_the_broadcast_costs_at_most_the_sender(rig, oth
     assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
     # It may hold mixed weights: it stays gated until somebody replaces it.
     assert set(rig.gate.closed) == {"one"}
+    assert report.engines[0].gate_s > report.engines[1].gate_s > 0
     await works(rig, "two", NEW)
     os.kill(rig.processes["one"].pid, signal.SIGCONT)
 

@@ -15,7 +15,7 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import ModelInvalid, PushError
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
-from headrace.policies.push.machine import Phase
+from headrace.policies.push.machine import ORDER, Phase
 from headrace.policies.push.weights import read_snapshot
 from headrace.policies.qwen3 import Qwen3, read_weights
 from headrace.policies.qwen3_config import Qwen3Config
@@ -132,11 +132,26 @@ async def test_phases_are_journalled_in_order_and_gates_stand_around_the_pause(r
 
 
 async def test_gates_stay_closed_longer_than_one_lease(rig, models: list[Path]) -> None:
-    """The lease is as short as a bucket: it is renewed while buckets travel."""
+    """The lease is renewed in every phase in which a gate is closed."""
     rig.gate.log.clear()
-    report = await rig.push(models[2], 5, bucket_bytes=10_000, gate_lease_s=0.01)
+    held = ORDER[ORDER.index(Phase.PAUSE) : ORDER.index(Phase.OPEN)]
+    seen: list[tuple[int, Phase]] = []
+
+    async def outlast_the_lease(wave: int, phase: Phase) -> None:
+        if phase not in held:
+            return
+        closing = f"close {('one', 'two')[wave]}"
+        before = rig.gate.log.count(closing)
+        async with asyncio.timeout(30):
+            while True:
+                if rig.gate.log.count(closing) > before:
+                    break
+                await asyncio.sleep(0.01)
+        seen.append((wave, phase))
+
+    report = await rig.push(models[2], 5, gate_lease_s=0.03, before=outlast_the_lease)
     assert report.updated == ("one", "two")
-    assert rig.gate.log.count("close one") > 1
+    assert seen == [(wave, phase) for wave in (0, 1) for phase in held]
     assert rig.gate.log[-1] == "open two"
     assert rig.gate.log.index("open one") > max(at for at, what in enumerate(rig.gate.log) if what == "close one")
 
