@@ -118,14 +118,17 @@ class Fleet:
         known = self._registry.at(url)
         if known is not None and known.engine_id == engine_id and engine_id in self.members:
             return engine_id
+        await self._join(engine_id, url, origin)
+        return engine_id
+
+    async def _join(self, engine_id: EngineId, url: str, origin: Origin) -> EngineInfo:
         self._registry.starting(engine_id, place=engine_id, origin=origin, now=time.monotonic(), url=url)
         self.members[engine_id] = Member(engine_id, self._client(engine_id, url), ForeignServer())
         try:
-            await self.ask(engine_id)
+            return await self.ask(engine_id)
         except EngineError as error:
             self._registry.quarantine(engine_id, f"it did not answer: {error}", time.monotonic())
             raise EngineNotAdded(f"{url} does not answer as an engine: {error}") from error
-        return engine_id
 
     async def adopt(self, status: EngineStatus) -> EngineInfo | None:
         """Take over an engine that outlived its group; None when it is gone or does not answer."""
@@ -134,8 +137,8 @@ class Fleet:
         if status.origin is Origin.RAY:
             return await self._adopt_placed(status)
         try:
-            return await self.ask(await self.attach(status.url, status.origin))
-        except EngineNotAdded as error:
+            return await self._join(foreign_id(status.url), status.url, status.origin)
+        except EngineGroupError as error:
             logger.warning("an attached engine is left out until it answers: %s", error)
             return None
 

@@ -103,7 +103,7 @@ class EngineGroup:
             async with asyncio.TaskGroup() as starting:
                 starting.create_task(self._stack.enter_async_context(self._senders))
                 starting.create_task(self._gather_engines())
-            await self._bring_up_to_date()
+            await self._catch_up()
             await self._publish()
             tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
             self._loops = [tasks.create_task(self._supervise()), tasks.create_task(self._fill_places())]
@@ -255,8 +255,8 @@ class EngineGroup:
                 continue
             try:
                 await self._fleet.attach(url, Origin.ATTACHED)
-            except EngineNotAdded as error:
-                logger.warning("tried again by the supervision: %s", error)
+            except EngineGroupError as error:
+                logger.warning("an attached engine is left out: %s", error)
 
     async def _follow_router(self) -> None:
         """Attach workers that are new to us, let go of those that the router no longer names."""
@@ -271,8 +271,8 @@ class EngineGroup:
             try:
                 async with self._lock:
                     await self._fleet.attach(url, Origin.ROUTER)
-            except EngineNotAdded as error:
-                logger.warning("a worker of the router is tried again by the supervision: %s", error)
+            except EngineGroupError as error:
+                logger.warning("a worker of the router is left out: %s", error)
         named = {foreign_id(url) for url in workers}
         for entry in self._registry.living():
             if entry.origin is Origin.ROUTER and entry.engine_id not in named:
@@ -333,7 +333,9 @@ class EngineGroup:
                 await self._settle(failed)
                 await self._publish()
             await self._answer_requests()
-            await self._refill()
+            await self._follow_router()
+            await self._catch_up()
+            await self._publish()
 
     async def _fill_places(self) -> None:
         """Start engines where there are none; it may take minutes. The supervision brings them up to date."""
@@ -345,7 +347,7 @@ class EngineGroup:
         """Take out what failed: for good when it is ours, else until it is caught up."""
         for engine_id, problem in failed.items():
             # Meanwhile it may have been removed, or a push may have found out.
-            if self._registry[engine_id].state not in (EngineState.WAITING, EngineState.SERVING):
+            if not self._registry.stands(engine_id, EngineState.WAITING, EngineState.SERVING):
                 continue
             logger.warning("engine %s is out of routing: %s", engine_id, problem)
             self._registry.quarantine(engine_id, problem, time.monotonic())
@@ -353,14 +355,13 @@ class EngineGroup:
             if entry.origin.is_ours:
                 await self._fleet.end(entry.engine_id, f"it was replaced: {entry.reason}")
 
-    async def _refill(self) -> None:
-        try:
-            await self._follow_router()
-            async with self._lock:
+    async def _catch_up(self) -> None:
+        """What cannot be pushed now, such as a snapshot that is broken, stops nobody: the next push may be well."""
+        async with self._lock:
+            try:
                 await self._bring_up_to_date()
-        except PolicyError:
-            logger.exception("engines could not be brought up to date; tried again at the next supervision")
-        await self._publish()
+            except PolicyError:
+                logger.exception("engines could not be brought up to date; tried again at the next supervision")
 
     async def _answer_requests(self) -> None:
         for request in self._requests.open():

@@ -68,17 +68,22 @@ class HealthChecks:
         return failed
 
     async def _look_at(self, member: Member) -> tuple[bool, str | None]:
-        """Whether it is dead, and what is wrong."""
+        """Whether it is dead, and what is wrong; nothing is wrong with one that left while it was asked."""
         if not await member.body.is_alive():
             return True, "its process is dead"
+        problem: Exception | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 member.load = await member.client.load()
         except (EngineError, TimeoutError) as error:
-            misses = self._registry.missed(member.engine_id)
-            return False, f"it did not tell its load, {misses} times in a row: {error!r}"
-        self._registry.heard(member.engine_id)
-        return False, None
+            problem = error
+        if self._fleet.members.get(member.engine_id) is not member:
+            return False, None
+        if problem is None:
+            self._registry.heard(member.engine_id)
+            return False, None
+        misses = self._registry.missed(member.engine_id)
+        return False, f"it did not tell its load, {misses} times in a row: {problem!r}"
 
     async def _silent(self) -> set[str]:
         """Engines that generate nothing any more, as the gateway sees it."""

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.actors.engine_group.errors import EngineAddressTaken, EngineGroupError, EngineNotAdded, EngineUnknown
-from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.engine_group.fleet import Fleet, foreign_id
+from headrace.actors.engine_group.registry import REMEMBERED, EngineState, Origin
 from headrace.actors.engine_group.requests import ask_group
 from headrace.actors.engine_group.roster import read_roster
-from headrace.policies.engine import PauseMode
+from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed
 
 if TYPE_CHECKING:
@@ -210,6 +211,65 @@ async def test_two_engines_at_one_address_are_refused(kit: Any, models: list[Pat
         [(name, engine)] = (await rig.engines()).items()
         with pytest.raises(EngineAddressTaken, match=f"and {name} have one address"):
             await rig.group.add(engine.url)
+
+
+async def test_an_engine_at_an_address_that_is_taken_is_replaced(
+    kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = Fleet._start_local, []
+
+    async def start_at_a_taken_address(fleet: Fleet, engine_id: EngineId, number: int) -> Any:
+        member = await start(fleet, engine_id, number)
+        started.append(member)
+        if len(started) == 1:
+            # As an attached server does that died, and whose port the kernel gave to this process.
+            url, other = member.client.url, EngineId("other")
+            fleet._registry.starting(other, place="other", origin=Origin.ATTACHED, now=0.0, url=url)
+        return member
+
+    monkeypatch.setattr(Fleet, "_start_local", start_at_a_taken_address)
+    async with kit.open_group(models[0], tmp_path, count=2) as rig:
+        await rig.until(lambda engines: len(engines) == 3 and "engine-3" in engines)
+        refused = started[0].engine_id
+        [status] = [status for status in await rig.group.status() if status.engine_id == refused]
+        assert status.state is EngineState.GONE
+        assert "have one address" in status.reason
+        assert not await started[0].body.is_alive()
+
+
+async def test_a_group_starts_though_its_newest_snapshot_is_broken(
+    kit: Any, models: list[Path], tmp_path: Path
+) -> None:
+    spoilt = kit.write_weights(tmp_path / "spoilt", 7)
+    async with kit.open_group(models[0], tmp_path, count=1) as rig:
+        await rig.push(spoilt, 1)
+    (spoilt / "model.safetensors").write_bytes(b"{")
+    async with kit.open_group(models[0], tmp_path, count=1) as rig:
+        assert {engine.state for engine in (await rig.engines()).values()} == {EngineState.WAITING}
+        await rig.push(models[1], 2)
+        await rig.until_serving(1, "1.2")
+
+
+async def test_a_look_bears_an_engine_that_is_forgotten_meanwhile(
+    kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 1000.0)
+    async with kit.servers(models[0], tmp_path, "a", "b") as servers:
+        urls = [process.url for process in servers.values()]
+        async with kit.open_group(models[0], tmp_path, count=0, attach=urls, health_timeout_s=60.0) as rig:
+            name, registry = foreign_id(urls[0]), rig.group._registry
+            os.kill(servers["a"].pid, signal.SIGSTOP)
+            async with asyncio.TaskGroup() as tasks:
+                looking = tasks.create_task(rig.group._health.look())
+                await asyncio.sleep(0)
+                await rig.group._fleet.end(name, "it left")
+                for number in range(REMEMBERED + 1):
+                    other = EngineId(f"other-{number}")
+                    registry.starting(other, place="other", origin=Origin.LOCAL, now=0.0)
+                    registry.gone(other, "it left too")
+                assert not registry.stands(name, *EngineState)
+                os.kill(servers["a"].pid, signal.SIGCONT)
+            assert looking.result() == {}
 
 
 async def test_a_group_without_one_engine_does_not_start(kit: Any, models: list[Path], tmp_path: Path) -> None:
