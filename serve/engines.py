@@ -100,15 +100,16 @@ class EnginePool:
         self.router.close_gate(engine_id, self._clock() + lease_s)
 
     async def open_gate(self, engine_id: EngineId, cache_namespace: str | None) -> None:
-        """Let turns through again, and repeat the aborts asked for meanwhile."""
+        """Let turns through again, and repeat the aborts asked for meanwhile, all at once: whoever opens waits only for
+        seconds. What was not sent by then is sent at the next opening."""
         self.router.open_gate(engine_id, cache_namespace)
         self._notify()
         client = self._clients.get(engine_id)
         if client is None:
             return
-        repeats, client.aborts_to_repeat = client.aborts_to_repeat, set()
-        for request_id in repeats:
-            await self._send_abort(client.engine, request_id)
+        async with asyncio.TaskGroup() as tasks:
+            for request_id in client.aborts_to_repeat:
+                tasks.create_task(self._repeat_abort(client, request_id))
 
     async def aclose(self) -> None:
         clients, self._clients = list(self._clients.values()), {}
@@ -224,6 +225,10 @@ class EnginePool:
         finally:
             call.cancel()
         return outcome if isinstance(outcome, Completion) else None
+
+    async def _repeat_abort(self, client: _Client, request_id: RequestId) -> None:
+        await self._send_abort(client.engine, request_id)
+        client.aborts_to_repeat.discard(request_id)
 
     async def _send_abort(self, engine: Engine, request_id: RequestId) -> None:
         # An engine that cannot be told is dead or will be quarantined by the EngineGroup, which asks it itself.

@@ -464,6 +464,15 @@ async def soon(event: asyncio.Event) -> None:
         await event.wait()
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Ask again and again for what must come at once."""
+    async with asyncio.timeout(GUARD_S):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+
+
 def address_of(url: str) -> tuple[str, int]:
     host, _, port = url.removeprefix("http://").partition("/")[0].partition(":")
     return host, int(port)

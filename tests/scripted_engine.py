@@ -73,6 +73,8 @@ class ScriptedEngine:
     requests: list[dict[str, Any]] = field(default_factory=list)
     sampled: list[Sampled] = field(default_factory=list)
     aborted: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
+    held_aborts: dict[str, asyncio.Event] = field(default_factory=dict)
+    """Aborts that are answered when these are set."""
     asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
@@ -134,7 +136,10 @@ class ScriptedEngine:
         return web.json_response({"text": text, "output_ids": ids, "meta_info": meta})
 
     async def abort_request(self, request: web.Request) -> web.Response:
-        self.aborted[(await request.json())["rid"]].set()
+        rid = (await request.json())["rid"]
+        self.aborted[rid].set()
+        if (held := self.held_aborts.get(rid)) is not None:
+            await held.wait()
         return web.Response()
 
 

@@ -51,6 +51,7 @@ from tests.gateway_rig import (
     Wire,
     soon,
     table_of,
+    until,
     world,
 )
 from tests.scripted_engine import Ask, Fault, check_exact
@@ -323,6 +324,37 @@ async def test_an_abort_during_a_push_is_sent_again_when_the_gate_opens(model_di
         again = engine.aborted[rid] = asyncio.Event()
         await w.gateway.open_gate(EngineId("e0"))
         assert again.is_set()
+
+
+async def test_aborts_are_sent_again_all_at_once_and_each_only_until_it_arrived(model_dir: Path) -> None:
+    async with world(model_dir, Lines(Fault.HANG, Fault.HANG), abort_grace_s=100.0) as w:
+        [engine] = w.engines
+        clients = [await w.client(), await w.client(session_id="another")]
+        async with asyncio.TaskGroup() as group:
+            turns = [group.create_task(client.say("go")) for client in clients]
+            await until(lambda: len(engine.requests) == 2)
+            await w.gateway.close_gate(EngineId("e0"), lease_s=60)
+            for turn in turns:
+                turn.cancel()
+        first, second = (body["rid"] for body in engine.requests)
+        waiting = w.gateway._pool._clients[EngineId("e0")].aborts_to_repeat
+        await until(lambda: len(waiting) == 2)
+        await soon(engine.aborted[first])
+        await soon(engine.aborted[second])
+        for rid in (first, second):
+            engine.aborted[rid], engine.held_aborts[rid] = asyncio.Event(), asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            opening = group.create_task(w.gateway.open_gate(EngineId("e0")))
+            await soon(engine.aborted[first])
+            await soon(engine.aborted[second])
+            engine.held_aborts[first].set()
+            await until(lambda: waiting == {second.removesuffix("/")})
+            opening.cancel()
+        engine.held_aborts[second].set()
+        engine.aborted[first] = asyncio.Event()
+        await w.gateway.open_gate(EngineId("e0"))
+        assert not waiting
+        assert not engine.aborted[first].is_set()
 
 
 # Held up by us.
