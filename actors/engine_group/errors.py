@@ -4,7 +4,8 @@ RunError
 `- EngineGroupError
    |- EngineAddressTaken    two engines would have one address
    |- EngineUnknown         no engine of that name
-   `- EngineNotAdded        the server at that address does not answer as an engine
+   |- EngineNotAdded        the server at that address does not answer as an engine
+   `- EngineNotServing      it joined, and did not take the newest weights
 """
 
 from __future__ import annotations
@@ -26,3 +27,7 @@ class EngineUnknown(EngineGroupError):
 
 class EngineNotAdded(EngineGroupError):
     """What answers at the address, if anything does, is no engine that can join."""
+
+
+class EngineNotServing(EngineGroupError):
+    """It joined, and did not take the newest weights: no traffic until it did."""

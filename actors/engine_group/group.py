@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Self
 import aiohttp
 
 from headrace.actors.engine_group.config import check_url
-from headrace.actors.engine_group.errors import EngineGroupError, EngineNotAdded
+from headrace.actors.engine_group.errors import EngineGroupError, EngineNotAdded, EngineNotServing
 from headrace.actors.engine_group.fleet import Fleet, Ground, foreign_id
 from headrace.actors.engine_group.gate import GatewayGate
 from headrace.actors.engine_group.health import HealthChecks
@@ -196,6 +196,9 @@ class EngineGroup:
             raise
         await self._bring_up_to_date()
         await self._publish()
+        if self._journal.newest() is not None and not self._registry.stands(engine_id, EngineState.SERVING):
+            reason = self._registry[engine_id].reason
+            raise EngineNotServing(f"{engine_id} joined, is tried again, and gets no traffic until then: {reason}")
         return engine_id
 
     async def _let_go(self, engine_id: EngineId, reason: str) -> None:

@@ -4,7 +4,7 @@ Invariants:
 - Nothing new is sent to it: it is out of the routing table before, and its gate is closed.
 - Turns that do not end in time are aborted by a pause that hands over what was sampled, and the gateway goes on with
   them at another engine. Every wait is bounded.
-- A server that is not ours is left running and unpaused.
+- A server that is not ours is left running, out of the session of a push and unpaused, whatever a push left there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from headrace.policies.engine import PauseMode
-from headrace.policies.errors import EngineError
+from headrace.policies.errors import EngineError, EngineRefused
 
 if TYPE_CHECKING:
     from headrace.actors.engine_group.gate import GatewayGate
@@ -28,9 +28,11 @@ async def leave(client: SGLangEngine, gate: GatewayGate, *, timeout_s: float) ->
     """Return when the engine runs nothing, or does not answer, or cannot be made to."""
     await gate.close(client.engine_id, 2 * timeout_s)
     with suppress(EngineError):
-        if await _is_idle(client, timeout_s):
-            return
-        await client.pause(PauseMode.ABORT)
+        # Refused where none is open.
+        with suppress(EngineRefused):
+            await client.end_update()
+        if not await _is_idle(client, timeout_s):
+            await client.pause(PauseMode.ABORT)
         await client.resume()
         await _is_idle(client, timeout_s)
 

@@ -1,9 +1,12 @@
 """What a new group does with the engines that outlived the one before.
 
 Invariants:
-- An engine goes on serving only if it served, and surely holds one version whole (`BrokenPush.is_whole`): its session
-  is ended, it is resumed, its gate is opened.
-- One that may hold mixed weights, or did not serve, is left paused and gets no traffic before a push reached it whole.
+- Engines on the group's own host died with it, and removed ones stay away: neither is taken over. One that does not
+  answer is killed where it is ours, and else in quarantine until it does.
+- Every other one leaves the session and the process groups of a push that broke off.
+- It goes on serving only if it served, and surely holds one version whole (`BrokenPush.is_whole`): it is resumed, and
+  its gate is opened.
+- All others are in quarantine, paused if a push had paused them: no traffic before new weights reached them whole.
 """
 
 from __future__ import annotations

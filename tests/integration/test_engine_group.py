@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.actors.engine_group.errors import EngineAddressTaken, EngineGroupError, EngineNotAdded, EngineUnknown
+from headrace.actors.engine_group.errors import (
+    EngineAddressTaken,
+    EngineGroupError,
+    EngineNotAdded,
+    EngineNotServing,
+    EngineUnknown,
+)
 from headrace.actors.engine_group.fleet import Fleet, foreign_id
 from headrace.actors.engine_group.registry import REMEMBERED, EngineState, Origin
 from headrace.actors.engine_group.requests import ask_group
@@ -177,6 +183,37 @@ async def test_a_push_does_not_wait_for_an_engine_that_starts(kit: Any, models: 
         assert kit.versions_of(await rig.turn()) == {"1.1"}
         await rig.group.remove("engine-2")
         await rig.until_serving(1, "1.1")
+
+
+async def test_what_a_push_left_paused_is_free_once_it_is_removed(
+    kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 1000.0)
+    async with kit.servers(models[0], tmp_path, "a") as servers:
+        url = servers["a"].url
+        async with kit.open_group(models[0], tmp_path, count=0, attach=[url]) as rig:
+            await rig.push(models[1], 1)
+            [name] = await rig.until_serving(1, "1.1")
+            client = rig.group._fleet[name].client
+            await client.pause(PauseMode.RETRACT)
+            await client.begin_update()
+            rig.group._registry.suspect(name, "a push was broken off")
+            await rig.group.remove(name)
+            assert await kit.is_free(rig.http, [url])
+
+
+async def test_an_engine_that_joins_without_the_weights_is_no_success(
+    kit: Any, models: list[Path], tmp_path: Path, write_model: Callable[..., Path]
+) -> None:
+    odd = write_model(tmp_path / "odd")
+    async with (
+        kit.servers(odd, tmp_path, "odd") as servers,
+        kit.open_group(models[0], tmp_path, count=1) as rig,
+    ):
+        await rig.push(models[1], 1)
+        with pytest.raises(EngineNotServing, match="serves another model"):
+            await rig.group.add(servers["odd"].url)
+        assert (await rig.engines())[foreign_id(servers["odd"].url)].state is EngineState.QUARANTINED
 
 
 async def test_what_was_removed_stays_away_from_the_next_group(kit: Any, models: list[Path], tmp_path: Path) -> None:
