@@ -51,8 +51,9 @@ class PushConfig(BaseModel):
     gate_lease_s: float = Field(default=60.0, gt=0)
     """A gate opens by itself this long after the push that closed it is gone; it is renewed meanwhile."""
     verify: Literal["snapshot", "engines", "off"] = "snapshot"
-    """Compare each engine's checksums with the snapshot's (SGLang's, which are made otherwise, with those of the first
-    engine of the push), among the engines only, or not at all."""
+    """Compare each engine's checksums with the snapshot's (SGLang's, which are made otherwise, with those of most
+    engines of the push), among the engines only, or not at all. Of two engines that contradict each other the first one
+    is believed."""
 
     @property
     def engine_group_timeout_s(self) -> float:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from headrace.policies.engine import PauseMode
 from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, RequestInvalid, SenderFailed
+from headrace.policies.push.agreement import Agreement
 from headrace.policies.push.contract import EnginePush, PushReport
 from headrace.policies.push.fitting import check_fits
 from headrace.policies.push.gates import HeldGates
@@ -30,7 +31,7 @@ from headrace.policies.push.machine import Phase, PushMachine, PushOutcome
 from headrace.policies.push.transfer import Failures, Transfer, first_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Mapping, Sequence
 
     from headrace.policies.engine import EngineId, EngineInfo
     from headrace.policies.learner import WeightsSnapshot
@@ -101,7 +102,7 @@ class PushExecution:
         self._infos: dict[EngineId, EngineInfo] = {}
         self._modes: dict[EngineId, PauseMode] = {}
         self._fitting: set[Path] = set()
-        self._references: dict[frozenset[str], dict[str, str]] = {}
+        self._agreement = Agreement()
         self._sender_failure: SenderFailed | GroupFailed | None = None
 
     async def run(self) -> PushReport:
@@ -132,6 +133,7 @@ class PushExecution:
             Phase.FORM: self._form,
             Phase.BROADCAST: self._broadcast,
             Phase.DISBAND: self._disband,
+            Phase.VERIFY: self._verify,
         }
         started_s = time.perf_counter()
         failures = Failures()
@@ -163,7 +165,6 @@ class PushExecution:
             Phase.BEGIN: lambda engine: engine.begin_update(),
             Phase.END: lambda engine: engine.end_update(),
             Phase.FLUSH: self._flush,
-            Phase.VERIFY: self._verify,
             Phase.RESUME: self._resume,
             Phase.OPEN: self._open,
         }
@@ -245,17 +246,39 @@ class PushExecution:
         has_new = self._machine.progress[engine_id].complete
         return str(self._snapshot.version if has_new else self._infos[engine_id].version)
 
-    async def _verify(self, engine: EngineControl) -> None:
+    async def _verify(self, step: Step, failures: Failures) -> None:
+        """Against the snapshot's checksums where an engine makes them likewise, else against those of the other engines
+        of this push. An engine of an earlier wave may turn out wrong by that: it serves already, and fails now."""
         if self._config.verify == "off":
             return
-        got = await engine.checksums()
-        with_snapshot = self._config.verify == "snapshot" and self._infos[engine.engine_id].snapshot_checksums
-        # Engines of one kind and size name their parameters alike.
-        reference = self._references.setdefault(frozenset(got), got)
-        expected = self._transfer.checksums() if with_snapshot else reference
-        wrong = sorted(name for name in expected if got.get(name) != expected[name])
-        if wrong:
-            raise EngineRefused(200, f"{engine.engine_id}: checksums disagree for {wrong[:3]} ({len(wrong)} in all)")
+        told: dict[EngineId, dict[str, str]] = {}
+
+        async def ask(engine_id: EngineId) -> None:
+            async with failures.of(engine_id, self._config.phase_timeout_s):
+                told[engine_id] = await self._engines[engine_id].checksums()
+
+        async with asyncio.TaskGroup() as tasks:
+            for engine_id in step.engines:
+                tasks.create_task(ask(engine_id))
+        for engine_id, wrong in self._wrong(told).items():
+            message = f"{engine_id}: checksums disagree for {wrong[:3]} ({len(wrong)} in all)"
+            if engine_id in step.engines:
+                failures.add(engine_id, EngineRefused(200, message))
+            else:
+                self._machine.condemn(engine_id, message)
+                self._tell_failed([engine_id])
+
+    def _wrong(self, told: Mapping[EngineId, Mapping[str, str]]) -> dict[EngineId, list[str]]:
+        """The parameters in which engines are wrong."""
+        found: dict[EngineId, list[str]] = {}
+        for engine_id, got in told.items():
+            if self._config.verify == "snapshot" and self._infos[engine_id].snapshot_checksums:
+                expected = self._transfer.checksums()
+                if wrong := sorted(name for name in expected if got.get(name) != expected[name]):
+                    found[engine_id] = wrong
+            else:
+                self._agreement.tell(engine_id, got)
+        return found | self._agreement.wrong()
 
     async def _form(self, step: Step, failures: Failures) -> None:
         shards = range(len(self._snapshot.shards))

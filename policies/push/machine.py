@@ -188,6 +188,11 @@ class PushMachine:
             if progress.healthy and not progress.complete:
                 progress.failure = Failure(blame=Blame.PUSH, message=message)
 
+    def condemn(self, engine_id: EngineId, message: str) -> None:
+        """It turns out, after its wave, that it has other weights than the others."""
+        progress = self.progress[engine_id]
+        progress.failure = progress.failure or Failure(blame=Blame.ENGINE, message=message)
+
     def outcome(self, engine_id: EngineId) -> PushOutcome:
         progress = self.progress[engine_id]
         if progress.failure is None:

@@ -12,10 +12,12 @@ import pytest
 import pytest_asyncio
 
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine import FinishReason
+from headrace.policies.engine import EngineId, FinishReason
+from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.errors import SenderFailed, SenderTimeout, UnknownGroup
 from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import Phase, PushOutcome
+from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -176,6 +178,30 @@ async def test_an_engine_that_never_answers_a_pause_is_left_out(rig, other_model
     assert not rig.gate.closed
     await works(rig, "two", NEW)
     os.kill(rig.processes["one"].pid, signal.SIGCONT)
+
+
+class WrongWeights(SGLangEngine):
+    """It holds other weights than it was sent."""
+
+    async def checksums(self) -> dict[str, str]:
+        return dict.fromkeys(await super().checksums(), "wrong")
+
+
+async def test_a_wrong_first_engine_is_outvoted(tiny_model_dir: Path, tmp_path: Path, open_rig) -> None:
+    third = EngineProcessConfig(model=tiny_model_dir, directory=tmp_path, name="three", group_timeout_s=5.0)
+    async with open_rig(tiny_model_dir, tmp_path) as rig, EngineProcess(third) as process:
+        rig.processes["three"] = process
+        rig.attach("three")
+        config = SGLangConfig(vocab_size=258)
+        rig.engines["one"] = WrongWeights(EngineId("one"), rig.processes["one"].url, rig.session, config)
+        together = await rig.push(tiny_model_dir, 1, verify="engines", wave_size=3)
+        assert together.quarantined == ("one",)
+        await rig.replace("one")
+        rig.engines["one"] = WrongWeights(EngineId("one"), rig.processes["one"].url, rig.session, config)
+        # One after another: the second one cannot know better, the third one can.
+        report = await rig.push(tiny_model_dir, 2, verify="engines")
+        assert report.quarantined == ("one", "two")
+        assert report.updated == ("three",)
 
 
 async def test_sender_killed_in_mid_bucket(tmp_path: Path, write_model, open_rig) -> None:

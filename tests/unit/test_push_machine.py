@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.policies.engine import EngineId
+from headrace.policies.push.agreement import Agreement
 from headrace.policies.push.machine import Blame, Failure, Phase, PushMachine, PushOutcome, Step
 
 A, B, C = EngineId("a"), EngineId("b"), EngineId("c")
@@ -132,3 +133,22 @@ def test_whatever_fails(failing: dict[tuple[Phase, EngineId], Failure], waves: l
         if machine.outcome(engine_id) is PushOutcome.UPDATED:
             assert progress.complete
             assert {Phase.VERIFY, Phase.RESUME, Phase.OPEN} <= set(taken)
+
+
+def test_most_engines_of_a_kind_are_right() -> None:
+    agreement = Agreement()
+    agreement.tell(A, {"w": "wrong", "b": "same"})
+    assert agreement.wrong() == {}
+    agreement.tell(B, {"w": "right", "b": "same"})
+    agreement.tell(EngineId("other"), {"shard": "another kind"})
+    assert agreement.wrong() == {B: ["w"]}, "one against one: the first is believed"
+    agreement.tell(C, {"w": "right", "b": "same"})
+    assert agreement.wrong() == {A: ["w"]}
+
+
+def test_an_engine_that_turns_out_wrong_after_its_wave_has_failed() -> None:
+    machine = PushMachine([[A], [B]])
+    run(machine, {})
+    machine.condemn(A, "the others have other checksums")
+    assert machine.outcome(A) is PushOutcome.QUARANTINED
+    assert machine.outcome(B) is PushOutcome.UPDATED
