@@ -204,7 +204,9 @@ class ServerProcess(ABC):
 
     async def _until_group_is_gone(self) -> None:
         """They are not our children, so that there is nothing to wait on."""
-        while self._has_group():
+        while True:
+            if not self._has_group():
+                return
             await asyncio.sleep(ASK_AGAIN_S)
 
     def _has_group(self) -> bool:

@@ -21,7 +21,8 @@ class Shell(ServerProcess):
     """It answers as soon as it has a child."""
 
     def __init__(self, folder: Path, *, stop_timeout_s: float) -> None:
-        super().__init__(ServerConfig(model=folder, directory=folder, stop_timeout_s=stop_timeout_s, start_timeout_s=30.0))
+        given = ServerConfig(model=folder, directory=folder, start_timeout_s=30.0, stop_timeout_s=stop_timeout_s)
+        super().__init__(given)
         self.child_file = folder / "child"
 
     async def _prepare(self) -> ServerCommand:
