@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
@@ -17,7 +18,14 @@ import pytest_asyncio
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, FinishReason, GenerateRequest, PauseMode, RequestId
 from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
-from headrace.policies.errors import EngineRefused, EngineStartFailed, EngineTimeout, EngineUnavailable, RequestInvalid
+from headrace.policies.errors import (
+    EngineRefused,
+    EngineStartFailed,
+    EngineTimeout,
+    EngineUnavailable,
+    NoSession,
+    RequestInvalid,
+)
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.replies import error_text
 from headrace.policies.sglang.versions import release
@@ -26,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
     from types import ModuleType
+
+    import torch
 
     from headrace.policies.server_process import ServerProcess
     from headrace.policies.sglang.dialects import Dialect
@@ -546,6 +556,101 @@ async def test_client_errors_are_typed(wire: Wire) -> None:
     nobody = SGLangEngine(EngineId("n"), "http://127.0.0.1:1", wire.session, SGLangConfig(vocab_size=VOCABULARY))
     with pytest.raises(EngineUnavailable):
         await nobody.info()
+
+
+async def greedy(wire: Wire) -> list[float]:
+    """The log-probabilities of one answer: they show which weights run."""
+    meta = (await wire.generate(temperature=0))["meta_info"]
+    return [entry[0] for entry in meta["output_token_logprobs"]]
+
+
+@asynccontextmanager
+async def restored(engine: SGLangEngine, model: Path) -> AsyncIterator[None]:
+    """Whatever happens inside, the weights of the other tests come back."""
+    try:
+        yield
+    finally:
+        await engine.update_from_disk(model, version=PolicyVersion(1, 0))
+        await engine.flush()
+
+
+async def test_weights_come_from_a_directory(
+    wire: Wire, tiny_model_dir: Path, tmp_path: Path, write_model: Callable[..., Path]
+) -> None:
+    engine, before = client(wire), await greedy(wire)
+    async with restored(engine, tiny_model_dir):
+        await engine.update_from_disk(write_model(tmp_path / "other", seed=1), version=PolicyVersion(1, 5))
+        await engine.flush()
+        assert (await engine.info()).version == PolicyVersion(1, 5)
+        after = await greedy(wire)
+        assert after != pytest.approx(before, abs=1e-3)
+        with pytest.raises(EngineRefused) as refused:
+            await engine.update_from_disk(tmp_path / "nothing", version=PolicyVersion(1, 6))
+        assert refused.value.status == 400
+        assert (await engine.info()).version == PolicyVersion(1, 5)
+        assert await greedy(wire) == pytest.approx(after, abs=1e-3)
+    assert await greedy(wire) == pytest.approx(before, abs=1e-3)
+
+
+def packed(name: str, tensor: torch.Tensor) -> bytes:
+    """As SGLang's serializer does it. By a file: a descriptor is given to processes of one family only, and a server
+    that cannot get it ends."""
+    from multiprocessing.reduction import ForkingPickler
+
+    import torch
+
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        return bytes(ForkingPickler.dumps([(name, tensor)]))
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+
+
+async def test_weights_come_from_memory_of_this_machine(wire: Wire, tiny_model_dir: Path) -> None:
+    import torch
+
+    engine, before = client(wire), await greedy(wire)
+    tensor = torch.full((96,), 0.5)
+    if not wire.genuine:
+        with pytest.raises(EngineRefused, match="unpickles nothing"):
+            await engine.update_from_tensors([b"anything"], version=None)
+        return
+    if wire.dialect.update_session:
+        with pytest.raises(NoSession):
+            await engine.update_from_tensors([packed("model.norm.weight", tensor)], version=None)
+    async with restored(engine, tiny_model_dir):
+        await engine.begin_update()
+        try:
+            await engine.update_from_tensors([packed("model.norm.weight", tensor)], version=PolicyVersion(1, 7))
+        finally:
+            await engine.end_update()
+        await engine.flush()
+        assert (await engine.info()).version == PolicyVersion(1, 7)
+        assert await greedy(wire) != pytest.approx(before, abs=1e-3)
+    assert await greedy(wire) == pytest.approx(before, abs=1e-3)
+
+
+async def test_memory_is_given_back_in_a_pause_only(wire: Wire, tiny_model_dir: Path) -> None:
+    engine, before = client(wire), await greedy(wire)
+    for call in (engine.release_memory, engine.resume_memory):
+        with pytest.raises(RequestInvalid):
+            await call()
+    await engine.pause(PauseMode.RETRACT)
+    if not wire.genuine:
+        with pytest.raises(EngineRefused, match="release_memory_occupation is not supported"):
+            await engine.release_memory()
+        with pytest.raises(RequestInvalid):
+            await engine.resume_memory()
+        return
+    await engine.release_memory()
+    with pytest.raises(RequestInvalid):
+        await engine.release_memory()
+    await engine.resume_memory()
+    await engine.update_from_disk(tiny_model_dir, version=PolicyVersion(1, 0))
+    await engine.flush()
+    await engine.resume()
+    assert await greedy(wire) == pytest.approx(before, abs=1e-3)
 
 
 async def test_cancelled_generation_is_aborted(wire: Wire) -> None:
