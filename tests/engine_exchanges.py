@@ -22,6 +22,8 @@ KEPT = {
     "/model_info": {"weight_version", "is_generation", "model_type", "architectures"},
     "/v1/loads": {"num_running_reqs", "num_waiting_reqs", "num_used_tokens", "max_total_num_tokens", "token_usage"},
 }
+NOT_OURS = {"tensors_without"}
+"""What the embedded engine refuses for another reason."""
 CALLS: list[tuple[str, str, str, Json]] = [
     ("flushed", "POST", "/flush_cache", {}),
     ("generate", "POST", "/generate", {"input_ids": PROMPT, "sampling_params": GREEDY, "return_logprob": True}),
@@ -47,6 +49,8 @@ CALLS: list[tuple[str, str, str, Json]] = [
     ("continued", "POST", "/continue_generation", {}),
     ("end_without", "POST", "/end_weight_update", {}),
     ("update_without", "POST", DISTRIBUTED, BUCKET),
+    ("tensors_without", "POST", "/update_weights_from_tensor", {"serialized_named_tensors": ["AAAA"]}),
+    ("disk_nowhere", "POST", "/update_weights_from_disk", {"model_path": "nowhere"}),
     ("begun", "POST", "/begin_weight_update", {}),
     ("begun_twice", "POST", "/begin_weight_update", {}),
     ("update_unknown_group", "POST", DISTRIBUTED, BUCKET),

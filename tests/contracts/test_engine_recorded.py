@@ -68,7 +68,7 @@ async def test_an_engine_answers_as_recorded(
         elif expected["status"] == 200:
             exact = name in GENERATED
             wrong += exchanges.differences(expected["reply"], got["reply"], name, exact=exact)
-        elif kind_of(expected) is not kind_of(got):
+        elif kind_of(expected) is not kind_of(got) and not (kind == "cpu" and name in exchanges.NOT_OURS):
             wrong.append(f"{name}: {kind_of(got).__name__} instead of {kind_of(expected).__name__}")
     assert wrong == []
 
@@ -93,6 +93,8 @@ def test_the_client_reads_recorded_completions(recorded: dict[str, Any], name: s
         ("end_without", errors.NoSession),
         ("update_without", errors.NoSession),
         ("update_unknown_group", errors.UnknownGroup),
+        ("tensors_without", errors.NoSession),
+        ("disk_nowhere", errors.EngineRefused),
         ("destroy_unknown", errors.UnknownGroup),
         ("long_prompt", errors.EngineRefused),
     ],
