@@ -25,6 +25,8 @@ from headrace.policies.errors import GroupFailed
 if TYPE_CHECKING:
     from torch import Tensor
 
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightGroup:
@@ -66,9 +68,7 @@ def form_group(
 
     The calls and prefixes are those of SGLang's function (a prefix store of the group's name under torch's own helper),
     which is what lets an SGLang engine meet us."""
-    if store.host in ("127.0.0.1", "localhost"):
-        # Gloo otherwise binds to whatever the machine's own name resolves to, which may be nothing.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    choose_interface(store.host)
     if backend == "nccl":
         # Read where the group is made. Otherwise waiting ends when the transfer is queued on the device, and one that
         # hangs or fails is nobody's error.
@@ -87,6 +87,16 @@ def form_group(
         raise GroupFailed(f"group {name} was not formed within {timeout_s} s: {error}") from error
     _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return WeightGroup(name=name, rank=rank, world_size=world_size, backend=backend, group=group, store=store)
+
+
+def choose_interface(host: str) -> None:
+    """Gloo reads its interface from the environment when it forms a group: what was chosen for a store on this machine
+    must not stay for the next one elsewhere. Any other interface is a user's choice, and stays."""
+    if host in ("127.0.0.1", "localhost"):
+        # Gloo otherwise binds to whatever the machine's own name resolves to, which may be nothing.
+        os.environ.setdefault(INTERFACE_VARIABLE, "lo")
+    elif os.environ.get(INTERFACE_VARIABLE) == "lo":
+        del os.environ[INTERFACE_VARIABLE]
 
 
 def start_broadcast(group: WeightGroup, tensor: Tensor) -> dist.Work:

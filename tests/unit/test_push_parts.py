@@ -18,7 +18,7 @@ from headrace.policies.engine import EngineId
 from headrace.policies.errors import GroupFailed, ModelInvalid
 from headrace.policies.push.fitting import check_fits, read_model_specs
 from headrace.policies.push.layout import lay_out
-from headrace.policies.push.process_group import destroy_group, form_group, host_store
+from headrace.policies.push.process_group import choose_interface, destroy_group, form_group, host_store
 from headrace.policies.push.tensors import TensorSpec
 
 if TYPE_CHECKING:
@@ -147,3 +147,15 @@ def test_damaged_descriptions_are_named(tmp_path: Path, write_model, name: str, 
 
 def test_a_directory_out_of_reach_is_not_checked(tmp_path: Path) -> None:
     check_fits({"x": TensorSpec(dtype="float32", shape=(1,))}, tmp_path / "elsewhere")
+
+
+def test_the_interface_of_a_group_on_this_machine_is_not_that_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    for host in ("127.0.0.1", "10.0.0.5"):
+        choose_interface(host)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    choose_interface("localhost")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    choose_interface("10.0.0.5")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
