@@ -213,7 +213,8 @@ class SGLangEngine:
 
     async def update_from_tensors(self, serialized: Sequence[bytes], *, version: PolicyVersion | None) -> None:
         """Take tensors that SGLang's own serializer packed, one piece for each rank: for a learner on the same machine,
-        whose memory the server maps. Raises NoSession, WeightsMixed."""
+        whose memory the server maps. On a CPU pack them with torch's sharing strategy `file_system`: a server that may
+        not open what it is given ends. Raises NoSession, WeightsMixed."""
         body = {"serialized_named_tensors": [base64.b64encode(piece).decode() for piece in serialized]}
         await self._update("/update_weights_from_tensor", body | update_options(version))
 
