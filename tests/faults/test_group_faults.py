@@ -84,6 +84,27 @@ async def test_an_engine_is_killed_in_a_push(kit: Any, rig: Any, models: list[Pa
     await rig.until_serving(2, version)
 
 
+@pytest.mark.parametrize("phase", [Phase.BEGIN, Phase.BROADCAST, Phase.END, Phase.DISBAND])
+async def test_a_journal_that_fails_in_a_push(kit: Any, rig: Any, models: list[Path], phase: Phase) -> None:
+    """Whoever was sent something is out of routing with the failure; the supervision brings the others up to date."""
+    name, _ = await first_of(rig)
+
+    async def fail() -> None:
+        raise OSError("the disk is full")
+
+    rig.before(0, phase, fail)
+    async with asyncio.TaskGroup() as tasks:
+        turns = [tasks.create_task(rig.turn(60)) for _ in range(3)]
+        with pytest.raises(OSError, match="the disk is full"):
+            await next_push(rig, models)
+        admitted = [route.engine_id for route in rig.group._registry.table(0).engines if route.admitted]
+    assert (name in admitted) == (phase is Phase.BEGIN)
+    assert not any(turn.result().failures for turn in turns)
+    version = f"1.{rig.step}"
+    await rig.until_serving(2, version)
+    assert kit.versions_of(await rig.turn()) == {version}
+
+
 async def test_a_sender_that_dies_again_and_again_costs_no_engine(rig: Any, models: list[Path]) -> None:
     """They are well, and hold their old weights whole: the push is tried again with them."""
     before = await rig.until_serving(2, f"1.{rig.step}")

@@ -17,6 +17,7 @@ from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.errors import SenderFailed, SenderTimeout, UnknownGroup
 from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import Phase, PushOutcome
+from headrace.policies.push.weights import read_snapshot
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 
 if TYPE_CHECKING:
@@ -232,6 +233,61 @@ async def test_sender_killed_in_mid_bucket(tmp_path: Path, write_model, open_rig
         rig.gate.closed.clear()
         again = await rig.push(model, 2, bucket_bytes=2**30)
         assert outcomes(again) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
+
+
+async def test_a_push_cancelled_in_mid_bucket(tmp_path: Path, write_model, open_rig) -> None:
+    """The engine takes nothing any more, so that the bytes stay on their way."""
+    model = write_model(tmp_path / "model", intermediate_size=32768)
+    async with open_rig(model, tmp_path / "rig") as rig:
+        stopped = asyncio.Event()
+
+        async def stop() -> None:
+            os.kill(rig.processes["one"].pid, signal.SIGSTOP)
+            stopped.set()
+
+        pushing = rig.push(model, 1, bucket_bytes=2**30, before=at(Phase.BROADCAST, stop))
+        task = asyncio.get_running_loop().create_task(pushing)
+        async with asyncio.timeout(60):
+            await stopped.wait()
+            while not await asyncio.to_thread(sending, rig.sender.pid):
+                pass
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        os.kill(rig.processes["one"].pid, signal.SIGCONT)
+        assert set(rig.gate.closed) == {"one"}, "nobody knows what it has"
+        assert (await rig.engines["one"].info()).paused
+        await works(rig, "two", OLD)
+        await rig.replace("one")
+        rig.gate.closed.clear()
+        again = await rig.push(model, 2, bucket_bytes=2**30)
+        assert outcomes(again) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
+
+
+@pytest.mark.parametrize(("wave", "phase"), [*((0, phase) for phase in Phase), (1, Phase.BROADCAST), (1, Phase.END)])
+async def test_a_journal_that_fails_ends_the_push_in_order(
+    rig, tiny_model_dir: Path, other_model: Path, wave: int, phase: Phase
+) -> None:
+    """Every engine serves one version whole, and the disk's error is what the caller hears."""
+
+    async def fail() -> None:
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        await rig.push(other_model, 1, before=at(phase, fail, wave))
+    assert not rig.gate.closed
+    order = list(Phase)
+    reached = wave + (order.index(phase) > order.index(Phase.BROADCAST))
+    models = {OLD: tiny_model_dir, NEW: other_model}
+    for number, (name, engine) in enumerate(rig.engines.items()):
+        version = NEW if number < reached else OLD
+        assert await engine.checksums() == checksums_of(models[version])
+        await works(rig, name, version)
+    assert outcomes(await rig.push(other_model, 2)) == {"one": PushOutcome.UPDATED, "two": PushOutcome.UPDATED}
+
+
+def checksums_of(model: Path) -> dict[str, str]:
+    return read_snapshot(model / "model.safetensors", None).checksums()
 
 
 def sending(pid: int) -> bool:

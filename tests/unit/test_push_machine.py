@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,10 +16,23 @@ GONE = Failure(blame=Blame.ENGINE, message="gone")
 VICTIM = Failure(blame=Blame.VICTIM, message="its group broke")
 
 
-def run(machine: PushMachine, failing: dict[tuple[Phase, EngineId], Failure]) -> list[Step]:
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The push is abandoned at its n-th step: in it, as by a dying sender, or before it, as by a failing journal."""
+
+    step: int
+    is_taken: bool
+
+
+def run(machine: PushMachine, failing: dict[tuple[Phase, EngineId], Failure], end: End | None = None) -> list[Step]:
     """Drive the machine; each failure happens once."""
-    steps = []
+    steps: list[Step] = []
     while step := machine.next():
+        if end is not None and len(steps) == end.step:
+            abandoned, end = end, None
+            machine.abandon("it ends here")
+            if not abandoned.is_taken:
+                continue
         steps.append(step)
         if step.phase is Phase.BROADCAST:
             for engine_id in step.engines:
@@ -114,11 +129,24 @@ FAILURES = st.dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(FAILURES, st.sampled_from([[[A], [B], [C]], [[A, B], [C]], [[A, B, C]]]))
-def test_whatever_fails(failing: dict[tuple[Phase, EngineId], Failure], waves: list[list[EngineId]]) -> None:
-    machine = PushMachine(waves)
-    steps = run(machine, dict(failing))
+ENDS = st.none() | st.builds(End, step=st.integers(0, 40), is_taken=st.booleans())
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    FAILURES,
+    st.sampled_from([[[A], [B], [C]], [[A, B], [C]], [[A, B, C]]]),
+    st.frozensets(st.sampled_from([A, B, C])),
+    ENDS,
+)
+def test_whatever_fails(
+    failing: dict[tuple[Phase, EngineId], Failure],
+    waves: list[list[EngineId]],
+    in_doubt: frozenset[EngineId],
+    end: End | None,
+) -> None:
+    machine = PushMachine(waves, in_doubt)
+    steps = run(machine, dict(failing), end)
     assert len(steps) < 200
     for engine_id in (A, B, C):
         taken, progress = phases(steps, engine_id), machine.progress[engine_id]
@@ -128,11 +156,38 @@ def test_whatever_fails(failing: dict[tuple[Phase, EngineId], Failure], waves: l
             assert not progress.gated or (Phase.OPEN, engine_id) in failing
             assert not progress.paused or (Phase.RESUME, engine_id) in failing
             assert not progress.session or (Phase.END, engine_id) in failing
+        elif progress.failure is not None and progress.failure.blame is Blame.PUSH:
+            assert engine_id not in {item for step in steps[at_of(end) :] for item in step.engines}
         else:
             assert (taken[-1], engine_id) in failing
+        if not has_all_or_nothing(steps, engine_id, failing, in_doubt, end):
+            assert not {Phase.RESUME, Phase.OPEN} & set(taken)
+            assert machine.outcome(engine_id) is PushOutcome.QUARANTINED
         if machine.outcome(engine_id) is PushOutcome.UPDATED:
             assert progress.complete
             assert {Phase.VERIFY, Phase.RESUME, Phase.OPEN} <= set(taken)
+
+
+def at_of(end: End | None) -> int:
+    """The first step of the way out."""
+    assert end is not None
+    return end.step + end.is_taken
+
+
+def has_all_or_nothing(
+    steps: list[Step],
+    engine_id: EngineId,
+    failing: dict[tuple[Phase, EngineId], Failure],
+    in_doubt: frozenset[EngineId],
+    end: End | None,
+) -> bool:
+    """Whether the engine surely holds one version: it was sent nothing, or was sent all of it the last time."""
+    sent = [(at, step) for at, step in enumerate(steps) if step.phase is Phase.BROADCAST and engine_id in step.engines]
+    if not sent:
+        return engine_id not in in_doubt
+    was_cut = end is not None and end.is_taken and sent[-1][0] == end.step
+    has_failed = (Phase.BROADCAST, engine_id) in failing and len(sent) == 1
+    return not was_cut and not has_failed
 
 
 def test_most_engines_of_a_kind_are_right() -> None:
