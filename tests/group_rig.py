@@ -78,7 +78,7 @@ def make_group(model: Path, folder: Path, gateway: GatewayActor, push: dict[str,
 def server(model: Path, folder: Path, name: str) -> EngineProcess:
     """An engine that somebody else started."""
     return EngineProcess(
-        EngineProcessConfig(model=model, directory=folder / "servers", name=name, max_context=1024, group_timeout_s=5.0)
+        EngineProcessConfig(model=model, directory=folder / "servers", name=name, max_context=1024, group_timeout_s=8.0)
     )
 
 

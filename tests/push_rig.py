@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 VOCABULARY = 258
 NAMES = ("one", "two")
+TIMEOUT_S = 8.0
+"""Of the engines' groups: longer than a name server that lost a query holds one up, five seconds now and then."""
 
 
 @dataclass
@@ -129,7 +131,7 @@ def snapshot(directory: Path, step: int) -> WeightsSnapshot:
 async def open_rig(model: Path, directory: Path, names: Sequence[str] = NAMES) -> AsyncIterator[Rig]:
     """Start everything; end everything."""
     configs = {
-        name: EngineProcessConfig(model=model, directory=directory, name=name, seed=seed, group_timeout_s=5.0)
+        name: EngineProcessConfig(model=model, directory=directory, name=name, seed=seed, group_timeout_s=TIMEOUT_S)
         for seed, name in enumerate(names)
     }
     processes = {name: EngineProcess(config) for name, config in configs.items()}

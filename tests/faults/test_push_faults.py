@@ -137,7 +137,7 @@ async def test_engine_stopped_in_the_broadcast_costs_at_most_the_sender(rig, oth
     async def stop() -> None:
         os.kill(rig.processes["one"].pid, signal.SIGSTOP)
 
-    report = await rig.push(other_model, 1, transfer_timeout_s=4.0, before=at(Phase.BROADCAST, stop))
+    report = await rig.push(other_model, 1, transfer_timeout_s=7.0, before=at(Phase.BROADCAST, stop))
     assert outcomes(report) == {"one": PushOutcome.QUARANTINED, "two": PushOutcome.UPDATED}
     # It may hold mixed weights: it stays gated until somebody replaces it.
     assert set(rig.gate.closed) == {"one"}
@@ -155,7 +155,7 @@ async def test_of_a_wave_of_three_only_the_engine_that_hangs_is_lost(
         async def stop() -> None:
             os.kill(rig.processes["one"].pid, signal.SIGSTOP)
 
-        report = await rig.push(other_model, 1, wave_size=3, transfer_timeout_s=4.0, before=at(Phase.BROADCAST, stop))
+        report = await rig.push(other_model, 1, wave_size=3, transfer_timeout_s=7.0, before=at(Phase.BROADCAST, stop))
         assert outcomes(report) == {
             "one": PushOutcome.QUARANTINED,
             "two": PushOutcome.UPDATED,
