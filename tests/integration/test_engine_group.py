@@ -22,10 +22,13 @@ from headrace.actors.engine_group.requests import ask_group
 from headrace.actors.engine_group.roster import read_roster
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed
+from headrace.policies.push.machine import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from headrace.serve.capture.rows import SessionReport
 
 HANGING_SERVER = """#!/bin/sh
 if [ "$2" = -c ]; then echo 0.5.23; exit; fi
@@ -183,6 +186,51 @@ async def test_a_push_does_not_wait_for_an_engine_that_starts(kit: Any, models: 
         assert kit.versions_of(await rig.turn()) == {"1.1"}
         await rig.group.remove("engine-2")
         await rig.until_serving(1, "1.1")
+
+
+async def test_a_push_in_place_goes_through_the_group_and_its_gateway(
+    kit: Any, models: list[Path], tmp_path: Path
+) -> None:
+    options = {"count": 1, "push": {"pause_mode": "in_place"}, "gateway": {"in_place_pushes": True}}
+    async with kit.open_group(models[0], tmp_path, **options) as rig:
+        await rig.push(models[1], 1)
+        [name] = await rig.until_serving(1, "1.1")
+        routed: list[str | None] = []
+        pool = rig.group._gate._gateway._gateway._pool
+
+        client, flushed = rig.group._fleet[name].client, asyncio.Event()
+        flush = client.flush
+
+        async def look() -> None:
+            routed.append(pool.router.namespace(name))
+            assert not flushed.is_set()
+
+        async def flush_and_tell() -> None:
+            await flush()
+            flushed.set()
+
+        client.flush = flush_and_tell
+        async with asyncio.TaskGroup() as tasks:
+            turn = tasks.create_task(rig.turn(900))
+            await rig.until(lambda engines: engines[name].running == 1)
+            rig.before(0, Phase.DISBAND, look)
+            await rig.push(models[2], 2)
+            meanwhile = await rig.turn()
+        assert routed == ["1.2"], "nothing new shares what the older weights cached"
+        assert flags_of(turn.result()) == [("1.1", False), ("1.2", True)]
+        assert flags_of(meanwhile) == [("1.2", False)]
+
+        # Refused as long as the turn ran, so also by the push itself.
+        async with asyncio.timeout(kit.GUARD_S):
+            await flushed.wait()
+        assert flags_of(await rig.turn()) == [("1.2", False)]
+
+
+def flags_of(report: SessionReport) -> list[tuple[str, bool]]:
+    """The versions that sampled the one turn of a session, and whether on stale keys and values."""
+    assert report.trajectory is not None
+    [row] = report.trajectory.rows
+    return [(str(span.version), span.stale_kv) for span in row.versions]
 
 
 async def test_what_a_push_left_paused_is_free_once_it_is_removed(
