@@ -243,7 +243,7 @@ async def many_engines(
 
 @pytest.mark.timeout(300)
 async def test_twenty_engines_of_which_one_is_slow(kit: Any, models: list[Path], tmp_path: Path) -> None:
-    push = {"wave_size": 4, "bucket_bytes": 1 << 25}
+    push = {"wave_size": 4, "bucket_bytes": 1 << 25, "phase_timeout_s": 60.0, "transfer_timeout_s": 60.0}
     async with (
         many_engines(kit, models[0], tmp_path, processes=4, each=5, slow_s=0.3) as urls,
         kit.open_group(models[0], tmp_path, push=push, count=0, attach=urls) as rig,
@@ -266,6 +266,6 @@ async def test_twenty_engines_of_which_one_is_slow(kit: Any, models: list[Path],
         assert not any(report.failures for report in served)
         engines = await rig.engines()
         states = {engine.url: (engine.state, engine.version) for engine in engines.values()}
-        assert all(states[url] == (EngineState.SERVING, "1.1") for url in urls[1:])
-        assert states[urls[0]] in {(EngineState.SERVING, "1.1"), (EngineState.QUARANTINED, "1.0")}
+        # Slow, and well within every deadline: that is no failure.
+        assert states == dict.fromkeys(urls, (EngineState.SERVING, "1.1"))
         assert kit.versions_of(await rig.turn()) == {"1.1"}
