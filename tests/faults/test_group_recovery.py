@@ -6,11 +6,12 @@ import asyncio
 import json
 import os
 import signal
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import aiohttp
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -34,7 +35,8 @@ NAMES = ("a", "b")
 
 
 class MortalGroup(EngineGroup):
-    """Dies once: before the phase that the file `fatal.json` names, or when the first bucket of its wave has come."""
+    """Dies at the moments that the file `fatal.json` names, one after another: before a phase of a wave, when the first
+    bucket of its wave has come, or when a new group knows what its predecessor left."""
 
     async def __aenter__(self) -> Self:
         write, self._wave = self._journal.step, 0
@@ -46,6 +48,10 @@ class MortalGroup(EngineGroup):
 
         self._journal.step = step  # type: ignore[method-assign]
         return await super().__aenter__()
+
+    async def _bring_up_to_date(self) -> None:
+        self._die_at("recovered")
+        await super()._bring_up_to_date()
 
     def _make_parts(self, http: aiohttp.ClientSession) -> None:
         super()._make_parts(http)
@@ -62,14 +68,19 @@ class MortalGroup(EngineGroup):
 
     def _die_at(self, moment: str) -> None:
         fatal = self._directory / "fatal.json"
-        if fatal.exists() and json.loads(fatal.read_text()) == [self._wave, moment]:
+        if not fatal.exists():
+            return
+        now, *later = json.loads(fatal.read_text())
+        if now == [self._wave, moment]:
             fatal.unlink()
+            if later:
+                fatal.write_text(json.dumps(later))
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass
 class Scene:
-    """Two engines that somebody else started, a gateway and a group, the last two as actors."""
+    """Two engines, a gateway and a group, the last two as actors. `urls` are engines that somebody else started."""
 
     kit: Any
     models: list[Path]
@@ -87,8 +98,13 @@ class Scene:
         model = self.models[self.step % len(self.models)]
         await self.group.push(self.kit.snapshot(model, self.step), rollouts_in_flight=0)
 
-    def kill_at(self, wave: int, moment: str) -> None:
-        (self.folder / "engines" / "fatal.json").write_text(json.dumps([wave, moment]))
+    @property
+    def fatal(self) -> Path:
+        return self.folder / "engines" / "fatal.json"
+
+    def kill_at(self, *moments: tuple[int, str]) -> None:
+        """Wave and phase of each death."""
+        self.fatal.write_text(json.dumps(moments))
 
     async def states(self) -> list[tuple[str, str | None]]:
         return [(engine.state, engine.version) for engine in await until_back(self.group.status)]
@@ -101,11 +117,17 @@ def kit(load_support: Callable[[str], Any]) -> Any:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scene(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
-    folder = tmp_path_factory.mktemp("run")
+    async with open_scene(kit, tmp_path_factory.mktemp("run"), *NAMES) as scene:
+        yield scene
+
+
+@asynccontextmanager
+async def open_scene(kit: Any, folder: Path, *attached: str) -> AsyncIterator[Scene]:
+    """With these engines of somebody else, or with two that the group starts."""
     models = [kit.write_weights(folder / f"model-{seed}", seed) for seed in range(2)]
-    runtime = RayRuntime(f"recovery-{os.getpid()}-")
+    runtime = RayRuntime(f"recovery-{os.getpid()}-{len(attached)}-")
     async with AsyncExitStack() as stack:
-        servers = await stack.enter_async_context(kit.servers(models[0], folder, *NAMES))
+        servers = await stack.enter_async_context(kit.servers(models[0], folder, *attached))
         urls = [process.url for process in servers.values()]
         gateway = await runtime.spawn(
             GatewayActor,
@@ -117,7 +139,7 @@ async def scene(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> AsyncIter
         stack.push_async_callback(runtime.stop, gateway)
         group = await runtime.spawn(
             MortalGroup,
-            EnginesConfig(count=0, attach=tuple(urls), max_context_tokens=1024),
+            EnginesConfig(count=0 if urls else 2, attach=tuple(urls), max_context_tokens=1024),
             PushConfig(bucket_bytes=100_000, phase_timeout_s=10.0),
             gateway=gateway,
             model_dir=models[0],
@@ -142,7 +164,7 @@ MOMENTS = (*(phase.value for phase in Phase), "first bucket")
 async def test_a_group_that_died_in_a_push_is_followed_by_one_that_ends_it(scene: Scene, moment: str) -> None:
     kit = scene.kit
     # Both engines are met: the one whose turn it is, and the one whose turn was before or comes after.
-    scene.kill_at(MOMENTS.index(moment) % 2, moment)
+    scene.kill_at((MOMENTS.index(moment) % 2, moment))
     async with asyncio.TaskGroup() as tasks, asyncio.timeout(kit.GUARD_S):
         turns = [tasks.create_task(kit.take_turn(scene.client, scene.http, 200)) for _ in range(4)]
         with pytest.raises(ActorLost):
@@ -153,3 +175,38 @@ async def test_a_group_that_died_in_a_push_is_followed_by_one_that_ends_it(scene
     assert await kit.is_free(scene.http, scene.urls)
     assert (await scene.gateway.stats()).closed == ()
     assert kit.versions_of(await kit.take_turn(scene.client, scene.http, 8)) == {f"1.{scene.step}"}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("again", ["recovered", "pause", "first bucket", "verify", "open"])
+async def test_a_group_that_died_in_its_recovery_too_is_followed_by_one_that_ends_it(scene: Scene, again: str) -> None:
+    # The first death leaves an engine of mixed weights, which the second group pushes to alone, or before that.
+    scene.kill_at((0, "first bucket"), (0, again))
+    with pytest.raises(ActorLost):
+        await scene.push()
+    assert await scene.states() == [("serving", f"1.{scene.step}")] * 2
+    assert not scene.fatal.exists(), "both deaths came"
+    assert await scene.kit.is_free(scene.http, scene.urls)
+    assert (await scene.gateway.stats()).closed == ()
+    report = await scene.kit.take_turn(scene.client, scene.http, 8)
+    assert scene.kit.versions_of(report) == {f"1.{scene.step}"}
+
+
+@pytest.mark.timeout(240)
+async def test_engines_of_a_group_that_died_go_with_it_and_new_ones_take_the_newest_weights(
+    kit: Any, tmp_path: Path
+) -> None:
+    async with open_scene(kit, tmp_path) as scene:
+        for moments in ([(0, "gate")], [(1, "first bucket"), (0, "recovered")], [(0, "broadcast"), (1, "open")]):
+            before = [psutil.Process(engine.process_id) for engine in await scene.group.status()]
+            assert len(before) == 2
+            scene.kill_at(*moments)
+            with pytest.raises(ActorLost):
+                await scene.push()
+            assert await scene.states() == [("serving", f"1.{scene.step}")] * 2
+            assert not scene.fatal.exists(), "every death came"
+            _, left = await asyncio.to_thread(psutil.wait_procs, before, timeout=kit.GUARD_S)
+            assert not left
+            assert (await scene.gateway.stats()).closed == ()
+            report = await kit.take_turn(scene.client, scene.http, 8)
+            assert kit.versions_of(report) == {f"1.{scene.step}"}
