@@ -125,7 +125,7 @@ async def test_a_sender_that_dies_again_and_again_costs_no_engine(rig: Any, mode
     }
 
 
-@pytest.mark.parametrize("phase", [Phase.PAUSE, Phase.END])
+@pytest.mark.parametrize("phase", [Phase.PAUSE, pytest.param(Phase.END, marks=pytest.mark.slow)])
 async def test_an_engine_that_never_answers_is_replaced(kit: Any, rig: Any, models: list[Path], phase: Phase) -> None:
     name, process_id = await first_of(rig)
 

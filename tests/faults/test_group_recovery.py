@@ -178,6 +178,7 @@ async def test_a_group_that_died_in_a_push_is_followed_by_one_that_ends_it(scene
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 @pytest.mark.parametrize("again", ["recovered", "pause", "first bucket", "verify", "open"])
 async def test_a_group_that_died_in_its_recovery_too_is_followed_by_one_that_ends_it(scene: Scene, again: str) -> None:
     # The first death leaves an engine of mixed weights, which the second group pushes to alone, or before that.

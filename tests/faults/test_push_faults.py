@@ -121,6 +121,7 @@ async def test_a_group_ends_at_both_ends_before_the_next_wave(rig, other_model: 
     assert seen == [before]
 
 
+@pytest.mark.slow
 async def test_engine_stopped_during_the_pause_misses_its_deadline(rig, other_model: Path) -> None:
     async def stop() -> None:
         os.kill(rig.processes["one"].pid, signal.SIGSTOP)
@@ -146,6 +147,7 @@ async def test_engine_stopped_in_the_broadcast_costs_at_most_the_sender(rig, oth
     os.kill(rig.processes["one"].pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 async def test_of_a_wave_of_three_only_the_engine_that_hangs_is_lost(
     tmp_path: Path, tiny_model_dir: Path, other_model: Path, open_rig
 ) -> None:

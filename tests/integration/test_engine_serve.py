@@ -44,7 +44,7 @@ async def ended(*options: object, **environment: str) -> tuple[int | None, str]:
     return process.returncode, errors.decode()
 
 
-@pytest.mark.parametrize("backend", ["cpu", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.slow])])
 @pytest.mark.timeout(300)
 async def test_it_prints_its_url_and_ends_with_sigterm(backend: str, tiny_model_dir: Path, tmp_path: Path) -> None:
     if backend == "sglang":

@@ -441,6 +441,7 @@ async def test_the_server_tells_its_ranks(trainer: Trainer) -> None:
     assert (await trainer.get("/server_info"))["tp_size"] == 1
 
 
+@pytest.mark.slow
 async def test_a_hundred_pushes_take_no_more_memory_than_one(tmp_path: Path) -> None:
     """Two sets of weights and two buckets: in turns received in place and through buffers, each in a new group."""
     import psutil
