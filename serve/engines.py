@@ -227,8 +227,9 @@ class EnginePool:
         return outcome if isinstance(outcome, Completion) else None
 
     async def _repeat_abort(self, client: _Client, request_id: RequestId) -> None:
-        await self._send_abort(client.engine, request_id)
-        client.aborts_to_repeat.discard(request_id)
+        with suppress(EngineError):
+            await client.engine.abort(request_id)
+            client.aborts_to_repeat.discard(request_id)
 
     async def _send_abort(self, engine: Engine, request_id: RequestId) -> None:
         # An engine that cannot be told is dead or will be quarantined by the EngineGroup, which asks it itself.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRoute:
     """`admitted` is false for an engine that must get no traffic (quarantined, not caught up). `cache_namespace` goes
-    with every request while the engine may have prefixes of older weights cached."""
+    with every request: the engine's version, where pushes come in place."""
 
     engine_id: EngineId
     url: str

@@ -75,6 +75,8 @@ class ScriptedEngine:
     aborted: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
     held_aborts: dict[str, asyncio.Event] = field(default_factory=dict)
     """Aborts that are answered when these are set."""
+    refused_aborts: set[str] = field(default_factory=set)
+    """Aborts that are answered with 500."""
     asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
@@ -140,7 +142,7 @@ class ScriptedEngine:
         self.aborted[rid].set()
         if (held := self.held_aborts.get(rid)) is not None:
             await held.wait()
-        return web.Response()
+        return web.Response(status=500 if rid in self.refused_aborts else 200)
 
 
 @asynccontextmanager

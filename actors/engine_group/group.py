@@ -1,12 +1,12 @@
 """The engine group: who is healthy, who holds which version; it alone runs the control sequence of a push.
 
 Invariants:
-- One push at a time, and none waits for an engine that starts or drains.
+- One push at a time, and none waits for an engine that starts or drains, unless no engine took the weights.
 - An engine gets traffic only while it is healthy and holds the newest version that was pushed to it completely.
 - An engine of ours that failed a push, died, answers nothing for `health_timeout_s`, or leaves turn after turn without
   an end, is killed and replaced by a new process. One that is not ours is out of routing until a push to it alone went
   well. Both are caught up before they get traffic; what fails again and again is tried ever more seldom.
-- A dead sender costs a push nothing but time: what it did not reach is pushed again by the next one.
+- A dead sender costs the engines that it was just sending to; what it did not reach is pushed again by the next one.
 - The newest snapshot is journalled before its push begins, and every phase before it is taken: a restarted group knows
   what its predecessor left, takes over the engines that outlived it, and brings all of them to that snapshot.
 - Routing tables are versioned and published again and again: a restarted gateway has one within a supervision interval.
@@ -106,7 +106,8 @@ class EngineGroup:
             await self._catch_up()
             await self._publish()
             tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
-            self._loops = [tasks.create_task(self._supervise()), tasks.create_task(self._fill_places())]
+            loops = (self._supervise(), self._fill_places(), self._publish_on())
+            self._loops = [tasks.create_task(loop) for loop in loops]
         except BaseException as error:
             await self._stack.aclose()
             if isinstance(error, BaseExceptionGroup):
@@ -170,7 +171,7 @@ class EngineGroup:
 
     async def add(self, url: str) -> str:
         """Attach a server that somebody started and bring it to the newest weights; its name. Idempotent. Raises
-        EngineGroupError."""
+        EngineGroupError, ModelInvalid, SenderFailed."""
         try:
             url = check_url(url)
         except ValueError as error:
@@ -259,7 +260,7 @@ class EngineGroup:
             try:
                 await self._fleet.attach(url, Origin.ATTACHED)
             except EngineGroupError as error:
-                logger.warning("an attached engine is left out: %s", error)
+                logger.warning("an attached engine is not there yet: %s", error)
 
     async def _follow_router(self) -> None:
         """Attach workers that are new to us, let go of those that the router no longer names."""
@@ -275,18 +276,19 @@ class EngineGroup:
                 async with self._lock:
                     await self._fleet.attach(url, Origin.ROUTER)
             except EngineGroupError as error:
-                logger.warning("a worker of the router is left out: %s", error)
+                logger.warning("a worker of the router is not there yet: %s", error)
         named = {foreign_id(url) for url in workers}
         for entry in self._registry.living():
             if entry.origin is Origin.ROUTER and entry.engine_id not in named:
                 await self._let_go(entry.engine_id, "the router no longer names it")
 
-    async def _bring_up_to_date(self) -> None:
-        """The newest weights to every engine that lacks them; without any, all wait for the first push."""
+    async def _bring_up_to_date(self, *, at_once: bool = False) -> None:
+        """The newest weights to every engine that lacks them; without any, all wait for the first push. What failed
+        again and again has to wait, unless `at_once`."""
         snapshot = self._journal.newest()
         if snapshot is None:
             return
-        due = self._registry.due(time.monotonic())
+        due = self._registry.due(time.monotonic(), at_once=at_once)
         waiting = [entry.engine_id for entry in due if entry.state is EngineState.WAITING]
         stale = [
             entry.engine_id
@@ -305,7 +307,7 @@ class EngineGroup:
             if entry.origin.is_ours:
                 await self._fleet.end(entry.engine_id, "no engine took the weights")
         await self._fleet.start_missing(at_once=True)
-        await self._bring_up_to_date()
+        await self._bring_up_to_date(at_once=True)
 
     async def _publish(self) -> None:
         """Tell the disk who is here, and the gateway who is in routing."""
@@ -319,8 +321,7 @@ class EngineGroup:
         roster.write(self._directory / "members.json")
 
     async def _supervise(self) -> None:
-        """Replace what died, hangs or was quarantined; catch up; do what operators ask; keep the gateway's table
-        fresh."""
+        """Replace what died, hangs or was quarantined; catch up; do what operators ask."""
         while True:
             await asyncio.sleep(SUPERVISION_S)
             failed = await self._health.look()
@@ -330,14 +331,21 @@ class EngineGroup:
                     await member.body.kill()
             if self._is_pushing:
                 # What failed is found again as soon as the push is over.
-                await self._publish()
                 continue
+            pushes = self._pushes
             async with self._lock:
-                await self._settle(failed)
+                # A push that came first knows better.
+                await self._settle(failed if self._pushes == pushes else {})
                 await self._publish()
             await self._answer_requests()
             await self._follow_router()
             await self._catch_up()
+            await self._publish()
+
+    async def _publish_on(self) -> None:
+        """Again and again, and without the lock: a push may have it for minutes."""
+        while True:
+            await asyncio.sleep(SUPERVISION_S)
             await self._publish()
 
     async def _fill_places(self) -> None:

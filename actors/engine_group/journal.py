@@ -48,7 +48,7 @@ class BrokenPush:
 
     def is_whole(self, engine_id: EngineId, info: EngineInfo) -> bool:
         """Whether the engine surely holds one version: no bucket reached it, or the push itself resumed it with all of
-        them, which it does after their checksums agreed."""
+        them, which it does after they were verified."""
         phase = self.reached.get(engine_id)
         if phase is None or ORDER.index(phase) < ORDER.index(Phase.BROADCAST):
             return True

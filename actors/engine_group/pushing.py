@@ -4,7 +4,7 @@ Invariants:
 - Whoever calls holds the group's lock: one push at a time.
 - An engine serves after a push only if that push says it took the weights whole. One that comes out of quarantine is
   pushed to alone, and its checksums agreed, with the snapshot's or with those of an engine that serves.
-- A dead sender costs a push nothing but time: it begins again once, for those it did not reach.
+- A push whose sender died begins again once, for the engines that it did not reach.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 class Pusher:
-    """Pushes for one group. `settled` is called when it is known what became of the engines of a push, before the
-    journal says that it ended."""
+    """Pushes for one group. `settled` is called when it is known what became of an engine, and of all of a push before
+    the journal says that it ended."""
 
     def __init__(
         self,
@@ -127,6 +127,11 @@ class Pusher:
         elif part.outcome is PushOutcome.BEHIND and self._registry[engine_id].state is not EngineState.QUARANTINED:
             self._registry.left_behind(engine_id)
 
+    def _take_out(self, engine_id: EngineId, reason: str) -> None:
+        """On disk, too: of an engine that failed after it was opened the journal tells nothing bad."""
+        self._registry.quarantine(engine_id, reason, time.monotonic())
+        self._settled()
+
     async def _through_sender(
         self, engines: Sequence[EngineId], snapshot: WeightsSnapshot, *, in_doubt: Sequence[EngineId] = ()
     ) -> PushReport:
@@ -152,9 +157,7 @@ class Pusher:
                 self._journal.step,
                 self._config,
                 in_doubt=in_doubt,
-                failed=lambda engine_id, why: self._registry.quarantine(
-                    engine_id, f"push of {snapshot.version}: {why}", time.monotonic()
-                ),
+                failed=lambda engine_id, why: self._take_out(engine_id, f"push of {snapshot.version}: {why}"),
             )
         except BaseException:
             # Nobody says what became of those that were sent something.

@@ -51,7 +51,7 @@ async def recover(
             await pusher.untangle(status.engine_id, groups)
             if _may_serve(status, broken, info):
                 await fleet[status.engine_id].client.resume()
-                # Prefixes that nobody knows of may be cached: they are shared by nothing new.
+                # Prefixes of other weights may be cached: nothing new shares them.
                 namespace = str(info.version) if in_place else None
                 await gate.open(status.engine_id, cache_namespace=namespace)
                 registry.serves(status.engine_id, info.version)

@@ -207,14 +207,14 @@ class EngineRegistry:
         """Whether an engine may be started, or caught up, at this place now."""
         return self.breaker(place).allows(now)
 
-    def due(self, now: float) -> tuple[EngineEntry, ...]:
+    def due(self, now: float, *, at_once: bool = False) -> tuple[EngineEntry, ...]:
         """Engines to be caught up: those that wait, and those in quarantine that answer again and are not ours to
-        replace."""
+        replace; `at_once`, also those at places where engines fail again and again."""
         waiting = self.in_state(EngineState.WAITING)
         healed = (
             entry for entry in self.in_state(EngineState.QUARANTINED) if entry.answers and not entry.origin.is_ours
         )
-        return tuple(entry for entry in (*waiting, *healed) if self.may_try(entry.place, now))
+        return tuple(entry for entry in (*waiting, *healed) if at_once or self.may_try(entry.place, now))
 
     def breaker_state(self, engine_id: EngineId, now: float) -> BreakerState:
         return self.breaker(self[engine_id].place).state(now)

@@ -2,8 +2,8 @@
 
 Invariants:
 - Engines of one kind and size name their parameters alike; only those are compared.
-- What most of them tell is right. Of two that stand alone against each other the one that told first is believed, and
-  it is found wrong, after all, as soon as a third one contradicts it.
+- What most of them tell is right. Among as many, those that were believed before are: first the one that told first,
+  which is found wrong, after all, as soon as more engines agree on something else.
 """
 
 from __future__ import annotations
@@ -24,17 +24,22 @@ class Agreement:
     """Of one push."""
 
     _told: dict[frozenset[str], dict[Sums, list[EngineId]]] = field(default_factory=dict)
+    _believed: dict[frozenset[str], Sums] = field(default_factory=dict)
 
     def tell(self, engine_id: EngineId, checksums: Mapping[str, str]) -> None:
         """By parameter."""
-        kind = self._told.setdefault(frozenset(checksums), {})
-        kind.setdefault(tuple(sorted(checksums.items())), []).append(engine_id)
+        names, sums = frozenset(checksums), tuple(sorted(checksums.items()))
+        kind = self._told.setdefault(names, {})
+        kind.setdefault(sums, []).append(engine_id)
+        believed = self._believed.setdefault(names, sums)
+        if len(kind[sums]) > len(kind[believed]):
+            self._believed[names] = sums
 
     def wrong(self) -> dict[EngineId, list[str]]:
         """The engines that are in the minority, and the parameters in which they are."""
         found: dict[EngineId, list[str]] = {}
-        for kind in self._told.values():
-            right = max(kind, key=lambda sums: len(kind[sums]))
+        for parameters, kind in self._told.items():
+            right = self._believed[parameters]
             for sums, engines in kind.items():
                 names = [name for (name, told), (_, other) in zip(sums, right, strict=True) if told != other]
                 found |= dict.fromkeys(engines, names) if names else {}

@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from headrace.actors.engine_group.breaker import CircuitBreaker
 from headrace.actors.engine_group.registry import EngineState
+from headrace.actors.engine_group.roster import read_roster
 from headrace.policies.push.machine import Phase
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 
@@ -148,6 +149,8 @@ async def test_a_failure_counts_once_and_is_known_before_the_push_ends(
 
         async def look() -> None:
             known.append((await rig.engines())[name].state)
+            roster = read_roster(tmp_path / "engines" / "members.json")
+            known.extend(engine.state for engine in roster.engines if engine.engine_id == name)
 
         async def kill() -> None:
             os.kill(engine.process_id, signal.SIGKILL)
@@ -155,9 +158,40 @@ async def test_a_failure_counts_once_and_is_known_before_the_push_ends(
 
         rig.before(0, Phase.BEGIN, kill)
         await rig.push(models[1], 1)
-        assert known == [EngineState.QUARANTINED]
+        assert known == [EngineState.QUARANTINED] * 2, "in memory, and on disk for a group that follows"
         await rig.until_serving(2, "1.1")
         assert len(rig.group._registry.breaker(engine.place)._failed_at_s) == 1
+
+
+@pytest.mark.slow
+async def test_engines_that_fail_push_after_push_do_not_end_the_run(
+    kit: Any, models: list[Path], tmp_path: Path
+) -> None:
+    """Where no engine is left, a place whose breaker is open is tried at once."""
+    async with kit.open_group(models[0], tmp_path, count=1) as rig:
+        await rig.push(models[0], 0)
+        for step in range(1, 5):
+            [engine] = (await rig.until_serving(1, f"1.{step - 1}")).values()
+
+            async def kill(process_id: int = engine.process_id) -> None:
+                os.kill(process_id, signal.SIGKILL)
+
+            rig.before(0, Phase.BROADCAST, kill)
+            await rig.push(models[step % 2], step)
+        await rig.until_serving(1, "1.4")
+
+
+async def test_who_is_there_is_told_while_a_push_has_the_lock(kit: Any, models: list[Path], tmp_path: Path) -> None:
+    async with kit.open_group(models[0], tmp_path, count=1) as rig, rig.group._lock:
+        roster = tmp_path / "engines" / "members.json"
+        for _ in range(2):
+            # The supervision may tell it once, before it waits for the lock itself.
+            written = roster.stat().st_mtime_ns
+
+            async def is_told(before: int = written) -> bool:
+                return roster.stat().st_mtime_ns != before
+
+            await kit.until(is_told)
 
 
 async def test_health_checks_that_time_out_in_a_pause_kill_nobody(

@@ -321,9 +321,16 @@ async def test_an_abort_during_a_push_is_sent_again_when_the_gate_opens(model_di
             turn.cancel()
         rid = engine.requests[0]["rid"]
         await soon(engine.aborted[rid])
+        engine.refused_aborts.add(rid)
         again = engine.aborted[rid] = asyncio.Event()
         await w.gateway.open_gate(EngineId("e0"))
         assert again.is_set()
+        assert w.gateway._pool._clients[EngineId("e0")].aborts_to_repeat, "it did not take it"
+        engine.refused_aborts.clear()
+        again = engine.aborted[rid] = asyncio.Event()
+        await w.gateway.open_gate(EngineId("e0"))
+        assert again.is_set()
+        assert not w.gateway._pool._clients[EngineId("e0")].aborts_to_repeat
 
 
 async def test_aborts_are_sent_again_all_at_once_and_each_only_until_it_arrived(model_dir: Path) -> None:

@@ -199,6 +199,8 @@ def test_most_engines_of_a_kind_are_right() -> None:
     assert agreement.wrong() == {B: ["w"]}, "one against one: the first is believed"
     agreement.tell(C, {"w": "right", "b": "same"})
     assert agreement.wrong() == {A: ["w"]}
+    agreement.tell(EngineId("d"), {"w": "wrong", "b": "same"})
+    assert agreement.wrong() == {A: ["w"], EngineId("d"): ["w"]}, "as many against as many: who was believed before"
 
 
 def test_an_engine_that_turns_out_wrong_after_its_wave_has_failed() -> None:
