@@ -193,6 +193,7 @@ async def test_a_group_that_died_in_its_recovery_too_is_followed_by_one_that_end
     assert scene.kit.versions_of(report) == {f"1.{scene.step}"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_engines_of_a_group_that_died_go_with_it_and_new_ones_take_the_newest_weights(
     kit: Any, tmp_path: Path

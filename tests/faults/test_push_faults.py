@@ -170,6 +170,7 @@ async def test_of_a_wave_of_three_only_the_engine_that_hangs_is_lost(
         os.kill(rig.processes["one"].pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 async def test_an_engine_that_never_answers_a_pause_is_left_out(rig, other_model: Path) -> None:
     async def stop() -> None:
         os.kill(rig.processes["one"].pid, signal.SIGSTOP)
