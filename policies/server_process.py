@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.policies.errors import EngineStartFailed
@@ -217,4 +218,12 @@ class ServerProcess(ABC):
             os.killpg(self.pid, 0)
         except (ProcessLookupError, PermissionError):
             return False
-        return True
+        return any(_runs_in(self.pid, process_id) for process_id in psutil.pids())
+
+
+def _runs_in(group: int, process_id: int) -> bool:
+    """A zombie runs no more: where the first process of a container reaps nobody, it stays for ever."""
+    try:
+        return os.getpgid(process_id) == group and psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False

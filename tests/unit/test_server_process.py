@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from headrace.policies.server_process import ServerCommand, ServerConfig, Server
 if TYPE_CHECKING:
     from pathlib import Path
 
+PR_SET_CHILD_SUBREAPER = 36
 PROGRAM = "sleep 600 & echo $! > child.partial; mv child.partial child; exec sleep 600"
 
 
@@ -56,3 +58,18 @@ async def test_what_outlives_a_leader_that_stops_is_killed(tmp_path: Path) -> No
         assert server.child_runs()
     assert await server.wait() == -signal.SIGTERM
     assert not server.child_runs()
+
+
+async def test_what_nobody_reaps_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in a container whose first process reaps nobody: this process is the one that orphans come to."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        async with Shell(tmp_path, stop_timeout_s=30.0) as server:
+            child = int(server.child_file.read_text())
+            os.killpg(server.pid, signal.SIGKILL)
+        assert psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+        assert os.waitpid(child, os.WNOHANG) == (child, signal.SIGKILL)
+    finally:
+        assert libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
+    assert not caplog.records
