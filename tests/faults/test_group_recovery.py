@@ -49,9 +49,9 @@ class MortalGroup(EngineGroup):
         self._journal.step = step  # type: ignore[method-assign]
         return await super().__aenter__()
 
-    async def _bring_up_to_date(self) -> None:
+    async def _bring_up_to_date(self, *, at_once: bool = False) -> None:
         self._die_at("recovered")
-        await super()._bring_up_to_date()
+        await super()._bring_up_to_date(at_once=at_once)
 
     def _make_parts(self, http: aiohttp.ClientSession) -> None:
         super()._make_parts(http)
