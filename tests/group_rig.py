@@ -179,10 +179,11 @@ def versions_of(report: SessionReport) -> set[str]:
     return {str(span.version) for row in report.trajectory.rows for span in row.versions}
 
 
-def flags_of(report: SessionReport) -> set[tuple[str, bool]]:
-    """The weights that sampled a session, and whether on keys and values of others."""
+def flags_of(report: SessionReport) -> list[tuple[str, bool]]:
+    """The weights that sampled the one turn of a session, in their order, and whether on keys and values of others."""
     assert report.trajectory is not None
-    return {(str(span.version), span.stale_kv) for row in report.trajectory.rows for span in row.versions}
+    [row] = report.trajectory.rows
+    return [(str(span.version), span.stale_kv) for span in row.versions]
 
 
 @asynccontextmanager

@@ -13,7 +13,6 @@ import pytest_asyncio
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, FinishReason
-from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.errors import SenderFailed, SenderTimeout, UnknownGroup
 from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import Phase, PushOutcome
@@ -192,10 +191,7 @@ class WrongWeights(SGLangEngine):
 
 
 async def test_a_wrong_first_engine_is_outvoted(tiny_model_dir: Path, tmp_path: Path, open_rig) -> None:
-    third = EngineProcessConfig(model=tiny_model_dir, directory=tmp_path, name="three", group_timeout_s=5.0)
-    async with open_rig(tiny_model_dir, tmp_path) as rig, EngineProcess(third) as process:
-        rig.processes["three"] = process
-        rig.attach("three")
+    async with open_rig(tiny_model_dir, tmp_path, names=("one", "two", "three")) as rig:
         config = SGLangConfig(vocab_size=258)
         rig.engines["one"] = WrongWeights(EngineId("one"), rig.processes["one"].url, rig.session, config)
         together = await rig.push(tiny_model_dir, 1, verify="engines", wave_size=3)

@@ -6,7 +6,6 @@ in which SGLang is installed with all that it asks for.
 
 from __future__ import annotations
 
-import io
 import os
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -89,11 +88,9 @@ async def test_an_engine_takes_a_learners_tensors_on_the_same_device(
 async def push_tensors(snapshot: WeightsSnapshot, engine: SGLangEngine) -> None:
     """The tensors stay this process's until the session has ended: the engine reads them in place."""
     tensors = [item for shard in snapshot.shards for item in load_file(shard.path, device="cuda").items()]
-    packed = io.BytesIO()
-    ForkingPickler(packed).dump(tensors)
     await engine.pause(PauseMode.RETRACT)
     await engine.begin_update()
-    await engine.update_from_tensors([packed.getvalue()], version=snapshot.version)
+    await engine.update_from_tensors([bytes(ForkingPickler.dumps(tensors))], version=snapshot.version)
     await engine.end_update()
     await engine.flush()
     await engine.resume()
