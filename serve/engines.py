@@ -16,8 +16,9 @@ from array import array
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from headrace.policies.cancellation import outlast
 from headrace.policies.engine import Completion, FinishReason, RequestId
 from headrace.policies.errors import EngineDown, EngineError
 from headrace.serve.errors import InfraError, NoEngineOpen
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from headrace.policies.engine import Engine, EngineId, GenerateRequest
     from headrace.serve.routing import EngineRoute, Lineage, RoutingTable
 
-T = TypeVar("T")
 MAX_FAILURES = 1
 MAX_CONTINUATIONS = 16
 DOWN_S = 1.0
@@ -200,7 +200,8 @@ class EnginePool:
                 # The session may be finished, or its wall time end, while its agent leaves: the tokens count all the
                 # same.
                 abort = group.create_task(self._abort(client, engine_id, request.request_id, call))
-                partial = await _despite_cancellation(abort)
+                await outlast(abort)
+                partial = abort.result()
                 pieces += [partial] if partial else []
                 raise
         self.silent.pop(engine_id, None)
@@ -235,14 +236,6 @@ class EnginePool:
         # An engine that cannot be told is dead or will be quarantined by the EngineGroup, which asks it itself.
         with suppress(EngineError):
             await engine.abort(request_id)
-
-
-async def _despite_cancellation(task: asyncio.Task[T]) -> T:
-    """What a task of bounded length gives, for a caller that is being cancelled and may be once more."""
-    while not task.done():
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait({task})
-    return task.result()
 
 
 async def _outcome(engine: Engine, request: GenerateRequest) -> Completion | EngineError:

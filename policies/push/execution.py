@@ -20,6 +20,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.policies.cancellation import outlast
 from headrace.policies.engine import PauseMode
 from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, RequestInvalid, SenderFailed
 from headrace.policies.push.agreement import Agreement
@@ -168,8 +169,9 @@ class PushExecution:
             Phase.RESUME: self._resume,
             Phase.OPEN: self._open,
         }
-        call = calls[step.phase]
+        await self._call_all(step, failures, calls[step.phase])
 
+    async def _call_all(self, step: Step, failures: Failures, call: Callable[[EngineControl], Awaitable[None]]) -> None:
         async def one(engine_id: EngineId) -> None:
             async with failures.of(engine_id, self._config.phase_timeout_s):
                 await call(self._engines[engine_id])
@@ -253,13 +255,10 @@ class PushExecution:
             return
         told: dict[EngineId, dict[str, str]] = {}
 
-        async def ask(engine_id: EngineId) -> None:
-            async with failures.of(engine_id, self._config.phase_timeout_s):
-                told[engine_id] = await self._engines[engine_id].checksums()
+        async def ask(engine: EngineControl) -> None:
+            told[engine.engine_id] = await engine.checksums()
 
-        async with asyncio.TaskGroup() as tasks:
-            for engine_id in step.engines:
-                tasks.create_task(ask(engine_id))
+        await self._call_all(step, failures, ask)
         for engine_id, wrong in self._wrong(told).items():
             message = f"{engine_id}: checksums disagree for {wrong[:3]} ({len(wrong)} in all)"
             if engine_id in step.engines:
@@ -323,12 +322,6 @@ async def to_the_end(work: Coroutine[None, None, None]) -> None:
     """Await it, whatever is cancelled meanwhile; the cancellation is raised afterwards."""
     # No task group: that would cancel it.
     running = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not running.done():
-        try:
-            await asyncio.wait({running})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
+    if (cancelled := await outlast(running)) is not None:
         raise cancelled from running.exception()
     running.result()

@@ -16,10 +16,12 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import psutil
 
 from headrace.policies.sglang.versions import DEFAULT_VERSION, REQUIREMENTS, TORCH, TORCHVISION
 
@@ -93,13 +95,8 @@ def _make(directory: Path, version: str) -> None:
 
 def _running_from(directory: Path) -> list[int]:
     """Processes whose program is in there, by the name they were started with: an environment's python is a link."""
-    beginning, pids = os.fsencode(directory) + b"/", []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        # Gone meanwhile.
-        with suppress(OSError):
-            if path.read_bytes().startswith(beginning):
-                pids.append(int(path.parent.name))
-    return pids
+    started = ((process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"]))
+    return [pid for pid, command in started if command and command[0].startswith(f"{directory}/")]
 
 
 def _run(command: Sequence[str], more: dict[str, str] | None = None) -> None:

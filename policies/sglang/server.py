@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import psutil
 from pydantic import Field
 
 from headrace.policies import parent_death
@@ -207,8 +208,6 @@ def is_taken(host: str, port: int) -> bool:
 
 def listens(pid: int, port: int) -> bool:
     """The process itself listens on the port."""
-    import psutil
-
     try:
         sockets: Iterable[psutil.pconn] = psutil.Process(pid).net_connections("tcp")
         return any(item.status == psutil.CONN_LISTEN and item.laddr.port == port for item in sockets)
