@@ -14,12 +14,12 @@ from opentelemetry import trace
 from headrace.actors.batching import Batcher
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluators.simulated import simulated_verdict
+from headrace.actors.evaluators.verdict import solved
 from headrace.actors.leases import Leases
 from headrace.actors.operations import Operations
 from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
 from headrace.buffer.tasks import EvaluatorKind
-from headrace.buffer.types import Cause
 from headrace.sandboxes.pool.booting import LeaseRequest
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import context_from
@@ -99,7 +99,7 @@ class Evaluator(Owning):
 
     async def _evaluate(self, request: EvaluationRequest) -> Verdict:
         if request.task.evaluator.kind is EvaluatorKind.NONE:
-            return Verdict(reward=1.0, cause=Cause.SOLVED)
+            return solved()
         if request.task.evaluator.kind is EvaluatorKind.SIMULATED:
             return await simulated_verdict(request)
         with tracer.start_as_current_span(names.CHECK, context=context_from(request.traceparent)):

@@ -56,10 +56,18 @@ class Issued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """What the ledger holds of one evaluation rollout: the number of its last attempt, and its reward if it has one."""
+    """What the ledger holds of one evaluation rollout: the number of its last attempt, and its reward if it has one,
+    with whether that attempt solved the task."""
 
     attempts: int
     reward: float | None
+    solved: bool = False
+
+    def after(self, attempt: int, reward: float | None, *, solved: bool) -> Evaluated:
+        """With one more attempt. The first reward stands."""
+        if self.reward is not None:
+            reward, solved = self.reward, self.solved
+        return Evaluated(attempts=max(self.attempts, attempt), reward=reward, solved=solved)
 
 
 NEVER_EVALUATED = Evaluated(attempts=0, reward=None)
@@ -204,10 +212,7 @@ class Replay:
         with self._ending():
             for record in await self._store.evaluations(tag):
                 before = known.get(record.rollout_id, NEVER_EVALUATED)
-                known[record.rollout_id] = Evaluated(
-                    attempts=max(before.attempts, record.attempt),
-                    reward=record.reward if before.reward is None else before.reward,
-                )
+                known[record.rollout_id] = before.after(record.attempt, record.reward, solved=record.solved)
         return known
 
     async def export(self, folder: Path) -> None:

@@ -296,7 +296,7 @@ def outcome_of(report: AgentReport, exhausted: Exhausted, verdict: Verdict) -> O
     spent = exhausted is not Exhausted.NONE and not (finished and exhausted is Exhausted.CONTEXT)
     by_itself = finished or report.stop is StopReason.ERROR
     cause = Cause.BUDGET if (spent or not by_itself) and verdict.cause is not Cause.INVALID else verdict.cause
-    return Outcome(reward=verdict.reward, trainable=True, cause=cause, detail=verdict.detail)
+    return Outcome(reward=verdict.reward, solved=verdict.solved, trainable=True, cause=cause, detail=verdict.detail)
 
 
 def _failed(order: RolloutOrder, phases: Phases, detail: str) -> RolloutResult:

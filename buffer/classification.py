@@ -7,14 +7,13 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headrace.buffer.records import TrainedTokens
-from headrace.buffer.types import Cause, Outcome
+from headrace.buffer.types import Cause, Outcome, check_reward
 
 if TYPE_CHECKING:
     from headrace.buffer.types import RolloutResult, Row, Trajectory
@@ -31,13 +30,19 @@ def classify(result: RolloutResult, tree: VersionTree) -> tuple[Outcome, tuple[T
     """
     outcome = result.outcome
     if outcome.cause in FAILED or outcome.cause is Cause.CANCELLED:
-        return replace(outcome, reward=None, trainable=False), ()
-    if outcome.reward is None or not math.isfinite(outcome.reward):
-        return Outcome.infra(f"malformed result: cause {outcome.cause} with reward {outcome.reward}"), ()
+        return replace(outcome, reward=None, solved=False, trainable=False), ()
     try:
+        _check_solved(outcome)
+        outcome = replace(outcome, reward=check_reward(outcome.reward), solved=bool(outcome.solved))
         return outcome, trained_tokens(result.trajectory, tree)
     except ValueError as error:
         return Outcome.infra(f"malformed result: {error}"), ()
+
+
+def _check_solved(outcome: Outcome) -> None:
+    """Raises ValueError where `solved` contradicts the cause; a spent budget goes with either."""
+    if outcome.cause is not Cause.BUDGET and outcome.solved != (outcome.cause is Cause.SOLVED):
+        raise ValueError(f"cause {outcome.cause} with solved = {outcome.solved}")
 
 
 def trained_tokens(trajectory: Trajectory | None, tree: VersionTree) -> tuple[TrainedTokens, ...]:

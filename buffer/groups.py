@@ -82,6 +82,7 @@ class GroupBook:
             offered=True,
             cause=outcome.cause,
             reward=outcome.reward,
+            solved=outcome.solved,
             trainable=outcome.trainable,
             detail=outcome.detail,
             trained=trained,

@@ -40,7 +40,7 @@ class TaskHistory:
             replace(
                 task,
                 finished=task.finished + 1,
-                solved=task.solved + ((attempt.reward or 0.0) > 0),
+                solved=task.solved + attempt.solved,
                 duration_s=task.duration_s + max(0.0, (attempt.ended_at_s or 0.0) - attempt.issued_at_s),
                 poison_streak=0,
             )

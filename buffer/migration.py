@@ -11,7 +11,7 @@ import math
 from typing import TYPE_CHECKING
 
 from headrace.buffer.advantages import SCALE_EPSILON, deviation_square_sum, full_scale, zero_variance
-from headrace.buffer.schema import SCHEMA_VERSION, TABLES_OF_2
+from headrace.buffer.schema import CHANGES_OF_3, SCHEMA_VERSION, TABLES_OF_2
 
 if TYPE_CHECKING:
     import sqlite3
@@ -101,4 +101,12 @@ def _kind_of_1(rewards: Sequence[float], advantages: Sequence[float | None]) -> 
     return "grpo", full_scale(rewards)
 
 
-_STEPS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _from_1}
+def _from_2(database: sqlite3.Connection) -> None:
+    """Version 2 recorded no `solved`: a result counted as solved when its reward was above 0."""
+    for statement in CHANGES_OF_3:
+        database.execute(statement)
+    for table in ("attempts", "evaluations"):
+        database.execute(f"UPDATE {table} SET solved = 1 WHERE reward > 0")
+
+
+_STEPS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _from_1, 2: _from_2}

@@ -175,7 +175,8 @@ class TrainedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """One try. `version` was served when it was issued. `offered` tells a result from an abandoned attempt."""
+    """One try. `version` was served when it was issued. `offered` tells a result from an abandoned attempt. `solved` is
+    the evaluator's word, false without a reward."""
 
     rollout_id: RolloutId
     attempt: int
@@ -191,6 +192,7 @@ class AttemptRecord:
     turns: int = 0
     phases_s: tuple[tuple[str, float], ...] = ()
     trace_id: str = ""
+    solved: bool = False
 
     @property
     def key(self) -> tuple[RolloutId, int]:
@@ -291,6 +293,7 @@ class EvaluationRecord:
     detail: str
     sampled: tuple[TrainedTokens, ...]
     recorded_at_s: float
+    solved: bool = False
 
     @property
     def key(self) -> tuple[RolloutId, int]:
@@ -302,9 +305,9 @@ class TaskRecord:
     """What is known of a task: for scales, parking and curricula.
 
     `last_pass` is the pass over the data that opened its newest group. `finished` counts results with a reward,
-    `solved` those above 0, `duration_s` is their sum. `complete_members`, `reward_sum`, `reward_square_sum` and
-    `deviation_square_sum` (within groups) cover complete groups. `poison_streak` counts members that became poison
-    since one finished."""
+    `solved` those of them that solved the task, `duration_s` is the sum of their durations. `complete_members`,
+    `reward_sum`, `reward_square_sum` and `deviation_square_sum` (within groups) cover complete groups. `poison_streak`
+    counts members that became poison since one finished."""
 
     task_id: TaskId
     last_pass: int = -1

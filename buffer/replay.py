@@ -276,6 +276,7 @@ class ReplayBuffer:
                 version=version,
                 cause=outcome.cause,
                 reward=outcome.reward,
+                solved=outcome.solved,
                 detail=outcome.detail,
                 sampled=sampled,
                 recorded_at_s=now,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.records import Record
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x48524C31
 """`HRL1` in the file's header: this SQLite file is a ledger."""
 
@@ -49,6 +49,12 @@ TABLES_OF_2 = """CREATE TABLE tasks (
   reward_square_sum REAL NOT NULL, deviation_square_sum REAL NOT NULL, poison_streak INTEGER NOT NULL,
   parked INTEGER NOT NULL, last_failure TEXT NOT NULL) WITHOUT ROWID"""
 """New with schema 2."""
+
+CHANGES_OF_3 = (
+    "ALTER TABLE attempts ADD COLUMN solved INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE evaluations ADD COLUMN solved INTEGER NOT NULL DEFAULT 0",
+)
+"""Tables and columns new with schema 3. A new ledger runs them too, so that it cannot differ from a migrated one."""
 
 LEDGER_DDL = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -90,7 +96,7 @@ CREATE TABLE evaluations (
   PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID;
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
-LEDGER_STATEMENTS = (*LEDGER_DDL.strip().rstrip(";").split(";\n"), TABLES_OF_2)
+LEDGER_STATEMENTS = (*LEDGER_DDL.strip().rstrip(";").split(";\n"), TABLES_OF_2, *CHANGES_OF_3)
 
 TRAJECTORIES_DDL = """
 CREATE TABLE IF NOT EXISTS trajectories (
@@ -225,10 +231,11 @@ TABLES: Mapping[type, Table] = {
         AttemptRecord,
         "attempts",
         "rollout_id attempt",
-        "version issued_at_s ended_at_s offered cause reward trainable detail trained turns phases_s trace_id",
+        "version issued_at_s ended_at_s offered cause reward trainable detail trained turns phases_s trace_id solved",
         {
             "version": _version,
             "offered": bool,
+            "solved": bool,
             "trainable": bool,
             "cause": _optional(Cause),
             "trained": read_trained,
@@ -264,8 +271,8 @@ TABLES: Mapping[type, Table] = {
         EvaluationRecord,
         "evaluations",
         "rollout_id attempt",
-        "task_id tag version cause reward detail sampled recorded_at_s",
-        {"version": _version, "cause": Cause, "sampled": read_trained},
+        "task_id tag version cause reward detail sampled recorded_at_s solved",
+        {"version": _version, "cause": Cause, "sampled": read_trained, "solved": bool},
         {"version": str, "sampled": _write_trained},
     ),
     TaskRecord: _table(

@@ -7,6 +7,8 @@ sampled have `loss_mask_T == False` and `logprobs_T == 0`.
 from __future__ import annotations
 
 import hashlib
+import math
+import numbers
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NewType
@@ -24,14 +26,32 @@ GroupId = NewType("GroupId", str)
 RolloutId = NewType("RolloutId", str)
 BatchId = NewType("BatchId", str)
 
+MAX_REWARD = 1e6
+"""Bound of a reward's absolute value. The ledger adds up squares of rewards, which must stay exact enough to be
+recomputed; a reward beyond this is a defect of the evaluator, for example an overflow."""
+
+
+def check_reward(value: object) -> float:
+    """The reward as a float. Raises ValueError unless it is a finite number of at most MAX_REWARD in absolute value."""
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"the reward is not a number ({type(value).__name__})")
+    try:
+        reward = float(value)
+    except OverflowError:
+        reward = math.inf
+    # Written this way round because a NaN compares as false.
+    if not abs(reward) <= MAX_REWARD:
+        raise ValueError(f"the reward {reward:g} is not a finite number from {-MAX_REWARD:g} to {MAX_REWARD:g}")
+    return reward
+
 
 class Cause(StrEnum):
     """Why a rollout ended (DESIGN 6)."""
 
     SOLVED = "solved"
-    """The evaluator decided: reward above 0."""
+    """The evaluator decided: the task is solved."""
     FAILED = "failed"
-    """The evaluator decided: reward 0."""
+    """The evaluator decided: the task is not solved. The reward may be any number."""
     BUDGET = "budget"
     """The agent used up turns, tokens or time; the evaluator still ran."""
     INVALID = "invalid"
@@ -48,12 +68,15 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a rollout ended. `reward` is None exactly when the outcome tells nothing about the policy."""
+    """How a rollout ended. `reward` is None exactly when the outcome tells nothing about the policy. `solved` is the
+    evaluator's word, independent of the reward's size: true with the cause `solved`, false with `failed` and `invalid`,
+    either with `budget`."""
 
     reward: float | None
     trainable: bool
     cause: Cause
     detail: str = ""
+    solved: bool = False
 
     @classmethod
     def infra(cls, detail: str) -> Outcome:

@@ -225,7 +225,7 @@ def _tasks(evidence: Evidence, members: Mapping[str, Sequence[RolloutRecord]]) -
     for attempt in evidence.attempts:
         if (of := task_of_rollout.get(attempt.rollout_id)) is not None:
             counts["finished"][of] += attempt.reward is not None
-            counts["solved"][of] += (attempt.reward or 0.0) > 0
+            counts["solved"][of] += attempt.solved
             counts["infra"][of] += attempt.cause in FAILED
     known = {task.task_id: task for task in evidence.tasks}
     for task_id in sorted({*known, *counts["groups"]}):

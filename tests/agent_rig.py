@@ -221,7 +221,7 @@ class Stations:
         return record
 
     async def evaluate(self, request: EvaluationRequest) -> Verdict:
-        return Verdict(reward=1.0, cause=Cause.SOLVED)
+        return Verdict(reward=1.0, solved=True, cause=Cause.SOLVED)
 
 
 async def rollout(rig: Rig, agent: CliAgent, *, agent_timeout_s: float) -> tuple[RolloutResult, Stations]:

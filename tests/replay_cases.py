@@ -50,9 +50,11 @@ def trajectory(*versions, tokens=6, seed=0):
     return Trajectory(rows=(row,), temperature=1.0)
 
 
-def result(order, *versions, reward=1.0, trainable=True, tokens=6):
-    """A finished attempt, sampled by `versions`."""
-    outcome = Outcome(reward=reward, trainable=trainable, cause=Cause.SOLVED if reward else Cause.FAILED)
+def result(order, *versions, reward=1.0, solved=None, trainable=True, tokens=6):
+    """A finished attempt, sampled by `versions`; solved with a reward above 0 where not told otherwise."""
+    solved = reward > 0 if solved is None else solved
+    cause = Cause.SOLVED if solved else Cause.FAILED
+    outcome = Outcome(reward=reward, solved=solved, trainable=trainable, cause=cause)
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,

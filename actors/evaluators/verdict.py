@@ -33,12 +33,14 @@ class EvaluationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`reward` is None exactly when `cause` is evaluator or infra. `log` is what the check or the tests printed,
-    `patch` a diff of what the agent left: hostile text, told only to those who asked to keep it."""
+    """`reward` is None exactly when `cause` is evaluator or infra. `solved` says whether the task is solved, whatever
+    the reward: it decides between the causes solved and failed, and pass@k counts it. `log` is what the check or the
+    tests printed, `patch` a diff of what the agent left: hostile text, told only to those who asked to keep it."""
 
     reward: float | None
     cause: Cause
     detail: str = ""
+    solved: bool = False
     log: str = ""
     patch: str = ""
 
@@ -51,12 +53,12 @@ class CleanRooms(Protocol):
     def clean(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]: ...
 
 
-def solved(detail: str = "") -> Verdict:
-    return Verdict(reward=1.0, cause=Cause.SOLVED, detail=detail)
+def solved(detail: str = "", *, reward: float = 1.0) -> Verdict:
+    return Verdict(reward=reward, solved=True, cause=Cause.SOLVED, detail=detail)
 
 
-def failed(detail: str) -> Verdict:
-    return Verdict(reward=0.0, cause=Cause.FAILED, detail=detail)
+def failed(detail: str, *, reward: float = 0.0) -> Verdict:
+    return Verdict(reward=reward, cause=Cause.FAILED, detail=detail)
 
 
 def invalid(detail: str) -> Verdict:

@@ -45,6 +45,7 @@ class Answer:
     attempt: int
     cause: Cause
     reward: float | None
+    solved: bool
     detail: str
     turns: int
     sampled_tokens: int
@@ -60,6 +61,8 @@ class Answer:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
         """The inverse of `to_json`; other keys are ignored. Raises KeyError, TypeError, ValueError."""
+        # Lines of 0.1 have no `solved`: it was a reward above 0.
+        document = {"solved": (document["reward"] or 0.0) > 0} | document
         known = {name: document[name] for name in cls.__dataclass_fields__}
         pairs = {name: tuple(document[name].items()) for name in ("versions", "phases_s")}
         return cls(**known | pairs | {"cause": Cause(document["cause"])})
@@ -114,6 +117,7 @@ def _answer(order: RolloutOrder, outcome: Outcome, **told: Any) -> Answer:
         attempt=order.attempt,
         cause=outcome.cause,
         reward=outcome.reward,
+        solved=outcome.solved,
         detail=outcome.detail[:MAX_DETAIL_CHARACTERS],
         folder=folder_name(order),
         **told,

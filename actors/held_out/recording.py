@@ -58,8 +58,13 @@ class Recording(Owning):
         kept = self._folders.read(self._tag, folder_name(order)) if self._folders else None
         if kept is not None and (kept.rollout_id, kept.reward) == (order.rollout_id, known.reward):
             return kept
-        cause = Cause.SOLVED if known.reward else Cause.FAILED
-        outcome = Outcome(reward=known.reward, trainable=False, cause=cause, detail="known from the ledger alone")
+        outcome = Outcome(
+            reward=known.reward,
+            solved=known.solved,
+            trainable=False,
+            cause=Cause.SOLVED if known.solved else Cause.FAILED,
+            detail="known from the ledger alone",
+        )
         return untold_answer(order, outcome)
 
     async def add(self, answer: Answer) -> None:

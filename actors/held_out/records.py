@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.actors.replay import NEVER_EVALUATED, Evaluated, Issued
+from headrace.actors.replay import NEVER_EVALUATED, Issued
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.actors.replay import Evaluated
     from headrace.buffer.types import GroupId, Receipt, RolloutId, RolloutOrder, RolloutResult
 
 
@@ -63,8 +64,8 @@ class EvaluationRecords:
         for order, result in ended:
             known = self._known.setdefault(order.group_id, {})
             before = known.get(order.rollout_id, NEVER_EVALUATED)
-            reward = result.outcome.reward if before.reward is None else before.reward
-            known[order.rollout_id] = Evaluated(attempts=max(before.attempts, order.attempt), reward=reward)
+            outcome = result.outcome
+            known[order.rollout_id] = before.after(order.attempt, outcome.reward, solved=outcome.solved)
 
     async def evaluated(self, tag: GroupId) -> dict[RolloutId, Evaluated]:
         return dict(self._known.get(tag, {}))

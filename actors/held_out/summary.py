@@ -3,7 +3,7 @@
 Invariants:
 - The denominator is fixed before it starts: tasks x samples. Answers without a reward are in `n` and in `n_infra`, and
   in no mean.
-- An answer counts as solved when its reward is above 0, as everywhere.
+- `success` is about rewards, pass@k and pass^k about solved answers: a reward above 0 alone does not solve a task.
 - pass@k and pass^k are the unbiased estimators over the scored answers of a task (Chen et al. 2021, arXiv:2107.03374,
   and Yao et al. 2024, arXiv:2406.12045); a task with fewer than k of them is left out of that k and counted.
 """
@@ -123,7 +123,7 @@ def pass_rates(answers: Iterable[Answer], samples: int) -> tuple[PassRate, ...]:
     by_task: dict[str, list[bool]] = defaultdict(list)
     for answer in answers:
         if answer.reward is not None:
-            by_task[answer.task_id].append(answer.reward > 0)
+            by_task[answer.task_id].append(answer.solved)
     counts = [(len(solved), sum(solved)) for solved in by_task.values()]
     ks = sorted({1 << power for power in range(samples.bit_length()) if 1 << power <= samples} | {samples})
     return tuple(_pass_rate(k, enough) for k in ks if (enough := [count for count in counts if count[0] >= k]))

@@ -210,7 +210,7 @@ def test_where_a_session_is() -> None:
             target_of(url)
 
 
-SOLVED = Verdict(reward=1.0, cause=Cause.SOLVED)
+SOLVED = Verdict(reward=1.0, solved=True, cause=Cause.SOLVED)
 
 
 @pytest.mark.parametrize(

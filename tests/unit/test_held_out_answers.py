@@ -24,7 +24,9 @@ from headrace.actors.held_out.answers import Answer, AnswerLog, answer_id, plain
 from headrace.actors.held_out.folders import EvaluationFolders, conversation_lines
 from headrace.actors.held_out.keeping import Kept
 from headrace.actors.held_out.overlap import refuse_overlap
+from headrace.actors.held_out.recording import Recording, evaluation_order
 from headrace.actors.held_out.summary import About, pass_rates, summarize_answers, write_summary
+from headrace.actors.replay import Evaluated
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause, RolloutId
 from headrace.serve.capture.rows import SaidTurn
@@ -46,6 +48,7 @@ def answer(task_id: str = "one", sample: int = 0, reward: float | None = 1.0, **
         attempt=1,
         cause=cause,
         reward=reward,
+        solved=cause is Cause.SOLVED,
         detail="",
         turns=2,
         sampled_tokens=7,
@@ -181,7 +184,7 @@ def test_files_are_capped_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     lines = conversation_lines([said("y" * 300)] * 5).splitlines()
     assert [json.loads(line).get("left_out_turns") for line in lines] == [None, None, 3]
     folders = EvaluationFolders(root=tmp_path, about=ABOUT)
-    folders.write("base", answer(), Kept(verdict=Verdict(reward=1.0, cause=Cause.SOLVED, log="z" * 1000)))
+    folders.write("base", answer(), Kept(verdict=Verdict(reward=1.0, solved=True, cause=Cause.SOLVED, log="z" * 1000)))
     log = (folders.rollout("base", answer().folder) / "evaluator.log").read_bytes()
     assert len(log) < 150
     assert log.endswith(folders_module.CUT)
@@ -208,6 +211,29 @@ def test_infra_is_in_the_denominator_of_nothing_and_counted_apart(tmp_path: Path
     assert document["tasks_at_k"] == {"1": 2, "2": 1}
     none = summarize_answers([answer(reward=None)], tag="base", tasks=1, samples=1, dataset_sha256="")
     assert (none.success, none.pass_rates) == (None, ())
+
+
+def test_pass_rates_count_what_is_solved_and_not_what_has_a_reward() -> None:
+    formatted = answer(reward=0.1, cause=Cause.FAILED, solved=False)
+    costly = answer(sample=1, reward=-1.0, cause=Cause.SOLVED, solved=True)
+    assert [rate.any_solved for rate in pass_rates([formatted, costly], 1)] == [0.5]
+
+
+def test_a_line_of_an_older_version_was_solved_by_a_reward_above_0() -> None:
+    lines = [answer(reward=reward).to_json() for reward in (1.0, 0.0, None)]
+    for line in lines:
+        del line["solved"]
+    assert [Answer.from_json(line).solved for line in lines] == [True, False, False]
+
+
+async def test_an_answer_that_only_the_ledger_has_was_solved_as_the_ledger_says() -> None:
+    spec = EvaluatorSpec(kind=EvaluatorKind.NONE)
+    order = evaluation_order("base", Task(id=TaskId("t"), family="a", instruction="do", evaluator=spec), 0)
+    async with Recording(None, "base") as recording:
+        for reward, solved, cause in ((-1.0, False, Cause.FAILED), (0.0, True, Cause.SOLVED)):
+            known = Evaluated(attempts=1, reward=reward, solved=solved)
+            recovered = recording.recover(order, known)
+            assert (recovered.reward, recovered.solved, recovered.cause) == (reward, solved, cause)
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=4))

@@ -68,6 +68,17 @@ async def test_a_run_of_schema_1_goes_on(golden):
     assert (report.steps, report.lost, report.trained_twice) == (4, 0, 0)
 
 
+@pytest.mark.parametrize("name", ["ledger_v1", "ledger_v2"])
+async def test_results_of_older_schemas_were_solved_by_a_reward_above_0(golden, name):
+    run_dir = golden(name)
+    attempts = read_evidence(run_dir).attempts
+    assert {attempt.solved for attempt in attempts} == {True, False}
+    assert all(attempt.solved == ((attempt.reward or 0.0) > 0) for attempt in attempts)
+    async with await open_run(run_dir, EARLY if name == "ledger_v2" else cases.SMALL) as store:
+        (evaluation,) = await store.evaluations("held out")
+    assert (evaluation.reward, evaluation.solved) == (1.0, True)
+
+
 async def test_a_run_of_schema_2_goes_on(golden):
     run_dir = golden("ledger_v2")
     report = verify(run_dir)
@@ -111,8 +122,9 @@ def test_a_migration_that_breaks_off_leaves_schema_1(golden):
         assert database.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
 
 
-def test_a_migrated_ledger_has_the_tables_of_a_new_one(golden, tmp_path):
-    migrated = golden("ledger_v1")
+@pytest.mark.parametrize("name", ["ledger_v1", "ledger_v2"])
+def test_a_migrated_ledger_has_the_tables_of_a_new_one(golden, tmp_path, name):
+    migrated = golden(name)
     Ledger.open(migrated, {"run_id": "golden"}).close()
     Ledger.open(tmp_path / "new", {"run_id": "golden"}).close()
     assert columns(migrated) == columns(tmp_path / "new")

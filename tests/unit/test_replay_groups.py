@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ from pydantic import ValidationError
 from headrace.buffer.records import EvaluationRecord, FilterReason, GroupState, RolloutState
 from headrace.buffer.replay import BufferConfig
 from headrace.buffer.stream import TaskStream
-from headrace.buffer.types import Cause, ReceiptStatus, RolloutId
+from headrace.buffer.types import MAX_REWARD, Cause, ReceiptStatus, RolloutId
 from headrace.buffer.versions import PolicyVersion
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
@@ -170,6 +172,35 @@ def test_a_failure_has_no_reward_whatever_the_worker_says(opened):
     opened.offer(replace(failed, outcome=replace(failed.outcome, reward=0.0, trainable=True)), 1.0)
     attempt = opened.state.attempts[order.rollout_id]
     assert (attempt.reward, attempt.trainable, opened.state.rollouts[order.rollout_id].reward) == (None, False, None)
+
+
+@pytest.mark.parametrize(
+    "reward", [math.nan, math.inf, -math.inf, 1e200, -1.1 * MAX_REWARD, 10**400, "1", None, 1j, Decimal(1)]
+)
+def test_a_reward_that_is_no_bounded_number_is_an_infra_failure(opened, reward):
+    (order,) = opened.issue(1, FIRST, 0.0)
+    done = cases.result(order, FIRST)
+    assert opened.offer(replace(done, outcome=replace(done.outcome, reward=reward)), 1.0).status == "accepted"
+    attempt = opened.state.attempts[order.rollout_id]
+    assert (attempt.cause, attempt.reward, attempt.solved) == (Cause.INFRA, None, False)
+    assert "malformed result: the reward" in attempt.detail
+
+
+@pytest.mark.parametrize("reward", [-MAX_REWARD, MAX_REWARD, 0, -3, True, np.float32(0.5), np.int64(7)])
+def test_any_number_within_the_bound_is_a_reward(opened, reward):
+    (order,) = opened.issue(1, FIRST, 0.0)
+    opened.offer(cases.result(order, FIRST, reward=reward, solved=False), 1.0)
+    kept = opened.state.attempts[order.rollout_id].reward
+    assert (kept, type(kept)) == (float(reward), float)
+
+
+@pytest.mark.parametrize(("cause", "solved"), [(Cause.SOLVED, False), (Cause.FAILED, True), (Cause.INVALID, True)])
+def test_solved_that_contradicts_the_cause_is_an_infra_failure(opened, cause, solved):
+    (order,) = opened.issue(1, FIRST, 0.0)
+    done = cases.result(order, FIRST)
+    opened.offer(replace(done, outcome=replace(done.outcome, cause=cause, solved=solved)), 1.0)
+    attempt = opened.state.attempts[order.rollout_id]
+    assert (attempt.cause, attempt.reward) == (Cause.INFRA, None)
 
 
 def test_rollouts_over_the_bound_are_named(opened):

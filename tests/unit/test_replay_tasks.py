@@ -54,6 +54,15 @@ def train_on(buffer, version, steps=1000, outcome=lambda order: 1.0):
     return version
 
 
+def test_a_task_counts_what_is_solved_not_what_has_a_reward():
+    buffer = buffer_of()
+    first, second = buffer.issue(2, FIRST, 10.0)
+    buffer.offer(cases.result(first, FIRST, reward=0.1, solved=False), 15.0)
+    assert buffer.state.task(first.task.id).solved == 0
+    buffer.offer(cases.result(second, FIRST, reward=-1.0, solved=True), 15.0)
+    assert (second.task.id, buffer.state.task(first.task.id).solved) == (first.task.id, 1)
+
+
 def test_the_history_of_a_task_is_kept():
     buffer = buffer_of()
     first, second, third, fourth = buffer.issue(4, FIRST, 10.0)
