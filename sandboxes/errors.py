@@ -23,6 +23,7 @@ SandboxError
     ├── ExecResultLost               a command with this exec_id has run; whoever ran it died with its output
     ├── SandboxFileError             missing, not a regular file, too large, no permission
     │   └── FrozenPathRefused        the declared data path is missing or leads through a symbolic link
+    ├── FolderRefused                a private folder or TMPDIR cannot be used: unwritable, or another user's
     ├── LedgerRefused                another process has the pool's ledger, or it is none of this version
     └── NamespacesUnavailable        this machine cannot isolate; `reason` says why
 ```
@@ -132,6 +133,10 @@ class SandboxFileError(PermanentSandboxError):
 
 
 class FrozenPathRefused(SandboxFileError):
+    pass
+
+
+class FolderRefused(PermanentSandboxError):
     pass
 
 

@@ -15,6 +15,7 @@ import sqlite3
 from typing import TYPE_CHECKING
 
 from headrace.sandboxes.errors import SandboxError, SpecRefused
+from headrace.sandboxes.private_folders import make_missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,7 @@ class ServerDatabase:
             raise SpecRefused(f"--state {folder}: {error}") from error
 
     def _take(self, folder: Path, file_name: str, lock_name: str) -> str:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_missing(folder)
         self._lock = os.open(folder / lock_name, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

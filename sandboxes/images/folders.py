@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NewType
 
 from headrace.sandboxes.launcher.processes import parse_stat
+from headrace.sandboxes.private_folders import make_missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,9 +39,8 @@ class StoreFolder:
 
     def prepare(self) -> None:
         """Make the folders and remove what dead processes left. Raises OSError."""
-        self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in _FOLDERS:
-            (self.home / name).mkdir(mode=0o700, exist_ok=True)
+            make_missing(self.home / name)
         for left in (*(self.home / "unpacking").iterdir(), *(self.home / "leases").iterdir()):
             if not is_alive(Owner(left.stem)):
                 remove(left)

@@ -17,7 +17,6 @@ import select
 import shutil
 import signal
 import socket
-import tempfile
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -26,6 +25,7 @@ from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable, Sandb
 from headrace.sandboxes.launcher.stdlib_process import stdlib_command
 from headrace.sandboxes.leftovers import LAUNCHER_NAME
 from headrace.sandboxes.local.client import LauncherClient
+from headrace.sandboxes.private_folders import make_private, new_private, user_folder
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -88,7 +88,8 @@ class LauncherProcess:
             start_new_session=True,
         )
         try:
-            ids = await asyncio.to_thread(_ids_folder)
+            # One for all launchers of this user on this host.
+            ids = await asyncio.to_thread(user_folder, "ids")
             places = {"socket_path": str(folder / "socket"), "ids_folder": str(ids)}
             all_settings = {**settings, **places, "admin_secret": secret}
             answer = await _introduce(process, all_settings)
@@ -198,21 +199,14 @@ async def _introduce(process: asyncio.subprocess.Process, settings: Mapping[str,
 
 
 def runtime_folder(chosen: Path | None) -> Path:
-    """Where the folders of this user's launchers lie."""
-    return chosen or Path(tempfile.gettempdir()) / f"headrace-sandboxes-{os.getuid()}"
-
-
-def _ids_folder() -> Path:
-    """One for all launchers of this user on this host."""
-    folder = Path(tempfile.gettempdir()) / f"headrace-ids-{os.getuid()}"
-    _make_private(folder)
-    return folder
+    """Where the folders of this user's launchers lie; made unless it was chosen. Raises FolderRefused."""
+    return chosen or user_folder("sandboxes")
 
 
 def make_folder(parent: Path) -> Path:
     """A private folder `<owner pid>-<random>`; those whose owner is dead and where nobody listens are removed.
 
-    Raises SpecRefused, SandboxError.
+    Raises SpecRefused, FolderRefused.
     """
     _make_private(parent)
     _sweep(parent)
@@ -220,16 +214,16 @@ def make_folder(parent: Path) -> Path:
         owner = folder.name.partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists() and not _listens(folder / "socket"):
             shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent))
+    return new_private(parent, f"{os.getpid()}-")
 
 
 def _make_private(folder: Path) -> None:
+    """Raises FolderRefused, SpecRefused."""
     if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES - len(f"/{os.getpid()}-12345678"):
-        raise SpecRefused(f"{folder} is too long for a unix socket: choose a shorter path (runtime_folder, stays_in)")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise SandboxError(f"{folder} must belong to this user with mode 700: remove it or choose another")
+        raise SpecRefused(
+            f"{folder} is too long for a unix socket: set TMPDIR (or runtime_folder, stays_in) to a shorter path"
+        )
+    make_private(folder)
 
 
 @asynccontextmanager

@@ -45,6 +45,7 @@ from headrace.sandboxes.local.launcher_process import (
 )
 from headrace.sandboxes.local.layer_templates import make_template
 from headrace.sandboxes.local.sandbox import LocalSandbox
+from headrace.sandboxes.private_folders import make_missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -144,7 +145,7 @@ class LocalProvider:
 
     async def start(self) -> None:
         """Start the launcher, or adopt the one that stays. Raises NamespacesUnavailable with the kernel's reason,
-        LauncherGone, SpecRefused."""
+        LauncherGone, SpecRefused, FolderRefused."""
         async with self._starting:
             await self._start()
             self._started = True
@@ -162,7 +163,7 @@ class LocalProvider:
 
     async def _find_launcher(self) -> LauncherProcess:
         if self._config.layers_in is not None:
-            await asyncio.to_thread((self._config.layers_in / TEMPLATES).mkdir, mode=0o700, parents=True, exist_ok=True)
+            await asyncio.to_thread(make_missing, self._config.layers_in / TEMPLATES)
         folder = self._config.stays_in
         if folder is None:
             self._own_folder = await asyncio.to_thread(make_folder, runtime_folder(self._config.runtime_folder))

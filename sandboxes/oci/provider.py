@@ -14,7 +14,6 @@ import asyncio
 import json
 import os
 import secrets
-import tempfile
 import time
 import weakref
 from contextlib import suppress
@@ -28,7 +27,7 @@ from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, Sa
 from headrace.sandboxes.errors import (
     BootTimeout,
     CapacityExceeded,
-    SandboxError,
+    FolderRefused,
     SandboxGone,
     SpecRefused,
 )
@@ -45,6 +44,7 @@ from headrace.sandboxes.oci.keeper_client import KeeperClient
 from headrace.sandboxes.oci.runtime import OciRuntime, RuntimeKind
 from headrace.sandboxes.oci.sandbox import PAUSED_MARK, STATE_FILE, OciSandbox, SandboxState, open_private
 from headrace.sandboxes.partial import refuse_folders
+from headrace.sandboxes.private_folders import make_missing, user_folder
 from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ _IMAGE_PATIENCE_S: Final = 10.0
 """A create waits so long for an image that is being unpacked; then its caller waits, and asks again."""
 _ID_RANGES: Final = 30_000
 _SANDBOXES: Final = "sandboxes"
+_PASSABLE: Final = 0o711
+"""Others pass through but do not list: the root of a container is another user's."""
 _FEATURES: Final = {
     RuntimeKind.RUNC: frozenset({Feature.FREEZE, Feature.PAUSE, Feature.SPAWN, Feature.USAGE}),
     # A paused gVisor still runs new commands, and its processes are none of this kernel's.
@@ -114,10 +116,7 @@ class OciProvider:
 
     def __init__(self, config: OciSandboxConfig | None = None) -> None:
         self._config = config or OciSandboxConfig()
-        temporary = Path(tempfile.gettempdir())
-        self._parent = self._config.runtime_folder or temporary / f"headrace-oci-{os.getuid()}"
-        images = self._config.image_folder or temporary / f"headrace-images-{os.getuid()}"
-        self._images = ImageStore(images, self._config.image_bytes)
+        self._images: ImageStore | None = None
         self._home: Path | None = None
         self._keeper: KeeperClient | None = None
         self._starting = asyncio.Lock()
@@ -139,26 +138,22 @@ class OciProvider:
         await self.aclose()
 
     async def start(self) -> None:
-        """Raises NamespacesUnavailable (no such runtime here), BootFailed."""
+        """Raises NamespacesUnavailable (no such runtime here), BootFailed, FolderRefused."""
         async with self._starting:
             if self._keeper is not None and self._keeper.alive:
                 return
             await self._end()
             self._runtime(Path("/nonexistent"))
-            await self._sweep()
-            self._home = await asyncio.to_thread(_make_home, self._parent)
+            parent = self._config.runtime_folder or user_folder("oci", _PASSABLE)
+            await _sweep(parent)
+            self._home = await asyncio.to_thread(_make_home, parent)
+            if self._images is None:
+                images = self._config.image_folder or user_folder("images")
+                self._images = ImageStore(images, self._config.image_bytes)
             self._keeper = await KeeperClient.start()
 
     def _runtime(self, home: Path) -> OciRuntime:
         return OciRuntime(self._config.runtime, home / "state")
-
-    async def _sweep(self) -> None:
-        """Remove what providers left that died together with their keepers."""
-        if not self._parent.is_dir():
-            return
-        for home in self._parent.iterdir():
-            if not is_alive(Owner(home.name)):
-                await _remove_home(home)
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
         """Boot a sandbox, or return the one with the same idempotency key.
@@ -231,6 +226,7 @@ class OciProvider:
     async def _root(self, sandbox: _Sandbox) -> _Root:
         if sandbox.spec.image == HOST_IMAGE:
             return _Root([], "/bin/bash", {})
+        assert self._images is not None
         sandbox.image = await self._images.lease(sandbox.spec.image, patience_s=_IMAGE_PATIENCE_S)
         image = sandbox.image.image
         bash = "/bin/bash" if find(image.layers, "/bin/bash") is not None else "/usr/bin/bash"
@@ -340,7 +336,8 @@ class OciProvider:
 
     async def aclose(self) -> None:
         """End every sandbox and the keeper. Idempotent."""
-        await self._images.aclose()
+        if self._images is not None:
+            await self._images.aclose()
         async with self._starting:
             await self._end()
 
@@ -394,26 +391,32 @@ def _state_word(home: Path) -> str:
     return "paused" if (home / PAUSED_MARK).exists() else "running"
 
 
+async def _sweep(parent: Path) -> None:
+    """Remove what providers left that died together with their keepers."""
+    homes = await asyncio.to_thread(lambda: list(parent.iterdir()) if parent.is_dir() else [])
+    for home in homes:
+        if not is_alive(Owner(home.name)):
+            await _remove_home(home)
+
+
 def _make_home(parent: Path) -> Path:
     """A folder `<owner>` that others may pass through but not list: the root of a container is another user's."""
-    parent.mkdir(mode=0o711, parents=True, exist_ok=True)
+    make_missing(parent, _PASSABLE)
     status = parent.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise SandboxError(f"{parent} must belong to this user with mode 711: remove it or set runtime_folder")
+        raise FolderRefused(f"{parent} must belong to this user with mode 711: remove it or set runtime_folder")
     for folder in (parent, *parent.resolve().parents):
         if not folder.stat().st_mode & 0o001:
             raise SpecRefused(f"{folder} lets nobody else pass (chmod o+x), so no container can use {parent}")
     home = parent / new_owner()
     for folder in (home, home / _SANDBOXES):
-        folder.mkdir(mode=0o711)
-        folder.chmod(0o711)
-    (home / "state").mkdir(mode=0o700)
+        make_missing(folder, _PASSABLE)
+    make_missing(home / "state")
     return home
 
 
 def _write_home(home: Path, sandbox: _Sandbox, state: SandboxState, config: dict[str, Any]) -> None:
-    home.mkdir(mode=0o711)
-    home.chmod(0o711)
+    make_missing(home, _PASSABLE)
     for name, text in (
         ("secret", sandbox.ref.secret),
         (STATE_FILE, json.dumps(state._asdict())),

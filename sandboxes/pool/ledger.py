@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.sandboxes.errors import LedgerRefused
+from headrace.sandboxes.private_folders import make_missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -109,7 +110,7 @@ class SandboxLedger:
     @classmethod
     def open(cls, folder: Path) -> Self:
         """Open or create the ledger in `folder`. Raises LedgerRefused."""
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_missing(folder)
         path = folder / FILE_NAME
         # SQLite gives its side files the mode of the file itself.
         lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

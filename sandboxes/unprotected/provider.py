@@ -21,7 +21,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from contextlib import suppress
 from hmac import compare_digest
@@ -50,6 +49,7 @@ from headrace.sandboxes.launcher.commands import EXIT_CANNOT_RUN, SEARCH_PATH
 from headrace.sandboxes.leftovers import LABEL_VARIABLE
 from headrace.sandboxes.local.client import open_null
 from headrace.sandboxes.partial import PartialSandbox, refuse_folders
+from headrace.sandboxes.private_folders import new_private, temporary_folder
 from headrace.sandboxes.unprotected.mapped_paths import PathMap, open_regular
 from headrace.sandboxes.unprotected.marked_processes import kill_marked
 from headrace.sandboxes.unprotected.sandbox_folder import MARK, SandboxFolder, make_sandbox_folder
@@ -95,7 +95,7 @@ class SubprocessProvider:
     def _own_folder(self) -> Path:
         """Made at the first create: a provider that only attaches needs none."""
         if self._folder is None:
-            folder = tempfile.mkdtemp(prefix="headrace-unprotected-", dir=self._parent)
+            folder = new_private(self._parent or temporary_folder(), "headrace-unprotected-")
             # realpath: the mapping of output back to short paths needs the name that `pwd` prints.
             self._folder = Path(os.path.realpath(folder))
         return self._folder

@@ -24,6 +24,7 @@ import orjson
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import TokenSpan
+from headrace.sandboxes.private_folders import make_missing
 from headrace.serve.capture.events import Accepted, Delivered, Exhausted, Failed, Recorded, Spent
 from headrace.serve.capture.matching import Drift
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
@@ -61,7 +62,7 @@ class SessionLog:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_missing(folder)
 
     def open(self, opened: Opened) -> None:
         """Begin a file. Raises LogBroken."""

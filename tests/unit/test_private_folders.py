@@ -1,0 +1,192 @@
+"""Private folders on a machine that has been used before: any umask, any order, other users, older versions."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.sandboxes.errors import FolderRefused
+from headrace.sandboxes.local.launcher_process import locked_folder, make_folder, runtime_folder
+from headrace.sandboxes.private_folders import make_missing, make_private, temporary_folder, user_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+OTHER_USER = 12345
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A machine with an empty /tmp: a short path that every user can reach."""
+    with tempfile.TemporaryDirectory(prefix="m-") as place:
+        Path(place).chmod(0o711)
+        tmp = Path(place) / "tmp"
+        tmp.mkdir()
+        tmp.chmod(0o1777)
+        monkeypatch.setenv("TMPDIR", str(tmp))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield tmp
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def in_another_process(umask: int, statement: str) -> None:
+    code = f"""
+import asyncio, os
+from pathlib import Path
+from headrace.sandboxes.local.launcher_process import locked_folder, make_folder, runtime_folder
+os.umask({umask})
+async def stays(name):
+    async with locked_folder(runtime_folder(None) / name):
+        pass
+{statement}
+"""
+    subprocess.run((sys.executable, "-c", code), check=True, timeout=60)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077, 0o277])
+@pytest.mark.parametrize(
+    "order",
+    [("asyncio.run(stays('run'))", "make_folder(runtime_folder(None))"), ("make_folder(runtime_folder(None))",) * 2],
+)
+def test_any_umask_and_any_order_of_commands(umask: int, order: tuple[str, str], machine: Path) -> None:
+    for statement in (*order, *reversed(order)):
+        in_another_process(umask, statement)
+    [folder] = machine.iterdir()
+    assert mode(folder) == 0o700
+    assert {mode(path) for path in folder.iterdir()} == {0o700}
+
+
+async def test_a_chosen_folder_of_a_launcher_that_stays_gets_private_parents(machine: Path) -> None:
+    async with locked_folder(machine / "new" / "stays"):
+        assert mode(machine / "new") == mode(machine / "new" / "stays") == 0o700
+    assert make_folder(machine / "new").parent == machine / "new"
+
+
+@pytest.mark.parametrize("wrong", [0o755, 0o775, 0o777, 0o500, 0o000])
+def test_a_folder_of_an_older_version_is_repaired(wrong: int, machine: Path) -> None:
+    folder = machine / f"headrace-sandboxes-{os.geteuid()}"
+    (folder / "dead").mkdir(parents=True)
+    folder.chmod(wrong)
+    assert make_folder(runtime_folder(None)).parent == folder
+    assert mode(folder) == 0o700
+
+
+@as_root
+@pytest.mark.parametrize("wrong", [0o700, 0o777])
+def test_a_folder_that_another_user_took_is_left_alone(wrong: int, machine: Path) -> None:
+    taken = machine / "headrace-sandboxes-0"
+    taken.mkdir()
+    taken.chmod(wrong)
+    os.chown(taken, OTHER_USER, OTHER_USER)
+    folder = make_folder(runtime_folder(None)).parent
+    assert folder == machine / "headrace-sandboxes-0-2"
+    assert list(taken.iterdir()) == []
+    assert mode(taken) == wrong
+    taken.rmdir()
+    # All processes of a user meet in one folder, also when the name is free again.
+    assert user_folder("sandboxes") == folder
+
+
+@as_root
+def test_a_wide_folder_in_which_another_user_left_something_is_not_used(machine: Path) -> None:
+    folder = machine / "headrace-sandboxes-0"
+    folder.mkdir()
+    folder.chmod(0o777)
+    (folder / "run").mkdir()
+    os.chown(folder / "run", OTHER_USER, OTHER_USER)
+    assert user_folder("sandboxes") == machine / "headrace-sandboxes-0-2"
+
+
+@as_root
+def test_a_link_or_a_file_in_the_place_of_the_folder_is_not_followed(machine: Path) -> None:
+    (machine / "elsewhere").mkdir(mode=0o700)
+    (machine / "headrace-sandboxes-0").symlink_to(machine / "elsewhere")
+    (machine / "headrace-sandboxes-0-2").touch()
+    (machine / "headrace-sandboxes-0-3").symlink_to("nowhere")
+    assert user_folder("sandboxes") == machine / "headrace-sandboxes-0-4"
+
+
+@as_root
+def test_a_user_who_took_every_name_is_named_in_one_line(machine: Path) -> None:
+    for name in ("headrace-ids-0", *(f"headrace-ids-0-{number}" for number in range(2, 10))):
+        (machine / name).mkdir()
+        os.chown(machine / name, OTHER_USER, OTHER_USER)
+    with pytest.raises(FolderRefused, match=r"headrace-ids-0 belongs to another user: remove it, or set TMPDIR"):
+        user_folder("ids")
+
+
+@as_root
+@pytest.mark.parametrize("mode_there", [0o700, 0o711])
+def test_another_users_chosen_folder_is_refused(mode_there: int, machine: Path) -> None:
+    folder = machine / "stays"
+    folder.mkdir(mode=mode_there)
+    os.chown(folder, OTHER_USER, OTHER_USER)
+    with pytest.raises(FolderRefused, match=f"belongs to user {OTHER_USER}"):
+        make_private(folder)
+
+
+def test_the_mode_of_a_chosen_folder_is_not_changed(machine: Path) -> None:
+    folder = machine / "mine"
+    folder.mkdir()
+    folder.chmod(0o755)
+    with pytest.raises(FolderRefused, match="chmod 700"):
+        make_private(folder)
+    make_missing(folder)
+    assert mode(folder) == 0o755
+
+
+def test_a_file_in_the_way_is_one_line(machine: Path) -> None:
+    (machine / "file").touch()
+    with pytest.raises(FolderRefused, match=r"file/below cannot be made: .*; choose another"):
+        make_private(machine / "file" / "below")
+
+
+@as_root
+def test_two_users_have_folders_of_their_own(machine: Path) -> None:
+    mine = runtime_folder(None)
+    os.seteuid(OTHER_USER)
+    try:
+        theirs = runtime_folder(None)
+        assert (theirs.stat().st_uid, mode(theirs)) == (OTHER_USER, 0o700)
+    finally:
+        os.seteuid(0)
+    assert (mine, theirs) == (machine / "headrace-sandboxes-0", machine / f"headrace-sandboxes-{OTHER_USER}")
+
+
+def test_a_tmpdir_that_is_missing_or_no_folder_is_one_line(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(machine / "missing"))
+    with pytest.raises(FolderRefused, match=r"missing.*create that folder or unset TMPDIR"):
+        temporary_folder()
+    (machine / "file").touch()
+    monkeypatch.setenv("TMPDIR", str(machine / "file"))
+    with pytest.raises(FolderRefused, match="is not a folder"):
+        temporary_folder()
+
+
+@as_root
+def test_a_tmpdir_of_another_user_is_one_line(machine: Path) -> None:
+    os.chown(machine, OTHER_USER, OTHER_USER)
+    with pytest.raises(FolderRefused, match=f"belongs to another user .id {OTHER_USER}.*set TMPDIR"):
+        temporary_folder()
+
+
+@as_root
+def test_a_tmpdir_without_the_right_to_write_is_one_line(machine: Path) -> None:
+    machine.chmod(0o755)
+    os.seteuid(OTHER_USER)
+    try:
+        with pytest.raises(FolderRefused, match="is not writable"):
+            temporary_folder()
+    finally:
+        os.seteuid(0)
