@@ -30,6 +30,9 @@ MAX_REWARD = 1e6
 """Bound of a reward's absolute value. The ledger adds up squares of rewards, which must stay exact enough to be
 recomputed; a reward beyond this is a defect of the evaluator, for example an overflow."""
 
+SOLVED_REWARD = 1.0
+"""Where only a reward is given, the task is solved from this reward on."""
+
 
 def check_reward(value: object) -> float:
     """The reward as a float. Raises ValueError unless it is a finite number of at most MAX_REWARD in absolute value."""

@@ -3,7 +3,7 @@
 Invariants:
 - The denominator is fixed before it starts: tasks x samples. Answers without a reward are in `n` and in `n_infra`, and
   in no mean.
-- `success` is about rewards, pass@k and pass^k about solved answers: a reward above 0 alone does not solve a task.
+- `success`, pass@k and pass^k count solved answers, `mean_reward` is about rewards: a reward above 0 solves nothing.
 - pass@k and pass^k are the unbiased estimators over the scored answers of a task (Chen et al. 2021, arXiv:2107.03374,
   and Yao et al. 2024, arXiv:2406.12045); a task with fewer than k of them is left out of that k and counted.
 """
@@ -48,13 +48,15 @@ class PassRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSummary:
-    """`success` is the mean reward over the answers that were scored, None when none was; `infra` answers are not in
-    it. `versions` counts sampled tokens by policy version, `mixed` the answers that more than one version sampled."""
+    """`success` is the share of solved answers and `mean_reward` the mean, both over the answers that were scored and
+    None when none was; `infra` answers are in neither. `versions` counts sampled tokens by policy version, `mixed` the
+    answers that more than one version sampled."""
 
     tag: str
     answers: int
     infra: int
     success: float | None
+    mean_reward: float | None = None
     tasks: int = 0
     samples: int = 1
     dataset_sha256: str = ""
@@ -67,13 +69,14 @@ class EvaluationSummary:
         """For a person."""
         scored = self.answers - self.infra
         success = "-" if self.success is None else f"{self.success:.1%}"
+        reward = "-" if self.mean_reward is None else f"{self.mean_reward:.3f}"
         rates = [
             f"pass@{rate.k} {rate.any_solved:.1%}, pass^{rate.k} {rate.all_solved:.1%}   ({rate.tasks} tasks)"
             for rate in self.pass_rates
         ]
         versions = ", ".join(self.versions) or "none"
         return [
-            f"success {success}   ({scored} of {self.answers} answers scored, {self.infra} infra)",
+            f"success {success}, mean reward {reward}   ({scored} of {self.answers} scored, {self.infra} infra)",
             *rates,
             f"sampled by {versions}; {self.mixed} answers by more than one version",
         ]
@@ -88,6 +91,7 @@ class EvaluationSummary:
             "n": self.answers,
             "n_infra": self.infra,
             "success": self.success,
+            "mean_reward": self.mean_reward,
             "pass_at_k": {str(rate.k): rate.any_solved for rate in self.pass_rates},
             "pass_hat_k": {str(rate.k): rate.all_solved for rate in self.pass_rates},
             "tasks_at_k": {str(rate.k): rate.tasks for rate in self.pass_rates},
@@ -103,11 +107,13 @@ def summarize_answers(
 ) -> EvaluationSummary:
     """`answers` holds one for each task and sample."""
     rewards = [answer.reward for answer in answers if answer.reward is not None]
+    solved = sum(answer.solved for answer in answers if answer.reward is not None)
     return EvaluationSummary(
         tag=tag,
         answers=len(answers),
         infra=len(answers) - len(rewards),
-        success=sum(rewards) / len(rewards) if rewards else None,
+        success=solved / len(rewards) if rewards else None,
+        mean_reward=sum(rewards) / len(rewards) if rewards else None,
         tasks=tasks,
         samples=samples,
         dataset_sha256=dataset_sha256,

@@ -2,9 +2,10 @@
 
 The distribution over all attempts is the Kaplan-Meier curve (no shape is assumed: stragglers make two humps, which no
 lognormal has), with the tail of a censored lognormal beyond what ended. Where an attempt is in it depends on its task
-and its reward by a normal copula: each duration becomes the normal score of its rank, and `mixed` splits the scores
-into what attempts at one task have in common, what goes with the reward, and the rest. Without that, the longest of a
-group, which whole groups wait for, would come out too long: eight attempts at one task are more alike than any eight.
+and on whether it solved it by a normal copula: each duration becomes the normal score of its rank, and `mixed` splits
+the scores into what attempts at one task have in common, what goes with solving it, and the rest. Without that, the
+longest of a group, which whole groups wait for, would come out too long: eight attempts at one task are more alike than
+any eight.
 
 Invariant: a fit depends on the observations alone, in whatever order.
 """
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 QUANTILES: Final = 1000
 """Durations that stand for the curve."""
 LARGEST_SHIFT: Final = 3.0
-"""Standard deviations; more would mean that the reward is the duration."""
+"""Standard deviations; more would mean that the duration tells whether the task is solved."""
 LARGEST_SHARE: Final = 0.98
 PRIOR: Final = 1.0
-"""Attempts at each task that are added with the mean reward: two of two solved is no proof of certainty."""
+"""Attempts at each task that are added with the mean chance: two of two solved is no proof of certainty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ def fit(recording: Recording) -> Fit:
         cap_s=max(quantiles_s),
         task_share=min(LARGEST_SHARE, round(scores.task_share, 4)),
         solved_shift=_shift(scores),
-        solved_share=_mean_reward(observations),
+        solved_share=_solved_share(observations),
     )
     return Fit(
         durations=durations,
@@ -106,8 +107,8 @@ def fit(recording: Recording) -> Fit:
     )
 
 
-def _order(observation: Observation) -> tuple[str, float, bool, float]:
-    return (observation.task, observation.seconds, observation.finished, observation.reward or 0.0)
+def _order(observation: Observation) -> tuple[str, float, bool, bool]:
+    return (observation.task, observation.seconds, observation.finished, bool(observation.solved))
 
 
 def _mixed(values: Sequence[float], observations: Sequence[Observation]) -> MixedFit:
@@ -120,8 +121,8 @@ def _mixed(values: Sequence[float], observations: Sequence[Observation]) -> Mixe
 
 
 def _solved(observation: Observation) -> float | None:
-    """1 for a reward above 0: the simulated evaluator knows no others."""
-    return None if observation.reward is None else float(observation.reward > 0)
+    """As the simulated evaluator's rewards: 1 or 0."""
+    return None if observation.solved is None else float(observation.solved)
 
 
 def _score(curve: SurvivalCurve, seconds: float) -> float:
@@ -130,22 +131,22 @@ def _score(curve: SurvivalCurve, seconds: float) -> float:
 
 
 def _shift(scores: MixedFit) -> float:
-    """In standard deviations of attempts with the same reward."""
+    """In standard deviations of attempts that are alike in whether they solved their task."""
     alike = math.hypot(scores.task_deviation, scores.own_deviation)
     return round(min(LARGEST_SHIFT, max(-LARGEST_SHIFT, scores.shift / alike)), 4)
 
 
-def _mean_reward(observations: Sequence[Observation]) -> float:
+def _solved_share(observations: Sequence[Observation]) -> float:
     known = [solved for solved in map(_solved, observations) if solved is not None]
     return round(fmean(known), 4) if known else 0.5
 
 
 def _chances(observations: Sequence[Observation]) -> tuple[float, ...]:
-    """Of each task with a result; none where no reward is known."""
+    """Of each task with a result; 0.5 where nothing was decided."""
     by_task: defaultdict[str, list[float]] = defaultdict(list)
     for observation in observations:
         if (solved := _solved(observation)) is not None:
             by_task[observation.task].append(solved)
-    mean = _mean_reward(observations)
+    mean = _solved_share(observations)
     chances = [(sum(solved) + PRIOR * mean) / (len(solved) + PRIOR) for solved in by_task.values()]
     return tuple(round(chance, 4) for chance in chances) or (0.5,)

@@ -163,7 +163,8 @@ def _observations(evidence: Evidence, *, before_s: float) -> Iterator[Observatio
         if seen is not None:
             seconds, finished = seen
             task = str(tasks[groups[attempt.rollout_id]])
-            yield Observation(task=task, seconds=seconds, finished=finished, reward=attempt.reward)
+            solved = None if attempt.reward is None else attempt.solved
+            yield Observation(task=task, seconds=seconds, finished=finished, solved=solved)
 
 
 def _seen(attempt: AttemptRecord, record_ended_s: float, before_s: float) -> tuple[float, bool] | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from headrace.actors.errors import ConfigError
+from headrace.buffer.types import SOLVED_REWARD
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,19 +26,20 @@ if TYPE_CHECKING:
 
 LEAST_FINISHED: Final = 24
 """Attempts that ended, below which nothing is fitted."""
-COLUMNS: Final = ("seconds", "task", "reward", "finished")
+COLUMNS: Final = ("seconds", "task", "reward", "finished", "solved")
 _WRITE: Final = 'write {"task": "t1", "seconds": 61.5, "reward": 1, "finished": true} on each line, or such a CSV'
 _BOOLEANS: Final = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One attempt's work, from the agent's start. Unfinished: it took longer than `seconds`."""
+    """One attempt's work, from the agent's start. Unfinished: it took longer than `seconds`. `solved` is None where
+    nothing was decided."""
 
     task: str
     seconds: float
     finished: bool = True
-    reward: float | None = None
+    solved: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +132,16 @@ def _observation(path: Path, number: int, row: Mapping[str, Any]) -> Observation
         # Without a name each attempt is a task of its own: nothing is known of what tasks have in common.
         task=f"line {number}" if task is None else str(task),
         seconds=seconds,
-        finished=_finished(path, number, row.get("finished")),
-        reward=_number(path, number, "reward", row.get("reward")),
+        finished=_boolean(path, number, "finished", row.get("finished")) is not False,
+        solved=_solved(path, number, row),
     )
+
+
+def _solved(path: Path, number: int, row: Mapping[str, Any]) -> bool | None:
+    """The column `solved`; without it a reward tells."""
+    solved = _boolean(path, number, "solved", row.get("solved"))
+    reward = _number(path, number, "reward", row.get("reward"))
+    return solved if solved is not None or reward is None else reward >= SOLVED_REWARD
 
 
 def _number(path: Path, number: int, column: str, value: Any) -> float | None:
@@ -147,10 +156,10 @@ def _number(path: Path, number: int, column: str, value: Any) -> float | None:
     return parsed
 
 
-def _finished(path: Path, number: int, value: Any) -> bool:
+def _boolean(path: Path, number: int, column: str, value: Any) -> bool | None:
     if value is None:
-        return True
+        return None
     known = _BOOLEANS.get(str(value).lower())
     if known is None:
-        raise ConfigError(f"{path}:{number}: finished is neither true nor false (given: {value!r})")
+        raise ConfigError(f"{path}:{number}: {column} is neither true nor false (given: {value!r})")
     return known

@@ -217,6 +217,8 @@ def test_pass_rates_count_what_is_solved_and_not_what_has_a_reward() -> None:
     formatted = answer(reward=0.1, cause=Cause.FAILED, solved=False)
     costly = answer(sample=1, reward=-1.0, cause=Cause.SOLVED, solved=True)
     assert [rate.any_solved for rate in pass_rates([formatted, costly], 1)] == [0.5]
+    summary = summarize_answers([formatted, costly], tag="base", tasks=2, samples=1, dataset_sha256="")
+    assert (summary.success, summary.mean_reward) == (0.5, -0.45)
 
 
 def test_a_line_of_an_older_version_was_solved_by_a_reward_above_0() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sqlite3
 import sys
 import tomllib
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +118,21 @@ def test_traces_in_both_forms_are_the_same(tmp_path: Path) -> None:
     first, second = read_traces(tmp_path / "t.jsonl"), read_traces(tmp_path / "t.csv")
     assert first.observations == second.observations
     assert [observation.finished for observation in first.observations] == [True, False, True]
+    assert [observation.solved for observation in first.observations] == [True, None, False]
+
+
+def test_a_trace_is_solved_by_its_word_or_from_a_reward_of_1_on(tmp_path: Path) -> None:
+    text = "seconds,reward,solved\n1,0.1,\n1,1,\n1,-1,true\n1,5,no\n1,,yes\n"
+    (tmp_path / "t.csv").write_text(text)
+    observations = read_traces(tmp_path / "t.csv").observations
+    assert [observation.solved for observation in observations] == [False, True, True, False, True]
+
+
+def test_a_format_reward_of_a_run_solves_nothing(run: Path, tmp_path: Path) -> None:
+    formatted = shutil.copytree(run, tmp_path / "formatted")
+    with closing(sqlite3.connect(formatted / "ledger.db")) as database, database:
+        database.execute("UPDATE attempts SET reward = 0.1 WHERE reward = 0.0")
+    assert fit(read_run(formatted)) == fit(read_run(run))
 
 
 BAD = {

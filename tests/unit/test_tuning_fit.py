@@ -44,7 +44,7 @@ def drawn(truth: DurationsConfig, *, tasks: int, censor_s: float, seed: int = 1)
                     task=str(task),
                     seconds=min(duration_s, clock_s),
                     finished=ended,
-                    reward=float(solved) if ended else None,
+                    solved=solved if ended else None,
                 )
             )
     return observations
@@ -135,7 +135,7 @@ def test_a_fit_does_not_depend_on_the_order() -> None:
 
 def test_chances_are_drawn_towards_the_mean() -> None:
     observations = [
-        Observation(task=task, seconds=1.0 + number / 100, reward=float(task == "easy"))
+        Observation(task=task, seconds=1.0 + number / 100, solved=task == "easy")
         for task in ("easy", "hard")
         for number in range(20)
     ]
