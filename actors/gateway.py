@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import errno
-import os
+import logging
 import random
 import secrets
 from dataclasses import asdict, dataclass, field
@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from headrace.actors.owning import Owning
+from headrace.buffer.durable_files import write_private
 from headrace.serve.garbage import portioned_collections
 from headrace.serve.gateway import Gateway, GatewayConfig, GatewayStats
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from headrace.actors.observing import Observing
     from headrace.policies.engine import EngineId
     from headrace.serve.routing import RoutingTable
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,16 +99,12 @@ def stable_ports() -> Iterator[int]:
 
 
 def read_address(path: Path) -> GatewayAddress | None:
-    """The address a gateway of this run had, None before the first start."""
+    """The address a gateway of this run had, None before the first start. A file without a readable address is written
+    anew by the next start; sessions of the old address end then."""
     if not path.exists():
         return None
-    return GatewayAddress(**orjson.loads(path.read_bytes()))
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Replace a file atomically; only the owner may read it."""
-    partial = path.with_suffix(".partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    partial.replace(path)
+    try:
+        return GatewayAddress(**orjson.loads(path.read_bytes()))
+    except (TypeError, ValueError) as error:
+        logger.warning("%s holds no address (%s): the gateway takes a new one", path, error)
+        return None

@@ -36,6 +36,7 @@ from headrace.actors.service import Service
 from headrace.actors.simulation.tasks import simulated_tasks
 from headrace.actors.summary import RunSummary, summarize
 from headrace.buffer.datasets.terminal import Split, generate
+from headrace.buffer.durable_files import publish_folder, replace_file
 from headrace.buffer.tasks import load_tasks, write_tasks
 from headrace.policies.model_files import check_model_files
 from headrace.sandboxes.doctor import require_namespaces
@@ -117,7 +118,7 @@ def _make(directory: RunDirectory, config: RunConfig, train: Sequence[Task], hel
         partial.write_beginning(train, uuid.uuid4().hex)
         write_tasks(partial.heldout_tasks, heldout)
         partial.config.write_bytes(orjson.dumps(config.model_dump(mode="json"), option=orjson.OPT_INDENT_2))
-        staged.rename(directory.path)
+        publish_folder(staged, directory.path)
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)
         raise ConfigError(
@@ -194,7 +195,7 @@ def drive(
             stop_local_ray()
             directory.append_session(started, time.time())
         summary = summarize(directory, completed=completed)
-        directory.summary.write_bytes(orjson.dumps(summary.to_json(), option=orjson.OPT_INDENT_2))
+        replace_file(directory.summary, orjson.dumps(summary.to_json(), option=orjson.OPT_INDENT_2))
         draw(directory)
         return summary
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.buffer.codec import decode
+from headrace.buffer.durable_files import publish_folder
 from headrace.buffer.errors import CodecError, ExportRefused, LedgerRefused
 from headrace.buffer.evidence import read_only
 from headrace.buffer.ledger import check_schema
@@ -60,7 +61,7 @@ def export(run_dir: Path, folder: Path) -> ExportReport:
             database.execute("BEGIN")
             rows = {name: _write_table(database, name, staged) for name in _tables(database)}
             rows["trajectories"], unreadable = _write_trajectories(database, run_dir, staged)
-        staged.rename(folder)
+        publish_folder(staged, folder)
     except sqlite3.DatabaseError as error:
         raise LedgerRefused(f"{path} is not readable: {error}") from error
     except OSError as error:

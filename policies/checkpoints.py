@@ -15,21 +15,20 @@ directory.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.buffer.durable_files import fsync
+from headrace.buffer.durable_files import publish_folder
 from headrace.buffer.types import BatchId, CheckpointRef, RolloutId, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner_errors import CheckpointUnreadable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
 FORMAT = 1
 MANIFEST = "headrace.json"
@@ -141,13 +140,8 @@ def stage(root: Path, version: PolicyVersion) -> Path:
 
 def publish(staged: Path, version: PolicyVersion) -> Path:
     """Make a staged checkpoint durable, then visible under its final name, which is returned."""
-    for directory, _, files in os.walk(staged):
-        for name in files:
-            fsync(Path(directory, name))
-        fsync(Path(directory))
     final = staged.with_name(str(version))
-    staged.rename(final)
-    fsync(final.parent)
+    publish_folder(staged, final)
     return final
 
 

@@ -114,8 +114,9 @@ class MegatronTrainer:
         staged = final.with_suffix(".tmp")
         self._export(staged)
         staged.rename(final)
-        # By age, not from memory: the sender may still read what an incarnation before this one wrote.
-        oldest_first = sorted(directory.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        # By version, not from memory: the sender may still read what an incarnation before this one wrote. Not by time:
+        # after a clock was set back the file just written would be the oldest.
+        oldest_first = sorted(directory.glob("*.safetensors"), key=lambda path: PolicyVersion.parse(path.stem))
         for path in oldest_first[:-KEPT_SNAPSHOTS]:
             path.unlink()
         self._last_snapshot = WeightsSnapshot(version=self._version, shards=(WeightsShard.of(final),))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Self
 import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
+from headrace.buffer.durable_files import replace_file
 from headrace.policies.errors import EngineStartFailed
 
 if TYPE_CHECKING:
@@ -38,9 +39,7 @@ logger = logging.getLogger(__name__)
 
 def announce(path: Path, url: str) -> None:
     """Leave `{"url", "pid"}` for those who wait for this process to serve: whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
-    partial.replace(path)
+    replace_file(path, json.dumps({"url": url, "pid": os.getpid()}).encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

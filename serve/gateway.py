@@ -103,7 +103,8 @@ class GatewayStats:
     """A snapshot for progress lines and metrics. `tokens_by_version` counts recorded tokens since the start, keys are
     `epoch.step`; `lost_calls` counts call markup that gave no call; `parser_fails`: of many such turns in a row none
     gave one, so the parser does not fit the model; `silent` counts the calls in a row that an engine did not answer in
-    time; `closed` are engines whose gate is closed."""
+    time; `closed` are engines whose gate is closed; `table_version` is that of the routing table, -1 before the first
+    one."""
 
     sessions: int
     turns_in_flight: dict[str, int]
@@ -113,6 +114,7 @@ class GatewayStats:
     parser_fails: bool = False
     silent: dict[str, int] = field(default_factory=dict)
     closed: tuple[str, ...] = ()
+    table_version: int = -1
 
 
 class Gateway:
@@ -241,6 +243,7 @@ class Gateway:
             parser_fails=self._turns.parser_alarm.raised,
             silent={str(engine): number for engine, number in self._pool.silent.items()},
             closed=self._pool.router.closed(time.monotonic()),
+            table_version=self._pool.router.table.version,
         )
 
     def _load_renderer(self) -> Renderer:

@@ -1,7 +1,7 @@
 """Which engine gets a turn: a pure state machine over a versioned routing table.
 
 Invariants:
-- A table is replaced as a whole, and only by a newer one.
+- A table is replaced as a whole, and only by a newer one: who makes them counts them, no clock does.
 - A gate is a lease: it opens by itself when the lease ends, so a dead EngineGroup cannot close an engine for ever.
 - An engine that is down gets nothing for a moment; the table says whether it stays.
 - A lineage stays with its engine (its prefix is cached there) while that engine is open and at most `max_imbalance`

@@ -9,7 +9,8 @@ Invariants:
 - A dead sender costs the engines that it was just sending to; what it did not reach is pushed again by the next one.
 - The newest snapshot is journalled before its push begins, and every phase before it is taken: a restarted group knows
   what its predecessor left, takes over the engines that outlived it, and brings all of them to that snapshot.
-- Routing tables are versioned and published again and again: a restarted gateway has one within a supervision interval.
+- Routing tables are counted and published again and again: a restarted gateway has one within a supervision interval.
+  The count goes on over restarts of the group, and no clock is in it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SUPERVISION_S = 2.0
+TABLES_BITS = 32
+"""A table's version is the group's incarnation, shifted by so many bits, and the number of the table."""
 
 
 class EngineGroup:
@@ -92,6 +95,7 @@ class EngineGroup:
         self._requests = RequestBox(self._directory / "requests")
         self._lock = asyncio.Lock()
         self._pushes = 0
+        self._incarnation = self._tables = 0
 
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("engines"))
@@ -235,6 +239,7 @@ class EngineGroup:
         Raises EngineStartFailed when there is none."""
         roster = read_roster(self._directory / "members.json")
         self._fleet.started, self._fleet.retired = roster.started, set(roster.retired)
+        await self._count_incarnation(roster)
         in_place = self._push_config.pause_mode is PauseMode.IN_PLACE
         await recover(
             roster, self._journal.broken(), self._fleet, self._registry, self._pusher, self._gate, in_place=in_place
@@ -248,6 +253,12 @@ class EngineGroup:
         hopeful = {EngineState.WAITING, EngineState.SERVING, *([EngineState.QUARANTINED] if roster.engines else [])}
         if not self._registry.in_state(*hopeful):
             raise failures[0] if failures else EngineStartFailed(self._why_nobody_is_there())
+
+    async def _count_incarnation(self, roster: Roster) -> None:
+        """One more than the group's before, by its roster and by the gateway's table: either may have been lost."""
+        stats = await self._gate.stats()
+        published = 0 if stats is None else max(0, stats.table_version) >> TABLES_BITS
+        self._incarnation = max(roster.incarnation, published) + 1
 
     def _why_nobody_is_there(self) -> str:
         reasons = [f"{entry.engine_id}: {entry.reason}" for entry in self._registry.all()]
@@ -312,12 +323,17 @@ class EngineGroup:
     async def _publish(self) -> None:
         """Tell the disk who is here, and the gateway who is in routing."""
         self._write_roster()
-        # Milliseconds of the clock: larger than any table of an earlier incarnation of this group.
-        await self._gate.route(self._registry.table(time.time_ns() // 1_000_000))
+        self._tables += 1
+        await self._gate.route(self._registry.table((self._incarnation << TABLES_BITS) + self._tables))
 
     def _write_roster(self) -> None:
         statuses = self._fleet.statuses(time.monotonic())
-        roster = Roster(engines=statuses, started=self._fleet.started, retired=frozenset(self._fleet.retired))
+        roster = Roster(
+            engines=statuses,
+            started=self._fleet.started,
+            retired=frozenset(self._fleet.retired),
+            incarnation=self._incarnation,
+        )
         roster.write(self._directory / "members.json")
 
     async def _supervise(self) -> None:

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headrace.actors.gateway import write_private
+from headrace.buffer.durable_files import write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from headrace.policies.engine import EngineInfo
     from headrace.policies.push.contract import PushReport
     from headrace.policies.push.machine import Step
+
+logger = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 18
 """What is read of the journal's end at first: the lines of one push of a hundred engines."""
@@ -102,16 +105,17 @@ class PushJournal:
         )
 
     def newest(self) -> WeightsSnapshot | None:
-        """The snapshot that all engines are to hold, if its files are still there."""
-        record = _read(self._directory / "newest.json")
-        if record is None:
+        """The snapshot that all engines are to hold, if its files are still there. A damaged record is none: the next
+        push writes it anew."""
+        path = self._directory / "newest.json"
+        if not path.exists():
             return None
-        # Journals of the first versions know one file only.
-        given = record.get("shards", [record])
-        shards = tuple(WeightsShard(path=Path(shard["path"]), sha256=shard["sha256"]) for shard in given)
-        if not all(shard.path.exists() for shard in shards):
+        try:
+            snapshot = _snapshot(orjson.loads(path.read_bytes()))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            logger.warning("%s is damaged (%r): engines wait for the next push", path, error)
             return None
-        return WeightsSnapshot(version=PolicyVersion.parse(record["version"]), shards=shards)
+        return snapshot if all(shard.path.exists() for shard in snapshot.shards) else None
 
     def _append(self, line: dict[str, object]) -> None:
         with self._pushes.open("ab", buffering=0) as file:
@@ -126,7 +130,7 @@ class PushJournal:
             lines = self._tail(min(length, size))
             ids = [line["push_id"] for line in lines]
             if length >= size or len(set(ids)) > 1:
-                return [line for line in lines if line["push_id"] == ids[-1]]
+                return [line for line in lines if line["push_id"] == ids[-1]] if ids else []
             length *= 4
 
     def _tail(self, length: int) -> list[dict[str, Any]]:
@@ -156,8 +160,8 @@ def _records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    record: dict[str, Any] = orjson.loads(path.read_bytes())
-    return record
+def _snapshot(record: dict[str, Any]) -> WeightsSnapshot:
+    # Journals of the first versions know one file only.
+    given = record.get("shards", [record])
+    shards = tuple(WeightsShard(path=Path(shard["path"]), sha256=shard["sha256"]) for shard in given)
+    return WeightsSnapshot(version=PolicyVersion.parse(record["version"]), shards=shards)

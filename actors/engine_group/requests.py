@@ -5,7 +5,8 @@ A run may sit on a Ray that nobody outside can reach, so the run directory carri
 Invariants:
 - A question is one file `ID.json`, an answer one file `ID.done.json`, each written whole; whoever may write into the
   run directory may ask.
-- A question is answered once, in the order of asking, and is idempotent: asked again it comes to the same.
+- A question is answered once, in the order of asking, and is idempotent: asked again it comes to the same. Its name
+  begins with a number that grows, so that the order does not depend on a clock.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import orjson
 
 from headrace.actors.engine_group.errors import EngineGroupError
-from headrace.actors.gateway import write_private
+from headrace.buffer.durable_files import write_private
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,19 +45,26 @@ class RequestBox:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._answered_s: dict[str, float] = {}
+        """When this process first saw an answer, by the monotonic clock."""
 
     def open(self) -> list[EngineRequest]:
         """What is not answered yet, oldest first. Answers that nobody fetched in an hour are dropped."""
         if not self._directory.exists():
             return []
-        asked: list[tuple[int, EngineRequest]] = []
-        for path in self._directory.glob("*.json"):
+        asked: list[EngineRequest] = []
+        for path in sorted(self._directory.glob("*.json")):
             if path.name.endswith(ANSWERED):
-                if time.time() - path.stat().st_mtime > KEPT_S:
-                    path.unlink(missing_ok=True)
+                self._drop_if_old(path)
             elif (request := _read(path)) is not None:
-                asked.append((path.stat().st_mtime_ns, request))
-        return [request for _, request in sorted(asked, key=lambda pair: pair[0])]
+                asked.append(request)
+        return asked
+
+    def _drop_if_old(self, answer: Path) -> None:
+        now_s = time.monotonic()
+        if now_s - self._answered_s.setdefault(answer.name, now_s) > KEPT_S:
+            del self._answered_s[answer.name]
+            answer.unlink(missing_ok=True)
 
     def answer(self, request: EngineRequest, *, engine_id: str, error: str = "") -> None:
         """`error` says why it could not be done."""
@@ -75,15 +83,19 @@ def _read(path: Path) -> EngineRequest | None:
     return request if request.request_id == path.stem and request.kind in ("add", "remove") else None
 
 
+def _next_number(directory: Path) -> int:
+    """Above those of all questions that wait; two that are asked at once may share one."""
+    numbers = [path.name.split("-", 1)[0] for path in directory.glob("*.json")]
+    return 1 + max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
 def ask_group(directory: Path, kind: Literal["add", "remove"], what: str, *, timeout_s: float) -> str:
     """The operator's side, blocking: the engine's name, once it is done. Raises EngineGroupError with the group's
     reason, or when nobody answered."""
     directory.mkdir(parents=True, exist_ok=True)
-    request = EngineRequest(request_id=uuid.uuid4().hex, kind=kind, what=what)
+    request = EngineRequest(request_id=f"{_next_number(directory):06d}-{uuid.uuid4().hex}", kind=kind, what=what)
     question = directory / f"{request.request_id}.json"
-    partial = question.with_suffix(".partial")
-    partial.write_bytes(orjson.dumps(asdict(request)))
-    partial.replace(question)
+    write_private(question, orjson.dumps(asdict(request)))
     answer = directory / f"{request.request_id}{ANSWERED}"
     deadline_s = time.monotonic() + timeout_s
     while not answer.exists():

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from headrace.actors.held_out.answers import Answer, json_bytes
+from headrace.buffer.durable_files import publish_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -81,7 +82,7 @@ def _replace(target: Path, attempt: int, files: dict[str, bytes]) -> None:
         (staged / name).write_bytes(data)
     if target.exists():
         shutil.rmtree(target)
-    staged.rename(target)
+    publish_folder(staged, target)
 
 
 def _files(answer: Answer, kept: Kept) -> Iterator[tuple[str, bytes]]:

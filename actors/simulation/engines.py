@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Self
@@ -17,17 +18,21 @@ from typing import TYPE_CHECKING, Final, Self
 import orjson
 
 from headrace.actors.errors import ActorGone
-from headrace.actors.gateway import write_private
 from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
+from headrace.buffer.durable_files import write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.simulated import PushMode, Served, SimulatedEngine
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from headrace.actors.observing import Observing
     from headrace.actors.run_directory import RunDirectory
     from headrace.policies.learner import WeightsSnapshot
     from headrace.policies.simulated import SimulatedEnginesConfig
+
+logger = logging.getLogger(__name__)
 
 WATCH_S: Final = 10.0
 """How long one waiting call lasts."""
@@ -74,10 +79,7 @@ class SimulatedEngineGroup:
 
     async def __aenter__(self) -> Self:
         if self._journal is not None and self._journal.exists():
-            known = orjson.loads(self._journal.read_bytes())
-            # What was under way is not known: the engines generate on, with what they had.
-            version = PolicyVersion.parse(known["version"]) if known["version"] else None
-            self._served = Served(number=known["number"] + 1, version=version)
+            self._served = _read_served(self._journal)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -152,6 +154,18 @@ class SimulatedEngineGroup:
     def _living(self) -> set[str]:
         now = asyncio.get_running_loop().time()
         return {worker for worker, heard_s in self._heard_s.items() if now - heard_s <= FORGOTTEN_S}
+
+
+def _read_served(journal: Path) -> Served:
+    """What an earlier actor served. A damaged journal says nothing: the engines wait for the next push."""
+    try:
+        known = orjson.loads(journal.read_bytes())
+        # What was under way is not known: the engines generate on, with what they had.
+        version = PolicyVersion.parse(known["version"]) if known["version"] else None
+        return Served(number=known["number"] + 1, version=version)
+    except (KeyError, TypeError, ValueError) as error:
+        logger.warning("%s is damaged (%r): the engines wait for the next push", journal, error)
+        return Served()
 
 
 class EngineWatch(Owning):

@@ -253,6 +253,27 @@ async def test_what_was_removed_stays_away_from_the_next_group(kit: Any, models:
             assert set(await rig.engines()) == {added}
 
 
+async def test_a_group_is_routed_to_after_the_clock_was_set_back(
+    kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        kit.servers(models[0], tmp_path, "a", "b") as servers,
+        kit.gateway_of(models[0], tmp_path) as gateway,
+    ):
+        for name in ("a", "b"):
+            attach = [servers[name].url]
+            async with kit.make_group(models[0], tmp_path, gateway, {}, count=0, attach=attach) as group:
+                await group.push(kit.snapshot(models[1], 1), rollouts_in_flight=0)
+                table = (await gateway.stats()).table_version
+            # The next group of the run starts in 1970.
+            monkeypatch.setattr("time.time_ns", lambda: 0)
+            monkeypatch.setattr("time.time", lambda: 0.0)
+            (tmp_path / "engines" / "members.json").unlink()
+        assert table >> 32 == 2
+        [route] = gateway._gateway._pool.router.table.engines
+        assert route.url == servers["b"].url
+
+
 async def test_operators_ask_through_the_run_directory(kit: Any, models: list[Path], tmp_path: Path) -> None:
     requests = tmp_path / "engines" / "requests"
     async with (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import pickle
 import random
 import signal
@@ -300,6 +301,18 @@ async def test_snapshots_keep_the_last_two(tmp_path: Path, tiny_model_dir: Path)
             last = await learner.snapshot()
         assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["1.1.safetensors", "1.2.safetensors"]
         assert last.shards[0].path.name == "1.2.safetensors"
+
+
+async def test_a_snapshot_survives_a_clock_that_was_set_back(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """The files before it seem to be of tomorrow."""
+    async with opened(learner_config(tmp_path, tiny_model_dir)) as learner:
+        for number in (12, 13, 14):
+            await learner.step(make_batch(number, model_dir=tiny_model_dir))
+            last = await learner.snapshot()
+            assert last.shards[0].path.exists()
+            tomorrow_s = last.shards[0].path.stat().st_mtime + 86_400
+            os.utime(last.shards[0].path, (tomorrow_s - number, tomorrow_s - number))
+        assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["1.2.safetensors", "1.3.safetensors"]
 
 
 def run_program(program: str, message: object) -> subprocess.CompletedProcess[bytes]:
