@@ -24,7 +24,7 @@ from headrace.policies.added_tokens import pattern_of
 from headrace.policies.bounded_cache import BoundedCache
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from tokenizers import Tokenizer
 
@@ -64,6 +64,16 @@ class PieceEncoder:
         for part in self._parts(text):
             ids.extend(part)
         return ids
+
+    def count(self, texts: Iterable[str], *, stop_at: int) -> int:
+        """Tokens of the texts, cut into slices anywhere; ends at the slice that reaches `stop_at`. Keeps nothing."""
+        number = 0
+        for text in texts:
+            for start in range(0, len(text), PIECE_MAX_CHARACTERS):
+                number += len(self._encode(text[start : start + PIECE_MAX_CHARACTERS]))
+                if number >= stop_at:
+                    return number
+        return number
 
     def _parts(self, text: str) -> Iterator[array[int]]:
         if not self.cuts_tokens:

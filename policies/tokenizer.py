@@ -24,7 +24,7 @@ from headrace.policies.tokenizer_errors import TokenizerInvalid, TokenizerMismat
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from headrace.policies.chat_template import SharedTool, TemplateMessage
@@ -77,6 +77,11 @@ class ChatTokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a text. Control tokens in it are recognised: for contents of strangers use `render` and `bridge`."""
         return tuple(self._pieces.ids(text))
+
+    def count(self, texts: Iterable[str], *, stop_at: int) -> int:
+        """Tokens of the texts, each tokenized by itself and in slices: a few more than in one go. Counting ends once
+        `stop_at` is reached."""
+        return self._pieces.count(texts, stop_at=stop_at)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids without special tokens; bytes that are no UTF-8 become U+FFFD."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 
 class Role(StrEnum):
@@ -80,6 +80,21 @@ class Message:
     def calls(self) -> tuple[ToolCall, ...]:
         return tuple(block for block in self.blocks if isinstance(block, ToolCall))
 
+    @property
+    def rendered_texts(self) -> Iterator[str]:
+        """The texts that every template shows, arguments of calls included. Many drop earlier reasoning."""
+        for block in self.blocks:
+            if isinstance(block, Text | ToolResult):
+                yield block.text
+            elif isinstance(block, ToolCall):
+                yield block.name
+                yield block.arguments
+
+    @property
+    def characters(self) -> int:
+        """Length of `rendered_texts`."""
+        return sum(map(len, self.rendered_texts))
+
 
 def say(role: Role, text: str) -> Message:
     """A message of one text."""
@@ -89,17 +104,20 @@ def say(role: Role, text: str) -> Message:
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """A tool the agent offers. `parameters` is a JSON schema. `digest` is the same for two that differ in the order of
-    keys alone. Raises TypeError for a schema that JSON cannot write, or of more than 250 levels."""
+    keys alone; `size` is its length as JSON, in bytes. Raises TypeError for a schema that JSON cannot write, or of more
+    than 250 levels."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     digest: bytes = field(init=False, repr=False, compare=False)
+    size: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         described = [self.name, self.description, self.parameters]
         spelled = orjson.dumps(described, default=dict, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
         object.__setattr__(self, "digest", blake2b(spelled, digest_size=16).digest())
+        object.__setattr__(self, "size", len(spelled))
 
 
 class Purpose(StrEnum):
@@ -126,6 +144,11 @@ class TurnRequest:
     model: str = ""
     agent: str = ""
     purpose: Purpose = Purpose.TURN
+
+    @property
+    def characters(self) -> int:
+        """Length of everything that is rendered: texts, calls with their arguments, results and tools."""
+        return sum(message.characters for message in self.messages) + sum(tool.size for tool in self.tools)
 
 
 class TurnEnd(StrEnum):

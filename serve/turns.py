@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,6 +25,7 @@ from headrace.policies.tokenizer_errors import TemplateRefused
 from headrace.serve.capture.events import Delivered, Exhausted, Failed, Spent
 from headrace.serve.capture.matching import wishes_of
 from headrace.serve.capture.trie import path
+from headrace.serve.daemon_thread import DaemonThread
 from headrace.serve.engines import join_pieces
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown
 from headrace.serve.observing import span_names
@@ -144,11 +144,11 @@ class Turns:
         self._tracer = tracer
         self._held_after_s = held_after_s
         self._incarnation = incarnation
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")
+        self._thread = DaemonThread("render")
 
     def aclose(self) -> None:
-        """After the last session was closed."""
-        self._threads.shutdown(cancel_futures=True)
+        """After the last session was closed. Does not wait for a render under way."""
+        self._thread.stop()
 
     async def answer(self, live: LiveSession, request: TurnRequest, *, untrained: bool) -> TurnAnswer:
         """The agent's answer.
@@ -229,8 +229,8 @@ class Turns:
             return event.answer
 
     async def _plan(self, live: LiveSession, match: Match, request: TurnRequest) -> TurnPlan:
-        match, delta = await self._render(live, match, request)
         try:
+            match, delta = await self._render(live, match, request)
             return live.core.plan(match, request, delta)
         except ContextExceeded:
             live.exhaust(Exhausted.CONTEXT)
@@ -251,11 +251,10 @@ class Turns:
 
     async def _delta(self, live: LiveSession, match: Match, request: TurnRequest) -> TokenIds:
         shows_tools = match.parent is None and bool(request.tools)
-        is_long = shows_tools or sum(len(message.text) for message in match.rest) > LONG_TEXT_CHARACTERS
+        is_long = shows_tools or sum(message.characters for message in match.rest) > LONG_TEXT_CHARACTERS
         if match.prompt is None and is_long:
-            loop = asyncio.get_running_loop()
             async with live.rendering:
-                return await loop.run_in_executor(self._threads, live.core.delta, match, request, self._renderer)
+                return await self._thread.run(lambda: live.core.delta(match, request, self._renderer))
         return live.core.delta(match, request, self._renderer)
 
     async def _sample(self, live: LiveSession, turn_id: str, plan: TurnPlan) -> Completion | None:

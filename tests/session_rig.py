@@ -28,7 +28,7 @@ from headrace.serve.conversation import (
 from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from headrace.serve.capture.events import Event
     from headrace.serve.capture.session import Session, TurnPlan
@@ -66,6 +66,9 @@ class ByteChat:
             for block in message.blocks
         ]
         return [OPENINGS[message.role], *"".join(words).encode(), END]
+
+    def count_tokens(self, texts: Iterable[str], *, stop_at: int) -> int:
+        return min(stop_at, sum(len(text.encode()) for text in texts))
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(item for item in ids if item < 256).decode(errors="replace")

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 SessionId = NewType("SessionId", str)
 
 FINAL_TEXT = "The budget of this session is used up, so I stop here."
+RENDERED_TOKENS_FACTOR = 8
+"""Messages with so many times the tokens that fit are refused unrendered. Templates write the arguments of calls as
+JSON of their own, which can be several times shorter than the agent's (blanks, `\\u` escapes)."""
 MAX_REPLAYS = 3
 REPLAY_S = 120.0
 """A delivered answer that the agent asks for again within so long did not reach it; later, it wants another one."""
@@ -154,14 +157,9 @@ class Session:
     def _refuse_hopeless(self, request: TurnRequest) -> None:
         """Megabytes that cannot fit anyway are not rendered: that takes seconds in which no other session is served."""
         most = self.spec.budgets.max_context_tokens
-        characters = sum(len(message.text) for message in request.messages)
+        characters = request.characters
         if len(request.messages) > most or characters > most * MAX_TOKEN_CHARACTERS:
-            raise ContextExceeded(
-                f"This model's maximum context length is {most} tokens. However, your {len(request.messages)} messages "
-                f"have {characters} characters. Please reduce the length of the messages.",
-                "messages",
-                limit=most,
-            )
+            raise _too_long(request, characters, most)
 
     def accepted(self, match: Match) -> list[Accepted]:
         """The events of a request that echoes turns for the first time: they reached the agent."""
@@ -187,13 +185,27 @@ class Session:
     def delta(self, match: Match, request: TurnRequest, renderer: Renderer) -> TokenIds:
         """The ids that are new, for `plan`. A pure function of its arguments; may take long for a first turn.
 
-        Raises TemplateRefused.
+        Raises:
+            TemplateRefused: the template cannot show these messages.
+            ContextExceeded: the messages alone have far more tokens than fit; they were not rendered.
         """
         if match.prompt is not None:
             return match.prompt.ids
+        self._refuse_far_too_many(match, request, renderer)
         if match.parent is None:
             return renderer.render(match.rest, request.tools)
         return renderer.bridge(match.parent.last_id, match.parent.calls, match.rest)
+
+    def _refuse_far_too_many(self, match: Match, request: TurnRequest, renderer: Renderer) -> None:
+        """Rendering megabytes of nested arguments takes seconds and a gigabyte. Counting stops at the limit, so that it
+        costs the same however long the messages are."""
+        most = self.spec.budgets.max_context_tokens
+        limit = most * RENDERED_TOKENS_FACTOR
+        if sum(message.characters for message in match.rest) <= limit:
+            return
+        texts = (text for message in match.rest for text in message.rendered_texts)
+        if renderer.count_tokens(texts, stop_at=limit) >= limit:
+            raise _too_long(request, request.characters, most)
 
     def plan(self, match: Match, request: TurnRequest, delta: TokenIds) -> TurnPlan:
         """The prompt of the turn and how much it may sample.
@@ -315,6 +327,15 @@ class Session:
     def report(self) -> SessionReport:
         """What the session leaves."""
         return report_of(self)
+
+
+def _too_long(request: TurnRequest, characters: int, most: int) -> ContextExceeded:
+    return ContextExceeded(
+        f"This model's maximum context length is {most} tokens. However, your {len(request.messages)} messages "
+        f"have {characters} characters. Please reduce the length of the messages.",
+        "messages",
+        limit=most,
+    )
 
 
 def visible_output(completion: Completion, stop: Sequence[str], renderer: Renderer) -> tuple[str, str]:

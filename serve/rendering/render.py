@@ -17,7 +17,7 @@ from headrace.serve.rendering.template_renderer import TemplateRenderer
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from headrace.serve.conversation import Message, ToolCall, ToolSpec
@@ -59,6 +59,10 @@ class Renderer(Protocol):
         """Ids between the last sampled id (`last_id`; a stop id, unless the turn was cut) and the next one. `calls`
         are those of the sampled turn, for templates that name them beside the results. Only where `bridges`. Raises
         TemplateRefused."""
+        ...
+
+    def count_tokens(self, texts: Iterable[str], *, stop_at: int) -> int:
+        """Tokens of the texts alone, without a template; counting ends at about `stop_at`."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from headrace.policies.tokenizer_errors import TemplateRefused
 from headrace.serve.rendering.template_messages import TemplateMessages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from headrace.policies.tokenizer import ChatTokenizer
     from headrace.serve.conversation import Message, ToolCall, ToolSpec
@@ -58,6 +58,9 @@ class TemplateRenderer:
             return self._tokenizer.bridge_shown(last_id, *self._shown.after(calls, messages))
         except RecursionError as error:
             raise TemplateRefused(_TOO_DEEP) from error
+
+    def count_tokens(self, texts: Iterable[str], *, stop_at: int) -> int:
+        return self._tokenizer.count(texts, stop_at=stop_at)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.spell(ids)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -173,6 +175,61 @@ async def test_a_client_that_leaves_while_its_turn_is_rendered_may_ask_again(mod
         report = await w.finish()
         check_exact(report, w.engines)
         assert (report.turns, report.masked, len(w.engines[0].requests)) == (1, {}, 1)
+
+
+@EVERY
+async def test_long_arguments_are_rendered_beside_the_event_loop(model_dir: Path, wire: Wire) -> None:
+    """The render waits for the test, which waits for the gateway: on the event loop neither would go on."""
+    renderer = SlowRenderer(renderer_of(model_dir))
+    async with world(model_dir, renderer=renderer) as w:  # type: ignore[arg-type]
+        client, other = await w.client(wire), await w.client(session_id="other")
+        client.history += history_with_call(wire, {"data": [[[0]]] * 4000})
+        try:
+            async with asyncio.TaskGroup() as group:
+                turn = group.create_task(client.send(client.body()))
+                await soon(renderer.begun)
+                await all_read(w)
+                assert len(w.engines[0].requests) == 0
+                renderer.may_end.set()
+            assert turn.result().status == 200
+        finally:
+            renderer.may_end.set()
+        assert (await other.say("go")).status == 200
+
+
+@EVERY
+async def test_arguments_far_longer_than_the_context_are_refused_unrendered(model_dir: Path, wire: Wire) -> None:
+    renderer = SlowRenderer(renderer_of(model_dir))
+    async with world(model_dir, renderer=renderer, max_context_tokens=32768) as w:  # type: ignore[arg-type]
+        client = await w.client(wire)
+        client.history += history_with_call(wire, {"data": [[[0]]] * 100_000})
+        reply = await client.send(client.body())
+        assert (reply.status, renderer.rendered, w.engines[0].requests) == (400, [], [])
+        assert re.search("prompt is too long|maximum context length is 32768 tokens", reply.error["message"])
+        assert (await w.finish()).exhausted == "context"
+
+
+def history_with_call(wire: Wire, arguments: dict[str, Any]) -> list[Any]:
+    """A conversation whose second message is a call of an agent's own."""
+    text = json.dumps(arguments)
+    called: dict[str, list[Any]] = {
+        "anthropic": [
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "bash", "input": arguments}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "done"}]},
+        ],
+        "chat": [
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "a", "type": "function", "function": {"name": "bash", "arguments": text}}],
+            },
+            {"role": "tool", "tool_call_id": "a", "content": "done"},
+        ],
+        "responses": [
+            {"type": "function_call", "call_id": "a", "name": "bash", "arguments": text},
+            {"type": "function_call_output", "call_id": "a", "output": "done"},
+        ],
+    }
+    return [*wire.user("go"), *called[wire.name]]
 
 
 async def test_a_session_that_asks_for_much_rendering_delays_others_by_one(model_dir: Path) -> None:

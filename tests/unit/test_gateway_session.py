@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
@@ -29,6 +30,11 @@ from headrace.serve.conversation import (
     say,
 )
 from headrace.serve.errors import BadRequest, ContextExceeded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.serve.rendering.render import TokenIds
 
 TOOLS = (ToolSpec("bash"), ToolSpec("edit"))
 SYSTEM = say(Role.SYSTEM, "You repair things.")
@@ -116,6 +122,45 @@ def test_what_cannot_fit_is_refused_before_it_is_rendered(messages: list[str]) -
     request = TurnRequest(messages=tuple(user(text) for text in messages))
     with pytest.raises(ContextExceeded, match="maximum context length is 20 tokens"):
         session(max_context_tokens=20).match(request)
+
+
+def calling(arguments: str) -> Message:
+    return Message(Role.ASSISTANT, (ToolCall("a", "bash", arguments),))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        TurnRequest(messages=(user("go"), calling("[1]" * 20 * 257), user("on"))),
+        TurnRequest(messages=(user("go"),), tools=(ToolSpec("bash", "x" * 20 * 257),)),
+        TurnRequest(messages=(user("go"),), tools=(ToolSpec("bash", parameters={"type": "x" * 20 * 257}),)),
+    ],
+    ids=["arguments", "description", "schema"],
+)
+def test_arguments_and_tools_count_towards_what_cannot_fit(request_: TurnRequest) -> None:
+    with pytest.raises(ContextExceeded, match="maximum context length is 20 tokens"):
+        session(max_context_tokens=20).match(request_)
+
+
+class NeverRenders(ByteChat):
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
+        raise AssertionError("rendered")
+
+
+@pytest.mark.parametrize("message", [user("x" * 1000), calling(json.dumps([[[0]]] * 100))], ids=["text", "arguments"])
+def test_messages_of_far_too_many_tokens_are_refused_unrendered(message: Message) -> None:
+    core = session(max_context_tokens=50)
+    request = TurnRequest(messages=(user("go"), message))
+    match = core.match(request)
+    with pytest.raises(ContextExceeded, match="maximum context length is 50 tokens"):
+        core.delta(match, request, NeverRenders())
+
+
+def test_messages_that_may_shrink_into_the_context_are_rendered() -> None:
+    core = session(max_context_tokens=50)
+    request = TurnRequest(messages=(user("x" * 399),))
+    with pytest.raises(AssertionError, match="rendered"):
+        core.delta(core.match(request), request, NeverRenders())
 
 
 @pytest.mark.parametrize(
