@@ -187,8 +187,10 @@ def report(
 @app.command()
 def doctor(json: Json = None) -> None:
     """Tell which sandbox guarantees this machine gives, and which are missing."""
+    from headrace.actors.runtime import check_ray_folder
     from headrace.sandboxes.doctor import probe
 
+    check_ray_folder()
     guarantees = probe()
     if json is not None:
         write_json([{"name": g.name, "present": g.present, "detail": g.detail} for g in guarantees], json)

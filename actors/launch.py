@@ -31,7 +31,7 @@ from headrace.actors.held_out.overlap import refuse_overlap
 from headrace.actors.metrics import read_metrics
 from headrace.actors.older_configs import upgraded
 from headrace.actors.run_directory import RunDirectory
-from headrace.actors.runtime import RayRuntime, start_local_ray, stop_local_ray
+from headrace.actors.runtime import RayRuntime, check_ray_folder, start_local_ray, stop_local_ray
 from headrace.actors.service import Service
 from headrace.actors.simulation.tasks import simulated_tasks
 from headrace.actors.summary import RunSummary, summarize
@@ -86,7 +86,9 @@ def lay_out(config: RunConfig, directory: RunDirectory) -> None:
 
 
 def check_parts(config: RunConfig) -> None:
-    """Model, agent and sandboxes are there. Raises ConfigError, ModelInvalid and NamespacesUnavailable."""
+    """Model, agent, sandboxes and a folder for temporary files are there. Raises ConfigError, ModelInvalid,
+    NamespacesUnavailable and FolderRefused."""
+    check_ray_folder()
     if not config.engines.is_simulated:
         check_model_files(config.model.path)
     make_agent(config.agent)

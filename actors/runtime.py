@@ -28,10 +28,11 @@ import uuid
 from contextlib import AsyncExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, cast
 
-from headrace.actors.errors import ActorGone, ActorLost, StartFailed
+from headrace.actors.errors import ActorGone, ActorLost, ConfigError, StartFailed
 from headrace.actors.retry import RESTART_DEADLINE_S, until_back
+from headrace.sandboxes.private_folders import temporary_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -52,6 +53,10 @@ PING_TIMEOUT_S = 5.0
 """An actor that is to be stopped and does not tell its process id within this time hangs: it is killed."""
 WATCH_S = 15.0
 """How often a call that lasts is asked after."""
+RAY_SOCKET: Final = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+"""The longest path that Ray makes below the folder for temporary files."""
+_SOCKET_PATH_BYTES: Final = 107
+"""unix(7)"""
 ENDING: ContextVar[Callable[[], None] | None] = ContextVar("headrace.ending", default=None)
 """How the actor whose code runs ends itself, where it has no process of its own."""
 DEFAULT_MAX_CONCURRENCY = 2048
@@ -469,6 +474,17 @@ def _exists(name: str) -> bool:
     return True
 
 
+def check_ray_folder() -> Path:
+    """Return the folder for temporary files, where Ray makes its sockets. Raises FolderRefused, ConfigError."""
+    folder = temporary_folder()
+    longest = _SOCKET_PATH_BYTES - len(RAY_SOCKET)
+    if len(os.fsencode(folder)) > longest:
+        raise ConfigError(
+            f"TMPDIR {folder} is too long for Ray's unix sockets: set TMPDIR to a path of at most {longest} bytes"
+        )
+    return folder
+
+
 def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -> None:
     """Start a Ray of our own on this machine; it dies with this process.
 
@@ -476,8 +492,9 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -
     one of our own that only this process and its children know. Left alone, Ray would write one into the user's home.
 
     Raises StartFailed when Ray does not come up, and when it was imported before: it has read by then that it wants no
-    token.
+    token. Raises FolderRefused and ConfigError when TMPDIR is of no use to it.
     """
+    folder = check_ray_folder()
     if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":
         raise StartFailed("ray was imported before headrace started it: set RAY_AUTH_MODE=token before that import")
     os.environ["RAY_AUTH_MODE"] = "token"
@@ -494,7 +511,19 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -
             if not tries_left:
                 raise StartFailed(f"Ray did not start: {error}; is this machine overloaded?") from error
         else:
+            _close_to_other_users(folder / "ray")
             return
+
+
+def _close_to_other_users(folder: Path) -> None:
+    """Ray makes its folders writable by everybody, and its object store asks for no credential: whoever reaches the
+    socket reads weights and prompts."""
+    import ray
+
+    (folder / ray.get_runtime_context().get_session_name()).chmod(0o700)
+    # The folder of all sessions may be another user's: then that one, who was first, must have made it sticky.
+    with suppress(PermissionError):
+        folder.chmod(0o1777)
 
 
 def _init_ray(run: Path, *, object_store_bytes: int, logs: bool) -> None:
@@ -524,6 +553,7 @@ __all__ = [
     "RayRuntime",
     "Resources",
     "Runtime",
+    "check_ray_folder",
     "node_address",
     "start_local_ray",
     "stop_local_ray",

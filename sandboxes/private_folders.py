@@ -36,20 +36,21 @@ def temporary_folder() -> Path:
     FolderRefused.
     """
     chosen = os.environ.get("TMPDIR")
+    named, fix = (
+        f"TMPDIR {chosen}" if chosen else "the folder for temporary files",
+        "set TMPDIR to a folder of your own",
+    )
     try:
         folder = Path(chosen or tempfile.gettempdir()).absolute()
-        status = folder.stat()
+        owner = folder.stat().st_uid
+        # The mode does not tell: root may write anywhere, but not to a full disk or one that is mounted read-only.
+        Path(tempfile.mkdtemp(prefix="headrace-", dir=folder)).rmdir()
     except OSError as error:
-        raise FolderRefused(f"TMPDIR {chosen or ''}: {error.strerror}; create that folder or unset TMPDIR") from error
-    if not stat.S_ISDIR(status.st_mode):
-        raise FolderRefused(f"TMPDIR {folder} is not a folder: set TMPDIR to one, or unset it")
-    if status.st_uid not in (0, os.geteuid()) and not _is_unmapped(status.st_uid):
+        raise FolderRefused(f"{named} cannot be written: {error.strerror}; {fix}") from error
+    if owner not in (0, os.geteuid()) and not _is_unmapped(owner):
         raise FolderRefused(
-            f"TMPDIR {folder} belongs to another user (id {status.st_uid}), who can replace what lies there: set "
-            "TMPDIR to a folder of your own, or unset it"
+            f"{named} belongs to another user (id {owner}), who can replace everything that lies there: {fix}"
         )
-    if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
-        raise FolderRefused(f"TMPDIR {folder} is not writable: make it so, set TMPDIR to another folder, or unset it")
     return folder
 
 

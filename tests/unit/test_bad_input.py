@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -99,6 +100,39 @@ def test_a_wrong_override_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, option: str, says: str
 ) -> None:
     assert says in refused(monkeypatch, capsys, recipe, "--set", option)
+
+
+@pytest.mark.parametrize("command", ["run", "eval", "doctor", "sandbox serve"])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("missing", "cannot be written: No such file"), ("x" * 90, "is too long"), ("theirs", "belongs to another user")],
+)
+def test_an_unusable_tmpdir_is_one_line_with_the_fix(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recipe: Path,
+    command: str,
+    name: str,
+    says: str,
+) -> None:
+    folder = recipe.parent / name
+    if name != "missing":
+        folder.mkdir()
+    if name == "theirs":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a folder to another user")
+        os.chown(folder, 12345, 12345)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    if command == "run":
+        error = refused(monkeypatch, capsys, recipe)
+    else:
+        options = [str(recipe), "--runs-dir", str(recipe.parent / "runs")] if command == "eval" else []
+        assert headrace(monkeypatch, *command.split(), *options) == cli.EXIT_BAD_INPUT
+        error = capsys.readouterr().err
+        assert len(error.strip().splitlines()) == 1, error
+        assert not (recipe.parent / "runs").exists()
+    assert says in error
+    assert "set TMPDIR" in error
 
 
 def model_with(folder: Path, **changes: object) -> Path:
