@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 
 from headrace.actors.cli_engine import serve
+from headrace.actors.cli_ledger import drop_batch, retry_lost
 from headrace.actors.cli_output import (
     EXIT_BAD_INPUT,
     EXIT_DIRTY,
@@ -37,7 +38,7 @@ EXIT_CODES = (
 )
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=EXIT_CODES)
-ledger_app = typer.Typer(no_args_is_help=True, help="Look at the ledger of a run.")
+ledger_app = typer.Typer(no_args_is_help=True, help="Check, repair and export the ledger of a run.")
 engine_app = typer.Typer(no_args_is_help=True, help="Inference engines.")
 sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes for other programs.")
 app.add_typer(ledger_app, name="ledger")
@@ -244,6 +245,8 @@ def export(
         console().print(f"[yellow]{report.unreadable} trajectories could not be read[/]; see `headrace ledger verify`")
 
 
+ledger_app.command("drop-batch")(drop_batch)
+ledger_app.command("retry-lost")(retry_lost)
 engine_app.command()(serve)
 engine_app.command("list")(list_engines)
 engine_app.command("add")(add_engine)

@@ -44,7 +44,8 @@ class Resuming:
         path.parent.mkdir(exist_ok=True)
         replace_file(path, orjson.dumps(self.told, option=orjson.OPT_INDENT_2) + b"\n")
         if report.lost:
+            path = self._directory.path
             raise LedgerRefused(
-                f"{self._directory.path}: {report.lost} rollouts are lost ({'; '.join(report.problems[:2])}): put back "
-                "what is missing, e.g. from a copy of the run, or start a new run"
+                f"{path}: {report.lost} rollouts are lost ({'; '.join(report.problems[:2])}): put back what is "
+                f"missing, e.g. from a copy of the run, or issue them again with `headrace ledger retry-lost {path}`"
             )

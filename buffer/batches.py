@@ -151,6 +151,14 @@ class BatchBook:
         commits = self._state.commits.items()
         return any(number > sequence and commit.batch_id not in self._state.batches for number, commit in commits)
 
+    def trained_after(self, checkpoint: CheckpointRef | None) -> set[RolloutId]:
+        """Rollouts of the steps that opening at `checkpoint` undoes, as far as their batches are known. Raises
+        LedgerMismatch, LedgerBehind."""
+        sequence = self._sequence_of(checkpoint) if checkpoint else 0
+        undone = (commit.batch_id for number, commit in self._state.commits.items() if number > sequence)
+        batches = (self._state.batches[batch_id] for batch_id in undone if batch_id in self._state.batches)
+        return {member.rollout_id for batch in batches for member in batch.members}
+
     def staleness(self, rollout_id: RolloutId, version: PolicyVersion) -> int:
         """Of the rollout's trajectory, trained at `version`: the path to the oldest version that sampled a trained
         token."""

@@ -28,6 +28,7 @@ from headrace.buffer.records import (
     CommitRecord,
     EpochRecord,
     GroupRecord,
+    InterventionRecord,
     RolloutRecord,
     TaskRecord,
 )
@@ -71,6 +72,7 @@ class Evidence:
     commits: tuple[CommitRecord, ...]
     checkpoints: tuple[CheckpointRecord, ...]
     tasks: tuple[TaskRecord, ...]
+    interventions: tuple[InterventionRecord, ...]
     files: dict[tuple[RolloutId, int], int]
     witnesses: tuple[Witness, ...]
     damage: tuple[str, ...]
@@ -153,6 +155,7 @@ def _evidence(run_dir: Path, database: sqlite3.Connection) -> Evidence:
         commits=_rows(database, CommitRecord, "ORDER BY sequence"),
         checkpoints=_rows(database, CheckpointRecord, ""),
         tasks=_rows(database, TaskRecord, "ORDER BY task_id"),
+        interventions=_rows(database, InterventionRecord, "ORDER BY sequence"),
         files={(RolloutId(rollout), attempt): number for rollout, attempt, number in stored},
         witnesses=tuple(witnesses),
         damage=tuple(damage),

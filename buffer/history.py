@@ -46,6 +46,18 @@ class TaskHistory:
             )
         )
 
+    def unfinished(self, task_id: TaskId, attempt: AttemptRecord) -> None:
+        """The result of a finished attempt was lost before its group was sealed."""
+        task = self._state.task(task_id)
+        self._state.put(
+            replace(
+                task,
+                finished=task.finished - 1,
+                solved=task.solved - attempt.solved,
+                duration_s=max(0.0, task.duration_s - max(0.0, (attempt.ended_at_s or 0.0) - attempt.issued_at_s)),
+            )
+        )
+
     def failed(self, task_id: TaskId, detail: str, *, poison: bool) -> None:
         """An attempt ended without a reward; with `poison` it was the member's last."""
         task = self._state.task(task_id)

@@ -102,7 +102,7 @@ def _kind_of_1(rewards: Sequence[float], advantages: Sequence[float | None]) -> 
 
 
 def _from_2(database: sqlite3.Connection) -> None:
-    """Version 2 recorded no `solved`: a result counted as solved when its reward was above 0."""
+    """Version 2 had no journal of operators and no `solved`: a reward above 0 counted as solved."""
     for statement in CHANGES_OF_3:
         database.execute(statement)
     for table in ("attempts", "evaluations"):

@@ -71,6 +71,8 @@ class FilterReason(StrEnum):
     """All rewards of the group are equal and `zero_variance = "filter"`."""
     GROUP_DROPPED = "group_dropped"
     """Fewer than `min_members` of its group finished."""
+    BATCH_DROPPED = "batch_dropped"
+    """An operator dropped its batch (`headrace ledger drop-batch`); its reward counts in the baseline."""
 
 
 class GroupState(StrEnum):
@@ -94,7 +96,18 @@ class BatchState(StrEnum):
     COMMITTED = "committed"
     """Trained on the surviving path (or its step was skipped)."""
     DISSOLVED = "dissolved"
-    """A member went over the bound before it was issued again; the others went back to the front."""
+    """A member went over the bound, or was lost, before it was issued again; the others went back to the front."""
+    DROPPED = "dropped"
+    """An operator dropped it, as the learner cannot train it; no member of it is trained any more."""
+
+
+class Action(StrEnum):
+    """What an operator did to the ledger of a run that nobody drove."""
+
+    DROP_BATCH = "drop-batch"
+    """A batch left the run; `subject` is its id."""
+    RETRY_LOST = "retry-lost"
+    """The result of an attempt was lost; `subject` is its rollout, which was issued again unless it is trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,6 +346,22 @@ class TaskRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InterventionRecord:
+    """One entry of the operators' journal, in order. `attempt` goes with a rollout. `detail` is for people."""
+
+    sequence: int
+    action: Action
+    subject: str
+    attempt: int | None
+    detail: str
+    at_s: float
+
+    @property
+    def key(self) -> int:
+        return self.sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CounterRecord:
     """A count of something that changes no rollout: refused offers, filtered members, rolled-back batches."""
 
@@ -355,6 +384,7 @@ Record = (
     | EvaluationRecord
     | TaskRecord
     | CounterRecord
+    | InterventionRecord
 )
 
 

@@ -25,6 +25,7 @@ from headrace.buffer.classification import classify
 from headrace.buffer.curriculum import Curriculum, TaskCursor
 from headrace.buffer.groups import GroupBook
 from headrace.buffer.history import TaskHistory
+from headrace.buffer.interventions import Interventions
 from headrace.buffer.records import EvaluationRecord, RolloutState, Snapshot
 from headrace.buffer.sealing import Sealing
 from headrace.buffer.state import ReplayState
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from headrace.buffer.records import BatchRecord, Record, RolloutRecord
     from headrace.buffer.stream import TaskStream
     from headrace.buffer.tasks import TaskId
-    from headrace.buffer.types import BatchLease, CheckpointRef, RolloutId, RolloutResult, StepReport
+    from headrace.buffer.types import BatchId, BatchLease, CheckpointRef, RolloutId, RolloutResult, StepReport
     from headrace.buffer.versions import PolicyVersion
 
 
@@ -133,6 +134,7 @@ class ReplayBuffer:
         self._sealing = Sealing(self.state, self.config, parse_rule(self.config.rule), history)
         self._groups = GroupBook(self.state, self.config, self._sealing, history)
         self._batches = BatchBook(self.state, self.config, history)
+        self._interventions = Interventions(self.state, self._sealing, history)
         self._cursor = TaskCursor(
             self.state, self._stream, curriculum=self.config.curriculum, passes=self.config.passes
         )
@@ -257,6 +259,21 @@ class ReplayBuffer:
     def needs_history(self, checkpoint: CheckpointRef | None) -> bool:
         """Whether `open_epoch` needs a core folded from all rows, closed groups too."""
         return self._batches.needs_history(checkpoint)
+
+    def trained_after(self, checkpoint: CheckpointRef | None) -> set[RolloutId]:
+        """Rollouts of the steps that opening at `checkpoint` undoes, as far as their batches are known here. Raises
+        LedgerMismatch, LedgerBehind."""
+        return self._batches.trained_after(checkpoint)
+
+    def drop_batch(self, batch_id: BatchId | None, now: float) -> BatchRecord:
+        """For an operator, while no learner lives: drop a batch that is leased or waits to be issued again; None: the
+        one leased. Raises LeaseError."""
+        return self._interventions.drop_batch(batch_id, now)
+
+    def retry_lost(self, lost: Mapping[RolloutId, str], now: float) -> tuple[RolloutId, ...]:
+        """For an operator, while no learner lives: issue rollouts whose results are lost (and why) again; returns those
+        that were not trained yet. Steps on them must have been undone where a new learner would train them again."""
+        return self._interventions.retry_lost(lost, now)
 
     def record_evaluation(
         self, result: RolloutResult, task_id: TaskId, tag: str, version: PolicyVersion, now: float

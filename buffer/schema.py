@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headrace.buffer.records import (
+    Action,
     AttemptRecord,
     BatchMember,
     BatchRecord,
@@ -25,6 +26,7 @@ from headrace.buffer.records import (
     FilterReason,
     GroupRecord,
     GroupState,
+    InterventionRecord,
     RolloutRecord,
     RolloutState,
     TaskRecord,
@@ -53,6 +55,9 @@ TABLES_OF_2 = """CREATE TABLE tasks (
 CHANGES_OF_3 = (
     "ALTER TABLE attempts ADD COLUMN solved INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE evaluations ADD COLUMN solved INTEGER NOT NULL DEFAULT 0",
+    """CREATE TABLE interventions (
+  sequence INTEGER PRIMARY KEY, action TEXT NOT NULL, subject TEXT NOT NULL, attempt INTEGER, detail TEXT NOT NULL,
+  at_s REAL NOT NULL)""",
 )
 """Tables and columns new with schema 3. A new ledger runs them too, so that it cannot differ from a migrated one."""
 
@@ -285,5 +290,8 @@ TABLES: Mapping[type, Table] = {
         {},
     ),
     CounterRecord: _table(CounterRecord, "counters", "name", "value", {}, {}),
+    InterventionRecord: _table(
+        InterventionRecord, "interventions", "sequence", "action subject attempt detail at_s", {"action": Action}, {}
+    ),
 }
 """In the order in which rows are written, so that references exist."""

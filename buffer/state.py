@@ -29,6 +29,7 @@ from headrace.buffer.records import (
     EvaluationRecord,
     GroupRecord,
     GroupState,
+    InterventionRecord,
     RolloutRecord,
     RolloutState,
     TaskRecord,
@@ -63,6 +64,7 @@ class ReplayState:
         self.evaluations = set(snapshot.evaluations)
         self.tasks: dict[TaskId, TaskRecord] = {}
         self.counters: Counter[str] = Counter()
+        self.interventions: dict[int, InterventionRecord] = {}
         self.tree = VersionTree()
         self.closed = Counter(snapshot.closed)
         self.next_ordinal, self.next_seal = snapshot.next_ordinal, snapshot.next_seal
@@ -199,9 +201,9 @@ class ReplayState:
         for group_id in [group_id for group_id in self.groups if self._is_final(group_id, covered)]:
             self.put(replace(self.groups[group_id], closed=True))
             self._forget(group_id)
-        for state in (BatchState.COMMITTED, BatchState.DISSOLVED):
+        for state in (BatchState.COMMITTED, BatchState.DISSOLVED, BatchState.DROPPED):
             for batch_id in tuple(self._batches[state]):
-                if state is BatchState.DISSOLVED or batch_id in covered:
+                if state is not BatchState.COMMITTED or batch_id in covered:
                     self.put(replace(self.batches[batch_id], closed=True))
                     del self.batches[batch_id], self._batches[state][batch_id]
 
@@ -243,6 +245,8 @@ class ReplayState:
                 self._index_task(record)
             case CounterRecord():
                 self.counters[record.name] = record.value
+            case InterventionRecord():
+                self.interventions[record.sequence] = record
 
     def _index_group(self, record: GroupRecord) -> None:
         self.groups[record.group_id] = record

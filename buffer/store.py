@@ -22,21 +22,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.buffer.errors import CodecError, LedgerBroken, ReplayError
+from headrace.buffer.errors import CodecError, LedgerBroken, LedgerMismatch, ReplayError
 from headrace.buffer.ledger import TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory
 from headrace.buffer.replay import ReplayBuffer
 from headrace.buffer.stream import TaskStream
 from headrace.buffer.types import Batch, BatchItem, BatchLease, ReceiptStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from types import TracebackType
     from typing import Self, TypeVar
 
     from headrace.buffer.records import BatchRecord, EvaluationRecord, Snapshot
     from headrace.buffer.replay import BufferConfig, BufferStatus
     from headrace.buffer.tasks import Task, TaskId
-    from headrace.buffer.types import CheckpointRef, Receipt, RolloutId, RolloutOrder, RolloutResult, StepReport
+    from headrace.buffer.types import (
+        BatchId,
+        CheckpointRef,
+        Receipt,
+        RolloutId,
+        RolloutOrder,
+        RolloutResult,
+        StepReport,
+    )
     from headrace.buffer.versions import PolicyVersion
 
     T = TypeVar("T")
@@ -60,6 +68,7 @@ class ReplayStore:
         self._applied = self._durable = 0
         self._changed = asyncio.Event()
         self._broken: str | None = None
+        self._closed = False
 
     @classmethod
     async def open(
@@ -104,6 +113,9 @@ class ReplayStore:
 
     async def aclose(self) -> None:
         """Wait for a running transaction and close the files; idempotent. Later calls raise LedgerBroken."""
+        if self._closed:
+            return
+        self._closed = True
         try:
             if self._broken is None:
                 await self._flush()
@@ -194,6 +206,28 @@ class ReplayStore:
         version = await self._change(lambda: self._core.open_epoch(checkpoint, self._clock()))
         await self._refold(history=False)
         return version
+
+    async def drop_batch(self, batch_id: BatchId | None = None) -> BatchRecord:
+        """For an operator, while no learner lives: drop a batch for good, by default the one leased. Raises
+        LeaseError."""
+        return await self._change(lambda: self._core.drop_batch(batch_id, self._clock()))
+
+    async def retry_lost(
+        self, lost: Mapping[RolloutId, str], checkpoint: CheckpointRef | None
+    ) -> tuple[RolloutId, ...]:
+        """For an operator, while no learner lives: issue rollouts whose results are lost (and why) again; returns those
+        that get a new attempt. Where steps after `checkpoint`, from which the next learner goes on, trained one of
+        them, those steps are undone now. Raises LedgerMismatch, LedgerBehind."""
+        await self._refold(history=True)
+        if self._core.trained_after(checkpoint) & set(lost):
+            if checkpoint is None and self._core.state.checkpoints:
+                raise LedgerMismatch(
+                    "steps were trained on rollouts that are lost, and no checkpoint of the run is left to go back to: "
+                    "put its checkpoints back"
+                )
+            await self.open_epoch(checkpoint)
+            await self._refold(history=True)
+        return await self._change(lambda: self._core.retry_lost(lost, self._clock()))
 
     async def record_evaluations(
         self, results: Sequence[tuple[RolloutResult, TaskId]], *, tag: str, version: PolicyVersion

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from headrace.buffer.classification import FAILED, trained_tokens
 from headrace.buffer.evidence import read_evidence, read_trajectories
-from headrace.buffer.records import BatchState, GroupState, RolloutState
+from headrace.buffer.records import Action, BatchState, FilterReason, GroupState, RolloutState
 from headrace.buffer.types import Cause, batch_digest, extend_chain
 from headrace.buffer.verify_groups import group_problems
 from headrace.buffer.versions import PolicyVersion
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.evidence import Evidence, Witness
     from headrace.buffer.records import AttemptRecord, BatchRecord, CommitRecord, RolloutRecord
-    from headrace.buffer.types import RolloutId
+    from headrace.buffer.types import BatchId, RolloutId
 
 _LIVE = frozenset({RolloutState.WAITING, RolloutState.SEALED, RolloutState.LEASED, RolloutState.TRAINED})
 _UNTRAINED_ENDS = {
@@ -42,7 +42,8 @@ class VerifyReport:
     `cancelled`: `pending` never had an attempt, or had one that was evicted; `infra` wait for their next one;
     `cancelled` do too, or were left out when their group was sealed. Staleness is in optimizer updates;
     `max_staleness` is the bound of the newest step. `lost` counts rollouts whose stored state their history does not
-    support, `trained_twice` those in more than one step of the surviving path."""
+    support, `trained_twice` those in more than one step of the surviving path. What operators did: `batches_dropped`,
+    whose rollouts are among the filtered, and how many lost results were `retried`."""
 
     issued: int
     trained: int
@@ -65,6 +66,8 @@ class VerifyReport:
     max_staleness_seen: int
     mean_staleness: float
     checkpoints: int
+    batches_dropped: tuple[BatchId, ...]
+    retried: int
     problems: tuple[str, ...]
 
     @property
@@ -83,6 +86,13 @@ def audit(evidence: Evidence) -> VerifyReport:
     return _Audit(evidence).report()
 
 
+def lost_rollouts(evidence: Evidence) -> dict[RolloutId, str]:
+    """What `audit` counts as lost, with the reason."""
+    auditing = _Audit(evidence)
+    auditing.report()
+    return auditing.lost
+
+
 class _Audit:
     """One pass over the evidence; findings gather in `problems`."""
 
@@ -93,12 +103,16 @@ class _Audit:
         self.attempts = {attempt.key: attempt for attempt in evidence.attempts}
         self.tree = evidence.tree()
         self.path = self._surviving_path()
-        self.lost: set[RolloutId] = set()
+        self.retried = {
+            (entry.subject, entry.attempt) for entry in evidence.interventions if entry.action is Action.RETRY_LOST
+        }
+        self.lost: dict[RolloutId, str] = {}
 
     def report(self) -> VerifyReport:
         self._check_chain()
         trained = self._trained()
         self._check_states(trained)
+        self._check_dropped()
         self.problems += group_problems(self.evidence)
         self._check_trajectories()
         staleness = self._staleness()
@@ -119,6 +133,10 @@ class _Audit:
             max_staleness_seen=max(staleness, default=0),
             mean_staleness=sum(staleness) / len(staleness) if staleness else 0.0,
             checkpoints=len(self.evidence.witnesses),
+            batches_dropped=tuple(
+                batch.batch_id for batch in self.batches.values() if batch.state is BatchState.DROPPED
+            ),
+            retried=len(self.retried),
             problems=tuple(self.problems),
         )
 
@@ -181,13 +199,27 @@ class _Audit:
                 wanted = " or ".join(sorted(allowed))
                 self._lose(rollout.rollout_id, f"is {rollout.state}, but its history says {wanted}")
             attempt = self.attempts.get((rollout.rollout_id, rollout.attempt))
-            if rollout.state in _LIVE and attempt is not None and attempt.reward != rollout.reward:
+            if rollout.state in _LIVE and (attempt is None or not attempt.offered):
+                if not self._known_lost(rollout):
+                    self._lose(rollout.rollout_id, f"is {rollout.state}, but no result of its attempt was ever offered")
+            elif rollout.state in _LIVE and attempt is not None and attempt.reward != rollout.reward:
                 self.problems.append(f"{rollout.rollout_id} has reward {rollout.reward}, its attempt {attempt.reward}")
             if failures[rollout.rollout_id] != rollout.failures:
                 self.problems.append(f"{rollout.rollout_id} counts {rollout.failures} failures, not its attempts'")
             reserved = rollout.state is RolloutState.SEALED and rollout.batch_id is not None
             if reserved != (rollout.rollout_id in held[BatchState.QUEUED]):
                 self._lose(rollout.rollout_id, "is held for a batch that does not wait, or the other way round")
+
+    def _check_dropped(self) -> None:
+        """Batches are dropped by operators only, and all of their members with them."""
+        noted = {entry.subject for entry in self.evidence.interventions if entry.action is Action.DROP_BATCH}
+        dropped = {batch.batch_id for batch in self.batches.values() if batch.state is BatchState.DROPPED}
+        for batch_id in sorted(noted ^ dropped):
+            self.problems.append(f"{batch_id} was dropped without an entry in the journal, or the other way round")
+        members = {member.rollout_id for batch_id in dropped for member in self.batches[batch_id].members}
+        for rollout in self.evidence.rollouts:
+            if (rollout.reason is FilterReason.BATCH_DROPPED) != (rollout.rollout_id in members):
+                self._lose(rollout.rollout_id, "was filtered for a batch that was not dropped, or the other way round")
 
     def _check_members(self) -> None:
         """Every group was issued whole, and all of one size."""
@@ -211,6 +243,8 @@ class _Audit:
             return {RolloutState.TRAINED}
         if rollout.rollout_id in held[BatchState.LEASED]:
             return {RolloutState.LEASED}
+        if rollout.rollout_id in held[BatchState.DROPPED]:
+            return {RolloutState.FILTERED}
         attempt = self.attempts.get((rollout.rollout_id, rollout.attempt))
         left_out = {RolloutState.CANCELLED} if rollout.late and group is GroupState.SEALED else set()
         if attempt is None:
@@ -218,7 +252,8 @@ class _Audit:
         if attempt.ended_at_s is None:
             return {RolloutState.IN_FLIGHT}
         forked = any(epoch.epoch > attempt.version.epoch for epoch in self.evidence.epochs)
-        again = {RolloutState.PENDING} if rollout.evictions or forked else set()
+        retried = (rollout.rollout_id, rollout.attempt) in self.retried
+        again = {RolloutState.PENDING} if rollout.evictions or forked or retried else set()
         if attempt.reward is not None:
             return {*_UNTRAINED_ENDS[group], *(again if group is GroupState.SEALED else ())}
         if attempt.cause in FAILED:
@@ -232,7 +267,7 @@ class _Audit:
         wanted = {
             (rollout.rollout_id, rollout.attempt)
             for rollout in self.evidence.rollouts
-            if rollout.state in _LIVE and rollout.group_id not in closed
+            if rollout.state in _LIVE and rollout.group_id not in closed and not self._known_lost(rollout)
         }
         with_tokens = {key for key in wanted if key in self.attempts and self.attempts[key].trained}
         for key, trajectory in read_trajectories(self.evidence, with_tokens):
@@ -298,8 +333,12 @@ class _Audit:
             return rollout.state.value
         return "cancelled" if attempt.cause is Cause.CANCELLED else "infra"
 
+    def _known_lost(self, rollout: RolloutRecord) -> bool:
+        """An operator accepted that the result is lost of what a checkpoint's weights hold already."""
+        return rollout.state is RolloutState.TRAINED and (rollout.rollout_id, rollout.attempt) in self.retried
+
     def _lose(self, rollout_id: RolloutId, why: str) -> None:
-        self.lost.add(rollout_id)
+        self.lost.setdefault(rollout_id, why)
         self.problems.append(f"{rollout_id} {why}")
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from headrace.buffer.evidence import Evidence
     from headrace.buffer.records import AttemptRecord, GroupRecord, RolloutRecord
     from headrace.buffer.tasks import TaskId
-    from headrace.buffer.types import RolloutId
+    from headrace.buffer.types import GroupId, RolloutId
 
 Sums = tuple[float, int]
 """Sum of squares within complete groups, and their members."""
@@ -65,7 +65,7 @@ def group_problems(evidence: Evidence) -> list[str]:
         *_first_rewards(evidence, firsts),
         *_evictions(evidence, attempts),
         *_completeness(evidence.groups, members),
-        *_sealed_groups(evidence, members, firsts),
+        *_sealed_groups(evidence, members, firsts, _unwitnessed(evidence)),
         *_tasks(evidence, members),
     ]
 
@@ -104,6 +104,7 @@ def _sealed_groups(
     evidence: Evidence,
     members: Mapping[str, Sequence[RolloutRecord]],
     firsts: Mapping[RolloutId, AttemptRecord | None],
+    unwitnessed: set[GroupId],
 ) -> Iterator[str]:
     """In the order of sealing, with the history that each had."""
     sealed = [group for group in evidence.groups if group.state is GroupState.SEALED]
@@ -115,6 +116,8 @@ def _sealed_groups(
     for group in sorted(sealed, key=lambda group: group.seal_order or 0):
         while complete and (complete[-1].complete_before or 0) <= (group.seal_order or 0):
             _remember(history, complete[-1].task_id, members[complete.pop().group_id])
+        if group.group_id in unwitnessed:
+            continue
         try:
             yield from _sealed_group(
                 _Sealed(
@@ -129,6 +132,14 @@ def _sealed_groups(
             )
         except ValueError as error:
             yield f"{group.group_id}: {error}"
+
+
+def _unwitnessed(evidence: Evidence) -> set[GroupId]:
+    """Groups sealed with a result that was acknowledged and never stored: nobody knows when it came, on which baselines
+    may depend. An operator has retried it, and its attempt has no token."""
+    retried = {(entry.subject, entry.attempt) for entry in evidence.interventions}
+    empty = {attempt.rollout_id for attempt in evidence.attempts if attempt.key in retried and not attempt.trained}
+    return {rollout.group_id for rollout in evidence.rollouts if rollout.rollout_id in empty}
 
 
 def _remember(history: dict[TaskId | None, Sums], task_id: TaskId, members: Sequence[RolloutRecord]) -> None:

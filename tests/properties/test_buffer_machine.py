@@ -80,7 +80,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.opened, self.seen, self.sealed = {}, set(), set()
         self.path, self.checkpoints, self.leases = [], [], []
         self.weights = {}
-        self.served, self.evicted = PolicyVersion(1, 0), set()
+        self.served, self.evicted, self.dropped = PolicyVersion(1, 0), set(), set()
         self.updates = 0
         self.stored = []
 
@@ -341,6 +341,31 @@ class BufferMachine(RuleBasedStateMachine):
         self.core.tick(self.now)
         self.settled()
 
+    @precondition(lambda self: self.leases or self.core.state.queue())
+    @rule(place=st.integers(0, 3))
+    def drop_a_batch(self, place):
+        """An operator, after the run has ended; a new learner opens then."""
+        batches = [*self.core.state.leases(), *self.core.state.queue()]
+        dropped = self.core.drop_batch(batches[place % len(batches)].batch_id, self.now)
+        self.persist()
+        self.dropped |= {member.rollout_id for member in dropped.members}
+        self.resume(0, driver=True)
+
+    @rule(seed=st.integers(0, 1 << 16), share=st.sampled_from([0.1, 0.5, 1.0]))
+    def lose_results(self, seed, share):
+        """An operator issues again what is lost of the results that are not trained; a new learner opens then."""
+        chance = random.Random(seed)
+        states = (RolloutState.WAITING, RolloutState.SEALED, RolloutState.LEASED)
+        held = sorted(rollout_id for state in states for rollout_id in self.core.state.by_state[state])
+        lost = {rollout_id: "lost" for rollout_id in held if chance.random() < share}
+        self.core.fold(self.ledger.load(history=True))
+        assert set(self.core.retry_lost(lost, self.now)) == set(lost)
+        self.persist()
+        for rollout_id in lost:
+            if self.core.state.group_of(rollout_id).state is GroupState.OPEN:
+                del self.accepted[rollout_id]
+        self.resume(0, driver=True)
+
     def leads_here(self, ref):
         return self.weights[ref.version] == self.weights[self.head][: len(self.weights[ref.version])]
 
@@ -383,6 +408,7 @@ class BufferMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_trained_twice(self):
         trained = [key for step in self.path for key in step.members]
+        assert not self.dropped & {rollout_id for rollout_id, _ in trained}
         assert len({rollout_id for rollout_id, _ in trained}) == len(trained)
         assert self.core.status().rollouts[RolloutState.TRAINED] == len(trained)
 
