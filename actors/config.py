@@ -4,6 +4,7 @@ Invariants:
 - Everything is checked before anything is made: unknown keys, wrong types, impossible combinations and unreadable files
   are refused with the key or file, the reason and the fix, on one line.
 - A resolved configuration is written into the run directory; `resume` reads that one, never the recipe.
+- Clocks that the recipe leaves unset are derived (`clocks`): nobody sees their placeholder 0.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from headrace.actors import clocks
 from headrace.actors.agents.claude_code import ClaudeCodeConfig
 from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.actors.agents.codex import CodexConfig
@@ -156,10 +158,12 @@ class GatewaySection(_Section):
     name that no pattern fits), `serve` (sampled, masked as `side`) or `refuse`."""
     ping_s: float = Field(default=10.0, gt=0)
     """How often a stream that waits for its turn gets a ping; below 15 s, or some agents give up."""
-    gate_wait_s: float = Field(default=20.0, gt=0)
-    """How long a turn waits while every engine's gate is closed before the agent gets an infra error."""
-    turn_timeout_s: float = Field(default=20.0, gt=0)
-    """How long one engine call may take before it is aborted and tried elsewhere."""
+    gate_wait_s: float = Field(default=0.0, gt=0)
+    """How long a turn waits while no engine serves before the agent gets an infra error. Time in which a push has an
+    engine does not count."""
+    turn_timeout_s: float = Field(default=0.0, gt=0)
+    """How long one engine call may take before it is aborted and tried elsewhere. Time in which a push has the engine
+    does not count."""
     held_after_s: float = Field(default=5.0, gt=0)
     """A turn that is broken off after so long without one sampled token makes its rollout infra, not a spent budget."""
 
@@ -202,10 +206,11 @@ class ServiceSection(_Section):
     """Of task order, sampling and learner."""
     workers: int = Field(default=1, ge=1)
     """Rollout workers."""
-    stall_s: float = Field(default=180.0, gt=0)
-    """No progress anywhere for so long ends the run with a diagnosis."""
+    stall_s: float = Field(default=0.0, gt=0)
+    """No progress anywhere for so long ends the run with a diagnosis. A learner's stage, an engine's start, a boot and
+    a push have clocks of their own."""
     hang_s: float = Field(default=60.0, gt=0)
-    """An actor that does not answer for so long is killed and started again; keep it below `stall_s`."""
+    """An actor that does not answer for so long is killed and started again."""
     min_free_bytes: int = Field(default=64 << 20, ge=0)
     """Less room than this on the disk of the run directory ends the run, resumable, before writes fail half-way."""
     drain_s: float = Field(default=30.0, gt=0)
@@ -236,6 +241,7 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        clocks.derive(self)
         for check in CHECKS:
             if (problem := check(self)) is not None:
                 raise ValueError(problem)
@@ -298,32 +304,6 @@ def other_hosts_reach_the_sender(config: RunConfig) -> str | None:
     return None
 
 
-def failing_engines_are_noticed_in_time(config: RunConfig) -> str | None:
-    agent_s = config.rollout.agent_timeout_s
-    if config.engines.is_simulated:
-        return None
-    for name, value in (("gate_wait_s", config.gateway.gate_wait_s), ("turn_timeout_s", config.gateway.turn_timeout_s)):
-        if value >= agent_s:
-            return (
-                f"gateway.{name} {value:g} is not below rollout.agent_timeout_s {agent_s:g}: the agent's clock would "
-                "end before a failing engine is noticed; lower the first or raise the second"
-            )
-    return None
-
-
-def the_guard_covers_the_phases(config: RunConfig) -> str | None:
-    rollout = config.rollout
-    booted_s = rollout.queue_timeout_s + rollout.boot_timeout_s + rollout.prepare_timeout_s
-    phases_s = booted_s + rollout.agent_timeout_s + rollout.evaluate_timeout_s
-    if rollout.guard_s >= phases_s:
-        return None
-    return (
-        f"rollout.guard_s {rollout.guard_s:g} is below the timeouts of queue, boot, prepare, agent and evaluate "
-        f"together ({phases_s:g}): "
-        "slow agents would end as infra; raise it"
-    )
-
-
 def rollouts_fit_the_sandboxes(config: RunConfig) -> str | None:
     slots = config.dispatcher.slots_per_worker * config.service.workers + config.dispatcher.evaluation_slots
     room = config.sandbox.pool.max_live - config.sandbox.pool.evaluation_reserve
@@ -372,8 +352,7 @@ CHECKS = (
     turns_fit_the_engines,
     weights_fit_the_devices,
     other_hosts_reach_the_sender,
-    failing_engines_are_noticed_in_time,
-    the_guard_covers_the_phases,
+    clocks.problem,
     rollouts_fit_the_sandboxes,
     remote_hosts_are_named,
     programs_fit_the_sandboxes,

@@ -44,6 +44,8 @@ class _Rooms(Owning):
     def __init__(self, pool: SandboxPool) -> None:
         super().__init__()
         self._pool = pool
+        self.judged = 0
+        """Clean sandboxes in which all that was wanted was done."""
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
@@ -62,6 +64,7 @@ class _Rooms(Owning):
             ref = (await self._leases.lease(LeaseRequest(spec=spec))).ref
         try:
             yield await self._leases.attach(ref)
+            self.judged += 1
         finally:
             await asyncio.shield(self._leases.release(ref.id))
 
@@ -76,6 +79,8 @@ class Evaluator(Owning):
         super().__init__()
         self._rooms = _Rooms(pool)
         self._observing = observing
+        self._simulated = 0
+        """Simulated verdicts so far."""
 
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("evaluator"))
@@ -97,11 +102,17 @@ class Evaluator(Owning):
         """Break these evaluations off. Idempotent."""
         await self._evaluations.withdraw(keys)
 
+    async def judged_steps(self) -> int:
+        """Steps of evaluations that ended well, since this evaluator started."""
+        return self._rooms.judged + self._simulated
+
     async def _evaluate(self, request: EvaluationRequest) -> Verdict:
         if request.task.evaluator.kind is EvaluatorKind.NONE:
             return solved()
         if request.task.evaluator.kind is EvaluatorKind.SIMULATED:
-            return await simulated_verdict(request)
+            verdict = await simulated_verdict(request)
+            self._simulated += 1
+            return verdict
         with tracer.start_as_current_span(names.CHECK, context=context_from(request.traceparent)):
             return await evaluate(request, self._rooms)
 

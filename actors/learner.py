@@ -84,7 +84,7 @@ class LearnerLoopConfig(BaseModel):
     """Optimizer updates of the whole run, counted over all epochs."""
     save_every: int = Field(default=10, ge=1)
     """Optimizer updates between checkpoints; the last one is always saved."""
-    stage_timeout_s: float = Field(default=1800.0, gt=0)
+    stage_timeout_s: float = Field(default=1800.0, gt=0)  # derived in a run, see `clocks`
     """A step, a save or an opening that takes longer is hung: the learner is killed, and a new one goes on from the
     last checkpoint."""
     rewards: RewardControl = RewardControl.TRUE
@@ -103,6 +103,8 @@ class LearnerStatus:
     stage: Stage = Stage.WAITING
     stage_s: float = 0.0
     """Seconds in this stage so far."""
+    stages: int = 0
+    """Stages that ended, openings left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,7 @@ class LearnerLoop:
         self._last: StepReport | None = None
         self._tokens = 0
         self._stage, self._stage_since_s = Stage.WAITING, 0.0
+        self._stages = 0
         self._draining = asyncio.Event()
         self._opening = asyncio.Lock()
 
@@ -228,6 +231,7 @@ class LearnerLoop:
             process_id=os.getpid(),
             stage=self._stage,
             stage_s=_now() - self._stage_since_s,
+            stages=self._stages,
         )
 
     @contextmanager
@@ -235,6 +239,8 @@ class LearnerLoop:
         self._stage, self._stage_since_s = stage, _now()
         try:
             yield
+            # A learner that dies again and again opens again and again.
+            self._stages += stage is not Stage.OPENING
         finally:
             self._stage, self._stage_since_s = Stage.WAITING, _now()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from headrace.actors.rollout import RolloutConfig
-
 _MOVED: Final = {
     ("agent", "max_turns"): ("agent", "shell", "max_turns"),
     ("agent", "command_timeout_s"): ("agent", "shell", "command_timeout_s"),
@@ -16,6 +14,15 @@ _MOVED: Final = {
 _DROPPED: Final = (("service", "evaluators"),)
 """One was always started."""
 
+_CONSTANT_CLOCKS: Final = {
+    ("gateway", "gate_wait_s"): 20.0,
+    ("gateway", "turn_timeout_s"): 20.0,
+    ("training", "stage_timeout_s"): 1800.0,
+    ("rollout", "lease_s"): 60.0,
+    ("push", "gate_lease_s"): 60.0,
+}
+"""Their defaults of that time."""
+
 
 def upgraded(document: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The document with the keys of today; a new one, and the same when nothing in it is old."""
@@ -25,16 +32,19 @@ def upgraded(document: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             _put(document, new, value)
     for old in _DROPPED:
         _take(document, old)
-    _widen_guard(document.get("rollout", {}))
+    if "health_misses" not in document.get("engines", {}):
+        _free_clocks(document)
     return document
 
 
-def _widen_guard(rollout: dict[str, Any]) -> None:
-    """Before the wait for a place and the preparation had clocks of their own, no guard had room for them."""
-    clocks = ("queue_timeout_s", "boot_timeout_s", "prepare_timeout_s", "agent_timeout_s", "evaluate_timeout_s")
-    if "guard_s" in rollout and "queue_timeout_s" not in rollout:
-        fields = RolloutConfig.model_fields
-        rollout["guard_s"] = max(rollout["guard_s"], sum(rollout.get(clock, fields[clock].default) for clock in clocks))
+def _free_clocks(document: dict[str, dict[str, Any]]) -> None:
+    """Clocks were constants before they were derived from each other, and contradicted longer phases."""
+    for (table, key), default_s in _CONSTANT_CLOCKS.items():
+        if document.get(table, {}).get(key) == default_s:
+            del document[table][key]
+    # Whatever it was set to, it counted ended rollouts only.
+    document.get("service", {}).pop("stall_s", None)
+    document.get("rollout", {}).pop("guard_s", None)
 
 
 def _take(document: dict[str, Any], path: tuple[str, ...]) -> Any:

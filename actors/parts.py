@@ -29,6 +29,7 @@ from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.simulation.engines import SimulatedEngineGroup
+from headrace.actors.supervision import Parts
 from headrace.actors.worker import RolloutWorker, WorkerParts
 from headrace.policies.engine import PauseMode
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from headrace.actors.config import RunConfig
     from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.held_out.records import RolloutStore
+    from headrace.actors.learner import LearnerLoop
     from headrace.actors.run_directory import RunDirectory
     from headrace.actors.runtime import Runtime
 
@@ -117,8 +119,8 @@ class ServiceParts(Owning):
         async with asyncio.TaskGroup() as starting:
             engines = starting.create_task(self._spawn_engines())
             evaluator = starting.create_task(self._spawn("evaluator", Evaluator, self._pool, self._observing))
-        self._engines = engines.result()
-        parts = await self._worker_parts(replay, evaluator.result())
+        self._engines, self._evaluator = engines.result(), evaluator.result()
+        parts = await self._worker_parts(replay, self._evaluator)
         async with asyncio.TaskGroup() as starting:
             workers = [
                 starting.create_task(self._spawn(f"worker-{index}", RolloutWorker, parts))
@@ -190,6 +192,18 @@ class ServiceParts(Owning):
                 f"the disk of {self._directory.path} has {free_bytes >> 20} MiB left, less than service.min_free_bytes "
                 f"({self._config.service.min_free_bytes >> 20} MiB): free some space, then resume the run"
             )
+
+    def _parts(self, learner: LearnerLoop | None = None) -> Parts:
+        """What supervision looks at."""
+        return Parts(
+            learner=learner,
+            dispatcher=self._dispatcher,
+            pool=self._pool,
+            evaluator=self._evaluator,
+            gateway=self._gateway,
+            engines=None if self._config.engines.is_simulated else cast("EngineGroup", self._engines),
+            workers=self._workers,
+        )
 
     async def _spawn(self, name: str, cls: type[R], *args: object, **kwargs: object) -> R:
         actor = await self._runtime.spawn(cls, *args, name=name, **kwargs)

@@ -20,6 +20,7 @@ from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.agents.agent import AgentReport, StopReason
+from headrace.actors.clocks import ANSWER_S
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
 from headrace.actors.preparing import prepare
 from headrace.buffer.types import Cause, Outcome, RolloutResult
@@ -42,9 +43,6 @@ if TYPE_CHECKING:
 
 RESULT_CHARACTERS, LOG_CHARACTERS = 500, 4000
 """Of an agent's last words and of its log, kept in its span."""
-ANSWER_S = 5.0
-"""How much later than its own clocks a pool may say so."""
-
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.rollout")
 
@@ -64,10 +62,10 @@ class RolloutConfig(BaseModel):
     """The agent's own clock, from its start; when it is over the outcome is `budget` and the evaluator still runs."""
     evaluate_timeout_s: float = Field(default=90.0, gt=0)
     """Clean sandboxes, patch and check together."""
-    lease_s: float = Field(default=60.0, gt=0)
+    lease_s: float = Field(default=60.0, gt=0)  # derived in a run, see `clocks`
     """A worker that does not renew the leases of its sandboxes for so long loses them; it does so four times in that
     time. A pool that restarts must be back in less."""
-    guard_s: float = Field(default=300.0, gt=0)
+    guard_s: float = Field(default=300.0, gt=0)  # derived in a run, see `clocks`
     """Everything together: past this the rollout is infra, whatever it waits for."""
 
 

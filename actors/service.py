@@ -22,14 +22,15 @@ from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 from headrace.actors.errors import RunStalled
 from headrace.actors.guarding import keep_running
-from headrace.actors.headway import Headway
 from headrace.actors.learner import LearnerLoop
 from headrace.actors.metrics import read_metrics
 from headrace.actors.parking import parked_line, refuse_all_parked
 from headrace.actors.parts import ServiceParts, periodic_evaluations
 from headrace.actors.replay import Replay
 from headrace.actors.retry import until_back
-from headrace.actors.supervision import Parts, Supervision, or_none
+from headrace.actors.signs import signs_of, work_clocks
+from headrace.actors.stall_detector import StallDetector
+from headrace.actors.supervision import Supervision, or_none
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import GroupId
 from headrace.serve.observing.progress import Progress
@@ -217,14 +218,15 @@ class Service(ServiceParts):
 
     async def _supervise(self) -> NoReturn:
         """Notice steps and stalls: a run that gets nowhere ends with what each part was doing."""
-        headway = Headway(time.monotonic(), self._config.service.stall_s)
+        detector = StallDetector(time.monotonic(), self._config.service.stall_s)
+        longest = work_clocks(self._config)
         while True:
             await asyncio.sleep(SUPERVISION_S)
             self._refuse_full_disk()
             look = await self._supervision.look()
             if look.learner and look.learner.version:
                 self._note(look.learner.version.step, look.learner.last)
-            if (reason := headway.stalled(time.monotonic(), look.learner, look.dispatcher)) is not None:
+            if (reason := detector.stalled(time.monotonic(), signs_of(look, longest))) is not None:
                 raise RunStalled(f"{reason}; {await self._diagnosis()}")
 
     def _note(self, step: int, last: StepReport | None) -> None:
@@ -264,14 +266,7 @@ class Service(ServiceParts):
             starting.create_task(self._start_dispatcher(self._replay))
             learner = starting.create_task(self._spawn_learner())
         self._learner = learner.result()
-        parts = Parts(
-            learner=self._learner,
-            dispatcher=self._dispatcher,
-            pool=self._pool,
-            gateway=self._gateway,
-            workers=self._workers,
-        )
-        self._supervision = Supervision(self._config, self._runtime, self._metrics, parts)
+        self._supervision = Supervision(self._config, self._runtime, self._metrics, self._parts(self._learner))
 
     async def _spawn_replay(self) -> Replay:
         config = self._config

@@ -79,6 +79,11 @@ class WorkerStations(Owning):
         """Under way at simulated engines, None at others."""
         return self._sessions.turns if isinstance(self._sessions, SimulatedSessions) else None
 
+    @property
+    def ended_turns(self) -> int | None:
+        """Turns that ended at simulated engines, None at others."""
+        return self._sessions.ended_turns if isinstance(self._sessions, SimulatedSessions) else None
+
     async def evaluate(self, request: EvaluationRequest) -> Verdict:
         # With the sandbox: an attempt that a reset worker runs again is another evaluation.
         return await self._evaluate(f"{request.key}.{request.sandbox.id}", request)

@@ -3,7 +3,7 @@
 Invariants:
 - A part that does not answer in time is left out of the look; a look never waits longer than `STATUS_TIMEOUT_S`.
 - A learner that answers and gets nowhere with a step, a save or an opening is killed: its successor goes on from the
-  last checkpoint, and `headway` ends the run when that helps nothing.
+  last checkpoint, and the stall detector ends the run when that helps nothing.
 - What was measured goes to the metrics every `RECORD_S`, so that a report can say which station held the run up.
 """
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from headrace.actors.errors import ActorLost
 from headrace.actors.learner import Stage
 from headrace.actors.pacing import LatencyWatch, Pressure
+from headrace.actors.signs import ENDING_STAGES
 from headrace.actors.utilisation import Station, UtilisationMeter, bottleneck
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
     from headrace.actors.config import RunConfig
     from headrace.actors.dispatcher import Dispatcher, DispatcherStatus
+    from headrace.actors.engine_group.group import EngineGroup
+    from headrace.actors.engine_group.roster import EngineStatus
+    from headrace.actors.evaluator import Evaluator
     from headrace.actors.gateway import GatewayActor
     from headrace.actors.learner import LearnerLoop, LearnerStatus
     from headrace.actors.metrics import MetricsLog
@@ -40,20 +44,20 @@ STATUS_TIMEOUT_S = 5.0
 """A part that tells nothing for so long is shown without a value."""
 RECORD_S = 10.0
 """Between two records of the stations."""
-_ENDS = frozenset({Stage.OPENING, Stage.STEPPING, Stage.SAVING})
-"""Stages that end by themselves, unless the learner hangs."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What is looked at."""
+    """What is looked at. An evaluation has no learner; simulated engines have no gateway, and no start."""
 
-    learner: LearnerLoop
+    learner: LearnerLoop | None
     dispatcher: Dispatcher
     pool: SandboxPool
-    gateway: GatewayActor | None
+    evaluator: Evaluator
+    gateway: GatewayActor | None = None
+    engines: EngineGroup | None = None
     workers: Sequence[RolloutWorker]
 
 
@@ -66,6 +70,8 @@ class Look:
     pool: PoolStatus | None
     gateway: GatewayStats | None
     workers: tuple[WorkerStatus | None, ...]
+    judged_steps: int | None
+    engines: tuple[EngineStatus, ...]
 
     def in_use(self) -> dict[Station, float]:
         """How many are in each station, of those that answered."""
@@ -89,6 +95,27 @@ class Look:
         return found
 
 
+async def look_at(parts: Parts) -> Look:
+    """Ask every part."""
+    async with asyncio.TaskGroup() as asking:
+        learner = asking.create_task(or_none(None if parts.learner is None else parts.learner.status))
+        dispatcher = asking.create_task(or_none(parts.dispatcher.status))
+        pool = asking.create_task(or_none(parts.pool.status))
+        gateway = asking.create_task(or_none(None if parts.gateway is None else parts.gateway.stats))
+        judged_steps = asking.create_task(or_none(parts.evaluator.judged_steps))
+        engines = asking.create_task(or_none(None if parts.engines is None else parts.engines.status))
+        workers = [asking.create_task(or_none(worker.status)) for worker in parts.workers]
+    return Look(
+        learner=learner.result(),
+        dispatcher=dispatcher.result(),
+        pool=pool.result(),
+        gateway=gateway.result(),
+        workers=tuple(worker.result() for worker in workers),
+        judged_steps=judged_steps.result(),
+        engines=tuple(engines.result() or ()),
+    )
+
+
 class Supervision:
     """Of one service; `look` once every `SUPERVISION_S`."""
 
@@ -101,17 +128,9 @@ class Supervision:
 
     async def look(self) -> Look:
         """Ask every part, keep what it says, and act on it."""
-        parts = self._parts
-        learner, dispatcher, pool, gateway, workers = await asyncio.gather(
-            or_none(parts.learner.status),
-            or_none(parts.dispatcher.status),
-            or_none(parts.pool.status),
-            or_none(None if parts.gateway is None else parts.gateway.stats),
-            asyncio.gather(*(or_none(worker.status) for worker in parts.workers)),
-        )
-        look = Look(learner=learner, dispatcher=dispatcher, pool=pool, gateway=gateway, workers=tuple(workers))
+        look = await look_at(self._parts)
         self._measure(look)
-        await self._end_hung(learner)
+        await self._end_hung(look.learner)
         await self._pace(look)
         return look
 
@@ -141,7 +160,7 @@ class Supervision:
 
     async def _end_hung(self, learner: LearnerStatus | None) -> None:
         limit_s = self._config.training.stage_timeout_s
-        if learner is not None and learner.stage in _ENDS and learner.stage_s > limit_s:
+        if learner is not None and learner.stage in ENDING_STAGES and learner.stage_s > limit_s:
             logger.error("the learner is %s for %.0f s (training.stage_timeout_s) and is killed", *_stage(learner))
             await self._runtime.restart(self._parts.learner, learner.process_id)
 

@@ -76,6 +76,8 @@ class WorkerStatus:
     """Rollouts by the phase they are in."""
     turns: int | None = None
     """Turns at simulated engines; a gateway counts its own, None."""
+    ended_turns: int | None = None
+    """Turns that ended there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +191,7 @@ class RolloutWorker:
             running=len(self._running),
             phases=dict(self._occupied),
             turns=self._stations.turns,
+            ended_turns=self._stations.ended_turns,
         )
 
     def _cancel_all(self) -> None:

@@ -89,6 +89,8 @@ class SimulatedEngine:
         self._history: list[tuple[float, Served]] = []
         self.generating = 0
         """Turns under way."""
+        self.turns = 0
+        """Turns that ended."""
         self.generated_s = 0.0
         """Time of all turns that ended, without their pauses."""
 
@@ -125,6 +127,7 @@ class SimulatedEngine:
                 left_s = seconds - self._worked(began, since)
         finally:
             self.generating -= 1
+        self.turns += 1
         self.generated_s += seconds
         return _completion(tokens, self._spans(tokens, seconds, began, since), first_id)
 
@@ -196,6 +199,8 @@ class SimulatedLearnerConfig(BaseModel):
     """Set by the run; a simulated step has no chance in it."""
     hang_at_step: int | None = Field(default=None, ge=1)
     """The step with this number never ends, once in a run directory: for trying the watchdog."""
+    hangs_again: bool = False
+    """It never ends, however often a new learner tries it."""
     checkpoint_dir: Path | None = None
     """Where checkpoints (without weights) are written; set by the run. None keeps them in memory."""
 
@@ -262,9 +267,9 @@ class SimulatedLearner:
         self._version = None
 
     def _hangs(self) -> bool:
-        """True once in a run directory; always where there is none."""
+        """True once in a run directory, unless it hangs again; always where there is none."""
         root = self._config.checkpoint_dir
-        if root is None:
+        if root is None or self._config.hangs_again:
             return True
         hung = root.with_name("learner-hung")
         if hung.exists():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from headrace.actors.clocks import DERIVED
 from headrace.actors.config import RunConfig
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
@@ -22,8 +23,9 @@ SET_BY_THE_RUN = {
 HEAD = """# Configuration
 
 A recipe is a TOML file (`scripts/recipes/*.toml`); its tables are the headings below. `--set table.key=value` overrides
-a key. Unknown keys, wrong types and impossible combinations are refused at start. This page is written by
-`scripts/config_docs.py` from the models in the code.
+a key. Unknown keys, wrong types and impossible combinations are refused at start. Where a default is derived from
+other keys, the run's `config.json` shows its value. This page is written by `scripts/config_docs.py` from the models in
+the code.
 """
 
 
@@ -52,6 +54,8 @@ def section(path: str, model: type[BaseModel]) -> list[str]:
             nested.append((f"{path}.{name}" if path else name, field.annotation))
             continue
         default = "required" if field.is_required() else f"`{_shown(field.default)}`"
+        if (derived := DERIVED.get(f"{path}.{name}")) is not None:
+            default = f"derived: {derived[1]}"
         lines.append(f"| `{name}` | {default} | {texts.get(name, '')} |")
     table = [f"\n## [{path}]\n", "| key | default | meaning |", "|---|---|---|", *lines] if lines else []
     return table + [line for sub_path, sub in nested for line in section(sub_path, sub)]

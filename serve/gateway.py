@@ -101,15 +101,16 @@ class GatewayConfig(BaseModel):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayStats:
     """A snapshot for progress lines and metrics. `tokens_by_version` counts recorded tokens since the start, keys are
-    `epoch.step`; `lost_calls` counts call markup that gave no call; `parser_fails`: of many such turns in a row none
-    gave one, so the parser does not fit the model; `silent` counts the calls in a row that an engine did not answer in
-    time; `closed` are engines whose gate is closed; `table_version` is that of the routing table, -1 before the first
-    one."""
+    `epoch.step`; `turns` counts recorded turns since the start; `lost_calls` counts call markup that gave no call;
+    `parser_fails`: of many such turns in a row none gave one, so the parser does not fit the model; `silent` counts the
+    calls in a row that an engine did not answer in time; `closed` are engines whose gate is closed; `table_version` is
+    that of the routing table, -1 before the first one."""
 
     sessions: int
     turns_in_flight: dict[str, int]
     sampled_tokens: int
     tokens_by_version: dict[str, int]
+    turns: int = 0
     lost_calls: int = 0
     parser_fails: bool = False
     silent: dict[str, int] = field(default_factory=dict)
@@ -239,6 +240,7 @@ class Gateway:
             turns_in_flight={str(engine): number for engine, number in self._pool.router.in_flight.items()},
             sampled_tokens=self._turns.sampled_tokens,
             tokens_by_version=dict(self._turns.tokens_by_version),
+            turns=self._turns.recorded,
             lost_calls=self._turns.lost_calls,
             parser_fails=self._turns.parser_alarm.raised,
             silent={str(engine): number for engine, number in self._pool.silent.items()},

@@ -118,7 +118,7 @@ class LiveSession:
 
 
 class Turns:
-    """Runs turns over an engine pool. `sampled_tokens` counts every recorded token since the
+    """Runs turns over an engine pool. `recorded` counts turns and `sampled_tokens` every recorded token since the
     start, `tokens_by_version` those of the last `VERSIONS_KEPT` versions seen, `lost_calls` call markup that gave no
     call."""
 
@@ -133,6 +133,7 @@ class Turns:
         held_after_s: float,
         incarnation: str,
     ) -> None:
+        self.recorded = 0
         self.sampled_tokens = 0
         self.lost_calls = 0
         self.parser_alarm = ParserAlarm()
@@ -296,6 +297,7 @@ class Turns:
     def _count(self, completion: Completion, event: Recorded) -> None:
         for span in completion.spans:
             self.tokens_by_version[str(span.version)] += span.end - span.start
+        self.recorded += 1
         self.sampled_tokens += len(completion.output_ids)
         self.lost_calls += event.lost_calls
         self.parser_alarm.saw(calls=len(event.answer.calls), lost_calls=event.lost_calls)

@@ -39,7 +39,6 @@ SMALL = (
     "rollout.prepare_timeout_s=5",
     "rollout.agent_timeout_s=25",
     "rollout.evaluate_timeout_s=20",
-    "rollout.guard_s=75",
     f"service.hang_s={HANG_S}",
     "service.stall_s=90",
 )

@@ -90,8 +90,9 @@ class ChatClient:
         *,
         model: str = "policy",
         max_tokens: int | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float | None = None,
     ) -> None:
+        """Without `timeout_s` the agent's own clock is the only one."""
         self._session = session
         self.url = f"{base_url.rstrip('/')}/v1/chat/completions"
         self._model = model
@@ -110,7 +111,7 @@ class ChatClient:
             async with asyncio.timeout(self._timeout_s):
                 return parse_answer(*await _UNTIL_ANSWERED(self._post, body))
         except TimeoutError as error:
-            raise ChatFailed(f"no answer from {self.url} within {self._timeout_s:g} s (timeout_s)") from error
+            raise ChatFailed(f"no answer from {self.url} within {self._timeout_s} s (timeout_s)") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise ChatFailed(f"no usable answer from {self.url}: {type(error).__name__}: {error}") from error
 

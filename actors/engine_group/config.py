@@ -69,8 +69,11 @@ class EnginesConfig(BaseModel):
     start_timeout_s: float = Field(default=120.0, gt=0)
     """From start to the first answer; importing torch takes seconds, a large model minutes."""
     health_timeout_s: float = Field(default=10.0, gt=0)
-    """An engine that does not tell its load for so long is replaced, or taken out of routing when it is attached; not
-    while a push is going on, which has deadlines of its own."""
+    """How long an engine may take to tell its load; then it has missed a health check. None counts while a push is
+    going on, which has deadlines of its own."""
+    health_misses: int = Field(default=3, ge=1)
+    """So many health checks missed in a row, and the engine is replaced, or taken out of routing when it is attached.
+    An engine whose process is dead is replaced at once."""
     drain_timeout_s: float = Field(default=10.0, gt=0)
     """How long an engine that is removed may finish what it runs; then that goes on elsewhere."""
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from headrace.actors.errors import RunStalled
 from headrace.actors.guarding import keep_running
-from headrace.actors.headway import Headway
 from headrace.actors.held_out.records import EvaluationRecords
 from headrace.actors.parts import ServiceParts
 from headrace.actors.retry import until_back
-from headrace.actors.supervision import or_none
+from headrace.actors.signs import signs_of, work_clocks
+from headrace.actors.stall_detector import StallDetector
+from headrace.actors.supervision import look_at, or_none
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
@@ -86,10 +87,11 @@ class EvaluationService(ServiceParts):
         )
 
     async def _supervise(self) -> NoReturn:
-        headway = Headway(time.monotonic(), self._config.service.stall_s)
+        detector = StallDetector(time.monotonic(), self._config.service.stall_s)
+        longest = work_clocks(self._config)
         while True:
             await asyncio.sleep(SUPERVISION_S)
             self._refuse_full_disk()
-            dispatcher = await or_none(self._dispatcher.status)
-            if (reason := headway.stalled(time.monotonic(), None, dispatcher)) is not None:
+            look = await look_at(self._parts())
+            if (reason := detector.stalled(time.monotonic(), signs_of(look, longest))) is not None:
                 raise RunStalled(f"{reason}; {await self.progress()}")

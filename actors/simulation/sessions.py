@@ -104,6 +104,10 @@ class SimulatedSessions(Owning):
         """Under way."""
         return self._watch.engine.generating
 
+    @property
+    def ended_turns(self) -> int:
+        return self._watch.engine.turns
+
     async def open(self, order: RolloutOrder, spec: SessionSpec) -> OpenedSession:
         await self._watch.begin()
         key = f"{order.task.id} {order.rollout_id} {order.attempt}"

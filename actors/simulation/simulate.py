@@ -15,14 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from headrace.actors.clocks import STALLED_PHASES
 from headrace.actors.errors import ConfigError, RunStalled, first_cause
-from headrace.actors.headway import Headway
 from headrace.actors.parking import refuse_all_parked
 from headrace.actors.runtime import InlineRuntime
+from headrace.actors.signs import WorkClocks, signs_of
 from headrace.actors.simulation.account import history_digest, read_account
 from headrace.actors.simulation.plan import MINUTE_S, Mode
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.stall_detector import StallDetector
+from headrace.actors.supervision import Parts, look_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 
 LOOK_S: Final = 600.0
 """How often, in virtual time, a run is looked at."""
+BOOT_TAIL: Final = 100.0
+"""A simulated boot takes at most so many times its median, in all but a vanishing share of draws."""
 COLLECT_EVERY: Final = 50_000
 """Objects made between two collections of garbage."""
 MOST_SYNC_STEPS: Final = 20
@@ -193,16 +198,26 @@ def _refuse_too_short(plan: SimulationPlan, steps: int, parked: Mapping[TaskId, 
 
 
 async def _look(plan: SimulationPlan, stage: Stage) -> None:
-    """End a run that gets nowhere."""
-    stall_s = 20 * (plan.longest_s + plan.learner_s + plan.push_s) + 2 * LOOK_S
-    headway = Headway(asyncio.get_running_loop().time(), stall_s)
+    """End a run that makes no progress, by the rule of a real one."""
+    longest = WorkClocks(
+        stage_s=plan.learner_s, engine_start_s=0.0, boot_s=BOOT_TAIL * plan.boot_s, push_s=plan.longest_s + plan.push_s
+    )
+    stall_s = STALLED_PHASES * max(plan.longest_s, plan.evaluate_s, LOOK_S)
+    parts = Parts(
+        learner=stage.learner,
+        dispatcher=stage.dispatcher,
+        pool=stage.pool,
+        evaluator=stage.evaluator,
+        workers=stage.workers,
+    )
+    detector = StallDetector(asyncio.get_running_loop().time(), stall_s)
     while True:
         await asyncio.sleep(LOOK_S)
-        learner, dispatcher = await stage.learner.status(), await stage.dispatcher.status()
-        now = asyncio.get_running_loop().time()
-        if headway.stalled(now, learner, dispatcher) is not None:
+        look = await look_at(parts)
+        if detector.stalled(asyncio.get_running_loop().time(), signs_of(look, longest)) is not None:
+            step = look.learner.version.step if look.learner and look.learner.version else 0
             raise RunStalled(
                 f"simulate: nothing moved for {stall_s / MINUTE_S:.0f} simulated minutes at step "
-                f"{learner.version.step if learner.version else 0}: {(await stage.replay.status()).inventory}; "
+                f"{step}: {(await stage.replay.status()).inventory}; "
                 "a rule that cannot be met, or too few slots for a batch"
             )

@@ -37,6 +37,13 @@ QUICK = (
     "buffer.max_staleness=2",
     "dispatcher.slots_per_worker=16",
     "evaluation.tasks=1",
+    "rollout.agent_timeout_s=20",
+    "rollout.evaluate_timeout_s=20",
+    "rollout.queue_timeout_s=10",
+    "rollout.boot_timeout_s=5",
+    "rollout.prepare_timeout_s=5",
+    "sandbox.pool.create_timeout_s=5",
+    "service.hang_s=15",
     "training.save_every=2",
     f"training.steps={STEPS}",
 )
@@ -94,8 +101,15 @@ async def test_a_learner_whose_step_never_ends_is_killed_and_the_run_goes_on(ope
     assert epochs_of(directory) == {"1", "2"}
 
 
+@pytest.mark.slow
 async def test_a_learner_that_always_hangs_ends_the_run_which_names_it(open_run: Any) -> None:
-    options = ("training.stage_timeout_s=1000", "service.stall_s=25", "learner.simulated.hang_at_step=3")
+    """Each learner is killed after its stage's clock; the stall detector ends what that does not help."""
+    options = (
+        "training.stage_timeout_s=4",
+        "service.stall_s=25",
+        "learner.simulated.hang_at_step=3",
+        "learner.simulated.hangs_again=true",
+    )
     async with open_run("stuck", *options) as (service, directory):
         with pytest.raises(RunStalled, match=r"nothing moved for 25 s .*held up by learner"):
             await service.run()

@@ -35,7 +35,7 @@ async def test_the_learner_steps_while_a_straggler_is_out(load_support: Callable
     write_tasks(tmp_path / "train.jsonl", [slowed(straggler), *others])
     write_tasks(tmp_path / "heldout.jsonl", generate(seed=3, count=4, split=Split.HELD_OUT))
     files = (f"tasks.train={tmp_path}/train.jsonl", f"tasks.heldout={tmp_path}/heldout.jsonl")
-    patience = ("rollout.evaluate_timeout_s=60", "rollout.guard_s=150")
+    patience = ("rollout.evaluate_timeout_s=60",)
     async with rig.open_service(tmp_path, "straggler", *files, *patience) as (service, directory):
         assert await service.run()
 

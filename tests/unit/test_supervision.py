@@ -40,7 +40,7 @@ def watched(load_support: Callable[[str], Any], tmp_path: Path) -> Any:
                 learner=stage.learner,
                 dispatcher=stage.dispatcher,
                 pool=stage.pool,
-                gateway=None,
+                evaluator=stage.evaluator,
                 workers=stage.workers,
             )
             supervision = Supervision(config, runtime, MetricsLog(path), parts)

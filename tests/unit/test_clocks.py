@@ -1,0 +1,96 @@
+"""The clocks of a run: what is derived, and what contradicts itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from headrace.actors import clocks
+from headrace.actors.config import RunConfig, load_recipe
+from headrace.actors.errors import ConfigError
+
+RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
+AGENTS = ("claude_code", "codex", "mini_swe_agent", "opencode", "qwen_code")
+
+
+def config_of(recipe: str, *overrides: str) -> RunConfig:
+    return load_recipe(RECIPES / f"{recipe}.toml", overrides, Path("run"))
+
+
+@pytest.mark.parametrize("recipe", AGENTS)
+def test_the_clocks_of_an_agent_recipe_fit_agents_of_half_an_hour(recipe: str) -> None:
+    config = config_of(recipe)
+    rollout = config.rollout
+    assert rollout.agent_timeout_s == 1800
+    assert config.gateway.turn_timeout_s == 600
+    assert config.gateway.gate_wait_s == 156, "three missed health checks, then the start of another engine"
+    assert rollout.guard_s == 60 + 30 + 5 + 3 * 30 + 1800 + 600
+    assert config.training.stage_timeout_s == 1800
+    assert config.service.stall_s == 3600
+
+
+@pytest.mark.parametrize("recipe", [*AGENTS, "quickstart", "simulated"])
+@pytest.mark.parametrize("minutes", [1, 30, 240])
+def test_derived_clocks_never_contradict_each_other(recipe: str, minutes: int) -> None:
+    config = config_of(recipe, f"rollout.agent_timeout_s={60 * minutes}", "service.hang_s=90")
+    assert clocks.problem(config) is None
+    assert config.service.stall_s >= 2 * config.rollout.agent_timeout_s
+
+
+def test_the_quickstart_notices_a_stall_within_minutes() -> None:
+    config = config_of("quickstart")
+    assert (config.service.stall_s, config.gateway.turn_timeout_s, config.gateway.gate_wait_s) == (180, 20, 20)
+
+
+def test_a_resolved_configuration_keeps_its_clocks() -> None:
+    document = config_of("claude_code").model_dump(mode="json")
+    assert document["service"]["stall_s"] == 3600
+    assert RunConfig.model_validate(document).model_dump(mode="json") == document
+
+
+def test_a_key_that_is_set_stays_as_it_is() -> None:
+    assert config_of("claude_code", "service.stall_s=7200").service.stall_s == 7200
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        (["gateway.turn_timeout_s=1800"], ("gateway.turn_timeout_s", "rollout.agent_timeout_s")),
+        (["gateway.gate_wait_s=2000"], ("gateway.gate_wait_s", "rollout.agent_timeout_s")),
+        (["push.transfer_timeout_s=1900"], ("push.transfer_timeout_s", "rollout.agent_timeout_s")),
+        (["rollout.lease_s=30"], ("service.hang_s", "rollout.lease_s")),
+        (["push.gate_lease_s=30"], ("service.hang_s", "push.gate_lease_s")),
+        (["service.hang_s=4000", "service.stall_s=3600"], ("service.hang_s", "service.stall_s")),
+        (["rollout.guard_s=1000"], ("rollout.guard_s", "agent_timeout_s")),
+        (["service.stall_s=180"], ("service.stall_s", "rollout.agent_timeout_s")),
+        (
+            ["service.stall_s=2000", "engines.health_timeout_s=1000"],
+            ("service.stall_s", "engines.health_misses x (health_timeout_s + 2)"),
+        ),
+    ],
+)
+def test_clocks_that_contradict_each_other_are_one_line_with_both_keys(
+    overrides: list[str], names: tuple[str, str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of("claude_code", *overrides)
+    said = str(refused.value)
+    assert "\n" not in said
+    for name in names:
+        assert name in said
+    # What it proposes works.
+    key, value = re.findall(r"set (\S+) to ([\d.]+)", said)[0]
+    config_of("claude_code", *overrides, f"{key}={value}")
+
+
+def test_a_simulated_step_longer_than_its_stage_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"learner.simulated.step_s 12 is not below training.stage_timeout_s 10"):
+        config_of("simulated", "training.stage_timeout_s=10")
+
+
+def test_a_push_is_bounded_by_all_its_buckets() -> None:
+    config = config_of("claude_code", "push.transfer_timeout_s=20", "push.bucket_bytes=1000000")
+    one, ten = clocks.push_s(config, 1), clocks.push_s(config, 10_000_000)
+    assert ten - one == 9 * 20

@@ -1,0 +1,81 @@
+"""Whether a run makes progress, by what its parts report."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.actors.stall_detector import MAX_FRUITLESS_EPOCHS, OWN_CLOCKS, Signs, StallDetector
+from headrace.buffer.versions import PolicyVersion
+
+STALL_S = 10.0
+
+
+def signs(*, under_way: dict[str, float] | None = None, version: tuple[int, int] | None = None, **counts: int) -> Signs:
+    return Signs(counts=counts, under_way=under_way or {}, version=None if version is None else PolicyVersion(*version))
+
+
+@pytest.mark.parametrize("name", ["steps", "stages", "turns", "tokens", "answers", "judged_steps"])
+def test_every_count_that_grows_is_progress(name: str) -> None:
+    detector = StallDetector(0.0, STALL_S)
+    assert {detector.stalled(float(second), signs(**{name: second}, still=3)) for second in range(1, 50)} == {None}
+
+
+@pytest.mark.parametrize(
+    "still",
+    [
+        lambda _: signs(steps=3, tokens=7, scored=5),
+        lambda second: signs(steps=1) if second % 2 else signs(),
+        lambda second: signs(steps=1, **({"scored": 3} if second % 3 else {})),
+        lambda _: signs(),
+    ],
+    ids=["still", "learner that dies again and again", "dispatcher that dies again and again", "nobody answers"],
+)
+def test_a_run_that_makes_no_progress_ends(still) -> None:
+    detector = StallDetector(0.0, STALL_S)
+    reasons = [detector.stalled(float(second), still(second)) for second in range(1, 30)]
+    assert reasons[0] is None
+    assert reasons[-1] is not None
+    assert reasons[-1].startswith("nothing moved for 10 s (service.stall_s)")
+
+
+def test_the_reason_names_the_clock_of_each_count() -> None:
+    detector = StallDetector(0.0, STALL_S)
+    detector.stalled(1.0, signs(turns=1))
+    detector.stalled(4.0, signs(turns=1, steps=1))
+    reason = detector.stalled(20.0, signs(turns=1, steps=1))
+    assert reason is not None
+    assert reason.endswith("last progress: steps 16 s ago, turns 19 s ago")
+
+
+def test_a_part_that_comes_back_lower_counts_from_there() -> None:
+    detector = StallDetector(0.0, STALL_S)
+    assert detector.stalled(1.0, signs(scored=100)) is None
+    assert detector.stalled(9.0, signs(scored=0)) is None
+    assert detector.stalled(10.0, signs(scored=1)) is None
+    assert detector.stalled(19.0, signs(scored=1)) is None
+
+
+def test_work_under_way_has_a_clock_of_its_own() -> None:
+    """A boot that takes longer than a run may stand still is no stall, and neither is a stage of the learner."""
+    detector = StallDetector(0.0, STALL_S)
+    detector.stalled(0.0, signs(turns=1))
+    assert detector.stalled(60.0, signs(turns=1, under_way={"boots": 30.0})) is None
+    assert detector.stalled(61.0, signs(turns=1)) is not None
+
+
+def test_work_that_begins_again_and_again_holds_a_stall_up_only_for_a_time() -> None:
+    detector = StallDetector(0.0, STALL_S)
+    under_way = {"engine start": 20.0, "boots": 5.0}
+    ends_s = STALL_S + OWN_CLOCKS * 20.0
+    assert detector.stalled(ends_s, signs(under_way=under_way)) is None
+    assert detector.stalled(ends_s + 1, signs(under_way=under_way)) is not None
+
+
+def test_learners_that_die_at_the_same_step_end_the_run() -> None:
+    detector = StallDetector(0.0, STALL_S)
+    assert detector.stalled(0.0, signs(version=(1, 5))) is None
+    for epoch in range(2, MAX_FRUITLESS_EPOCHS + 2):
+        assert detector.stalled(0.0, signs(version=(epoch, 4), scored=epoch)) is None
+        assert detector.stalled(0.0, signs(version=(epoch, 5), scored=epoch)) is None
+    reason = detector.stalled(0.0, signs(version=(MAX_FRUITLESS_EPOCHS + 2, 4)))
+    assert reason == f"{MAX_FRUITLESS_EPOCHS} learners died before step 6 was done"
