@@ -2,7 +2,9 @@
 aborts.
 
 Invariants:
-- A turn waits, bounded, while every gate is closed; a closed gate never fails a turn that another engine could serve.
+- A turn waits, bounded, while no engine serves; a closed gate never fails a turn that another engine could serve.
+- Time in which a push has an engine counts neither against a turn that waits for one nor against a call that the push
+  holds up: a push has deadlines of its own, and its gates open by themselves when it is gone.
 - An engine failure resamples the turn once; nothing of the failed call is kept. Tokens an engine handed over with an
   abort of its own are kept, and sampling goes on from them: the version spans tell who sampled what.
 - Whoever leaves a running call (agent gone, budget over, deadline) aborts it on its engine. Aborts sent while the gate
@@ -42,8 +44,8 @@ DOWN_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDeadlines:
-    """`gate_wait_s`: how long a turn waits for an open gate. `call_s`: one generate call. `abort_grace_s`: how long an
-    aborted call may take to hand over its partial tokens."""
+    """`gate_wait_s`: how long a turn waits while no engine serves. `call_s`: one generate call. `abort_grace_s`: how
+    long an aborted call may take to hand over its partial tokens. Closed gates stop the first two."""
 
     gate_wait_s: float
     call_s: float
@@ -76,7 +78,8 @@ class EnginePool:
         self._tracer = tracer
         self._clients: dict[EngineId, _Client] = {}
         self.silent: Counter[EngineId] = Counter()
-        """Calls in a row that an engine did not answer in time."""
+        """Calls in a row that an engine answered neither in time nor when they were aborted: one that only takes longer
+        than `call_s` hands over what it has."""
         self._changed = asyncio.Event()
 
     async def replace_table(self, table: RoutingTable) -> bool:
@@ -97,12 +100,15 @@ class EnginePool:
         return True
 
     def close_gate(self, engine_id: EngineId, lease_s: float) -> None:
-        self.router.close_gate(engine_id, self._clock() + lease_s)
+        now = self._clock()
+        self.router.close_gate(engine_id, now + lease_s, now)
+        # The clocks of those that wait for an engine stop here.
+        self._notify()
 
     async def open_gate(self, engine_id: EngineId, cache_namespace: str | None) -> None:
         """Let turns through again, and repeat the aborts asked for meanwhile, all at once: whoever opens waits only for
         seconds. What was not sent by then is sent at the next opening."""
-        self.router.open_gate(engine_id, cache_namespace)
+        self.router.open_gate(engine_id, self._clock(), cache_namespace)
         self._notify()
         client = self._clients.get(engine_id)
         if client is None:
@@ -121,13 +127,13 @@ class EnginePool:
         knows what was sampled also when this raises.
 
         Raises:
-            NoEngineOpen: every gate stayed closed, or every engine down.
+            NoEngineOpen: no engine served.
             InfraError: engines failed twice.
         """
         failures, avoid = 0, None
         deadline = self._clock() + self._deadlines.gate_wait_s
         while True:
-            engine_id = await self._admission(lineage, avoid, deadline)
+            engine_id, deadline = await self._admission(lineage, avoid, deadline)
             request = replace(_continue(ask, pieces, failures), cache_namespace=self.router.namespace(engine_id))
             outcome = await self._call(engine_id, request, pieces)
             if isinstance(outcome, EngineDown) and self._clock() < deadline:
@@ -148,21 +154,27 @@ class EnginePool:
             if len(pieces) > MAX_CONTINUATIONS:
                 raise InfraError(f"engine {engine_id} aborted the turn {len(pieces)} times")
 
-    async def _admission(self, lineage: Lineage, avoid: EngineId | None, deadline: float) -> EngineId:
+    async def _admission(self, lineage: Lineage, avoid: EngineId | None, deadline: float) -> tuple[EngineId, float]:
+        """The engine, and the deadline of this wait, later by the time in which a push had one."""
         while True:
             now = self._clock()
             engine_id = self.router.choose(lineage, now, avoid)
             if engine_id is not None:
-                return engine_id
-            if now >= deadline:
+                return engine_id, deadline
+            has_push = bool(self.router.closed(now))
+            if now >= deadline and not has_push:
                 raise NoEngineOpen(
                     f"no engine took the turn within gateway.gate_wait_s = {self._deadlines.gate_wait_s:g}"
                 )
-            wake_at = min(deadline, self.router.next_opening(now) or deadline)
+            ends = [] if has_push else [deadline]
+            if (opening := self.router.next_opening(now)) is not None:
+                ends.append(opening)
             changed = self._changed
             with suppress(TimeoutError):
-                async with asyncio.timeout(wake_at - now):
+                async with asyncio.timeout(min(ends) - now):
                     await changed.wait()
+            if has_push:
+                deadline += self._clock() - now
 
     def _notify(self) -> None:
         self._changed.set()
@@ -190,12 +202,11 @@ class EnginePool:
         async with asyncio.TaskGroup() as group:
             call = group.create_task(_outcome(client.engine, request))
             try:
-                async with asyncio.timeout(self._deadlines.call_s):
-                    outcome = await asyncio.shield(call)
-            except TimeoutError:
-                self.silent[engine_id] += 1
-                await self._abort(client, engine_id, request.request_id, call)
-                return EngineError(f"no answer within gateway.turn_timeout_s = {self._deadlines.call_s:g}")
+                await self._until_answered_or_late(engine_id, call)
+                if not call.done():
+                    await self._abort_late(client, engine_id, request.request_id, call)
+                    return EngineError(f"no answer within gateway.turn_timeout_s = {self._deadlines.call_s:g}")
+                outcome = call.result()
             except asyncio.CancelledError:
                 # The session may be finished, or its wall time end, while its agent leaves: the tokens count all the
                 # same.
@@ -209,6 +220,30 @@ class EnginePool:
             pieces.append(outcome)
             self.router.note(engine_id, outcome.spans)
         return outcome
+
+    async def _until_answered_or_late(self, engine_id: EngineId, call: asyncio.Task[Completion | EngineError]) -> None:
+        """Wait for the call, `call_s` at most; the time of closed gates does not count."""
+        began, closed_s = self._clock(), self.router.closed_s(engine_id, self._clock())
+        while not call.done():
+            now = self._clock()
+            held_s = self.router.closed_s(engine_id, now) - closed_s
+            left_s = self._deadlines.call_s - (now - began - held_s)
+            if left_s <= 0:
+                return
+            await asyncio.wait({call}, timeout=left_s + self.router.opens_in_s(engine_id, now))
+
+    async def _abort_late(
+        self,
+        client: _Client,
+        engine_id: EngineId,
+        request_id: RequestId,
+        call: asyncio.Task[Completion | EngineError],
+    ) -> None:
+        """End a call that took too long. Counts those of engines that do not answer that either."""
+        if await self._abort(client, engine_id, request_id, call) is None:
+            self.silent[engine_id] += 1
+        else:
+            self.silent.pop(engine_id, None)
 
     async def _abort(
         self, client: _Client, engine_id: EngineId, request_id: RequestId, call: asyncio.Task[Completion | EngineError]

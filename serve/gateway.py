@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+CLIENT_TIMEOUT_S = 7 * 86400.0
+"""Of a client's generate call: beyond every deadline of the pool."""
+
 
 class GatewayConfig(BaseModel):
     """What a gateway needs to know at start."""
@@ -79,9 +82,11 @@ class GatewayConfig(BaseModel):
     in_place_pushes: bool = False
     """Pushes leave running requests their keys and values: what is sampled on stale ones is flagged."""
     gate_wait_s: float = Field(default=60.0, gt=0)
-    """How long a turn waits while every engine's gate is closed before the agent gets an infra error."""
+    """How long a turn waits while no engine serves before the agent gets an infra error. Time in which a push has an
+    engine does not count."""
     turn_timeout_s: float = Field(default=300.0, gt=0)
-    """How long one engine call may take before it is aborted and tried elsewhere."""
+    """How long one engine call may take before it is aborted and tried elsewhere. Time in which a push has the engine
+    does not count."""
     held_after_s: float = Field(default=10.0, gt=0)
     """A turn that is broken off after so long without one sampled token marks its session: infra, not a spent
     budget."""
@@ -256,8 +261,8 @@ class Gateway:
     def _connector(self, renderer: Renderer) -> Callable[[EngineRoute], Engine]:
         config = SGLangConfig(
             vocab_size=self._config.vocab_size or renderer.vocab_size,
-            # Ours ends first, so that an aborted call can hand over what it has.
-            generate_timeout_s=self._config.turn_timeout_s + 2 * self._config.abort_grace_s,
+            # The pool ends calls: it knows how long a push has held them up, and aborts them first.
+            generate_timeout_s=CLIENT_TIMEOUT_S,
             abort_timeout_s=self._config.abort_grace_s,
             foreign_version=self._config.foreign_version,
             in_place=self._config.in_place_pushes,

@@ -55,6 +55,9 @@ class Router:
     table: RoutingTable = field(default_factory=lambda: RoutingTable(version=-1, engines=()))
     in_flight: dict[EngineId, int] = field(default_factory=dict)
     _closed_until: dict[EngineId, float] = field(default_factory=dict)
+    _closed_since: dict[EngineId, float] = field(default_factory=dict)
+    _closed_s: dict[EngineId, float] = field(default_factory=dict)
+    """Of the closings that are over."""
     _down_until: dict[EngineId, float] = field(default_factory=dict)
     _affinity: dict[SessionId, dict[bytes, EngineId]] = field(default_factory=dict)
     _versions: dict[EngineId, PolicyVersion] = field(default_factory=dict)
@@ -68,15 +71,33 @@ class Router:
         self._namespaces = {route.engine_id: route.cache_namespace for route in table.engines}
         known = {route.engine_id for route in table.engines}
         self._closed_until = {engine: until for engine, until in self._closed_until.items() if engine in known}
+        self._closed_since = {engine: since for engine, since in self._closed_since.items() if engine in known}
+        self._closed_s = {engine: seconds for engine, seconds in self._closed_s.items() if engine in known}
         self._down_until = {engine: until for engine, until in self._down_until.items() if engine in known}
         return True
 
-    def close_gate(self, engine_id: EngineId, until: float) -> None:
+    def close_gate(self, engine_id: EngineId, until: float, now: float) -> None:
+        """Close it, or renew its lease."""
+        if not self.is_closed(engine_id, now):
+            # A lease that ran out is a closing of its own.
+            self._closed_s[engine_id] = self.closed_s(engine_id, now)
+            self._closed_since[engine_id] = now
         self._closed_until[engine_id] = until
 
-    def open_gate(self, engine_id: EngineId, cache_namespace: str | None = None) -> None:
+    def open_gate(self, engine_id: EngineId, now: float, cache_namespace: str | None = None) -> None:
+        self._closed_s[engine_id] = self.closed_s(engine_id, now)
+        self._closed_since.pop(engine_id, None)
         self._closed_until.pop(engine_id, None)
         self._namespaces[engine_id] = cache_namespace
+
+    def closed_s(self, engine_id: EngineId, now: float) -> float:
+        """How long its gate has been closed so far, all closings together."""
+        seconds, since = self._closed_s.get(engine_id, 0.0), self._closed_since.get(engine_id)
+        return seconds if since is None else seconds + min(now, self._closed_until[engine_id]) - since
+
+    def opens_in_s(self, engine_id: EngineId, now: float) -> float:
+        """Seconds until its gate opens by itself; 0 for an open one."""
+        return max(0.0, self._closed_until.get(engine_id, now) - now)
 
     def namespace(self, engine_id: EngineId) -> str | None:
         """What new requests to this engine carry as their cache namespace."""

@@ -3,9 +3,9 @@
 Invariants:
 - One push at a time, and none waits for an engine that starts or drains, unless no engine took the weights.
 - An engine gets traffic only while it is healthy and holds the newest version that was pushed to it completely.
-- An engine of ours that failed a push, died, answers nothing for `health_timeout_s`, or leaves turn after turn without
-  an end, is killed and replaced by a new process. One that is not ours is out of routing until a push to it alone went
-  well. Both are caught up before they get traffic; what fails again and again is tried ever more seldom.
+- An engine of ours that failed a push, died, misses `health_misses` health checks in a row, or leaves turn after turn
+  without an end, is killed and replaced by a new process. One that is not ours is out of routing until a push to it
+  alone went well. Both are caught up before they get traffic; what fails again and again is tried ever more seldom.
 - A dead sender costs the engines that it was just sending to; what it did not reach is pushed again by the next one.
 - The newest snapshot is journalled before its push begins, and every phase before it is taken: a restarted group knows
   what its predecessor left, takes over the engines that outlived it, and brings all of them to that snapshot.
@@ -145,6 +145,7 @@ class EngineGroup:
             self._registry,
             self._gate,
             timeout_s=self._config.health_timeout_s,
+            misses=self._config.health_misses,
             pushes=lambda: self._pushes,
         )
 

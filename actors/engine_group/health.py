@@ -2,6 +2,8 @@
 
 Invariants:
 - A look never waits longer than the health deadline; engines are asked for their load, which a pause does not hold up.
+- Slowness is a failure only when it lasts: `misses` looks in a row. A process that is dead, or an address where nobody
+  listens, is one at once.
 - While a push is going on, slowness is not held against an engine: the push has deadlines of its own, and a paused
   engine has reasons. A process that is dead is dead at any time.
 """
@@ -12,7 +14,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from headrace.actors.engine_group.registry import EngineState
-from headrace.policies.errors import EngineError
+from headrace.policies.errors import EngineDown, EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from headrace.policies.engine import EngineId
 
 SILENT_CALLS = 8
-"""Turns in a row that an engine left without an answer: it tells its load and generates nothing."""
+"""Turns in a row that an engine left without an answer, to their aborts too: it tells its load and generates
+nothing."""
 
 
 class HealthChecks:
@@ -36,12 +39,14 @@ class HealthChecks:
         gate: GatewayGate,
         *,
         timeout_s: float,
+        misses: int,
         pushes: Callable[[], int],
     ) -> None:
         self._fleet = fleet
         self._registry = registry
         self._gate = gate
         self._timeout_s = timeout_s
+        self._misses = misses
         self._pushes = pushes
 
     async def look(self) -> dict[EngineId, str]:
@@ -83,6 +88,8 @@ class HealthChecks:
             self._registry.heard(member.engine_id)
             return False, None
         misses = self._registry.missed(member.engine_id)
+        if misses < self._misses and not isinstance(problem, EngineDown):
+            return False, None
         return False, f"it did not tell its load, {misses} times in a row: {problem!r}"
 
     async def _silent(self) -> set[str]:

@@ -215,6 +215,37 @@ async def test_health_checks_that_time_out_in_a_pause_kill_nobody(
         assert (0, "open") in rig.journal
 
 
+async def test_an_engine_that_is_slow_for_a_while_is_not_killed(
+    kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It misses health checks in a row, fewer than `health_misses`."""
+    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.1)
+    options = {"count": 1, "health_timeout_s": 0.3, "health_misses": 100}
+    async with kit.open_group(models[0], tmp_path, **options) as rig:
+        await rig.push(models[0], 0)
+        [(name, engine)] = (await rig.until_serving(1, "1.0")).items()
+        os.kill(engine.process_id, signal.SIGSTOP)
+        await rig.until(lambda now: now[name].misses >= 3)
+        assert (await rig.engines())[name].state is EngineState.SERVING
+        os.kill(engine.process_id, signal.SIGCONT)
+        await rig.until(lambda now: now[name].misses == 0)
+        [after] = (await rig.until_serving(1, "1.0")).values()
+        assert (after.engine_id, after.process_id) == (name, engine.process_id)
+
+
+async def test_an_engine_that_stays_silent_is_replaced(
+    kit: Any, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.1)
+    options = {"count": 1, "health_timeout_s": 0.3, "health_misses": 3}
+    async with kit.open_group(models[0], tmp_path, **options) as rig:
+        await rig.push(models[0], 0)
+        [(name, engine)] = (await rig.until_serving(1, "1.0")).items()
+        os.kill(engine.process_id, signal.SIGSTOP)
+        await rig.until(lambda now: now[name].state is EngineState.GONE)
+        assert list(await rig.until_serving(1, "1.0")) != [name]
+
+
 async def test_a_request_that_arrives_in_a_pause_and_is_aborted_there_really_ends(
     kit: Any, models: list[Path], tmp_path: Path
 ) -> None:

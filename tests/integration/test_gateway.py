@@ -37,6 +37,7 @@ import asyncio
 import errno
 import json
 import socket
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -301,9 +302,10 @@ async def test_a_gate_whose_lease_ended_opens_by_itself(model_dir: Path) -> None
         assert (await (await w.client()).say("go")).status == 200
 
 
-async def test_gates_closed_past_the_deadline_are_an_infra_failure(model_dir: Path) -> None:
+async def test_no_engine_in_routing_past_the_deadline_is_an_infra_failure(model_dir: Path) -> None:
     async with world(model_dir, gate_wait_s=0.2) as w:
-        await w.gateway.close_gate(EngineId("e0"), lease_s=60)
+        refused = [replace(route, admitted=False) for route in table_of(w.engines, version=2).engines]
+        assert await w.gateway.set_engines(RoutingTable(version=2, engines=tuple(refused)))
         reply = await (await w.client()).say("go")
         assert (reply.status, reply.error["code"]) == (503, "no_engine_open")
         assert (await w.finish()).failures[0].startswith("no_engine_open")

@@ -57,19 +57,19 @@ def test_a_session_stays_until_its_engine_is_much_busier(router: Router) -> None
 
 def test_a_closed_gate_sends_turns_elsewhere_and_opens_by_itself(router: Router) -> None:
     assert router.choose(ONE, 0.0) == A
-    router.close_gate(A, until=10.0)
+    router.close_gate(A, until=10.0, now=0.0)
     assert router.choose(ONE, 5.0) == B
-    router.close_gate(B, until=8.0)
+    router.close_gate(B, until=8.0, now=0.0)
     assert router.choose(ONE, 5.0) is None
     assert router.next_opening(5.0) == 8.0
     assert router.choose(ONE, 8.0) == B
-    router.open_gate(A)
+    router.open_gate(A, now=5.0)
     assert router.choose(TWO, 5.0) == A
 
 
 def test_a_failed_engine_is_avoided_only_while_another_is_admitted(router: Router) -> None:
     assert router.choose(ONE, 0.0, avoid=A) == B
-    router.close_gate(B, until=10.0)
+    router.close_gate(B, until=10.0, now=0.0)
     assert router.choose(ONE, 0.0, avoid=A) is None, "waiting for B is better than the engine that just failed"
     router.replace(table(2, A, B, refused=(B,)))
     assert router.choose(ONE, 0.0, avoid=A) == A

@@ -1,0 +1,162 @@
+"""The clocks of a turn at the gateway's engines, in virtual time: pushes stop them, and slowness is not silence."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from typing import TYPE_CHECKING
+
+import pytest
+from opentelemetry import trace
+
+from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, RequestId, TokenSpan
+from headrace.serve.capture.session import SessionId
+from headrace.serve.engines import EngineDeadlines, EnginePool
+from headrace.serve.errors import InfraError, NoEngineOpen
+from headrace.serve.routing import EngineRoute, Lineage, RoutingTable
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+A = EngineId("a")
+GATE_WAIT_S, CALL_S = 20.0, 30.0
+LINEAGE = Lineage(session=SessionId("s"))
+
+
+def completion(tokens: int, finish: FinishReason) -> Completion:
+    return Completion(
+        output_ids=tuple(range(tokens)),
+        logprobs=(-1.0,) * tokens,
+        spans=(TokenSpan(start=0, end=tokens, version=PolicyVersion(1, 1)),) if tokens else (),
+        finish=finish,
+        text="",
+        prompt_tokens=1,
+        cached_tokens=0,
+        retractions=0,
+    )
+
+
+class TimedEngine:
+    """Answers after `turn_s`. When aborted it hands over `partial` tokens, or nothing at all where that is None."""
+
+    def __init__(self, turn_s: float, partial: int | None = 1) -> None:
+        self._turn_s = turn_s
+        self._partial = partial
+        self._aborted = asyncio.Event()
+        self.calls = 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.calls += 1
+        self._aborted.clear()
+        try:
+            async with asyncio.timeout(self._turn_s):
+                await self._aborted.wait()
+        except TimeoutError:
+            return completion(3, FinishReason.STOP)
+        if self._partial is None:
+            await asyncio.Event().wait()
+        return completion(self._partial or 0, FinishReason.ABORT)
+
+    async def abort(self, request_id: RequestId) -> None:
+        self._aborted.set()
+
+    async def aclose(self) -> None: ...
+
+
+def in_pool(engine: TimedEngine, act: Callable[[EnginePool], Awaitable[None]], *, admitted: bool = True) -> None:
+    async def run() -> None:
+        deadlines = EngineDeadlines(gate_wait_s=GATE_WAIT_S, call_s=CALL_S, abort_grace_s=2.0)
+        clock = asyncio.get_running_loop().time
+        pool = EnginePool(deadlines, lambda _: engine, clock, trace.get_tracer("test"))  # type: ignore[arg-type,return-value]
+        await pool.replace_table(table(1, admitted=admitted))
+        await act(pool)
+
+    run_virtual(run())
+
+
+def table(version: int, *, admitted: bool) -> RoutingTable:
+    return RoutingTable(version=version, engines=(EngineRoute(engine_id=A, url="http://a:1", admitted=admitted),))
+
+
+async def turn(pool: EnginePool) -> Completion:
+    ask = GenerateRequest(request_id=RequestId("r"), input_ids=array("i", [1]), max_new_tokens=9)
+    return await pool.sample(LINEAGE, ask, [])
+
+
+async def push(pool: EnginePool, seconds: float) -> None:
+    """Holds the gate with a lease that it renews, as a push does."""
+    lease_s = 6.0
+    for _ in range(int(seconds / 2)):
+        pool.close_gate(A, lease_s)
+        await asyncio.sleep(2.0)
+    await pool.open_gate(A, None)
+
+
+def test_a_push_longer_than_the_wait_for_an_engine_fails_no_turn() -> None:
+    async def act(pool: EnginePool) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(push(pool, 15 * GATE_WAIT_S))
+            await asyncio.sleep(1.0)
+            answered = tasks.create_task(turn(pool))
+        assert answered.result().finish is FinishReason.STOP
+
+    in_pool(TimedEngine(1.0), act)
+
+
+def test_a_turn_waits_its_time_for_an_engine_and_no_longer() -> None:
+    async def act(pool: EnginePool) -> None:
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(NoEngineOpen):
+            await turn(pool)
+        assert asyncio.get_running_loop().time() - began == GATE_WAIT_S
+
+    in_pool(TimedEngine(1.0), act, admitted=False)
+
+
+def test_a_gate_that_nobody_renews_opens_and_the_turn_goes_on() -> None:
+    async def act(pool: EnginePool) -> None:
+        pool.close_gate(A, 3 * GATE_WAIT_S)
+        await turn(pool)
+        assert asyncio.get_running_loop().time() == pytest.approx(3 * GATE_WAIT_S + 1.0)
+
+    in_pool(TimedEngine(1.0), act)
+
+
+def test_after_a_push_the_rest_of_the_wait_is_left() -> None:
+    async def act(pool: EnginePool) -> None:
+        began = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(push(pool, 40.0))
+            with pytest.raises(NoEngineOpen):
+                await turn(pool)
+        assert asyncio.get_running_loop().time() - began == pytest.approx(40.0 + GATE_WAIT_S)
+
+    in_pool(TimedEngine(1.0), act, admitted=False)
+
+
+def test_a_push_stops_the_clock_of_the_call_that_it_holds_up() -> None:
+    engine = TimedEngine(CALL_S - 1.0 + 100.0)
+
+    async def act(pool: EnginePool) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            answered = tasks.create_task(turn(pool))
+            await asyncio.sleep(5.0)
+            tasks.create_task(push(pool, 100.0))
+        assert answered.result().finish is FinishReason.STOP
+        assert engine.calls == 1
+
+    in_pool(engine, act)
+
+
+@pytest.mark.parametrize(("partial", "silent"), [(1, 0), (0, 0), (None, 2)])
+def test_an_engine_that_answers_an_abort_is_slow_and_not_silent(partial: int | None, silent: int) -> None:
+    """Every turn takes longer than its clock; the engine is hung only if it does not even end them when told."""
+
+    async def act(pool: EnginePool) -> None:
+        with pytest.raises(InfraError, match="turn_timeout_s"):
+            await turn(pool)
+        assert pool.silent[A] == silent
+
+    in_pool(TimedEngine(10 * CALL_S, partial), act)
