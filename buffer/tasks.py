@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping  # noqa: TC003 - pydantic reads the annotations of Task
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, NewType
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NewType
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 TaskId = NewType("TaskId", str)
 _STRICT: ConfigDict = ConfigDict(extra="forbid", strict=True)
+
+
+PYTHON: Final = "/usr/bin/python3"
 
 
 class EvaluatorKind(StrEnum):
@@ -53,7 +57,8 @@ class EvaluatorKind(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatorSpec:
     """`check` is Python source; exit code 0 means reward 1, exit code 1 means reward 0, anything else means the
-    evaluator broke. `data_paths` are absolute paths in the agent's sandbox; nothing else of it is looked at.
+    evaluator broke. One that binds `reward` gives that instead (docs/tasks.md). `python` is the interpreter in the
+    image that runs it. `data_paths` are absolute paths in the agent's sandbox; nothing else of it is looked at.
     `hidden_files` maps absolute paths to text; `test_files` are absolute paths that stay the task's (compare).
     `expected` is JSON."""
 
@@ -67,6 +72,7 @@ class EvaluatorSpec:
     expected: str = ""
     test_files: tuple[str, ...] = ()
     repository: RepositorySpec | None = None
+    python: str = PYTHON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +152,11 @@ def tasks_digest(tasks: Iterable[Task]) -> str:
 
 
 def _canonical(task: Task) -> str:
-    return json.dumps(asdict(task), sort_keys=True, ensure_ascii=False)
+    document = asdict(task)
+    if task.evaluator.python == PYTHON:
+        # A later field: left out, so that the digests of older runs' tasks stay what they are.
+        del document["evaluator"]["python"]
+    return json.dumps(document, sort_keys=True, ensure_ascii=False)
 
 
 def _parse_line(line: str, folder: Path, *, where: str) -> Task:
@@ -241,6 +251,30 @@ def _check_values(task: Task, *, where: str) -> None:
     if not 0 < evaluator.timeout_s < float("inf"):
         raise TaskFileError(f"{where}: evaluator.timeout_s: {evaluator.timeout_s} must be a number above 0")
     _check_kind(evaluator, where=f"{where}: evaluator")
+    _check_python(evaluator, where=f"{where}: evaluator.python")
+    if evaluator.kind is EvaluatorKind.STATE:
+        for path in evaluator.hidden_files:
+            if (above := _data_path_above(path, evaluator)) is not None:
+                raise TaskFileError(
+                    f"{where}: evaluator.hidden_files: {path!r} is below the data path {above!r}, which is mounted "
+                    "read-only; put it elsewhere"
+                )
+
+
+def _check_python(evaluator: EvaluatorSpec, *, where: str) -> None:
+    python = evaluator.python
+    if not is_plain_path(python) or shlex.quote(python) != python:
+        raise TaskFileError(f"{where}: {python!r} must be an absolute path of plain characters without '.' or '..'")
+    if python == PYTHON:
+        return
+    if evaluator.kind not in (EvaluatorKind.STATE, EvaluatorKind.PATCH, EvaluatorKind.COMPARE):
+        raise TaskFileError(f"{where}: belongs to the kinds state, patch and compare; remove it")
+    if (above := _data_path_above(python, evaluator)) is not None:
+        raise TaskFileError(f"{where}: {python!r} is below the data path {above!r}: the agent could replace it")
+
+
+def _data_path_above(path: str, evaluator: EvaluatorSpec) -> str | None:
+    return next((above for above in evaluator.data_paths if f"{path}/".startswith(above.rstrip("/") + "/")), None)
 
 
 def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:

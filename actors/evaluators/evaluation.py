@@ -4,8 +4,10 @@ Invariants:
 - The agent's sandbox is frozen before anything is looked at; nothing of it runs again.
 - A check runs in a clean sandbox that holds the declared data paths and nothing else of the agent's: its shell files,
   preloads, PATH entries and processes do not exist there.
-- Exit code 0 of a check is reward 1, exit code 1 is reward 0; anything else says that the check broke. (Kinds compare
-  and repository: a comparison outside the sandbox and a report by test id decide, never an exit code.)
+- Exit code 0 of a check is reward 1, exit code 1 is reward 0, unless the check binds a reward of its own; anything else
+  says that the check broke. (Kinds compare and repository: a comparison outside the sandbox and a report by test id
+  decide, never an exit code.)
+- A reward that is not a number within the bound is the evaluator's fault, on whatever files.
 - Nobody escapes a 0 by breaking the check: one that breaks twice on what the agent left, and not on the task's own
   untouched files, was broken by the agent, and that is reward 0. One that breaks on those too is no evaluator.
 - Hidden files arrive after the agent is dead, in a sandbox it never saw.
@@ -13,11 +15,13 @@ Invariants:
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headrace.actors.evaluators.collecting import LeftDiff
-from headrace.actors.evaluators.comparison import compare
+from headrace.actors.evaluators.comparison import compare, last_answer
 from headrace.actors.evaluators.diff_filter import Dropped, summary
 from headrace.actors.evaluators.patch import Patch, PatchRefused, collect_patch
 from headrace.actors.evaluators.repository import grade, score_repository
@@ -26,14 +30,18 @@ from headrace.actors.evaluators.verdict import (
     MAX_DETAIL_CHARACTERS,
     CleanRooms,
     EvaluationRequest,
+    EvaluatorFault,
     Verdict,
     broken,
     failed,
     invalid,
     printed,
+    rewarded,
     solved,
     told,
 )
+from headrace.actors.in_sandbox import check as check_program
+from headrace.actors.in_sandbox import source
 from headrace.buffer.tasks import EvaluatorKind
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import FrozenMount, SandboxSpec
@@ -43,12 +51,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from headrace.buffer.tasks import Task
-    from headrace.sandboxes.base import Sandbox
+    from headrace.sandboxes.base import ExecResult, Sandbox
 
 __all__ = ["CleanRooms", "EvaluationRequest", "Verdict", "evaluate"]
 
-PYTHON = "/usr/bin/python3 -I -S"
-"""Isolated: no environment variables, no user site, no site customisation."""
+ISOLATED = "-I -S"
+"""Options of Python: no environment variables, no user site, no site customisation."""
 
 
 async def evaluate(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
@@ -61,6 +69,8 @@ async def evaluate(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
         return await _kept(request, rooms, verdict)
     except FrozenPathRefused as error:
         return failed(f"a data path is gone or of another kind: {error}")
+    except EvaluatorFault as error:
+        return broken(str(error))
     except SandboxError as error:
         return Verdict(reward=None, cause=Cause.INFRA, detail=f"{type(error).__name__}: {error}")
 
@@ -93,18 +103,18 @@ async def _blame(request: EvaluationRequest, rooms: CleanRooms, first: Verdict) 
 
 
 async def _score(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
-    """One look at what the agent left; a check that breaks is cause evaluator. Raises SandboxError."""
+    """One look at what the agent left; a check that breaks is cause evaluator. Raises SandboxError, EvaluatorFault."""
     match request.task.evaluator.kind:
         case EvaluatorKind.REPOSITORY:
             return await score_repository(request, rooms)
         case EvaluatorKind.PATCH | EvaluatorKind.COMPARE:
             return await _score_patch(request, rooms)
         case _:
-            return await _check_files(request.task, {}, _spec_with_data(request), rooms)
+            return await _check_files(request.task, _hidden_files(request.task), _spec_with_data(request), rooms)
 
 
 async def _score_untouched(task: Task, rooms: CleanRooms) -> Verdict:
-    """The same look at what the task put there itself. Raises SandboxError."""
+    """The same look at what the task put there itself. Raises SandboxError, EvaluatorFault."""
     if task.evaluator.kind is EvaluatorKind.REPOSITORY:
         return await grade(task, LeftDiff(), rooms)
     files = Patch(changes={}).applied_to(task)
@@ -130,7 +140,7 @@ async def _score_patch(request: EvaluationRequest, rooms: CleanRooms) -> Verdict
 
 
 async def _check_files(task: Task, files: Mapping[str, bytes], spec: SandboxSpec, rooms: CleanRooms) -> Verdict:
-    """The check in a clean sandbox with these files. Raises SandboxError."""
+    """The check in a clean sandbox with these files. Raises SandboxError, EvaluatorFault."""
     async with rooms.clean(spec) as room:
         try:
             if files:
@@ -142,6 +152,10 @@ async def _check_files(task: Task, files: Mapping[str, bytes], spec: SandboxSpec
             return broken(f"the files could not be written: {error}")
 
 
+def _hidden_files(task: Task) -> dict[str, bytes]:
+    return {path: text.encode() for path, text in task.evaluator.hidden_files.items()}
+
+
 def _spec_with_data(request: EvaluationRequest) -> SandboxSpec:
     mounts = tuple(
         FrozenMount(source=request.sandbox.id, path=path, target=path) for path in request.task.evaluator.data_paths
@@ -151,16 +165,34 @@ def _spec_with_data(request: EvaluationRequest) -> SandboxSpec:
 
 async def run_check(task: Task, room: Sandbox) -> Verdict:
     """Run the task's check, given on standard input so that no file of it lies anywhere. Raises ExecTimeout,
-    SandboxGone."""
+    SandboxGone, EvaluatorFault."""
     spec = task.evaluator
+    python = f"{spec.python} {ISOLATED}"
     if spec.kind is EvaluatorKind.COMPARE:
-        return await compare(room, spec.check, spec.expected, python=f"{PYTHON} -B", timeout_s=spec.timeout_s)
-    result = await room.exec(f"{PYTHON} -", stdin=spec.check.encode(), cwd="/", timeout_s=spec.timeout_s)
-    detail = (result.stdout + result.stderr).decode(errors="replace")[-MAX_DETAIL_CHARACTERS:]
-    if result.exit_code == 0:
-        verdict = solved()
-    elif result.exit_code == 1 and b"Traceback" not in result.stderr:
-        verdict = failed(detail)
-    else:
-        verdict = broken(f"check ended with {result.exit_code}: {detail}")
-    return replace(verdict, log=printed(result.stdout, result.stderr))
+        return await compare(room, spec.check, spec.expected, python=f"{python} -B", timeout_s=spec.timeout_s)
+    result = await room.exec(
+        f"{python} -c {shlex.quote(source('check'))} {shlex.quote(json.dumps(spec.data_paths))}",
+        stdin=spec.check.encode(),
+        cwd="/",
+        timeout_s=spec.timeout_s,
+    )
+    return replace(_verdict(result), log=printed(result.stderr))
+
+
+def _verdict(result: ExecResult) -> Verdict:
+    """By the exit code and the report of `in_sandbox.check`. Raises EvaluatorFault."""
+    detail = result.stderr.decode(errors="replace")[-MAX_DETAIL_CHARACTERS:]
+    match result.exit_code:
+        case 0:
+            return solved()
+        case 1:
+            return failed(detail)
+        case check_program.REPORTED if (answer := last_answer(result.stdout)) is not None:
+            if "reward" not in answer:
+                raise EvaluatorFault(f"the evaluator is at fault: the reward is not a number: {answer.get('error')}")
+            verdict = rewarded(answer["reward"], solved=answer.get("solved"))
+            return verdict if verdict.solved else replace(verdict, detail=detail)
+        case check_program.RAISED:
+            return broken(f"the check raised an exception: {detail}")
+        case code:
+            return broken(f"the check ended with {code}: {detail}")

@@ -104,7 +104,7 @@ async def collect_patch(task: Task, room: Sandbox) -> Patch:
     SandboxError."""
     argument = json.dumps([task.evaluator.data_paths, MAX_FILES, MAX_FOLDERS, MAX_BYTES])
     result = await room.exec(
-        f"/usr/bin/python3 -I -S - {shlex.quote(argument)}",
+        f"{task.evaluator.python} -I -S - {shlex.quote(argument)}",
         stdin=_COLLECT.encode(),
         cwd="/",
         timeout_s=task.evaluator.timeout_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from headrace.buffer.types import Cause
+from headrace.buffer.types import SOLVED_REWARD, Cause, check_reward
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -45,6 +45,10 @@ class Verdict:
     patch: str = ""
 
 
+class EvaluatorFault(Exception):
+    """The evaluator gave what cannot be a verdict. That is never the agent's doing: the message says what it gave."""
+
+
 class CleanRooms(Protocol):
     """Freezes the agent's sandbox and lends clean ones; leaving their context releases them."""
 
@@ -53,12 +57,23 @@ class CleanRooms(Protocol):
     def clean(self, spec: SandboxSpec) -> AbstractAsyncContextManager[Sandbox]: ...
 
 
-def solved(detail: str = "", *, reward: float = 1.0) -> Verdict:
-    return Verdict(reward=reward, solved=True, cause=Cause.SOLVED, detail=detail)
+def solved(detail: str = "") -> Verdict:
+    return Verdict(reward=1.0, solved=True, cause=Cause.SOLVED, detail=detail)
 
 
-def failed(detail: str, *, reward: float = 0.0) -> Verdict:
-    return Verdict(reward=reward, cause=Cause.FAILED, detail=detail)
+def failed(detail: str) -> Verdict:
+    return Verdict(reward=0.0, cause=Cause.FAILED, detail=detail)
+
+
+def rewarded(reward: object, *, solved: bool | None, detail: str = "") -> Verdict:
+    """A verdict with a reward of the evaluator's own; without its word, SOLVED_REWARD decides. Raises
+    EvaluatorFault."""
+    try:
+        number = check_reward(reward)
+    except ValueError as error:
+        raise EvaluatorFault(f"the evaluator is at fault: {error}") from error
+    solved = number >= SOLVED_REWARD if solved is None else solved
+    return Verdict(reward=number, solved=solved, cause=Cause.SOLVED if solved else Cause.FAILED, detail=detail)
 
 
 def invalid(detail: str) -> Verdict:

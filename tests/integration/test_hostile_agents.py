@@ -116,7 +116,6 @@ IMPORTING = "import sys; sys.path.insert(0, '/workspace'); import answer; sys.ex
 BREAKING = {
     "endless": "while True: pass",
     "traceback": "raise ValueError",
-    "false traceback": "import sys; sys.stderr.write('Traceback'); sys.exit(1)",
     "odd code": "import os; os._exit(7)",
     "signal": "import os; os.kill(os.getpid(), 9)",
     "processes": "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,6 +29,15 @@ def write_lines(folder: Path, *lines: object) -> Path:
 
 def repository(**change: object) -> dict[str, Any]:
     return {"evaluator": {"kind": "repository", "repository": REPOSITORY | change}}
+
+
+def test_the_default_interpreter_changes_no_digest_of_an_older_task(tmp_path: Path) -> None:
+    lines = [LINE, LINE | {"id": "two", "evaluator": STATE | {"python": "/usr/bin/python3"}}]
+    one, two = load_tasks(write_lines(tmp_path, *lines))
+    assert task_digest(one) == "fa5227851b423278184c84e34070a874d7da9f5db9ca316a71108fea0f1ab4eb"
+    assert task_digest(replace(two, id=one.id)) == task_digest(one)
+    other = replace(one, evaluator=replace(one.evaluator, python="/opt/venv/bin/python"))
+    assert task_digest(other) != task_digest(one)
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -95,6 +105,11 @@ def test_repositories_are_read_and_written(tmp_path: Path, grader: object) -> No
         ({"files": {"a": ""}}, "files: 'a' must be an absolute path"),
         ({"evaluator": STATE | {"expected": "1"}}, "evaluator.expected: is compared with a check"),
         ({"evaluator": STATE | {"repository": REPOSITORY}}, "evaluator.repository: belongs to the kind repository"),
+        ({"evaluator": STATE | {"python": "python3"}}, "evaluator.python: 'python3' must be an absolute path"),
+        ({"evaluator": STATE | {"python": "/a b"}}, "evaluator.python: '/a b' must be an absolute path of plain"),
+        ({"evaluator": STATE | {"python": "/workspace/p"}}, "'/workspace/p' is below the data path '/workspace'"),
+        ({"evaluator": {"kind": "none", "python": "/bin/p"}}, "evaluator.python: belongs to the kinds state, patch"),
+        ({"evaluator": STATE | {"hidden_files": {"/workspace/a": ""}}}, "'/workspace/a' is below the data path"),
         ({"evaluator": {"kind": "repository"}}, "evaluator.repository: belongs to the kind repository"),
         ({"evaluator": {"kind": "compare", "check": "result = 1"}}, "evaluator.expected: is no JSON"),
         ({"evaluator": {"kind": "compare", "check": "result = 1", "expected": "{"}}, "evaluator.expected: is no JSON"),

@@ -1,0 +1,175 @@
+"""Checks of one's own in real sandboxes: rewards that they bind, and pytest in them."""
+
+from __future__ import annotations
+
+import runpy
+import shlex
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.buffer.types import Cause
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.local.provider import LocalProvider
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headrace.sandboxes.base import Sandbox
+
+pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
+TESTS = Path(__file__).parents[1]
+Rooms = runpy.run_path(str(TESTS / "evaluation_rooms.py"))["Rooms"]
+repositories = runpy.run_path(str(TESTS / "repositories.py"))
+VENV = "/opt/venv"
+PACKAGES = (
+    f"""$(/usr/bin/python3 -c 'import sys; print("{VENV}/lib/python%d.%d/site-packages" % sys.version_info[:2])')"""
+)
+MAKE_BARE = f"""
+mkdir -p {VENV}/bin && ln -s /usr/bin/python3 {VENV}/bin/python && echo 'home = /usr/bin' > {VENV}/pyvenv.cfg
+"""
+MAKE_VENV = f"""{MAKE_BARE}
+folder={PACKAGES}
+mkdir -p "$folder"
+mv {repositories["PYTEST"]}/* "$folder"
+"""
+
+
+class ImageWithPytest(Rooms):  # type: ignore[misc, valid-type]
+    """Clean rooms of an image with pytest in a virtual environment."""
+
+    @asynccontextmanager
+    async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        async with super().clean(spec) as room:
+            await repositories["install_pytest"](room)
+            made = await room.exec(MAKE_VENV, cwd="/", timeout_s=20)
+            assert made.exit_code == 0, made
+            yield room
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def provider() -> AsyncIterator[LocalProvider]:
+    async with LocalProvider() as provider:
+        yield provider
+
+
+async def verdict_on(
+    provider: LocalProvider, check: str, command: str = "true", rooms: type = Rooms, **evaluator: object
+) -> Verdict:
+    """The verdict of a state check after an agent has run `command` in /workspace."""
+    fields: dict[str, object] = {"kind": EvaluatorKind.STATE, "check": check, "timeout_s": 20.0}
+    spec = EvaluatorSpec(**(fields | evaluator))  # type: ignore[arg-type]
+    files = {"/workspace/answer": "1\n"}
+    task = Task(id=TaskId("own"), family="own", instruction="write 2", evaluator=spec, files=files)
+    ref = await provider.create(SandboxSpec(image=task.image))
+    sandbox = await provider.attach(ref)
+    try:
+        await sandbox.write_many({path: text.encode() for path, text in task.files.items()})
+        await sandbox.exec(command, cwd="/workspace", timeout_s=20)
+        return await evaluate(EvaluationRequest(key="1", task=task, sandbox=ref), rooms(provider, sandbox))
+    finally:
+        await sandbox.kill()
+
+
+BOUND = {
+    "reward = 0.1": (0.1, False),
+    "reward = -1": (-1.0, False),
+    "reward = 1": (1.0, True),
+    "reward = 250": (250.0, True),
+    "reward, solved = 0.7, True": (0.7, True),
+    "reward, solved = 3, False": (3.0, False),
+    "reward = True": (1.0, True),
+    "import sys; reward = -0.5; sys.exit()": (-0.5, False),
+    "import sys; reward, solved = 2, True; sys.exit(1)": (2.0, False),
+    "import sys; solved = True; sys.exit(1)": (0.0, False),
+    "import sys; print('Traceback', file=sys.stderr); sys.exit(1)": (0.0, False),
+    "print('{\"reward\": 9}')": (1.0, True),
+}
+
+
+@pytest.mark.parametrize("check", BOUND)
+async def test_a_check_binds_its_reward_and_says_what_is_solved(provider: LocalProvider, check: str) -> None:
+    verdict = await verdict_on(provider, check)
+    assert (verdict.reward, verdict.solved) == BOUND[check], verdict
+    assert verdict.cause is (Cause.SOLVED if verdict.solved else Cause.FAILED)
+
+
+READ = "answer = open('/workspace/answer').read(); "
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "float('inf')", "1e200", "10**400", "'much'", "None"])
+async def test_a_reward_that_is_no_bounded_number_is_the_evaluators_fault(provider: LocalProvider, value: str) -> None:
+    """Also where it has a proper one for the untouched files."""
+    check = f"{READ}reward = 0 if answer == '1\\n' else {value}"
+    verdict = await verdict_on(provider, check, "echo 2 > answer")
+    assert (verdict.reward, verdict.solved, verdict.cause) == (None, False, Cause.EVALUATOR)
+    assert verdict.detail.startswith("the evaluator is at fault: the reward"), verdict
+
+
+async def test_a_check_that_raises_after_binding_a_reward_has_none(provider: LocalProvider) -> None:
+    verdict = await verdict_on(provider, f"reward = 1; {READ}assert answer == '1\\n'", "echo 2 > answer")
+    assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID)
+
+
+PYTEST_CHECK = "import sys, pytest; sys.exit(pytest.main(['-q', '/tests/test_state.py']))"
+STATE_TESTS = {
+    "/tests/test_state.py": "from pathlib import Path\n\n\ndef test_answer():\n"
+    "    assert Path('/workspace/answer').read_text() == '2\\n'\n"
+}
+WITH_PYTEST = {"hidden_files": STATE_TESTS, "python": f"{VENV}/bin/python"}
+PASS_ALL = """
+import pytest
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    return True
+"""
+WRITE_IT = f"printf '%s' {shlex.quote(PASS_ALL)} > evil.py"
+PLUGIN = """
+mkdir evil-1.dist-info
+printf 'Name: evil\\nVersion: 1\\n' > evil-1.dist-info/METADATA
+printf '[pytest11]\\nevil = evil\\n' > evil-1.dist-info/entry_points.txt
+"""
+HIJACKS = {
+    "conftest.py": f"{WRITE_IT}; cp evil.py conftest.py; mkdir /tests; mv evil.py /tests/conftest.py",
+    "pytest.ini": "printf '[pytest]\\naddopts = --collect-only\\n' | tee pytest.ini > /pytest.ini",
+    "a plugin": f"{WRITE_IT}\n{PLUGIN}",
+    "modules": "for name in pytest _pytest sitecustomize pluggy sys; do echo 'import os; os._exit(0)' > $name.py; done",
+    "the interpreter": f"mkdir -p {VENV}/bin; ln -sf /bin/true {VENV}/bin/python",
+}
+
+
+async def test_a_state_check_may_use_pytest(provider: LocalProvider) -> None:
+    verdict = await verdict_on(provider, PYTEST_CHECK, "echo 2 > answer", ImageWithPytest, **WITH_PYTEST)
+    assert (verdict.reward, verdict.cause) == (1.0, Cause.SOLVED), verdict
+    verdict = await verdict_on(provider, PYTEST_CHECK, "true", ImageWithPytest, **WITH_PYTEST)
+    assert (verdict.reward, verdict.cause, "1 failed" in verdict.detail) == (0.0, Cause.FAILED, True), verdict
+
+
+@pytest.mark.parametrize("command", HIJACKS.values(), ids=HIJACKS)
+async def test_nothing_that_the_agent_left_takes_pytest_over(provider: LocalProvider, command: str) -> None:
+    verdict = await verdict_on(provider, PYTEST_CHECK, command, ImageWithPytest, **WITH_PYTEST)
+    assert (verdict.reward, verdict.cause, "1 failed" in verdict.detail) == (0.0, Cause.FAILED, True), verdict
+
+
+class ImageWithBareVenv(Rooms):  # type: ignore[misc, valid-type]
+    """Clean rooms of an image whose virtual environment keeps its packages where the agent may install others."""
+
+    @asynccontextmanager
+    async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        async with super().clean(spec) as room:
+            made = await room.exec(MAKE_BARE, cwd="/", timeout_s=20)
+            assert made.exit_code == 0, made
+            yield room
+
+
+async def test_packages_below_a_data_path_are_not_imported(provider: LocalProvider) -> None:
+    planted = f"mkdir -p {PACKAGES}; cd {PACKAGES}; echo 'import os; os._exit(0)' | tee planted.py > planted.pth"
+    check = "import sys, importlib.util; sys.exit(importlib.util.find_spec('planted') is None)"
+    bare = {"python": f"{VENV}/bin/python", "data_paths": (f"{VENV}/lib",)}
+    verdict = await verdict_on(provider, check, planted, ImageWithBareVenv, **bare)
+    assert (verdict.reward, verdict.cause) == (0.0, Cause.FAILED), verdict
