@@ -1,8 +1,8 @@
 """The process-wide state Megatron needs: process group, model-parallel groups, random state.
 
 Invariants:
-- One world per process, with a rendezvous of its own on a free port of 127.0.0.1: no environment variables, no fixed
-  port.
+- One world per process, with a rendezvous of its own on a free port of 127.0.0.1: no fixed port. Nothing of it
+  listens on another address.
 - What `start` began, `stop` ends, also after a `start` that failed half-way.
 """
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed
 
 from headrace.policies import cpu_shims
+from headrace.policies.push.process_group import choose_interface, host_store
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -30,9 +31,8 @@ def start(seed: int) -> torch.device:
     # One thread: the engines and the rollouts share the cores, and a step becomes reproducible to the bit.
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", 0, world_size=1, is_master=True, timeout=GROUP_TIMEOUT
-    )
+    choose_interface("127.0.0.1")
+    store = host_store("127.0.0.1", 1, GROUP_TIMEOUT.total_seconds())
     torch.distributed.init_process_group(
         "nccl" if cuda else "gloo", store=store, rank=0, world_size=1, timeout=GROUP_TIMEOUT
     )

@@ -2,7 +2,7 @@
 
 Invariants:
 - A group is never the default group: it has a TCP store of its own at rank 0, on a free port, under the group's name
-  as prefix.
+  as prefix. The store listens on the address that its members are given, and on no other.
 - The group's timeout bounds its formation and every transfer; after any failure the group is discarded, never reused.
 - `finish_broadcast` returns when the bytes have gone or come, whatever the backend.
 
@@ -12,6 +12,8 @@ Every function here blocks: call them from a thread of your own.
 from __future__ import annotations
 
 import os
+import socket
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -41,13 +43,31 @@ class WeightGroup:
 
 
 def host_store(host: str, world_size: int, timeout_s: float) -> TCPStore:
-    """Rank 0's store on a free port (`store.port`). Raises GroupFailed."""
+    """Rank 0's store on a free port (`store.port`) of the address `host`. Raises GroupFailed."""
     try:
+        listener = _listen(host)
+        # Left alone, torch listens on all interfaces, and the store asks for no credential. It closes the descriptor.
         return TCPStore(
-            host, 0, world_size, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+            host,
+            listener.getsockname()[1],
+            world_size,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise GroupFailed(f"no store could be opened at {host}: {error}") from error
+
+
+def _listen(host: str) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(family, kind, protocol))
+        listener.bind(address)
+        listener.listen()
+        stack.pop_all()
+    return listener
 
 
 def join_store(host: str, port: int, world_size: int, timeout_s: float) -> TCPStore:
