@@ -61,7 +61,7 @@ class Boots:
         self._own_pids = own_pids
         self.single_id = single_id
         self._id_maps = IdMaps()
-        ranges = IdRanges(IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks(ids_folder).claim)
+        ranges = IdRanges(IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks(ids_folder, os.fstat(own_pids).st_ino).claim)
         self._ranges: IdRanges | OneId = OneId() if single_id else ranges
         self.shelf = Shelf(self.drop_layer, lambda: self._id_map(0, FIRST_ID))
         with open("/proc/sys/kernel/cap_last_cap", encoding="utf-8") as file:

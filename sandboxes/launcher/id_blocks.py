@@ -18,15 +18,18 @@ BLOCKS: Final = 380
 
 
 class IdBlocks:
-    """`folder` is a descriptor of the folder where all launchers of the host meet."""
+    """`folder` is a descriptor of the folder where the launchers meet. `start` says at which block to begin: containers
+    with a /tmp of their own do not meet, though one kernel counts their processes. Each begins elsewhere."""
 
-    def __init__(self, folder: int) -> None:
+    def __init__(self, folder: int, start: int) -> None:
         self._folder = folder
-        self._next = 0
+        self._start = start
+        self._tried = 0
 
     def claim(self) -> int:
         """The first id of a block that nobody has. Raises IndexError when none is left."""
-        for number in range(self._next, BLOCKS):
+        for tried in range(self._tried, BLOCKS):
+            number = (self._start + tried) % BLOCKS
             file = os.open(str(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._folder)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -34,6 +37,6 @@ class IdBlocks:
                 os.close(file)
                 continue
             # The descriptor stays open as long as this process lives: it is the claim.
-            self._next = number + 1
+            self._tried = tried + 1
             return FIRST_ID + number * RANGES_PER_BLOCK * IDS_PER_SANDBOX
         raise IndexError("no block of user ids is free")
