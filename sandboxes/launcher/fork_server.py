@@ -93,17 +93,19 @@ class ForkServer:
         """Controllers of control groups that cannot be had, with the reason."""
         return self._groups.missing
 
-    def serve(self) -> None:
-        """Run until the owner is gone and every sandbox has ended."""
+    def handle_signals(self) -> None:
+        """Before anybody is told that it serves: from then on SIGTERM ends it in order."""
         wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, lambda _number, _frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         self._board.watch(wake_read, lambda: self._on_signal(wake_read))
-        if self._settings.owner_pid:
-            owner = os.pidfd_open(self._settings.owner_pid)
-            self._board.watch(owner, lambda: self._lose_owner(owner))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def serve(self) -> None:
+        """Run until the owner is gone and every sandbox has ended."""
+        self._watch_owner()
         if self._settings.tied:
             self._board.watch(0, lambda: self._lose_owner(0))
         while not (self._closing and not self._sandboxes):
@@ -112,6 +114,16 @@ class ForkServer:
             self._board.turn(None if deadline is None else max(0.0, deadline - time.monotonic()))
             self._expire()
         self._groups.close()
+
+    def _watch_owner(self) -> None:
+        if not self._settings.owner_pid:
+            return
+        try:
+            owner = os.pidfd_open(self._settings.owner_pid)
+        except ProcessLookupError:
+            self._close()
+        else:
+            self._board.watch(owner, lambda: self._lose_owner(owner))
 
     def _watch_idleness(self) -> None:
         if self._settings.tied or self._sandboxes or self._board.clients:

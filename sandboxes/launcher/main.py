@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import resource
+import signal
 import socket
 import sys
 from typing import Final
@@ -30,11 +31,14 @@ _BACKLOG: Final = 1024
 def main() -> None:
     """Entry of the exec'd process: settings on standard input, one line of JSON on standard output when it serves."""
     settings = Settings(**json.loads(_read_line(0)))
+    # From here on it leaves control groups behind if it just dies. The server unblocks the signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         server = _prepare(settings)
     except OSError as error:
         os.write(1, json.dumps({"error": str(error)}).encode() + b"\n")
         sys.exit(1)
+    server.handle_signals()
     os.write(1, json.dumps({"missing": server.missing}).encode() + b"\n")
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 1)
@@ -60,10 +64,24 @@ def _prepare(settings: Settings) -> ForkServer:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     listener.bind(settings.socket_path)
     listener.listen(_BACKLOG)
+    groups = Cgroups.of_this_process()
+    try:
+        boots = _make_boots(settings, groups)
+    except BaseException:
+        groups.close()
+        raise
+    # Forked children then share the pages of all objects made so far.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    return ForkServer(settings, boots, listener)
+
+
+def _make_boots(settings: Settings, groups: Cgroups) -> Boots:
+    """Leave the host's file tree."""
     own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     layers_folder = os.open(settings.layers_in, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if settings.layers_in else -1
     ids_folder = os.open(settings.ids_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    groups = Cgroups.of_this_process()
     single_id = os.geteuid() != 0
     if single_id:
         syscalls.enter_own_user_namespace()
@@ -72,9 +90,4 @@ def _prepare(settings: Settings) -> ForkServer:
     syscalls.become_subreaper()
     syscalls.forbid_inspection()
     folders = {"layers_folder": layers_folder, "ids_folder": ids_folder}
-    boots = Boots(settings, host, groups, **folders, own_pids=own_pids, single_id=single_id)
-    # Forked children then share the pages of all objects made so far.
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    return ForkServer(settings, boots, listener)
+    return Boots(settings, host, groups, **folders, own_pids=own_pids, single_id=single_id)
