@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from headrace.buffer.tasks import write_tasks
+from headrace.sandboxes.leftovers import IDENTITY_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,7 +84,7 @@ class RunDirectory:
     @property
     def identity(self) -> Path:
         """What the ledger knows the run by; stays the same when the directory is moved or renamed."""
-        return self.path / "run_id"
+        return self.path / IDENTITY_FILE
 
     @property
     def lock(self) -> Path:

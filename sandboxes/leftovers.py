@@ -7,19 +7,29 @@ nothing else can be left, for every other process and mount of a sandbox dies wi
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from headrace.sandboxes.launcher.processes import parse_stat
 
 LAUNCHER_NAME: Final = "headrace-launcher"
+IDENTITY_FILE: Final = "run_id"
+"""In a run directory: the id of the run."""
 LABEL_VARIABLE: Final = "HEADRACE_SANDBOX_LABEL"
 """Set in the environment of every process of the subprocess provider."""
 
 
 def run_label(run: Path) -> str:
-    """The label of a run directory: a hash, for everybody in a sandbox can read it."""
-    return hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    """The label of a run directory: a hash, for everybody in a sandbox can read it.
+
+    It is made of the path and of the run's id. Containers that share /tmp, and machines that share a sandbox server,
+    have different runs at the same path; a copied run directory has the id of the first.
+    """
+    identity = ""
+    with suppress(FileNotFoundError):
+        identity = (run / IDENTITY_FILE).read_text()
+    return hashlib.sha256(f"{run.resolve()}\0{identity}".encode()).hexdigest()[:16]
 
 
 def sandboxes_left(run: Path) -> int:

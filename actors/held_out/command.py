@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import uuid
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -241,6 +242,8 @@ def _make(evaluation: Evaluation) -> None:
         evaluation.out.mkdir(parents=True, exist_ok=True)
         replace_file(evaluation.out / "evaluation.json", identity)
         evaluation.directory.path.mkdir(exist_ok=True)
+        if not evaluation.directory.identity.exists():
+            replace_file(evaluation.directory.identity, uuid.uuid4().hex.encode())
     except OSError as error:
         raise ConfigError(f"--out: {evaluation.out} cannot be written: {error.strerror}; choose another") from error
 

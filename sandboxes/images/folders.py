@@ -1,7 +1,7 @@
 """The files of an image store: layers by digest, records of resolved images, leases, locks.
 
 `layers/<sha256>/{tree,bytes}`, `records/<key>.json`, `leases/<owner>.json`, `locks/<key>`, `unpacking/<owner>/`, where
-an owner is `<pid>-<start>-<random>`: a process of this boot.
+an owner is `<pid>-<boot>_<pid namespace>_<start>-<random>`: a process of this boot.
 
 Invariants:
 - What stands in `layers` is complete: it was written elsewhere, synced, then renamed. Whatever a dead process left in
@@ -152,19 +152,34 @@ class StoreFolder:
 def new_owner(pid: int | None = None) -> Owner:
     """A name that tells the process it belongs to. Raises ProcessLookupError when there is no such process."""
     number = pid or os.getpid()
-    return Owner(f"{number}-{_start_of(number)}-{secrets.token_hex(8)}")
+    return Owner(f"{number}-{_boot()}_{_pid_namespace()}_{_start_of(number)}-{secrets.token_hex(8)}")
 
 
 def is_alive(owner: Owner) -> bool:
+    """Whether its process lives, as far as can be seen: containers may share a folder, and the processes of another
+    one are not there to be looked at. Until the next boot those count as alive."""
     pid, _, rest = owner.partition("-")
-    start = rest.rpartition("-")[0]
+    boot, *namespace, start = rest.rpartition("-")[0].split("_") if "_" in rest else ("", "")
+    if not pid.isdigit() or boot != _boot():
+        return False
+    # Older versions wrote no namespace.
+    if namespace and namespace != [str(_pid_namespace())]:
+        return True
     try:
-        return pid.isdigit() and _start_of(int(pid)) == start
+        return str(_start_of(int(pid))) == start
     except ProcessLookupError:
         return False
 
 
-def _start_of(pid: int) -> str:
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+
+
+def _pid_namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def _start_of(pid: int) -> int:
     """When a process began: clock ticks of this boot."""
     try:
         entry = parse_stat(Path(f"/proc/{pid}/stat").read_text(errors="replace"))
@@ -172,8 +187,7 @@ def _start_of(pid: int) -> str:
         raise ProcessLookupError(f"no process {pid}") from error
     if entry.state in "ZX":
         raise ProcessLookupError(f"process {pid} has ended")
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    return f"{boot}_{entry.started}"
+    return entry.started
 
 
 def remove(path: Path) -> None:

@@ -12,12 +12,13 @@ import asyncio
 import fcntl
 import json
 import os
+import re
 import secrets
 import select
 import shutil
 import signal
 import socket
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -28,7 +29,7 @@ from headrace.sandboxes.local.client import LauncherClient
 from headrace.sandboxes.private_folders import make_private, new_private, user_folder
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
 _MAX_FOLDER_BYTES: Final = 90
 """sun_path holds 107 bytes (unix(7))."""
@@ -37,6 +38,8 @@ _CLOSE_TIMEOUT_S: Final = 30.0
 _ADOPT_TIMEOUT_S: Final = 10.0
 _NOTE: Final = "launcher.json"
 _LOCK: Final = "lock"
+_OWN_FOLDER: Final = re.compile(r"[0-9]+-[a-z0-9_]{8}")
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OWN_FILES: Final = frozenset((_LOCK, _NOTE, "launcher.new", "socket"))
 
 
@@ -102,7 +105,8 @@ class LauncherProcess:
 
     @classmethod
     async def adopt(cls, folder: Path) -> Self | None:
-        """The one that serves in `folder`; None when there is none. One that does not answer is killed."""
+        """The one that serves in `folder`; None when there is none, or when it is another container's, whose process
+        cannot be watched from here. One that does not answer is killed."""
         try:
             note = json.loads(await asyncio.to_thread((folder / _NOTE).read_bytes))
             client = await LauncherClient.connect(str(folder / "socket"))
@@ -111,7 +115,11 @@ class LauncherProcess:
         try:
             async with asyncio.timeout(_ADOPT_TIMEOUT_S):
                 answer = await client.request({"op": "usage", "secret": note["secret"]})
-            return cls(folder, secret=note["secret"], pid=answer["pid"], missing=answer["missing"], process=None)
+            adopted = cls(folder, secret=note["secret"], pid=answer["pid"], missing=answer["missing"], process=None)
+            if _is_launcher(adopted.pid):
+                return adopted
+            adopted.close()
+            return None
         except TimeoutError:
             # Another takes its place: nobody would find this one any more.
             await asyncio.to_thread(_kill_launcher, note["pid"])
@@ -176,10 +184,17 @@ def _kill_launcher(pid: int) -> None:
     with suppress(OSError):
         handle = os.pidfd_open(pid)
         try:
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(LAUNCHER_NAME.encode()):
+            if _is_launcher(pid):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
         finally:
             os.close(handle)
+
+
+def _is_launcher(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(LAUNCHER_NAME.encode())
+    except OSError:
+        return False
 
 
 async def _introduce(process: asyncio.subprocess.Process, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -203,18 +218,52 @@ def runtime_folder(chosen: Path | None) -> Path:
     return chosen or user_folder("sandboxes")
 
 
-def make_folder(parent: Path) -> Path:
-    """A private folder `<owner pid>-<random>`; those whose owner is dead and where nobody listens are removed.
+class OwnFolder:
+    """A private folder of one provider below `parent`; those that nobody holds and where nobody listens are removed.
 
-    Raises SpecRefused, FolderRefused.
+    It is held by a lock: containers that share the parent do not see each other's processes. Raises SpecRefused,
+    FolderRefused, OSError.
     """
-    _make_private(parent)
-    _sweep(parent)
-    for folder in parent.iterdir():
-        owner = folder.name.partition("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and not _listens(folder / "socket"):
-            shutil.rmtree(folder, ignore_errors=True)
-    return new_private(parent, f"{os.getpid()}-")
+
+    def __init__(self, parent: Path) -> None:
+        _make_private(parent)
+        _sweep(parent)
+        # Whoever looks for folders that nobody holds waits until this one is held.
+        with _locked(parent):
+            for folder in parent.iterdir():
+                if _OWN_FOLDER.fullmatch(folder.name) and not _is_held(folder) and not _listens(folder / "socket"):
+                    shutil.rmtree(folder, ignore_errors=True)
+            self.path = new_private(parent, f"{os.getpid()}-")
+            self._lock = os.open(self.path, _FOLDER)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, _FOLDER)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, _FOLDER)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _make_private(folder: Path) -> None:

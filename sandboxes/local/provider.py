@@ -14,7 +14,6 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -38,8 +37,8 @@ from headrace.sandboxes.local.client import LauncherConnections
 from headrace.sandboxes.local.images import LocalImages
 from headrace.sandboxes.local.launcher_process import (
     LauncherProcess,
+    OwnFolder,
     locked_folder,
-    make_folder,
     remove_socket,
     runtime_folder,
 )
@@ -116,7 +115,7 @@ class LocalProvider:
         self._config = config or LocalSandboxConfig()
         self._connections = LauncherConnections()
         self._launcher: LauncherProcess | None = None
-        self._own_folder: Path | None = None
+        self._own_folder: OwnFolder | None = None
         self._store = ImageStore(self._config.image_folder or default_image_folder(), self._config.image_bytes)
         self._images: LocalImages | None = None
         self._started = False
@@ -166,8 +165,8 @@ class LocalProvider:
             await asyncio.to_thread(make_missing, self._config.layers_in / TEMPLATES)
         folder = self._config.stays_in
         if folder is None:
-            self._own_folder = await asyncio.to_thread(make_folder, runtime_folder(self._config.runtime_folder))
-            return await LauncherProcess.start(self._own_folder, self._launcher_settings(), tied=True)
+            self._own_folder = await asyncio.to_thread(OwnFolder, runtime_folder(self._config.runtime_folder))
+            return await LauncherProcess.start(self._own_folder.path, self._launcher_settings(), tied=True)
         async with locked_folder(folder):
             adopted = await LauncherProcess.adopt(folder)
             if adopted is not None:
@@ -355,7 +354,7 @@ class LocalProvider:
             launcher.close()
         folder, self._own_folder = self._own_folder, None
         if folder is not None:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(folder.remove)
 
 
 def _check_spec(spec: SandboxSpec) -> None:

@@ -1,0 +1,213 @@
+"""Runs in containers of one machine: a shared /tmp, or one each, and process numbers that mean nothing to the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.actors.config import SandboxSection
+from headrace.actors.providers import start_provider
+from headrace.actors.run_directory import RunDirectory
+from headrace.actors.sandbox_pool import SandboxPool
+from headrace.sandboxes import doctor
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.errors import NamespacesUnavailable
+from headrace.sandboxes.images.folders import Owner, is_alive, new_owner
+from headrace.sandboxes.launcher import cgroups
+from headrace.sandboxes.launcher.id_blocks import BLOCKS, FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
+from headrace.sandboxes.launcher.stdlib_process import stdlib_command
+from headrace.sandboxes.leftovers import run_label
+from headrace.sandboxes.local.launcher_process import OwnFolder
+from headrace.sandboxes.local.provider import LocalProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.namespaces
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace of its own needs root")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    try:
+        doctor.require_namespaces()
+    except NamespacesUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A /tmp for this test alone, by a path short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="m-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def in_another_container(code: str, *arguments: str) -> str:
+    """Run Python where none of our processes can be seen; returns what it prints."""
+    command = ("unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code, *arguments)
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=110).stdout
+
+
+def test_a_run_is_known_by_its_path_and_its_id(tmp_path: Path) -> None:
+    labels = [run_label(tmp_path)]
+    for identity in ("one", "two"):
+        RunDirectory(path=tmp_path).identity.write_text(identity)
+        labels.append(run_label(tmp_path))
+    (tmp_path / "copy").mkdir()
+    RunDirectory(path=tmp_path / "copy").identity.write_text("two")
+    assert len({*labels, run_label(tmp_path / "copy")}) == 4
+
+
+async def test_runs_with_the_same_path_leave_each_others_sandboxes(shared: Path, tmp_path: Path) -> None:
+    section, directory = SandboxSection(), RunDirectory(path=tmp_path / "run")
+    directory.path.mkdir()
+    directory.identity.write_text("first")
+    first = await start_provider(section, directory)
+    try:
+        async with SandboxPool(section, directory=directory, provider=first) as pool:
+            [ref] = await pool.lease([SandboxSpec(idempotency_key="key")])
+            sandbox = await first.attach(ref)
+            # The other container has its own files at that path.
+            directory.path.rename(tmp_path / "elsewhere")
+            directory.path.mkdir()
+            directory.identity.write_text("second")
+            async with SandboxPool(section, directory=directory) as other:
+                [theirs] = await other.lease([SandboxSpec(idempotency_key="key")])
+                assert theirs.endpoint != ref.endpoint
+            assert (await sandbox.exec("echo here", timeout_s=30)).stdout == b"here\n"
+            assert [info.id for info in await first.list()] == [ref.id]
+    finally:
+        await first.aclose()
+
+
+@as_root
+def test_the_folder_of_a_launcher_that_starts_in_another_container_stays(shared: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from headrace.sandboxes.local.launcher_process import OwnFolder
+print(OwnFolder(Path(sys.argv[1])).path)
+"""
+    mine = OwnFolder(shared / "sandboxes")
+    left = Path(in_another_container(code, str(shared / "sandboxes")).strip())
+    assert mine.path.is_dir()
+    assert left.is_dir()
+    mine.remove()
+    other = OwnFolder(shared / "sandboxes")
+    assert {path.name for path in (shared / "sandboxes").iterdir()} == {other.path.name}
+    other.remove()
+
+
+def test_a_folder_that_only_looks_like_one_of_ours_stays(shared: Path) -> None:
+    (shared / "sandboxes" / "2024-backup").mkdir(parents=True, mode=0o700)
+    (shared / "sandboxes").chmod(0o700)
+    OwnFolder(shared / "sandboxes").remove()
+    assert (shared / "sandboxes" / "2024-backup").is_dir()
+
+
+@as_root
+def test_an_owner_in_another_container_counts_as_alive_until_the_next_boot() -> None:
+    owner = in_another_container("from headrace.sandboxes.images.folders import new_owner; print(new_owner())").strip()
+    assert is_alive(Owner(owner))
+    assert is_alive(new_owner())
+    pid, _, rest = owner.partition("-")
+    assert not is_alive(Owner(f"{pid}-00000000{rest[8:]}"))
+
+
+def test_owners_of_an_older_version_are_looked_up_by_number_and_start() -> None:
+    pid, _, rest = new_owner().partition("-")
+    boot, _, start = rest.partition("-")[0].split("_")
+    assert is_alive(Owner(f"{pid}-{boot}_{start}-0"))
+    assert not is_alive(Owner(f"{pid}-{boot}_{int(start) + 1}-0"))
+    assert not any(is_alive(Owner(name)) for name in ("", "7", "x-y", f"{pid}-", f"{pid}--"))
+
+
+def test_containers_begin_at_different_blocks_and_use_all(tmp_path: Path) -> None:
+    claimed = {}
+    for name, start in (("one", 4026531836), ("two", 4026532448)):
+        (tmp_path / name).mkdir()
+        folder = os.open(tmp_path / name, os.O_RDONLY | os.O_DIRECTORY)
+        blocks = IdBlocks(folder, start)
+        claimed[name] = [blocks.claim() for _ in range(BLOCKS)]
+        with pytest.raises(IndexError):
+            blocks.claim()
+        os.close(folder)
+    step = RANGES_PER_BLOCK * IDS_PER_SANDBOX
+    assert sorted(claimed["one"]) == sorted(claimed["two"]) == [FIRST_ID + step * number for number in range(BLOCKS)]
+    assert claimed["one"][0] == FIRST_ID + step * (4026531836 % BLOCKS)
+    assert claimed["one"][0] != claimed["two"][0]
+
+
+@as_root
+async def test_a_launcher_claims_the_block_of_its_pid_namespace(shared: Path) -> None:
+    async with LocalProvider() as provider:
+        await provider.create(SandboxSpec())
+        [block] = (shared / "headrace-ids-0").iterdir()
+        assert int(block.name) == os.stat("/proc/self/ns/pid").st_ino % BLOCKS  # noqa: PTH116
+
+
+def own_groups(launcher_pid: int) -> list[Path]:
+    mounts = cgroups.find_mounts(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
+    return [folder for mount in mounts for folder in Path(mount.folder).glob(f"headrace-*-{launcher_pid}-*")]
+
+
+def wait_until_made(launcher_pid: int) -> None:
+    """Its name in the process table is the last thing that a launcher makes but its answer."""
+    deadline = time.monotonic() + 60
+    while not Path(f"/proc/{launcher_pid}/cmdline").read_bytes().startswith(b"headrace-launcher"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_sigterm_before_the_first_answer_leaves_no_control_group(shared: Path) -> None:
+    settings = {
+        "admin_secret": "s",
+        "owner_pid": 0,
+        "tied": True,
+        "idle_exit_s": 60.0,
+        "label": "",
+        "boot_timeout_s": 60.0,
+        "max_sandboxes": 1,
+        "layer_bytes": 1 << 20,
+        "layers_in": "",
+        "min_free_bytes": 0,
+        "memory_bytes": None,
+        "cpus": None,
+        "processes": 64,
+        "open_files": 64,
+        "socket_path": str(shared / "socket"),
+        "ids_folder": str(shared),
+    }
+    answers, stdout = os.pipe()
+    # A full pipe: it cannot answer before it is read.
+    os.set_blocking(stdout, False)
+    filled = os.write(stdout, bytes(1 << 20))
+    os.set_blocking(stdout, True)
+    command = stdlib_command("launcher.main")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, cwd="/", env={}) as launcher:
+        os.close(stdout)
+        try:
+            assert launcher.stdin is not None
+            launcher.stdin.write(json.dumps(settings).encode() + b"\n")
+            launcher.stdin.flush()
+            wait_until_made(launcher.pid)
+            if os.geteuid() == 0 and not own_groups(launcher.pid):
+                pytest.skip("this machine gives no control groups")
+            launcher.send_signal(signal.SIGTERM)
+            with os.fdopen(answers, "rb") as reading:
+                text = reading.read()
+            assert launcher.wait(60) == 0
+        finally:
+            launcher.kill()
+    assert b"missing" in text[filled:]
+    assert own_groups(launcher.pid) == []
