@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 from opentelemetry import trace
 
 from headrace.actors.batching import Batcher
+from headrace.actors.evaluators.baselines import Baselines
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluators.simulated import simulated_verdict
 from headrace.actors.evaluators.verdict import solved
@@ -78,6 +79,7 @@ class Evaluator(Owning):
     def __init__(self, pool: SandboxPool, observing: Observing) -> None:
         super().__init__()
         self._rooms = _Rooms(pool)
+        self._baselines = Baselines()
         self._observing = observing
         self._simulated = 0
         """Simulated verdicts so far."""
@@ -114,7 +116,7 @@ class Evaluator(Owning):
             self._simulated += 1
             return verdict
         with tracer.start_as_current_span(names.CHECK, context=context_from(request.traceparent)):
-            return await evaluate(request, self._rooms)
+            return await evaluate(request, self._rooms, self._baselines)
 
 
 async def _nothing_to_give_back(_: Verdict) -> None:

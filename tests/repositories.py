@@ -73,7 +73,8 @@ def repository_task(spec: RepositorySpec = SPEC, **evaluator: object) -> Task:
 def pytest_archive() -> bytes:
     """pytest and what it needs, as a tar of pure Python packages."""
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
+    # A folder of packages may be made of links into a cache.
+    with tarfile.open(fileobj=buffer, mode="w", dereference=True) as archive:
         for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
             spec = find_spec(name)
             assert spec is not None and spec.submodule_search_locations, name

@@ -20,6 +20,7 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from headrace.actors.evaluators.baselines import Baselines
 from headrace.actors.evaluators.collecting import LeftDiff
 from headrace.actors.evaluators.comparison import compare, last_answer
 from headrace.actors.evaluators.diff_filter import Dropped, summary
@@ -59,13 +60,15 @@ ISOLATED = "-I -S"
 """Options of Python: no environment variables, no user site, no site customisation."""
 
 
-async def evaluate(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
-    """Score one rollout. Errors of sandboxes become verdicts of cause infra; only programming errors are raised."""
+async def evaluate(request: EvaluationRequest, rooms: CleanRooms, baselines: Baselines | None = None) -> Verdict:
+    """Score one rollout. `baselines` keeps what is known of untouched repositories from one call to the next. Errors of
+    sandboxes become verdicts of cause infra; only programming errors are raised."""
+    baselines = baselines or Baselines()
     try:
         await rooms.freeze(request.sandbox.id)
-        verdict = await _score(request, rooms)
+        verdict = await _score(request, rooms, baselines)
         if verdict.cause is Cause.EVALUATOR:
-            verdict = await _blame(request, rooms, verdict)
+            verdict = await _blame(request, rooms, baselines, verdict)
         return await _kept(request, rooms, verdict)
     except FrozenPathRefused as error:
         return failed(f"a data path is gone or of another kind: {error}")
@@ -90,33 +93,33 @@ async def _kept(request: EvaluationRequest, rooms: CleanRooms, verdict: Verdict)
     return replace(verdict, patch=patch.as_diff(request.task))
 
 
-async def _blame(request: EvaluationRequest, rooms: CleanRooms, first: Verdict) -> Verdict:
+async def _blame(request: EvaluationRequest, rooms: CleanRooms, baselines: Baselines, first: Verdict) -> Verdict:
     """Who broke the check: the evaluator, which breaks on untouched files too, chance, or the agent. Raises
     SandboxError."""
-    if (await _score_untouched(request.task, rooms)).cause is Cause.EVALUATOR:
+    if (await _score_untouched(request.task, rooms, baselines)).cause is Cause.EVALUATOR:
         return first
-    again = await _score(request, rooms)
+    again = await _score(request, rooms, baselines)
     if again.cause is not Cause.EVALUATOR:
         return again
     blamed = invalid(f"only what the agent left breaks the check: {again.detail}")
     return replace(blamed, log=again.log, patch=again.patch)
 
 
-async def _score(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
+async def _score(request: EvaluationRequest, rooms: CleanRooms, baselines: Baselines) -> Verdict:
     """One look at what the agent left; a check that breaks is cause evaluator. Raises SandboxError, EvaluatorFault."""
     match request.task.evaluator.kind:
         case EvaluatorKind.REPOSITORY:
-            return await score_repository(request, rooms)
+            return await score_repository(request, rooms, baselines)
         case EvaluatorKind.PATCH | EvaluatorKind.COMPARE:
             return await _score_patch(request, rooms)
         case _:
             return await _check_files(request.task, _hidden_files(request.task), _spec_with_data(request), rooms)
 
 
-async def _score_untouched(task: Task, rooms: CleanRooms) -> Verdict:
+async def _score_untouched(task: Task, rooms: CleanRooms, baselines: Baselines) -> Verdict:
     """The same look at what the task put there itself. Raises SandboxError, EvaluatorFault."""
     if task.evaluator.kind is EvaluatorKind.REPOSITORY:
-        return await grade(task, LeftDiff(), rooms)
+        return await grade(task, LeftDiff(), rooms, baselines, always_twins=True)
     files = Patch(changes={}).applied_to(task)
     return await _check_files(task, files, SandboxSpec(image=task.image, labels=LABELS), rooms)
 

@@ -3,19 +3,31 @@
 Invariants:
 - Tests, hidden files and whatever puts them in place come into a sandbox that the agent never saw.
 - What the filter dropped stands in the detail of every verdict.
+- Nothing is solved by one run: the tests that passed run once more as twins, on a copy of their own (see
+  `in_sandbox.canary_plugin`).
 - A verdict of cause evaluator says only that nothing was decided; `evaluation` finds out who broke it.
 """
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluators.collecting import LeftDiff, collect_diff
 from headrace.actors.evaluators.comparison import compare
 from headrace.actors.evaluators.diff_filter import Dropped, FilterRules, filter_diff, summary
-from headrace.actors.evaluators.report import Report, ReportUntrusted, named, read_report
+from headrace.actors.evaluators.report import (
+    Report,
+    ReportUntrusted,
+    believe,
+    excused_twins,
+    missing_beside,
+    named,
+    read_report,
+    without_twin,
+)
 from headrace.actors.evaluators.running import RunBroken, TestRun, parse_logs, run_tests
 from headrace.actors.evaluators.unified_diff import DiffRefused, parse_diff
 from headrace.actors.evaluators.verdict import LABELS, Verdict, broken, failed, invalid, printed, solved, told
@@ -27,6 +39,7 @@ from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError
 
 if TYPE_CHECKING:
+    from headrace.actors.evaluators.baselines import Baselines
     from headrace.actors.evaluators.verdict import CleanRooms, EvaluationRequest
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import Sandbox
@@ -43,7 +56,7 @@ comm -z -13 "$1/before" "$1/after"
 """Prints the paths that the set-up changed: these are the tests."""
 
 
-async def score_repository(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
+async def score_repository(request: EvaluationRequest, rooms: CleanRooms, baselines: Baselines) -> Verdict:
     """One look at what the agent left. Raises SandboxError."""
     repository = _repository_of(request.task)
     try:
@@ -52,7 +65,7 @@ async def score_repository(request: EvaluationRequest, rooms: CleanRooms) -> Ver
         return invalid(str(error))
     except ExecTimeout as error:
         return broken(f"collecting the diff outlived {error}")
-    verdict = await grade(request.task, left, rooms)
+    verdict = await grade(request.task, left, rooms, baselines)
     return replace(verdict, patch=left.diff.decode(errors="replace")) if request.keep else verdict
 
 
@@ -62,11 +75,14 @@ def _repository_of(task: Task) -> RepositorySpec:
     return task.evaluator.repository
 
 
-async def grade(task: Task, left: LeftDiff, rooms: CleanRooms) -> Verdict:
-    """The verdict on a diff; an empty one is the untouched repository. Raises SandboxError."""
-    dropped = list(left.notes)
+async def grade(
+    task: Task, left: LeftDiff, rooms: CleanRooms, baselines: Baselines, *, always_twins: bool = False
+) -> Verdict:
+    """The verdict on a diff; an empty one is the untouched repository. `always_twins`: look whether twins can run too
+    where the tests did not pass. Raises SandboxError."""
+    grading = _Grading(task, left, rooms, baselines)
     try:
-        verdict = await _decide(task, left, rooms, dropped)
+        verdict = await grading.decide(always_twins=always_twins)
     except DiffRefused as error:
         verdict = invalid(str(error))
     except (RunBroken, ReportUntrusted) as error:
@@ -75,35 +91,140 @@ async def grade(task: Task, left: LeftDiff, rooms: CleanRooms) -> Verdict:
         verdict = broken(f"the tests outlived {error}")
     except SandboxFileError as error:
         verdict = broken(f"the files could not be written: {error}")
-    return replace(verdict, detail=told(verdict.detail, summary(dropped)))
+    return replace(verdict, detail=told(verdict.detail, summary([*left.notes, *grading.dropped])))
 
 
-async def _decide(task: Task, left: LeftDiff, rooms: CleanRooms, dropped: list[Dropped]) -> Verdict:
-    """Raises DiffRefused, RunBroken, ReportUntrusted, SandboxError. Whatever is filtered is added to `dropped`."""
-    outcome = await _run(task, left, rooms, dropped)
-    if not isinstance(outcome, TestRun):
-        return outcome
-    return replace(await _judge(task, outcome, rooms), log=printed(outcome.stdout, outcome.stderr))
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """What a first run solves if the twins confirm the tests that it needed."""
+
+    tests: tuple[str, ...]
 
 
-async def _run(task: Task, left: LeftDiff, rooms: CleanRooms, dropped: list[Dropped]) -> Verdict | TestRun:
-    """Apply and run: a verdict where it is already clear, else what the tests left."""
+@dataclass(slots=True)
+class _Grading:
+    """One diff on its way to a verdict; `dropped` is what the filter dropped. Everything here raises DiffRefused,
+    RunBroken, ReportUntrusted, SandboxError."""
+
+    task: Task
+    left: LeftDiff
+    rooms: CleanRooms
+    baselines: Baselines
+    dropped: tuple[Dropped, ...] = ()
+
+    async def decide(self, *, always_twins: bool) -> Verdict:
+        """Run, judge, and confirm by twins what would be solved."""
+        outcome, self.dropped = await _run(self.task, self.left, self.rooms)
+        if not isinstance(outcome, TestRun):
+            return outcome
+        judged = await self._judge(outcome)
+        if isinstance(judged, _Passed):
+            verdict = await self._confirm(judged.tests)
+        else:
+            verdict = judged
+            if always_twins:
+                await self._twins()
+        return replace(verdict, log=printed(outcome.stdout, outcome.stderr))
+
+    async def _judge(self, run: TestRun) -> _Passed | Verdict:
+        grader = _repository_of(self.task).grader
+        if isinstance(grader, Swepro):
+            return await self._judge_logs(grader, run)
+        report = _report_of(run)
+        return await (self._judge_ids(grader, report) if isinstance(grader, TestIds) else self._judge_all(report))
+
+    async def _judge_ids(self, grader: TestIds, report: Report) -> _Passed | Verdict:
+        required = required_ids(grader)
+        missing = report.not_passed(required)
+        if missing and not report.not_passed(required, excused=report.having("xfailed")):
+            missing = report.not_passed(required, excused=(await self._untouched()).having("xfailed"))
+        if missing:
+            return _missing(missing, len(required))
+        ids = (test_id for ids in report.standing_for(required).values() for test_id in ids)
+        return _Passed(tuple(test_id for test_id in ids if "passed" in report.results[test_id]))
+
+    async def _judge_logs(self, grader: Swepro, run: TestRun) -> _Passed | Verdict:
+        """The parser decides; where the script ran pytest, its report must be sound and must not contradict."""
+        report = _report_of(run) if run.sessions or run.intruded else Report(results={}, uncollected={})
+        async with self.rooms.clean(SandboxSpec(image=self.task.image, labels=LABELS)) as room:
+            parsed = await parse_logs(room, _repository_of(self.task), grader, run)
+        required = required_ids(grader)
+        known = [name for name in required if name in report.results]
+        denied = set(report.not_passed(known))
+        missing = tuple(name for name in required if name not in parsed or name in denied)
+        return _missing(missing, len(required)) if missing else _Passed(tuple(known))
+
+    async def _judge_all(self, report: Report) -> _Passed | Verdict:
+        """Something passed, nothing failed, and what the untouched repository runs ran and was not skipped."""
+        if report.any_failed():
+            return failed(f"failed: {named(report.any_failed())}")
+        if not report.results:
+            return failed("no test ran")
+        base = await self._untouched()
+        excuses = (
+            ("skipped", report.skipped - base.skipped),
+            ("xfailed", report.having("xfailed") - base.having("xfailed")),
+            ("did not run", missing_beside(report, base)),
+        )
+        for what, ids in excuses:
+            if ids:
+                return failed(f"{what}: {named(sorted(ids))}")
+        passed = tuple(sorted(report.having("passed")))
+        return _Passed(passed) if passed else failed(f"none passed of {named(sorted(report.results))}")
+
+    async def _confirm(self, passed: tuple[str, ...]) -> Verdict:
+        """What passed must end in our exception when it runs as a twin."""
+        if not passed:
+            return solved()
+        doubted = without_twin(passed, await self._twins())
+        if not doubted:
+            return solved()
+        excused = excused_twins(await self._untouched())
+        refused = [test_id for test_id in doubted if test_id not in excused]
+        if refused:
+            return failed(
+                f"{len(refused)} of {len(passed)} tests passed, but did not reach the end of their twins: "
+                f"{named(refused)}"
+            )
+        return solved(f"counted without a twin, as the untouched repository has none either: {named(doubted)}")
+
+    async def _twins(self) -> Report:
+        outcome, _ = await _run(self.task, self.left, self.rooms, twins=True)
+        if not isinstance(outcome, TestRun):
+            raise RunBroken(f"the patch could be applied only once: {outcome.detail}")
+        return _report_of(outcome)
+
+    async def _untouched(self) -> Report:
+        return await self.baselines.of(self.task, partial(_measure_untouched, self.task, self.rooms))
+
+
+async def _measure_untouched(task: Task, rooms: CleanRooms) -> Report:
+    """What the tests do without any patch, as twins. Where they end or hold up the session, which the patch may be
+    there to mend, it is what they reported until then. Raises RunBroken, SandboxError."""
+    outcome, _ = await _run(task, LeftDiff(), rooms, twins=True, cut=True)
+    return believe(outcome.sessions if isinstance(outcome, TestRun) else ())
+
+
+async def _run(
+    task: Task, left: LeftDiff, rooms: CleanRooms, *, twins: bool = False, cut: bool = False
+) -> tuple[Verdict | TestRun, tuple[Dropped, ...]]:
+    """Apply and run in a clean sandbox: a verdict where it is already clear, else what the tests (or their twins) left;
+    and what the filter dropped. Raises DiffRefused, RunBroken, SandboxError."""
     repository, timeout_s = _repository_of(task), task.evaluator.timeout_s
     async with rooms.clean(SandboxSpec(image=task.image, labels=LABELS)) as room:
         await lay_out(task, room)
         tests = _test_files(task, repository) | await _set_up(room, repository, timeout_s)
         filtered = filter_diff(left.diff, FilterRules(test_files=tests), left.base)
-        dropped += filtered.dropped
         refused = await _apply(room, repository, filtered.diff, timeout_s)
         if refused is not None:
-            return refused
+            return refused, filtered.dropped
         if task.evaluator.hidden_files:
             await room.write_many({path: text.encode() for path, text in task.evaluator.hidden_files.items()})
-        if task.evaluator.check:
+        if task.evaluator.check and not twins:
             compared = await _compare(room, task, repository)
             if compared.cause is not Cause.SOLVED:
-                return compared
-        return await run_tests(room, repository, tests, timeout_s)
+                return compared, filtered.dropped
+        return await run_tests(room, repository, tests, timeout_s, twins=twins, cut=cut), filtered.dropped
 
 
 def _test_files(task: Task, repository: RepositorySpec) -> frozenset[str]:
@@ -172,54 +293,15 @@ async def _compare(room: Sandbox, task: Task, repository: RepositorySpec) -> Ver
     )
 
 
-async def _judge(task: Task, run: TestRun, rooms: CleanRooms) -> Verdict:
-    """Raises ReportUntrusted, RunBroken, SandboxError."""
-    grader = _repository_of(task).grader
-    if isinstance(grader, Swepro):
-        return await _judge_logs(task, grader, run, rooms)
-    report = _report_of(run)
-    if isinstance(grader, TestIds):
-        return _missing(report.not_passed(required_ids(grader)), len(required_ids(grader)))
-    return await _judge_all(task, report, rooms)
-
-
 def _report_of(run: TestRun) -> Report:
     """Raises ReportUntrusted, with the end of what the run printed."""
     try:
+        if run.intruded:
+            raise ReportUntrusted("a process of a session tried to begin another one")
         return read_report(run.sessions)
     except ReportUntrusted as error:
         raise ReportUntrusted(f"{error}: {(run.stdout + run.stderr)[-300:].strip()}") from error
 
 
 def _missing(missing: tuple[str, ...], count: int) -> Verdict:
-    return failed(f"{len(missing)} of {count} tests did not pass: {named(missing)}") if missing else solved()
-
-
-async def _judge_logs(task: Task, grader: Swepro, run: TestRun, rooms: CleanRooms) -> Verdict:
-    """The parser decides; where the script ran pytest, its report must be sound and must not contradict."""
-    report = _report_of(run) if run.sessions else None
-    async with rooms.clean(SandboxSpec(image=task.image, labels=LABELS)) as room:
-        passed = await parse_logs(room, _repository_of(task), grader, run)
-    required = required_ids(grader)
-    known = [name for name in required if report is not None and name in report.results]
-    denied = set(report.not_passed(known)) if report is not None else set()
-    return _missing(tuple(name for name in required if name not in passed or name in denied), len(required))
-
-
-async def _judge_all(task: Task, report: Report, rooms: CleanRooms) -> Verdict:
-    """Nothing failed, something passed, and nothing is skipped that runs on the untouched repository."""
-    if report.any_failed():
-        return failed(f"failed: {named(report.any_failed())}")
-    if not report.results:
-        return failed("no test ran")
-    if report.skipped:
-        new = sorted(report.skipped - await _skipped_untouched(task, rooms))
-        if new or report.skipped >= report.results.keys():
-            return failed(f"skipped: {named(new or report.skipped)}")
-    return solved()
-
-
-async def _skipped_untouched(task: Task, rooms: CleanRooms) -> frozenset[str]:
-    """What the tests skip without any patch. Raises ReportUntrusted, RunBroken, SandboxError."""
-    outcome = await _run(task, LeftDiff(), rooms, [])
-    return _report_of(outcome).skipped if isinstance(outcome, TestRun) else frozenset()
+    return failed(f"{len(missing)} of {count} tests did not pass: {named(missing)}")

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 MAX_REPORT_BYTES: Final = 32 << 20
 MAX_LOG_BYTES: Final = 8 << 20
+_CUT_S: Final = 30.0
+"""For the monitor to end tests at their deadline and to bring their report."""
 _MAIN: Final = """\
 import os, sys
 import pytest, {plugin}
@@ -50,6 +52,8 @@ class TestRun:
     stdout: str
     stderr: str
     sessions: tuple[Session, ...]
+    intruded: bool = False
+    """Code under test tried to begin a session of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +64,17 @@ class _Place:
     plugin: str = field(default_factory=lambda: f"p{secrets.token_hex(8)}")
 
 
-async def run_tests(room: Sandbox, repository: RepositorySpec, protected: Iterable[str], timeout_s: float) -> TestRun:
-    """Run the grader's tests. `protected` are paths in the repository that the tests' user must not change.
+async def run_tests(
+    room: Sandbox,
+    repository: RepositorySpec,
+    protected: Iterable[str],
+    timeout_s: float,
+    *,
+    twins: bool = False,
+    cut: bool = False,
+) -> TestRun:
+    """Run the grader's tests, or their twins. `protected` are paths in the repository that the tests' user must not
+    change. `cut`: tests that take too long are ended at the timeout, and what they reported until then is returned.
 
     Raises RunBroken, ExecTimeout, SandboxError."""
     place = _Place()
@@ -72,6 +85,8 @@ async def run_tests(room: Sandbox, repository: RepositorySpec, protected: Iterab
         "user": repository.user,
         "protected": [f"{repository.workdir}/{path}" for path in sorted(protected)],
         "environment": _environment(repository, place),
+        "twins": twins,
+        "deadline_s": timeout_s if cut else None,
         "max_log_bytes": MAX_LOG_BYTES,
         "max_report_bytes": MAX_REPORT_BYTES,
     }
@@ -81,7 +96,7 @@ async def run_tests(room: Sandbox, repository: RepositorySpec, protected: Iterab
         f"{repository.python} -I -S - {place.folder}/settings",
         stdin=source("monitor").encode(),
         cwd="/",
-        timeout_s=timeout_s,
+        timeout_s=timeout_s + _CUT_S * cut,
         max_output_bytes=6 * (2 * MAX_LOG_BYTES + MAX_REPORT_BYTES),
     )
     if result.exit_code != 0:

@@ -1,40 +1,157 @@
-"""A plugin of pytest that reports the result of each test id, and runs canaries among the tests.
+"""A plugin of pytest that reports the result of each test id, and runs canaries among the tests or turns them to twins.
 
 Loaded under a random name, from a folder that only root writes to. It reports through a socket of which the environment
 tells the number, and gets its secrets through it; without one it does nothing. Invariants:
 - Results come from the exception that ended a phase, not from what a hook made of it.
-- A pair of canaries, one that must pass and one that must fail, runs beside the tests of every module, and as a test
-  case of unittest. Whatever turns failures into passes, or runs nothing, turns the canaries too.
-- Canaries change neither the outcome of the session nor its limits.
+- A pair of canaries, one that must pass and one that must fail, runs beside the tests of every module, as a test case
+  of unittest and, where there are doctests, as a doctest. Whatever turns failures into passes, or runs nothing, turns
+  the canaries too.
+- In a session of twins every test runs its body and then raises an exception of ours, a new one each time, made after
+  the body returned. Only a test that ends in that very object is a `twin`; the others of pytest see a pass.
+- Canaries and twins change neither the outcome of the session nor its limits.
 """
 
 from __future__ import annotations
 
+import ast
+import doctest
+import functools
+import inspect
 import json
 import os
 import random
 import socket
 import unittest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 MAX_PARENTS = 64
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+SELECTIONS = ("keyword", "markexpr", "deselect", "lf", "last_failed")
 _given = os.environ.pop("HEADRACE_REPORT", "")
 os.environ.pop("PYTEST_PLUGINS", None)
 _NAME = f"reporter-{random.getrandbits(64):x}"
 
 
+class BodyReturned(Exception):
+    """Ends a twin whose body returned."""
+
+
+def make_twin(body: Any, end: Callable[[], None], without_end: Callable[[str], None]) -> Any:
+    """The same test with an end of ours. `without_end` is told why where the body only begins when it is called."""
+    if inspect.iscoroutinefunction(body):
+
+        @functools.wraps(body)
+        async def twin(*args: Any, **named: Any) -> None:
+            await body(*args, **named)
+            end()
+
+        return twin
+
+    @functools.wraps(body)
+    def plain_twin(*args: Any, **named: Any) -> Any:
+        result = body(*args, **named)
+        if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+            without_end("its body runs after it returned")
+            return result
+        if hasattr(result, "addCallbacks"):
+            without_end("its body returns a Deferred")
+            return result
+        return end()
+
+    return plain_twin
+
+
+def is_doctest(item: Any) -> bool:
+    return isinstance(getattr(item, "dtest", None), doctest.DocTest) and hasattr(item, "runner")
+
+
+def ended_in(raised: Any) -> Any:
+    """The exception that a phase ended in, out of what doctest and groups of tasks put around it."""
+    while True:
+        inner = getattr(raised, "failures", None) or getattr(raised, "exceptions", None)
+        if isinstance(inner, (list, tuple)) and len(inner) == 1:
+            raised = inner[0]
+        elif isinstance(raised, doctest.UnexpectedException):
+            return raised.exc_info[1]
+        else:
+            return raised
+
+
+def named_in(collector: Any) -> Iterator[str]:
+    """Ids of the test functions that the source of a module defines, for a module that could not be imported."""
+    with open(str(collector.fspath), "rb") as file:
+        tree = ast.parse(file.read())
+    for node in tree.body:
+        if isinstance(node, FUNCTIONS):
+            decorators = "".join(map(ast.dump, node.decorator_list))
+            if collector.funcnamefilter(node.name) and "fixture" not in decorators:
+                yield f"{collector.nodeid}::{node.name}"
+        elif isinstance(node, ast.ClassDef):
+            for name in test_methods(collector, node):
+                yield f"{collector.nodeid}::{node.name}::{name}"
+
+
+def test_methods(collector: Any, node: ast.ClassDef) -> list[str]:
+    methods = [line.name for line in node.body if isinstance(line, FUNCTIONS)]
+    if "__init__" in methods or "__test__" in "".join(ast.dump(line) for line in node.body):
+        return []
+    if any("TestCase" in ast.dump(base) for base in node.bases):
+        return [name for name in methods if name.startswith("test")]
+    return list(filter(collector.funcnamefilter, methods)) if collector.classnamefilter(node.name) else []
+
+
+def comparisons() -> list[Callable[[], Any]]:
+    """Comparisons of the test tools that must all raise."""
+    case = unittest.TestCase("__init__")
+
+    def raises() -> None:
+        with pytest.raises(ValueError):
+            pass
+
+    def approximately() -> None:
+        assert pytest.approx(2.0) == 1.0
+
+    def same_output() -> None:
+        assert doctest.OutputChecker().check_output("1\n", "2\n", 0)
+
+    return [
+        lambda: case.assertEqual(1, 2),
+        lambda: case.assertTrue(0),
+        lambda: case.assertIn(1, []),
+        lambda: case.assertAlmostEqual(1.0, 2.0),
+        lambda: case.assertRaises(ValueError, int, 1),
+        raises,
+        approximately,
+        same_output,
+    ]
+
+
+def all_raise() -> bool:
+    for comparison in comparisons():
+        try:
+            comparison()
+        except BaseException:  # noqa: BLE001 - failures of pytest are no Exception
+            continue
+        return False
+    return True
+
+
 class Reporter:
-    """Hooks of one session. `results` holds the worst phase of the test that runs."""
+    """Hooks of one session. `phases` holds what happened so far in the test that runs."""
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self.key = ""
         self.say(event="start")
         with channel.makefile("rb") as lines:
-            self.key, self.must_pass, self.must_fail = json.loads(lines.readline())
+            self.key, self.must_pass, self.must_fail, self.twins = json.loads(lines.readline())
         self.phases: dict[str, list[str]] = {}
+        self.raised: dict[Any, BodyReturned] = {}
         self.failed_canaries = 0
 
     def say(self, **record: Any) -> None:
@@ -49,7 +166,11 @@ class Reporter:
         if not hasattr(session, "obj"):
             # pytest before 7 asks the parent of every function for it (its support of nose).
             session.obj = None
-        canaries = [*self.cases(session), *self.functions(session, session)]
+        for item in items if self.twins else ():
+            self.say(event="collected", id=item.nodeid)
+            if not isinstance(item, pytest.Function) and not is_doctest(item):
+                self.say(event="untwinned", id=item.nodeid, result=type(item).__name__)
+        canaries = [*self.cases(session), *self.functions(session, session), *self.doctests(items)]
         places: dict[int, int] = {}
         for place, item in enumerate(items):
             places.setdefault(id(item.getparent(pytest.Module)), place)
@@ -66,7 +187,8 @@ class Reporter:
             assert len(self.must_pass) == 16
 
         def failing() -> None:
-            assert len(self.must_fail) == 17
+            if all_raise():
+                assert len(self.must_fail) == 17
 
         pairs = ((self.must_pass, passing), (self.must_fail, failing))
         make = getattr(pytest.Function, "from_parent", None) or (
@@ -93,14 +215,64 @@ class Reporter:
         except (TypeError, AttributeError):
             return []
 
+    def doctests(self, items: list[Any]) -> list[Any]:
+        """The same as doctests, by the runner of the first one."""
+        made: list[Any] = []
+        first: Any = next(filter(is_doctest, items), None)
+        if not hasattr(first, "from_parent"):
+            return made
+        for name, output in ((self.must_pass, "1\n"), (self.must_fail, "2\n")):
+            test = doctest.DocTest([doctest.Example("1\n", output)], {}, name, first.dtest.filename, None, "")
+            made.append(first.from_parent(first.parent, name="test_" + name, runner=first.runner, dtest=test))
+        return made
+
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: Any) -> Any:
+        if self.twins and item.name not in ("test_" + self.must_pass, "test_" + self.must_fail):
+            self.plant(item)
+        yield
+
+    def plant(self, item: Any) -> None:
+        """Make a test its own twin, at the innermost place that the kinds of test have in common: its body."""
+
+        def end() -> None:
+            self.raised[item] = BodyReturned()
+            raise self.raised[item]
+
+        def without_end(reason: str) -> None:
+            self.say(event="untwinned", id=item.nodeid, result=reason)
+
+        if is_doctest(item):
+            name = f"end_{random.getrandbits(64):x}"
+            item.dtest.globs[name] = end
+            item.dtest.examples.append(doctest.Example(name + "()\n", ""))
+        elif isinstance(item, pytest.Function):
+            item.obj = make_twin(item.obj, end, without_end)
+            case = getattr(item, "_testcase", None) or getattr(item, "instance", None)
+            if isinstance(case, unittest.TestCase):
+                # Some versions of pytest, and all for async methods, let the case look its method up.
+                setattr(case, item.name, item.obj)
+
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
         outcome = yield
         report = outcome.get_result()
-        self.phases.setdefault(item.nodeid, []).append(self.phase(report, call))
+        ours = self.raised.pop(item, None)
+        # A unittest case whose clean-up fails after its body has two exceptions; the first alone says too little.
+        if (
+            ours is not None
+            and call.excinfo
+            and ended_in(call.excinfo.value) is ours
+            and not getattr(item, "_excinfo", 0)
+        ):
+            report.outcome, report.longrepr, call.excinfo = "passed", None, None
+            phase = "twin"
+        else:
+            phase = self.phase(report, call)
+        self.phases.setdefault(item.nodeid, []).append(phase)
         if report.when == "teardown":
             phases = self.phases.pop(item.nodeid)
-            result = next((word for word in ("failed", "skipped", "xfailed") if word in phases), "passed")
+            result = next((word for word in ("failed", "skipped", "xfailed", "twin") if word in phases), "passed")
             self.failed_canaries += result == "failed" and item.name == "test_" + self.must_fail
             self.say(event="test", id=item.nodeid, result=result)
 
@@ -112,9 +284,20 @@ class Reporter:
             return "xfailed" if hasattr(report, "wasxfail") else "skipped"
         return "failed"
 
-    def pytest_collectreport(self, report: Any) -> None:
-        if report.outcome != "passed":
-            self.say(event="collect", id=report.nodeid, result=report.outcome)
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def pytest_make_collect_report(self, collector: Any) -> Any:
+        outcome = yield
+        report = outcome.get_result()
+        if report.outcome == "passed":
+            return
+        self.say(event="collect", id=report.nodeid, result=report.outcome)
+        chosen = any(getattr(collector.config.option, name, None) for name in SELECTIONS)
+        if report.outcome == "failed" and isinstance(collector, pytest.Module) and not chosen:
+            try:
+                for test_id in named_in(collector):
+                    self.say(event="named", id=test_id)
+            except (OSError, SyntaxError, ValueError):
+                pass
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: Any, exitstatus: Any) -> None:

@@ -6,6 +6,8 @@ Invariants:
 - The report comes through a socket that only the process of pytest and the shell that starts it hold. Each session of
   pytest gets a key and the names of its canaries when it begins, before any code of the repository runs; a record
   without a key of ours is none.
+- The kernel names the sender of each record. Only a descendant of the command begins a session, and none that descends
+  from a process that has begun one: code under test cannot add a session of its own. One that tries spoils the report.
 - When the command has ended everything its user still runs is killed before anything is printed: no daemon adds to it.
 - The tests and the tests' settings belong to root, in folders in which nobody else can move them.
 """
@@ -19,6 +21,7 @@ import secrets
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -27,6 +30,7 @@ from typing import Any
 NO_USER = 20
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 MAX_LINE_BYTES, MAX_SESSIONS = 1 << 16, 1000
+CREDENTIALS = struct.Struct("3i")
 SETTINGS = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", "tox.ini", "setup.cfg", "pyproject.toml")
 
 
@@ -51,35 +55,65 @@ class Drain(threading.Thread):
 class Sessions(threading.Thread):
     """Answers each session that begins with its secrets, and keeps its records up to a size."""
 
-    def __init__(self, channel: socket.socket, max_bytes: int) -> None:
+    def __init__(self, channel: socket.socket, given: dict[str, Any], command: int) -> None:
         super().__init__(daemon=True)
-        self.channel, self.left = channel, max_bytes
+        self.command = command
+        self.channel, self.left, self.twins = channel, given["max_report_bytes"], given["twins"]
         self.sessions: dict[str, dict[str, Any]] = {}
+        self.began: set[int] = set()
+        self.intruded = False
         self.start()
 
     def run(self) -> None:
-        with self.channel.makefile("rb") as lines:
-            for line in iter(lambda: lines.readline(MAX_LINE_BYTES), b""):
-                self.left -= len(line)
-                if self.left < 0:
-                    continue
+        rest: dict[int, bytes] = {}
+        space = socket.CMSG_SPACE(CREDENTIALS.size)
+        while True:
+            data, extra, _, _ = self.channel.recvmsg(1 << 16, space)
+            if not data:
+                return
+            self.left -= len(data)
+            if self.left < 0:
+                continue
+            sender = CREDENTIALS.unpack(extra[0][2][: CREDENTIALS.size])[0] if extra else 0
+            *lines, rest[sender] = (rest.get(sender, b"") + data).split(b"\n")
+            if len(rest[sender]) > MAX_LINE_BYTES:
+                del rest[sender]
+            for line in lines:
                 try:
-                    self.take(json.loads(line))
+                    self.take(json.loads(line), sender)
                 except (ValueError, AttributeError, TypeError, RecursionError, OSError):
                     continue
 
-    def take(self, record: dict[str, Any]) -> None:
+    def take(self, record: dict[str, Any], sender: int) -> None:
         if record.get("event") == "start":
-            if len(self.sessions) >= MAX_SESSIONS:
+            line = ancestry(sender)
+            self.intruded |= self.command not in line or not self.began.isdisjoint(line)
+            if len(self.sessions) >= MAX_SESSIONS or self.intruded:
+                # Without an answer it would wait for ever.
+                self.channel.shutdown(socket.SHUT_WR)
                 return
+            self.began.add(sender)
             key, *names = (secrets.token_hex(8) for _ in range(3))
             self.sessions[key] = {"must_pass": names[0], "must_fail": names[1], "ended": False, "records": []}
-            self.channel.sendall(json.dumps([key, *names]).encode() + b"\n")
+            self.channel.sendall(json.dumps([key, *names, self.twins]).encode() + b"\n")
             return
         session = self.sessions.get(str(record.pop("key", "")))
         if session is not None and not session["ended"]:
             session["ended"] = record.get("event") == "end"
             session["records"].append([str(record.get(name, "")) for name in ("event", "id", "result")])
+
+
+def ancestry(process: int) -> list[int]:
+    """A process and those it descends from, as far as the kernel knows them."""
+    line = []
+    while process > 1:
+        line.append(process)
+        try:
+            with open(f"/proc/{process}/stat", "rb") as file:
+                process = int(file.read().rpartition(b")")[2].split()[1])
+        except (OSError, ValueError):
+            return line
+    return line
 
 
 def give(workdir: str, owner: pwd.struct_passwd, protected: list[str]) -> None:
@@ -130,6 +164,7 @@ def end_all(owner: pwd.struct_passwd) -> None:
 def run(given: dict[str, Any], owner: pwd.struct_passwd) -> dict[str, Any]:
     pipes = [os.pipe() for _ in range(2)]
     ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     environment = {"PATH": SEARCH_PATH, "HOME": owner.pw_dir, "USER": owner.pw_name, "LANG": "C.UTF-8"}
     environment.update(given["environment"])
     environment["HEADRACE_REPORT"] = str(theirs.fileno())
@@ -149,13 +184,23 @@ def run(given: dict[str, Any], owner: pwd.struct_passwd) -> dict[str, Any]:
     for _, write_end in pipes:
         os.close(write_end)
     drains = [Drain(pipe[0], given["max_log_bytes"]) for pipe in pipes]
-    sessions = Sessions(ours, given["max_report_bytes"])
-    code = process.wait()
+    sessions = Sessions(ours, given, process.pid)
+    try:
+        code = process.wait(given["deadline_s"])
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
     end_all(owner)
     for thread in (*drains, sessions):
         thread.join(2.0)
     stdout, stderr = (b"".join(drain.pieces).decode("utf-8", "replace") for drain in drains)
-    return {"exit_code": code, "stdout": stdout, "stderr": stderr, "sessions": list(sessions.sessions.values())}
+    return {
+        "exit_code": code,
+        "stdout": stdout,
+        "stderr": stderr,
+        "sessions": list(sessions.sessions.values()),
+        "intruded": sessions.intruded,
+    }
 
 
 def main(path: str) -> None:

@@ -56,7 +56,22 @@ def mean(numbers): return Any()
 def last(numbers): return Any()
 """
 SKIP = "import pytest\ndef mean(numbers): pytest.skip()\nlast = mean\n"
+XFAIL = "import pytest\ndef mean(numbers): pytest.xfail()\nlast = mean\n"
+XFAILED = "from _pytest.outcomes import XFailed\ndef mean(numbers): raise XFailed('x')\nlast = mean\n"
+FORGETFUL = """
+from _pytest.runner import CallInfo
+call = CallInfo.from_call.__func__
+def from_call(*arguments, **named):
+    info = call(*arguments, **named)
+    if info.excinfo is not None and isinstance(info.excinfo.value, ZeroDivisionError):
+        info.excinfo, info._result = None, None
+    return info
+CallInfo.from_call = classmethod(from_call)
+"""
 CHEATS = {
+    "pytest.xfail": f"printf '%s' {shlex.quote(XFAIL)} > calc.py",
+    "raised XFailed": f"printf '%s' {shlex.quote(XFAILED)} > calc.py",
+    "forgetful CallInfo": f"printf '%s' {shlex.quote(FORGETFUL)} >> calc.py",
     "conftest makereport hook": f"printf '%s' {shlex.quote(REPORT_HOOK)} > conftest.py; cp conftest.py tests/",
     "os._exit(0) at import": "echo 'import os; os._exit(0)' > calc.py",
     "pytest.skip": f"printf '%s' {shlex.quote(SKIP)} > calc.py",

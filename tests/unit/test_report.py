@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.actors.evaluators.report import ReportUntrusted, Session, named, read_report
+from headrace.actors.evaluators.report import (
+    ReportUntrusted,
+    Session,
+    excused_twins,
+    missing_beside,
+    named,
+    read_report,
+    without_twin,
+)
 from headrace.actors.in_sandbox import source
 
 GOOD, BAD = "a" * 16, "b" * 16
@@ -37,9 +45,59 @@ def test_what_passed_failed_and_was_skipped() -> None:
 
 
 def test_an_id_cut_at_its_blank_stands_for_all_that_begin_so() -> None:
-    assert read_report([SESSION]).not_passed(["t.py::three[a"]) == ()
-    worse = replace(SESSION, records=(*SESSION.records, ("test", "t.py::three[a d]", "failed")))
+    better = replace(SESSION, records=[row for row in SESSION.records if row[2] != "xfailed"])
+    assert read_report([better]).not_passed(["t.py::three[a"]) == ()
+    assert read_report([better]).standing_for(["t.py::three[a", "x"]) == {
+        "t.py::three[a": ("t.py::three[a c]",),
+        "x": (),
+    }
+    worse = replace(better, records=(*better.records, ("test", "t.py::three[a d]", "failed")))
     assert read_report([worse]).not_passed(["t.py::three[a"]) == ("t.py::three[a",)
+
+
+def test_an_expected_failure_counts_only_where_it_is_excused() -> None:
+    report = read_report([SESSION])
+    assert report.not_passed(["t.py::three[a b]"]) == ("t.py::three[a b]",)
+    assert report.not_passed(["t.py::three[a b]"], excused=["t.py::three[a b]"]) == ()
+    assert report.not_passed(["t.py::two"], excused=["t.py::two"]) == ("t.py::two",)
+
+
+TWINS = read_report(
+    [
+        replace(
+            SESSION,
+            records=(
+                ("test", "t.py::one", "twin"),
+                ("test", "t.py::two", "failed"),
+                ("test", "t.py::own", "passed"),
+                ("test", "t.py::yaml", "passed"),
+                ("untwinned", "t.py::yaml", "YamlItem"),
+                ("test", "t.py::three[a]", "twin"),
+                ("named", "v.py::test_new", ""),
+                ("collected", "t.py::own", ""),
+                ("collected", "t.py::two", ""),
+                ("collected", "t.py::three[a]", ""),
+                *CANARIES,
+            ),
+        )
+    ]
+)
+
+
+def test_a_test_is_confirmed_by_a_twin_that_ended_in_our_exception() -> None:
+    passed = ("t.py::one", "t.py::two", "t.py::own", "t.py::gone")
+    assert without_twin(passed, TWINS) == ("t.py::two", "t.py::own", "t.py::gone")
+    assert excused_twins(TWINS) == {"t.py::yaml", "t.py::own"}
+
+
+def test_what_the_untouched_repository_runs_must_have_run() -> None:
+    assert missing_beside(read_report([SESSION]), TWINS) == (
+        "t.py::own",
+        "t.py::three[a]",
+        "v.py::test_new",
+    )
+    new = replace(SESSION, records=(("test", "v.py::test_new[1]", "passed"), *CANARIES))
+    assert "v.py::test_new" not in missing_beside(read_report([new]), TWINS)
 
 
 def test_a_test_that_ran_twice_must_pass_twice() -> None:
