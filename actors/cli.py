@@ -111,7 +111,9 @@ def evaluate(
         Path | None, typer.Option(help="Output folder; goes on with an interrupted evaluation of the same request.")
     ] = None,
     runs_dir: Annotated[Path, typer.Option(help="Where the output folder of a recipe is made.")] = Path("runs"),
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="table.key=value of a recipe.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="table.key=value of a recipe; of a run, only evaluation.sampling.")
+    ] = None,
     json: Json = None,
     quiet: Quiet = False,
 ) -> None:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from headrace.actors import clocks
 from headrace.actors.agents.claude_code import ClaudeCodeConfig
@@ -190,6 +190,32 @@ class SandboxSection(_Section):
     """Admission: how many boot and live at once."""
 
 
+class EvaluationSamplingSection(_Section):
+    """Sampling of evaluation rollouts. Keys that are left out are those of [sampling], but top_p and top_k: training
+    never cuts the distribution."""
+
+    temperature: float | None = Field(default=None, ge=0, le=10)
+    """For every turn of an evaluation session, whatever the agent asks for; 0 takes the likeliest token. None:
+    sampling.temperature."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Only the likeliest tokens with this share of the probability together; 1 for all."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Only so many of the likeliest tokens; -1 for all."""
+    max_tokens_per_turn: int | None = Field(default=None, ge=1)
+    """Tokens one answer may have. None: sampling.max_tokens_per_turn."""
+    max_context_tokens: int | None = Field(default=None, ge=16)
+    """Prompt and answers of one conversation together. None: sampling.max_context_tokens."""
+    max_sampled_tokens: int | None = Field(default=None, ge=1)
+    """Tokens sampled in one session, all its conversations together. None: sampling.max_sampled_tokens."""
+
+    @field_validator("top_k")
+    @classmethod
+    def _some(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("0 leaves no token to sample; set -1 for all tokens")
+        return value
+
+
 class EvaluationSection(_Section):
     tasks: int = Field(default=64, ge=1)
     """Held-out tasks per evaluation (the first of the held-out file)."""
@@ -199,6 +225,8 @@ class EvaluationSection(_Section):
     """Optimizer updates between evaluations on the way; 0 for none."""
     samples_on_the_way: int = Field(default=1, ge=1)
     """Sampled answers per task of those."""
+    sampling: EvaluationSamplingSection = EvaluationSamplingSection()
+    """How evaluation rollouts are sampled."""
 
 
 class ServiceSection(_Section):
@@ -279,10 +307,15 @@ def rows_fit_a_micro_batch(config: RunConfig) -> str | None:
 
 
 def turns_fit_the_engines(config: RunConfig) -> str | None:
-    limit, context = config.engines.max_context_tokens, config.sampling.max_context_tokens
-    if limit is None or limit >= context:
-        return None
-    return f"engines.max_context_tokens {limit} is below sampling.max_context_tokens {context}: raise the first"
+    limit = config.engines.max_context_tokens
+    contexts = {
+        "sampling": config.sampling.max_context_tokens,
+        "evaluation.sampling": config.evaluation.sampling.max_context_tokens,
+    }
+    for table, context in contexts.items():
+        if limit is not None and context is not None and limit < context:
+            return f"engines.max_context_tokens {limit} is below {table}.max_context_tokens {context}: raise the first"
+    return None
 
 
 def weights_fit_the_devices(config: RunConfig) -> str | None:

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import shutil
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import orjson
@@ -30,7 +31,7 @@ from headrace.actors.retry import until_back
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.simulation.engines import SimulatedEngineGroup
 from headrace.actors.supervision import Parts
-from headrace.actors.worker import RolloutWorker, WorkerParts
+from headrace.actors.worker import RolloutWorker, SessionTerms, WorkerParts
 from headrace.policies.engine import PauseMode
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway import GatewayConfig
@@ -163,6 +164,7 @@ class ServiceParts(Owning):
 
     async def _worker_parts(self, replay: RolloutStore, evaluator: Evaluator) -> WorkerParts:
         config = self._config
+        training = training_terms(config)
         return WorkerParts(
             pool=self._pool,
             evaluator=evaluator,
@@ -170,15 +172,9 @@ class ServiceParts(Owning):
             agent=make_agent(config.agent),
             gateway=None if self._gateway is None else await until_back(self._gateway.address),
             simulated_engines=cast("SimulatedEngineGroup", self._engines) if config.engines.is_simulated else None,
-            sampling=Sampling(temperature=config.sampling.temperature),
-            budgets=Budgets(
-                max_turns=config.agent.max_turns,
-                max_tokens_per_turn=config.sampling.max_tokens_per_turn,
-                max_context_tokens=config.sampling.max_context_tokens,
-                max_sampled_tokens=config.sampling.max_sampled_tokens,
-                wall_s=config.rollout.agent_timeout_s,
-                final_text=FINAL_TEXT if config.agent.is_program else "",
-            ),
+            sampling=training.sampling,
+            budgets=training.budgets,
+            evaluation_terms=evaluation_terms(config),
             train_truncated=config.sampling.train_truncated,
             rollout=config.rollout,
             observing=self._observing,
@@ -212,9 +208,39 @@ class ServiceParts(Owning):
         return actor
 
 
+def training_terms(config: RunConfig) -> SessionTerms:
+    """Sampling and budgets of training sessions."""
+    budgets = Budgets(
+        max_turns=config.agent.max_turns,
+        max_tokens_per_turn=config.sampling.max_tokens_per_turn,
+        max_context_tokens=config.sampling.max_context_tokens,
+        max_sampled_tokens=config.sampling.max_sampled_tokens,
+        wall_s=config.rollout.agent_timeout_s,
+        final_text=FINAL_TEXT if config.agent.is_program else "",
+    )
+    return SessionTerms(sampling=Sampling(temperature=config.sampling.temperature), budgets=budgets)
+
+
+def evaluation_terms(config: RunConfig) -> SessionTerms:
+    """Sampling and budgets of evaluation sessions: those of training where evaluation.sampling says nothing."""
+    training, own = training_terms(config), config.evaluation.sampling
+    temperature = training.sampling.temperature if own.temperature is None else own.temperature
+    budgets = replace(
+        training.budgets,
+        max_tokens_per_turn=own.max_tokens_per_turn or training.budgets.max_tokens_per_turn,
+        max_context_tokens=own.max_context_tokens or training.budgets.max_context_tokens,
+        max_sampled_tokens=own.max_sampled_tokens or training.budgets.max_sampled_tokens,
+    )
+    return SessionTerms(sampling=Sampling(temperature=temperature, top_p=own.top_p, top_k=own.top_k), budgets=budgets)
+
+
 def periodic_evaluations(config: RunConfig, directory: RunDirectory) -> EvaluationFolders:
     """Where a run keeps the evaluations it makes while it trains."""
-    about = About(model=str(config.model.path), recipe_sha256=recipe_digest(config))
+    about = About(
+        model=str(config.model.path),
+        recipe_sha256=recipe_digest(config),
+        sampling=evaluation_terms(config).to_json(),
+    )
     return EvaluationFolders(root=directory.path / "evaluations", about=about)
 
 
@@ -228,5 +254,6 @@ def recipe_digest(config: RunConfig) -> str:
 
 def _engines(config: RunConfig) -> EnginesConfig:
     """The engines take what a session may have, unless the recipe says more."""
-    context = config.engines.max_context_tokens or config.sampling.max_context_tokens
+    most = max(config.sampling.max_context_tokens, config.evaluation.sampling.max_context_tokens or 0)
+    context = config.engines.max_context_tokens or most
     return config.engines.model_copy(update={"max_context_tokens": context})

@@ -57,18 +57,20 @@ class WorkerStations(Owning):
         await self._leases.release(sandbox)
 
     async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession:
+        terms = self._parts.terms(order.purpose)
         spec = SessionSpec(
             # With the incarnation: a session of a dead worker may still be open when its evaluation runs again.
             session_id=SessionId(f"{order.rollout_id}.{order.attempt}.{self._holder[:8]}"),
-            sampling=self._parts.sampling,
-            budgets=self._parts.budgets,
+            sampling=terms.sampling,
+            budgets=terms.budgets,
             traceparent=traceparent,
             train_truncated=self._parts.train_truncated,
         )
         return await self._sessions.open(order, spec)
 
     async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
-        given = self._sessions.given(session, context_tokens=self._parts.budgets.max_context_tokens)
+        context_tokens = self._parts.terms(order.purpose).budgets.max_context_tokens
+        given = self._sessions.given(session, context_tokens=context_tokens)
         return await self._parts.agent.run(session=given, sandbox=sandbox, task=order.task)
 
     async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:

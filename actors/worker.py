@@ -16,7 +16,7 @@ import asyncio
 import uuid
 from collections import Counter, deque
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -81,6 +81,22 @@ class WorkerStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTerms:
+    """What a session may do: `sampling` is law for its turns, `budgets` end it."""
+
+    sampling: Sampling
+    budgets: Budgets
+
+    def to_json(self) -> dict[str, float | int | None]:
+        """What a person wants to know of an evaluation."""
+        budgets = {name: getattr(self.budgets, name) for name in _TOKEN_BUDGETS}
+        return asdict(self.sampling) | budgets
+
+
+_TOKEN_BUDGETS = ("max_tokens_per_turn", "max_context_tokens", "max_sampled_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
     """What a worker is made of; everything in it is picklable."""
 
@@ -97,8 +113,16 @@ class WorkerParts:
     observing: Observing
     evaluations: EvaluationFolders | None = None
     """Where the conversations, patches and logs of evaluation rollouts are kept; None keeps none."""
+    evaluation_terms: SessionTerms | None = None
+    """Of the sessions of evaluation rollouts; None for those of training."""
     simulated_engines: SimulatedEngineGroup | None = None
     """Asked by the simulated agent, in place of a gateway."""
+
+    def terms(self, purpose: Purpose) -> SessionTerms:
+        """Of the session of a rollout for this purpose."""
+        if purpose is Purpose.EVALUATION and self.evaluation_terms is not None:
+            return self.evaluation_terms
+        return SessionTerms(sampling=self.sampling, budgets=self.budgets)
 
 
 class RolloutWorker:

@@ -23,8 +23,11 @@ FAILED = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON})
 """Ends that lead to a new attempt and count as a failure."""
 
 
-def classify(result: RolloutResult, tree: VersionTree) -> tuple[Outcome, tuple[TrainedTokens, ...]]:
-    """The outcome as the ledger counts it, and what was sampled by whom.
+def classify(
+    result: RolloutResult, tree: VersionTree, *, masked: bool = False
+) -> tuple[Outcome, tuple[TrainedTokens, ...]]:
+    """The outcome as the ledger counts it, and what was sampled by whom. With `masked`, tokens that cannot be trained
+    count too: those of an evaluation sampled at temperature 0, for one.
 
     A failure has no reward, whatever the worker says, and a result that contradicts itself is a failure of ours.
     """
@@ -34,7 +37,7 @@ def classify(result: RolloutResult, tree: VersionTree) -> tuple[Outcome, tuple[T
     try:
         _check_solved(outcome)
         outcome = replace(outcome, reward=check_reward(outcome.reward), solved=bool(outcome.solved))
-        return outcome, trained_tokens(result.trajectory, tree)
+        return outcome, trained_tokens(result.trajectory, tree, masked=masked)
     except ValueError as error:
         return Outcome.infra(f"malformed result: {error}"), ()
 
@@ -45,12 +48,14 @@ def _check_solved(outcome: Outcome) -> None:
         raise ValueError(f"cause {outcome.cause} with solved = {outcome.solved}")
 
 
-def trained_tokens(trajectory: Trajectory | None, tree: VersionTree) -> tuple[TrainedTokens, ...]:
-    """How many trained tokens each version sampled. ValueError when arrays or spans do not fit, or a version is
-    unknown."""
+def trained_tokens(
+    trajectory: Trajectory | None, tree: VersionTree, *, masked: bool = False
+) -> tuple[TrainedTokens, ...]:
+    """How many trained tokens each version sampled; with `masked`, those in no loss too. ValueError when arrays or
+    spans do not fit, or a version is unknown."""
     counts: dict[PolicyVersion, int] = {}
     for row in trajectory.rows if trajectory else ():
-        for version, tokens in _row_tokens(row):
+        for version, tokens in _row_tokens(row, masked=masked):
             counts[version] = counts.get(version, 0) + tokens
     for version in counts:
         if version.epoch not in tree.forks:
@@ -68,20 +73,21 @@ def stale_kv_tokens(trajectory: Trajectory) -> int:
     )
 
 
-def _row_tokens(row: Row) -> list[tuple[PolicyVersion, int]]:
+def _row_tokens(row: Row, *, masked: bool) -> list[tuple[PolicyVersion, int]]:
     length = len(row.tokens_T)
     if len(row.loss_mask_T) != length or len(row.logprobs_T) != length:
         raise ValueError("the arrays of a row differ in length")
     cumulative = np.concatenate(([0], np.cumsum(row.loss_mask_T)))
-    counts, end = [], 0
+    counts, end, trained = [], 0, 0
     for span in row.versions:
         if not end <= span.start < span.end <= length:
             raise ValueError(f"version span [{span.start}, {span.end}) does not fit")
         end = span.end
-        tokens = int(cumulative[span.end] - cumulative[span.start])
-        if tokens:
+        in_loss = int(cumulative[span.end] - cumulative[span.start])
+        trained += in_loss
+        if tokens := span.end - span.start if masked else in_loss:
             counts.append((span.version, tokens))
-    if sum(tokens for _, tokens in counts) != int(cumulative[-1]):
+    if trained != int(cumulative[-1]):
         raise ValueError("trained tokens lie outside the version spans")
     if not np.isfinite(row.logprobs_T).all():
         raise ValueError("log-probabilities are not finite")

@@ -283,7 +283,7 @@ class ReplayBuffer:
         if key in self.state.evaluations:
             self.state.count("evaluations_duplicate")
             return Receipt(rollout_id=key[0], attempt=key[1], status=ReceiptStatus.DUPLICATE)
-        outcome, sampled = classify(result, self.state.tree)
+        outcome, sampled = classify(result, self.state.tree, masked=True)
         self.state.put(
             EvaluationRecord(
                 rollout_id=result.rollout_id,

@@ -67,7 +67,13 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     rig = load_support("run_rig")
     folder = tmp_path_factory.mktemp("finished")
     # Every version's weights are kept as a checkpoint, so that any token can be scored again.
-    options = ("--set", "training.steps=6", "--set", "training.save_every=1", "--set", "learner.keep_checkpoints=99")
+    settings = (
+        "training.steps=6",
+        "training.save_every=1",
+        "learner.keep_checkpoints=99",
+        "evaluation.sampling.temperature=0",
+    )
+    options = [argument for setting in settings for argument in ("--set", setting)]
     outputs = ("--runs-dir", str(folder), "--name", "run", "--quiet", "--json", str(folder / "out.json"))
     driver = rig.start_driver("run", str(rig.RECIPE), *outputs, *rig.small_arguments(), *options)
     _, errors = driver.communicate(timeout=900)

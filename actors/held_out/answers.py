@@ -61,7 +61,7 @@ class Answer:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
         """The inverse of `to_json`; other keys are ignored. Raises KeyError, TypeError, ValueError."""
-        # Lines of 0.1 have no `solved`: it was a reward above 0.
+        # Older lines have no `solved`: it was a reward above 0.
         document = {"solved": (document["reward"] or 0.0) > 0} | document
         known = {name: document[name] for name in cls.__dataclass_fields__}
         pairs = {name: tuple(document[name].items()) for name in ("versions", "phases_s")}

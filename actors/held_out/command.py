@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from pydantic import ValidationError
 
-from headrace.actors.config import ModelSection, load_recipe
+from headrace.actors.config import ModelSection, RunConfig, apply_override, explain, load_recipe
 from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.held_out.folders import EvaluationFolders
 from headrace.actors.held_out.overlap import refuse_overlap
 from headrace.actors.held_out.service import EvaluationService
 from headrace.actors.held_out.summary import About
 from headrace.actors.launch import check_parts, load_task_sets, reopen, sole_driver, watch
-from headrace.actors.parts import recipe_digest
+from headrace.actors.parts import evaluation_terms, recipe_digest
 from headrace.actors.run_directory import RunDirectory, free_folder
 from headrace.actors.runtime import RayRuntime, start_local_ray, stop_local_ray
 from headrace.buffer.durable_files import replace_file
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from headrace.actors.config import RunConfig
     from headrace.actors.held_out.summary import EvaluationSummary
 from headrace.buffer.tasks import Task
 
@@ -80,7 +80,8 @@ class Evaluation:
 
     @property
     def about(self) -> About:
-        return About(model=str(self.config.model.path), recipe_sha256=self.recipe_sha256)
+        sampling = evaluation_terms(self.config).to_json()
+        return About(model=str(self.config.model.path), recipe_sha256=self.recipe_sha256, sampling=sampling)
 
     @property
     def directory(self) -> RunDirectory:
@@ -128,19 +129,20 @@ def _of_recipe(asked: Asked) -> Evaluation:
 
 
 def _of_run(asked: Asked) -> Evaluation:
-    if asked.overrides:
-        raise ConfigError(f"--set: {asked.source} is a run, which keeps its configuration; name a recipe")
     try:
         config, run = reopen(asked.source)
     except RunMissing as error:
         raise ConfigError(str(error)) from error
     if run.is_driven():
         raise ConfigError(f"{run.path} is being driven by another process; stop that one first")
+    config = _sampled_otherwise(config, asked)
     checkpoint = _checkpoint(run, asked.checkpoint)
     train, held_out = load_tasks(run.train_tasks), load_tasks(run.heldout_tasks)
     tasks = _chosen(asked, config, train, held_out)
     samples = asked.samples or config.evaluation.samples
     name = f"{checkpoint.name}-{tasks_digest(tasks)[:8]}-{samples}"
+    if asked.overrides:
+        name += f"-{recipe_digest(config)[:8]}"
     return Evaluation(
         config=config.model_copy(update={"model": ModelSection(path=checkpoint)}),
         run=run,
@@ -150,6 +152,26 @@ def _of_run(asked: Asked) -> Evaluation:
         recipe_sha256=recipe_digest(config),
         out=asked.out.resolve() if asked.out else run.path / "evaluations" / name,
     )
+
+
+def _sampled_otherwise(config: RunConfig, asked: Asked) -> RunConfig:
+    """The run's configuration with the sampling of this evaluation. Raises ConfigError for any other key."""
+    wanted: dict[str, Any] = {}
+    for override in asked.overrides:
+        if not override.startswith("evaluation.sampling."):
+            raise ConfigError(
+                f"--set {override}: {asked.source} is a run, which keeps its configuration but for "
+                "evaluation.sampling; name a recipe"
+            )
+        apply_override(wanted, override)
+    if not wanted:
+        return config
+    document = config.model_dump()
+    document["evaluation"]["sampling"] |= wanted["evaluation"]["sampling"]
+    try:
+        return RunConfig.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(f"--set: {explain(error)}") from error
 
 
 def _checkpoint(run: RunDirectory, wanted: str | None) -> Path:

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import comb
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from headrace.buffer.durable_files import replace_file
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from headrace.actors.held_out.answers import Answer
@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What was evaluated: the model directory or checkpoint, and the digest of the resolved recipe."""
+    """What was evaluated: the model directory or checkpoint, the digest of the resolved recipe, and how it was
+    sampled."""
 
     model: str
     recipe_sha256: str
+    sampling: Mapping[str, float | int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -14,7 +14,8 @@ import pytest
 from headrace.actors.held_out.answers import read_answers
 from headrace.actors.launch import status_of
 from headrace.actors.metrics import read_metrics
-from headrace.buffer.evidence import read_evidence
+from headrace.actors.run_directory import RunDirectory
+from headrace.buffer.evidence import read_evidence, read_only
 from headrace.buffer.tasks import load_tasks, tasks_digest
 from headrace.buffer.verify import verify
 from headrace.sandboxes.leftovers import sandboxes_left
@@ -23,8 +24,6 @@ from headrace.serve.observing.tracing import trace_id_for
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from headrace.actors.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
 
@@ -100,6 +99,23 @@ def test_no_reward_without_an_evaluation_and_no_evaluation_of_infra(finished_run
             assert not attempt.trained
 
 
+def temperatures(spans: list[dict[str, Any]]) -> set[float]:
+    """At which the turns of a trace were sampled."""
+    return {span["attributes"]["gen_ai.request.temperature"] for span in spans if span["name"] == "turn"}
+
+
+def test_training_and_evaluations_are_sampled_each_in_its_own_way(finished_run: RunDirectory) -> None:
+    traces = spans_of(finished_run)
+    attempts = [attempt for attempt in read_evidence(finished_run.path).attempts if attempt.turns and attempt.trained]
+    assert {temperature for attempt in attempts for temperature in temperatures(traces[attempt.trace_id])} == {1.0}
+    with closing(read_only(finished_run.path / "ledger.db")) as database:
+        sampled = database.execute("SELECT sampled FROM evaluations WHERE reward IS NOT NULL").fetchall()
+    assert len(sampled) == 8
+    assert all(json.loads(versions) for (versions,) in sampled), "greedy tokens are never trained and were sampled"
+    document = json.loads((finished_run.path / "evaluations" / "base" / "summary.json").read_bytes())
+    assert (document["sampling"]["temperature"], document["sampling"]["top_p"]) == (0.0, 1.0)
+
+
 def test_every_answer_of_the_evaluations_is_kept(finished_run: RunDirectory) -> None:
     summaries = {
         record["tag"]: record for record in read_metrics(finished_run.metrics) if record["kind"] == "evaluation"
@@ -127,6 +143,7 @@ def test_every_answer_of_the_evaluations_is_kept(finished_run: RunDirectory) -> 
                 assert (kept / "evaluator.log").read_text().startswith(("solved", "failed"))
             spans = traces[answer.trace_id]
             assert any(span["name"] == "rollout" for span in spans)
+            assert temperatures(spans) == {0.0}
     kept = list((finished_run.path / "evaluations").glob("*/rollouts/*/patch.diff"))
     assert all(path.read_text().startswith("--- ") for path in kept)
     ledger = read_evidence(finished_run.path)
@@ -139,7 +156,8 @@ def test_a_killed_evaluation_of_a_checkpoint_goes_on_and_touches_no_ledger(
     rig, out = load_support("run_rig"), tmp_path / "out"
     before = read_evidence(finished_run.path)
     wanted = ("eval", str(finished_run.path), "--checkpoint", "1.3", "--samples", "4", "--limit", "12", "--quiet")
-    arguments = (*wanted, "--out", str(out), "--json", str(tmp_path / "summary.json"))
+    sampling = ("--set", "evaluation.sampling.temperature=0.7", "--set", "evaluation.sampling.top_k=40")
+    arguments = (*wanted, *sampling, "--out", str(out), "--json", str(tmp_path / "summary.json"))
     first = rig.start_driver(*arguments)
     try:
         while not read_answers(out / "results.jsonl"):
@@ -158,7 +176,7 @@ def test_a_killed_evaluation_of_a_checkpoint_goes_on_and_touches_no_ledger(
     second = rig.start_driver(*arguments)
     _, errors = second.communicate(timeout=200)
     assert second.returncode == 0, errors.decode()
-    answers = read_answers(out / "results.jsonl")
+    answers, spans = read_answers(out / "results.jsonl"), spans_of(RunDirectory(path=out / "service"))
     assert answers[: len(recorded)] == recorded
     assert len({answer.rollout_id for answer in answers}) == len(answers) == 48
     document = json.loads((out / "summary.json").read_bytes())
@@ -166,6 +184,8 @@ def test_a_killed_evaluation_of_a_checkpoint_goes_on_and_touches_no_ledger(
     assert (document["n"], set(document["versions"])) == (48, {"1.3"})
     assert document["model"] == str(finished_run.checkpoints / "1.3")
     assert set(document["pass_at_k"]) == {"1", "2", "4"}
+    assert (document["sampling"]["temperature"], document["sampling"]["top_k"]) == (0.7, 40)
+    assert {temperature for answer in answers for temperature in temperatures(spans[answer.trace_id])} == {0.7}
     assert sandboxes_left(out / "service") == 0
     assert read_evidence(finished_run.path) == before
     assert not finished_run.is_driven()

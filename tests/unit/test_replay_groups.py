@@ -264,6 +264,17 @@ def test_a_result_that_contradicts_itself_is_our_failure(opened):
     assert opened.state.attempts[order.rollout_id].cause is Cause.INFRA
 
 
+def test_an_evaluation_counts_what_was_sampled_though_none_of_it_is_trained(opened):
+    (order,) = opened.issue(1, FIRST, 0.0)
+    done = cases.result(order, FIRST)
+    row = done.trajectory.rows[0]
+    masked = replace(row, loss_mask_T=np.zeros_like(row.loss_mask_T))
+    done = replace(done, rollout_id=RolloutId("eval-0"), trajectory=replace(done.trajectory, rows=(masked,)))
+    opened.record_evaluation(done, order.task.id, "base", FIRST, 1.0)
+    [kept] = [record for record in opened.drain() if isinstance(record, EvaluationRecord)]
+    assert [(part.version, part.tokens) for part in kept.sampled] == [(FIRST, 6)]
+
+
 def test_evaluations_are_kept_once(opened):
     (order,) = opened.issue(1, FIRST, 0.0)
     done = replace(cases.result(order, FIRST), rollout_id=RolloutId("eval-0"))
