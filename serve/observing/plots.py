@@ -59,8 +59,13 @@ def draw_success(axes: Any, metrics: Sequence[Record]) -> None:
     points = sorted(_of_kind(metrics, "evaluation"), key=lambda record: record["step"])
     if steps:
         xs, ys = [record["step"] for record in steps], [record["reward"] for record in steps]
-        axes.plot(xs, ys, color=STONE, alpha=0.35, linewidth=1)
-        axes.plot(xs, _smooth(ys), color=STONE, linewidth=1.6, label="training reward (mean of 5 steps)")
+        # Rewards are any numbers: those that do not fit the scale of a share get one of their own.
+        fits = min(ys) >= 0 and max(ys) <= 1
+        rewards = axes if fits else axes.twinx()
+        rewards.plot(xs, ys, color=STONE, alpha=0.35, linewidth=1)
+        rewards.plot(xs, _smooth(ys), color=STONE, linewidth=1.6)
+        label = "training reward (mean of 5 steps)" if fits else "training reward (mean of 5 steps, right scale)"
+        axes.plot([], [], color=STONE, linewidth=1.6, label=label)
     if points:
         xs = [record["step"] for record in points]
         bounds = [_wilson(record["success"], record["answers"]) for record in points]

@@ -103,8 +103,10 @@ def panel(progress: Progress) -> RenderableType:
 
 
 def sparkline(values: tuple[float, ...], width: int = 16) -> str:
-    """The last `width` values in [0, 1] as bars."""
-    return "".join(BARS[min(len(BARS) - 1, max(0, int(value * len(BARS))))] for value in values[-width:])
+    """The last `width` values as bars, on a scale from 0 to 1, or wider where they need it."""
+    shown = values[-width:]
+    low, high = min((0.0, *shown)), max((1.0, *shown))
+    return "".join(BARS[min(len(BARS) - 1, int((value - low) / (high - low) * len(BARS)))] for value in shown)
 
 
 def _pair(name: str, value: str, style: str = "bold") -> Text:

@@ -7,9 +7,10 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from matplotlib.figure import Figure
 from rich.console import Console
 
-from headrace.serve.observing.plots import reward_png
+from headrace.serve.observing.plots import draw_success, reward_png
 from headrace.serve.observing.progress import Progress, ProgressDisplay, panel, plain_line, sparkline
 
 if TYPE_CHECKING:
@@ -81,8 +82,21 @@ def test_a_terminal_is_redrawn_in_place() -> None:
 
 
 def test_sparklines_keep_the_last_values_within_the_bars() -> None:
-    assert sparkline((-1.0, 0.0, 0.5, 1.0, 2.0)) == "▁▁▅██"
+    assert sparkline((0.0, 0.5, 1.0)) == "▁▅█"
+    assert sparkline((-1.0, 0.0, 0.5, 1.0, 2.0)) == "▁▃▅▆█"
+    assert sparkline(()) == ""
     assert len(sparkline((0.5,) * 100)) == 16
+
+
+def test_rewards_that_are_no_shares_get_a_scale_of_their_own() -> None:
+    metrics = [{"kind": "step", "step": step, "reward": reward} for step, reward in ((1, -3.0), (2, 0.5), (3, 250.0))]
+    metrics += [{"kind": "evaluation", "step": 0, "success": 0.25, "answers": 256}]
+    figure = Figure()
+    draw_success(figure.subplots(), metrics)
+    success, rewards = figure.axes
+    assert success.get_ylim() == (0, 1.04)
+    low, high = rewards.get_ylim()
+    assert low <= -3.0 < 250.0 <= high
 
 
 def test_a_picture_is_drawn_from_any_part_of_the_metrics(tmp_path: Path) -> None:

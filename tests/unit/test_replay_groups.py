@@ -184,6 +184,15 @@ def test_a_reward_that_is_no_bounded_number_is_an_infra_failure(opened, reward):
     attempt = opened.state.attempts[order.rollout_id]
     assert (attempt.cause, attempt.reward, attempt.solved) == (Cause.INFRA, None, False)
     assert "malformed result: the reward" in attempt.detail
+    opened.record_evaluation(
+        replace(done, rollout_id=RolloutId("eval-0"), outcome=replace(done.outcome, reward=reward)),
+        order.task.id,
+        "base",
+        FIRST,
+        1.0,
+    )
+    [evaluation] = [record for record in opened.drain() if isinstance(record, EvaluationRecord)]
+    assert (evaluation.cause, evaluation.reward, evaluation.solved) == (Cause.INFRA, None, False)
 
 
 @pytest.mark.parametrize("reward", [-MAX_REWARD, MAX_REWARD, 0, -3, True, np.float32(0.5), np.int64(7)])
