@@ -6,6 +6,8 @@ Invariants:
   overtake only queued work.
 - When a worker dies, its training attempts are abandoned (the buffer makes new ones), its evaluations run again, its
   sandboxes are released. It gets nothing before it has answered again: attempts are not burnt on a dead worker.
+- Workers do not wait for each other: one that hangs or is away holds up what was handed to it, and nothing else.
+- While no engine serves nothing begins: the buffer is told, and evaluations wait.
 - An evaluation has a fixed denominator: what stays infra after `evaluation_attempts` is counted apart, never as a
   failure. What the ledger already holds of it is not run again.
 - A new dispatcher fences the one before it, at the workers and at the buffer, before it starts anything.
@@ -19,11 +21,11 @@ import uuid
 from collections import defaultdict
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.errors import ActorLost
+from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.held_out.answers import untold_answer
 from headrace.actors.held_out.recording import Recording, evaluation_order
 from headrace.actors.held_out.summary import EvaluationSummary, summarize_answers, write_summary
@@ -35,7 +37,7 @@ from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrd
 from headrace.serve.joining import Joined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
     from types import TracebackType
 
     from headrace.actors.held_out.answers import Answer
@@ -97,6 +99,14 @@ class DispatcherStatus:
     """Why the limit shrank last."""
 
 
+class Engines(Protocol):
+    """What the dispatcher asks of the engines."""
+
+    async def serving(self, *, unlike: bool, timeout_s: float) -> bool:
+        """Whether one serves, as soon as that is not `unlike`, or after `timeout_s`."""
+        ...
+
+
 @dataclass(slots=True)
 class _Slot:
     """What one worker carries."""
@@ -107,6 +117,10 @@ class _Slot:
     """Set while this incarnation answers."""
     seen: int = 0
     """The number of the last end that this worker told."""
+    receiving: int = 0
+    """Calls that hand orders over and have not returned: it gets no more meanwhile."""
+    cancelling: bool = False
+    """A call that cancels attempts has not returned."""
     training: dict[Attempt, None] = field(default_factory=dict)
     """In the order in which they began."""
     evaluations: dict[Attempt, RolloutOrder] = field(default_factory=dict)
@@ -123,8 +137,12 @@ class Dispatcher:
         pool: SandboxPool,
         workers: Sequence[RolloutWorker],
         evaluations: EvaluationFolders | None = None,
+        engines: Engines | None = None,
     ) -> None:
         self._config = config
+        self._engines = engines
+        self._engines_serve = asyncio.Event()
+        self._engines_serve.set()
         self._folders = evaluations
         self._replay = replay
         self._pool = pool
@@ -145,13 +163,13 @@ class Dispatcher:
 
     async def __aenter__(self) -> Self:
         # Whatever is in flight belonged to an earlier dispatcher: nobody would report its end.
-        for slot in self._slots:
-            await self._attend(slot)
         await self._reconcile()
         tasks = self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._training: Joined[None] = Joined(tasks)
         self._evaluations: Joined[EvaluationSummary] = Joined(tasks)
         self._watchers = [tasks.create_task(self._watch(slot)) for slot in self._slots]
+        if self._engines is not None:
+            self._watchers.append(tasks.create_task(self._watch_engines(self._engines)))
         return self
 
     async def __aexit__(
@@ -174,7 +192,9 @@ class Dispatcher:
         if self._starting:
             # A worker ends only what it has.
             await asyncio.wait(self._starting)
-        await self._cancel([attempt for slot in self._slots for attempt in slot.training])
+        self._cancel([attempt for slot in self._slots for attempt in slot.training])
+        if self._starting:
+            await asyncio.wait(self._starting)
         await self._reconcile()
 
     async def evaluate(self, tasks: Sequence[Task], *, samples: int, tag: str) -> EvaluationSummary:
@@ -194,7 +214,7 @@ class Dispatcher:
             vain = await until_back(lambda: self._replay.cancellations(told, timeout_s=POLL_S))  # noqa: B023
             if vain is not None:
                 told = list(vain)
-                await self._cancel(told)
+                self._cancel(told)
 
     async def _issue(self) -> None:
         loop = asyncio.get_running_loop()
@@ -202,7 +222,7 @@ class Dispatcher:
         while True:
             slot = await self._free_slot()
             if loop.time() - reconciled_s > RECONCILE_S:
-                # No order is on its way now: what the buffer handed out and nobody carries was lost.
+                # Every order that came is in a slot by now: what the buffer handed out besides was lost.
                 await self._reconcile()
                 reconciled_s = loop.time()
             room = (self._config.slots_per_worker - len(slot.training), self._limit.limit - self._in_flight)
@@ -212,12 +232,18 @@ class Dispatcher:
             except ActorLost:
                 await self._reconcile()
                 continue
-            await self._cancel(issued.to_cancel)
-            if issued.orders:
-                # The call took time: the worker may be another one by now, or dead.
-                await slot.ready.wait()
-                slot.training |= dict.fromkeys((order.rollout_id, order.attempt) for order in issued.orders)
-                await self._hand_over(slot, list(issued.orders))
+            self._cancel(issued.to_cancel)
+            await self._place(list(issued.orders))
+
+    async def _place(self, orders: list[RolloutOrder]) -> None:
+        """Hand orders to workers that have room now: the call that issued them took time, and whoever had room then may
+        be dead."""
+        while orders:
+            slot = await self._free_slot()
+            room = self._config.slots_per_worker - len(slot.training)
+            given, orders = orders[:room], orders[room:]
+            slot.training |= dict.fromkeys((order.rollout_id, order.attempt) for order in given)
+            self._hand_over(slot, given)
 
     async def _reconcile(self) -> None:
         """What nobody carries starts again: this dispatcher is new, or the buffer died, perhaps between recording what
@@ -268,7 +294,9 @@ class Dispatcher:
         return await self._slot_with(
             lambda slot: len(slot.training),
             room=lambda slot: (
-                len(slot.training) < self._config.slots_per_worker and self._in_flight < self._limit.limit
+                not slot.receiving
+                and len(slot.training) < self._config.slots_per_worker
+                and self._in_flight < self._limit.limit
             ),
         )
 
@@ -296,6 +324,7 @@ class Dispatcher:
             if answer is not None and answer.reward is not None:
                 break
             async with self._evaluation_slots:
+                await self._engines_serve.wait()
                 answer = await self._answer(replace(first, attempt=attempt))
         assert answer is not None
         await recording.add(answer)
@@ -316,33 +345,51 @@ class Dispatcher:
             self._answers.pop(key, None)
             slot.evaluations.pop(key, None)
 
-    async def _hand_over(self, slot: _Slot, orders: list[RolloutOrder]) -> None:
+    def _hand_over(self, slot: _Slot, orders: list[RolloutOrder]) -> None:
         """`_start`, to its end also when the caller is cancelled: what no worker has would be carried for ever."""
-        starting = self._tasks.create_task(self._start(slot, orders))
-        self._starting.add(starting)
-        starting.add_done_callback(self._starting.discard)
-        await asyncio.shield(starting)
+        self._call(self._start(slot, orders))
+
+    def _call(self, work: Coroutine[None, None, None]) -> None:
+        """A call to one worker, which nobody else waits for."""
+        calling = self._tasks.create_task(work)
+        self._starting.add(calling)
+        calling.add_done_callback(self._starting.discard)
 
     async def _start(self, slot: _Slot, orders: list[RolloutOrder]) -> None:
         """Returns when the worker has the orders, or is another one: its watcher gives up all that it carried."""
         incarnation = slot.incarnation
-        while slot.ready.is_set() and slot.incarnation == incarnation:
-            try:
-                await slot.worker.start(orders, incarnation)
-            except ActorLost:
-                # Dead, or only the call was lost.
-                await asyncio.sleep(START_AGAIN_S)
-            else:
-                return
+        slot.receiving += 1
+        try:
+            while slot.ready.is_set() and slot.incarnation == incarnation:
+                try:
+                    await slot.worker.start(orders, incarnation)
+                except ActorLost:
+                    # Dead, or only the call was lost.
+                    await asyncio.sleep(START_AGAIN_S)
+                else:
+                    return
+        finally:
+            slot.receiving -= 1
+            self._slot_freed.set()
 
-    async def _cancel(self, attempts: Sequence[Attempt]) -> None:
+    def _cancel(self, attempts: Sequence[Attempt]) -> None:
+        """End these where they run. What a worker that does not answer misses is told again with the next orders."""
         for slot in self._slots:
-            if mine := [attempt for attempt in attempts if attempt in slot.training]:
-                with suppress(ActorLost):
-                    await slot.worker.cancel(mine)
+            mine = [attempt for attempt in attempts if attempt in slot.training]
+            if mine and not slot.cancelling:
+                self._call(self._cancel_at(slot, mine))
+
+    async def _cancel_at(self, slot: _Slot, attempts: list[Attempt]) -> None:
+        slot.cancelling = True
+        try:
+            with suppress(ActorLost):
+                await slot.worker.cancel(attempts)
+        finally:
+            slot.cancelling = False
 
     async def _watch(self, slot: _Slot) -> None:
         """Take what the worker finished, for ever; notice its death."""
+        await self._attend(slot)
         while True:
             try:
                 ended = await slot.worker.finished(
@@ -356,11 +403,34 @@ class Dispatcher:
                 await self._attend(slot)
 
     async def _attend(self, slot: _Slot) -> None:
-        """Make a worker ours and empty; it is ready then."""
-        slot.incarnation = (await until_back(lambda: slot.worker.reset(self._incarnation))).incarnation
+        """Make a worker ours and empty; it is ready then. However long it is away, others go on: who guards the
+        actors ends the run when it does not come back."""
+        while True:
+            try:
+                slot.incarnation = (await until_back(lambda: slot.worker.reset(self._incarnation))).incarnation
+                break
+            except ActorGone as error:
+                logger.warning("a worker is still away: %s", error)
         slot.seen = 0
         slot.ready.set()
         self._slot_freed.set()
+
+    async def _watch_engines(self, engines: Engines) -> None:
+        """Hold what would begin while no engine serves. What a group that is away itself would say is not known: it
+        stays as it was, for its engines may serve on."""
+        serving = True
+        while True:
+            told = serving
+            try:
+                serving = await engines.serving(unlike=told, timeout_s=POLL_S)
+            except ActorLost:
+                await asyncio.sleep(START_AGAIN_S)
+                continue
+            if serving:
+                self._engines_serve.set()
+            else:
+                self._engines_serve.clear()
+            await until_back(lambda: self._replay.engines(serving=serving))  # noqa: B023
 
     def _ends(self, slot: _Slot, finished: Finished) -> None:
         key = (finished.rollout_id, finished.attempt)

@@ -160,6 +160,7 @@ class ServiceParts(Owning):
             pool=self._pool,
             workers=self._workers,
             evaluations=self._evaluations,
+            engines=self._engines,
         )
 
     async def _worker_parts(self, replay: RolloutStore, evaluator: Evaluator) -> WorkerParts:

@@ -170,6 +170,11 @@ class Replay:
         with self._ending():
             return await self._store.keep_in_flight(carried)
 
+    async def engines(self, *, serving: bool) -> None:
+        """Whether an engine serves from now on; while none does, nothing is issued and no task is charged."""
+        with self._ending():
+            await self._store.engines(serving=serving)
+
     async def take(self, version: PolicyVersion, *, timeout_s: float) -> Batch | None:
         with self._ending():
             return await self._store.take(version, version.epoch, timeout_s=timeout_s)

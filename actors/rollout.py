@@ -24,8 +24,9 @@ from headrace.actors.clocks import ANSWER_S
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
 from headrace.actors.preparing import prepare
 from headrace.buffer.types import Cause, Outcome, RolloutResult
+from headrace.policies.errors import PolicyError
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.errors import QueueTimeout
+from headrace.sandboxes.errors import QueueTimeout, SandboxError
 from headrace.sandboxes.pool.booting import LeaseRequest
 from headrace.serve.capture.events import Exhausted
 from headrace.serve.errors import ServeError
@@ -95,14 +96,20 @@ class Stations(Protocol):
 
 
 class InfraFailure(Exception):
-    """A phase failed for a reason that is not the policy's: carries phase and cause in its message."""
+    """A phase failed for a reason that is not the policy's: carries phase and cause in its message. `engine`: engine or
+    gateway failed."""
+
+    def __init__(self, message: str, *, engine: bool = False) -> None:
+        super().__init__(message)
+        self.engine = engine
 
 
 @dataclass(slots=True)
 class Phases:
-    """Seconds by phase, in the order in which they ended."""
+    """Seconds by phase, in the order in which they ended, and the host of the sandbox as soon as it is known."""
 
     seconds: list[tuple[str, float]] = field(default_factory=list)
+    host: str = ""
     occupied: Counter[str] = field(default_factory=Counter)
     """How many rollouts are in each phase; shared by those of a worker."""
 
@@ -136,7 +143,8 @@ async def boundary(span: str, phase: str, phases: Phases, timeout_s: float) -> A
         except InfraFailure:
             raise
         except Exception as error:
-            raise InfraFailure(f"{phase}: {type(error).__name__}: {error}") from error
+            engine = isinstance(error, ServeError | PolicyError)
+            raise InfraFailure(f"{phase}: {type(error).__name__}: {error}", engine=engine) from error
 
 
 async def run_rollout(
@@ -151,7 +159,7 @@ async def run_rollout(
     except TimeoutError:
         return _failed(order, phases, f"the whole rollout took more than {config.guard_s:g} s")
     except InfraFailure as error:
-        return _failed(order, phases, str(error))
+        return _failed(order, phases, str(error), engine=error.engine)
     except Exception as error:
         logger.exception("rollout %s attempt %d met an error outside its phases", order.rollout_id, order.attempt)
         return _failed(order, phases, f"{type(error).__name__}: {error}")
@@ -173,6 +181,7 @@ async def _run(order: RolloutOrder, stations: Stations, config: RolloutConfig, p
         phases_s=tuple(phases.seconds),
         turns=record.turns,
         trace_id=_trace_id(),
+        host=phases.host,
     )
 
 
@@ -191,6 +200,11 @@ async def _lease(order: RolloutOrder, stations: Stations, config: RolloutConfig,
             lease = await stations.lease(LeaseRequest(spec=spec, **clocks))
         except QueueTimeout as error:
             raise InfraFailure(f"queue: {error}") from error
+        except SandboxError as error:
+            # The provider of several hosts does not know for all errors on which of them they happened.
+            phases.host = "" if error.host == "remote" else error.host
+            raise
+    phases.host = lease.ref.host
     phases.split("queue", lease.queue_s)
     return lease.ref
 
@@ -275,7 +289,7 @@ async def _evaluate(order: RolloutOrder, stations: Stations, ref: SandboxRef, re
 def _check_agent(report: AgentReport, record: SessionReport) -> None:
     """Raises InfraFailure for what the policy had no part in, however the agent took it."""
     if record.failures:
-        raise InfraFailure(f"agent: served a failure: {record.failures[0]}")
+        raise InfraFailure(f"agent: served a failure: {record.failures[0]}", engine=True)
     if report.exit_code is not None and record.turns == 0:
         said = " ".join((report.result or report.log_tail[-400:]).split())
         raise InfraFailure(f"agent: ended with exit code {report.exit_code} before its first turn: {said}")
@@ -297,7 +311,7 @@ def outcome_of(report: AgentReport, exhausted: Exhausted, verdict: Verdict) -> O
     return Outcome(reward=verdict.reward, solved=verdict.solved, trainable=True, cause=cause, detail=verdict.detail)
 
 
-def _failed(order: RolloutOrder, phases: Phases, detail: str) -> RolloutResult:
+def _failed(order: RolloutOrder, phases: Phases, detail: str, *, engine: bool = False) -> RolloutResult:
     logger.warning("rollout %s attempt %d is infra: %s", order.rollout_id, order.attempt, detail)
     return RolloutResult(
         rollout_id=order.rollout_id,
@@ -306,6 +320,8 @@ def _failed(order: RolloutOrder, phases: Phases, detail: str) -> RolloutResult:
         trajectory=None,
         phases_s=tuple(phases.seconds),
         trace_id=_trace_id(),
+        host=phases.host,
+        engine_failed=engine,
     )
 
 

@@ -30,7 +30,6 @@ class TaskCursor:
     def __init__(self, state: ReplayState, stream: TaskStream, *, curriculum: Curriculum, passes: int | None) -> None:
         self._state, self._stream = state, stream
         self._curriculum, self._passes = curriculum, passes
-        self._parked = -1
         self._begin(max((task.last_pass for task in state.tasks.values()), default=0))
 
     def left(self) -> int | None:
@@ -56,11 +55,11 @@ class TaskCursor:
     def _begin(self, lap: int) -> None:
         self._lap = lap
         self._remaining = deque(task for task in self._stream.order(lap) if self._state.task(task).last_pass < lap)
-        self._parked = -1
+        self._parked: tuple[TaskId, ...] | None = None
 
     def _skip_parked(self) -> None:
-        if self._parked != len(self._state.parked):
-            self._parked = len(self._state.parked)
+        if self._parked != (parked := tuple(self._state.parked)):
+            self._parked = parked
             self._remaining = deque(task for task in self._remaining if task not in self._state.parked)
 
     def _choose(self) -> int:

@@ -4,6 +4,7 @@ Invariants:
 - Results count once: by (rollout, attempt), and only while that attempt is in flight. Everything else is refused and
   counted.
 - A failure of the infrastructure is never a reward: it leads to a new attempt, and after `max_attempts` to poison.
+  What an outage or a dead worker explains is no failure of the rollout (see `outages`).
 - What comes back goes to the sealing: members of open groups wait there, those of sealed groups travel on at once.
 """
 
@@ -12,8 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headrace.buffer.classification import FAILED, classify
+from headrace.buffer.classification import classify
 from headrace.buffer.eviction import evict
+from headrace.buffer.outages import COUNTED
 from headrace.buffer.records import (
     AttemptRecord,
     GroupRecord,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from headrace.buffer.history import TaskHistory
+    from headrace.buffer.outages import Outages
     from headrace.buffer.replay import BufferConfig
     from headrace.buffer.sealing import Sealing
     from headrace.buffer.state import ReplayState
@@ -38,8 +41,11 @@ if TYPE_CHECKING:
 class GroupBook:
     """The side of the buffer that faces the dispatcher."""
 
-    def __init__(self, state: ReplayState, config: BufferConfig, sealing: Sealing, history: TaskHistory) -> None:
+    def __init__(
+        self, state: ReplayState, config: BufferConfig, sealing: Sealing, history: TaskHistory, outages: Outages
+    ) -> None:
         self._state, self._config, self._sealing, self._history = state, config, sealing, history
+        self._outages = outages
 
     def open_group(self, task_id: TaskId, lap: int, now: float) -> None:
         """A new group of `group_size` pending rollouts of a task."""
@@ -89,8 +95,9 @@ class GroupBook:
             turns=result.turns,
             phases_s=result.phases_s,
             trace_id=result.trace_id,
+            host=result.host,
         )
-        self._end(attempt)
+        self._end(attempt, engine_failed=result.engine_failed)
         return Receipt(rollout_id=result.rollout_id, attempt=result.attempt, status=status)
 
     def abandon(self, rollout_id: RolloutId, attempt: int, cause: Cause, detail: str, now: float) -> bool:
@@ -138,14 +145,18 @@ class GroupBook:
         known_shape = group.startswith("g") and group[1:].isdecimal() and member.isdecimal()
         return known_shape and int(group[1:]) < self._state.next_ordinal
 
-    def _end(self, attempt: AttemptRecord) -> None:
+    def _end(self, attempt: AttemptRecord, *, engine_failed: bool = False) -> None:
+        task_id, now = self._state.group_of(attempt.rollout_id).task_id, attempt.ended_at_s or 0.0
+        charge = self._outages.charge(attempt, task_id, engine_failed=engine_failed, now=now)
+        attempt = replace(attempt, charged_to=charge)
         self._state.put(attempt)
         if attempt.cause is Cause.CANCELLED:
             self._cancel(attempt)
-        elif attempt.cause in FAILED:
+        elif charge is not None:
             self._fail(attempt)
         else:
             self._finish(attempt)
+        self._outages.ended(attempt, task_id, now)
         group = self._state.group_of(attempt.rollout_id)
         if group.state is GroupState.OPEN:
             self._sealing.watch(group.group_id)
@@ -164,12 +175,12 @@ class GroupBook:
 
     def _fail(self, attempt: AttemptRecord) -> None:
         self._state.count(f"attempts_{attempt.cause}")
-        failures = self._state.rollouts[attempt.rollout_id].failures + 1
+        failures = self._state.rollouts[attempt.rollout_id].failures + (attempt.charged_to in COUNTED)
         poison = failures >= self._config.max_attempts
         state = RolloutState.POISON if poison else RolloutState.PENDING
         self._state.move(attempt.rollout_id, state, failures=failures)
         task_id = self._state.group_of(attempt.rollout_id).task_id
-        self._history.failed(task_id, attempt.detail or f"{attempt.cause}", poison=poison)
+        self._history.failed(task_id, attempt, poison=poison)
 
     def _finish(self, attempt: AttemptRecord) -> None:
         rollout, group = self._state.rollouts[attempt.rollout_id], self._state.group_of(attempt.rollout_id)

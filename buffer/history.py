@@ -3,7 +3,8 @@
 Invariants:
 - Statistics of rewards come from complete groups only: those whose members all finished or are poison. What a rule
   left out would bias them.
-- A task whose members became poison `park_after` times in a row is parked: no more groups of it are opened.
+- A task whose members became poison `park_after` times in a row, and that failed on different hosts at different
+  times meanwhile, is parked: no more groups of it are opened until it is released.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headrace.buffer.advantages import deviation_square_sum
+from headrace.buffer.outages import with_failure
+from headrace.buffer.records import Charge
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.buffer.records import AttemptRecord
+    from headrace.buffer.records import AttemptRecord, HostFailures
     from headrace.buffer.state import ReplayState
     from headrace.buffer.tasks import TaskId
 
@@ -43,6 +46,7 @@ class TaskHistory:
                 solved=task.solved + attempt.solved,
                 duration_s=task.duration_s + max(0.0, (attempt.ended_at_s or 0.0) - attempt.issued_at_s),
                 poison_streak=0,
+                failed_on=(),
             )
         )
 
@@ -58,12 +62,21 @@ class TaskHistory:
             )
         )
 
-    def failed(self, task_id: TaskId, detail: str, *, poison: bool) -> None:
+    def failed_on(self, task_id: TaskId, host: str, now: float) -> tuple[HostFailures, ...]:
+        """Where it failed since it last finished, a failure on `host` now included."""
+        return with_failure(self._state.task(task_id).failed_on, host, now)
+
+    def failed(self, task_id: TaskId, attempt: AttemptRecord, *, poison: bool) -> None:
         """An attempt ended without a reward; with `poison` it was the member's last."""
         task = self._state.task(task_id)
+        if attempt.charged_to not in (Charge.TASK, Charge.HOST):
+            self._state.put(replace(task, infra=task.infra + 1, poison=task.poison + poison))
+            return
+        now = attempt.ended_at_s or 0.0
         streak = task.poison_streak + poison
-        parked = task.parked or streak >= self._park_after
-        if parked and not task.parked:
+        parked = task.parked or (attempt.charged_to is Charge.TASK and streak >= self._park_after)
+        parks = parked and not task.parked
+        if parks:
             self._state.count("tasks_parked")
         self._state.put(
             replace(
@@ -72,9 +85,28 @@ class TaskHistory:
                 poison=task.poison + poison,
                 poison_streak=streak,
                 parked=parked,
-                last_failure=detail,
+                parked_at_s=now if parks else task.parked_at_s,
+                last_failure=attempt.detail or f"{attempt.cause}",
+                failed_on=with_failure(task.failed_on, attempt.host, now),
             )
         )
+
+    def forgive(self, task_id: TaskId, *, since_s: float) -> None:
+        """What it did since then was the system's fault: it begins anew, and is released if that had parked it."""
+        task = self._state.task(task_id)
+        if not task.parked:
+            self._state.put(replace(task, poison_streak=0, failed_on=()))
+        elif task.parked_at_s is not None and task.parked_at_s >= since_s:
+            self.release(task_id)
+
+    def release(self, task_id: TaskId) -> bool:
+        """Unpark it, with a clean record. False when it is not parked."""
+        task = self._state.task(task_id)
+        if not task.parked:
+            return False
+        self._state.count("tasks_released")
+        self._state.put(replace(task, parked=False, parked_at_s=None, poison_streak=0, failed_on=()))
+        return True
 
     def evicted(self, task_id: TaskId) -> None:
         """A rollout of it went over the staleness bound."""

@@ -25,7 +25,7 @@ from headrace.buffer.durable_files import fsync
 from headrace.buffer.errors import LedgerBroken, LedgerInUse, LedgerRefused
 from headrace.buffer.local_disk import filesystem_magic, refuse_full, refuse_network
 from headrace.buffer.migration import migrate
-from headrace.buffer.records import EvaluationRecord, RolloutState, Snapshot
+from headrace.buffer.records import OUTAGES_KEPT, EvaluationRecord, RolloutState, Snapshot
 from headrace.buffer.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
 from headrace.buffer.types import RolloutId
 
@@ -45,6 +45,7 @@ LEFT JOIN commits ON commits.batch_id = rollouts.batch_id AND commits.rolled_bac
 WHERE attempts.trajectory_file IS NOT NULL AND (groups.closed = 0 OR commits.sequence > ?)
 """
 """Files with a trajectory that may be trained, or be trained again after a return to the step given."""
+_NEWEST_OUTAGES = f"WHERE number > (SELECT coalesce(max(number), 0) FROM outages) - {OUTAGES_KEPT} ORDER BY number"
 _PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "busy_timeout = 5000")
 
 
@@ -124,7 +125,11 @@ class Ledger:
         }
         if history:
             wheres = {"attempts": "WHERE (rollout_id, attempt) IN (SELECT rollout_id, attempt FROM rollouts)"}
-        wheres |= {"commits": "WHERE rolled_back_by IS NULL ORDER BY sequence", "epochs": "ORDER BY epoch"}
+        wheres |= {
+            "commits": "WHERE rolled_back_by IS NULL ORDER BY sequence",
+            "epochs": "ORDER BY epoch",
+            "outages": _NEWEST_OUTAGES,
+        }
         records: list[Record] = []
         for kind, table in TABLES.items():
             if kind is not EvaluationRecord:

@@ -102,11 +102,13 @@ def _kind_of_1(rewards: Sequence[float], advantages: Sequence[float | None]) -> 
 
 
 def _from_2(database: sqlite3.Connection) -> None:
-    """Version 2 had no journal of operators and no `solved`: a reward above 0 counted as solved."""
+    """Version 2 had no journal of operators, no `solved` (a reward above 0 counted as solved) and no hosts: every
+    failure was charged to its task."""
     for statement in CHANGES_OF_3:
         database.execute(statement)
     for table in ("attempts", "evaluations"):
         database.execute(f"UPDATE {table} SET solved = 1 WHERE reward > 0")
+    database.execute("UPDATE attempts SET charged_to = 'task' WHERE cause IN ('infra', 'evaluator', 'poison')")
 
 
 _STEPS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _from_1, 2: _from_2}

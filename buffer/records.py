@@ -48,6 +48,9 @@ class RolloutState(StrEnum):
     """Unfinished when its group was sealed, and `unfinished = "abort"`."""
 
 
+OUTAGES_KEPT = 64
+"""How many a core knows, the newest ones; the ledger has all."""
+
 FINAL = frozenset(
     {
         RolloutState.TRAINED,
@@ -186,10 +189,58 @@ class TrainedTokens:
     tokens: int
 
 
+class Charge(StrEnum):
+    """What a failed attempt is charged to."""
+
+    TASK = "task"
+    """Failures on different hosts at different times: counts towards parking."""
+    HOST = "host"
+    """The host it ran on: the task has failed nowhere else, or not at another time."""
+    ENGINES = "engines"
+    """A failure of engine or gateway, while others served."""
+    WORKER = "worker"
+    """Its worker died. It counts to nothing."""
+    OUTAGE = "outage"
+    """No engine served, or the system was failing. It counts to nothing."""
+
+
+class Component(StrEnum):
+    """What an outage is of."""
+
+    ENGINES = "engines"
+    """No engine serves."""
+    SYSTEM = "system"
+    """Most attempts fail, over several tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostFailures:
+    """When a task's first and last failure on a host were, since it last finished."""
+
+    host: str
+    first_at_s: float
+    last_at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutageRecord:
+    """A time in which orders are held and no task is charged."""
+
+    number: int
+    component: Component
+    reason: str
+    began_at_s: float
+    ended_at_s: float | None = None
+
+    @property
+    def key(self) -> int:
+        return self.number
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
     """One try. `version` was served when it was issued. `offered` tells a result from an abandoned attempt. `solved` is
-    the evaluator's word, false without a reward."""
+    the evaluator's word, false without a reward. `host` is where its sandbox ran, empty when that is unknown."""
 
     rollout_id: RolloutId
     attempt: int
@@ -206,6 +257,8 @@ class AttemptRecord:
     phases_s: tuple[tuple[str, float], ...] = ()
     trace_id: str = ""
     solved: bool = False
+    host: str = ""
+    charged_to: Charge | None = None
 
     @property
     def key(self) -> tuple[RolloutId, int]:
@@ -320,7 +373,7 @@ class TaskRecord:
     `last_pass` is the pass over the data that opened its newest group. `finished` counts results with a reward,
     `solved` those of them that solved the task, `duration_s` is the sum of their durations. `complete_members`,
     `reward_sum`, `reward_square_sum` and `deviation_square_sum` (within groups) cover complete groups. `poison_streak`
-    counts members that became poison since one finished."""
+    counts members that became poison since one finished, `failed_on` tells where it failed since then."""
 
     task_id: TaskId
     last_pass: int = -1
@@ -339,6 +392,8 @@ class TaskRecord:
     poison_streak: int = 0
     parked: bool = False
     last_failure: str = ""
+    failed_on: tuple[HostFailures, ...] = ()
+    parked_at_s: float | None = None
 
     @property
     def key(self) -> TaskId:
@@ -383,6 +438,7 @@ Record = (
     | CheckpointRecord
     | EvaluationRecord
     | TaskRecord
+    | OutageRecord
     | CounterRecord
     | InterventionRecord
 )

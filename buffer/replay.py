@@ -26,6 +26,7 @@ from headrace.buffer.curriculum import Curriculum, TaskCursor
 from headrace.buffer.groups import GroupBook
 from headrace.buffer.history import TaskHistory
 from headrace.buffer.interventions import Interventions
+from headrace.buffer.outages import Outages, RecentEnds
 from headrace.buffer.records import EvaluationRecord, RolloutState, Snapshot
 from headrace.buffer.sealing import Sealing
 from headrace.buffer.state import ReplayState
@@ -116,6 +117,8 @@ class BufferStatus:
     evaluations: int
     chain: str
     parked: Mapping[TaskId, str]
+    held: str = ""
+    """Why no attempts begin now, empty while they do."""
 
 
 class ReplayBuffer:
@@ -125,6 +128,7 @@ class ReplayBuffer:
     def __init__(self, config: BufferConfig, stream: TaskStream, snapshot: Snapshot | None = None) -> None:
         self.config = config
         self._stream = stream
+        self._recent = RecentEnds()
         self.fold(snapshot or Snapshot())
 
     def fold(self, snapshot: Snapshot) -> None:
@@ -132,7 +136,9 @@ class ReplayBuffer:
         self.state = ReplayState(snapshot)
         history = TaskHistory(self.state, park_after=self.config.park_after)
         self._sealing = Sealing(self.state, self.config, parse_rule(self.config.rule), history)
-        self._groups = GroupBook(self.state, self.config, self._sealing, history)
+        self._history = history
+        self._outages = Outages(self.state, history, self._recent)
+        self._groups = GroupBook(self.state, self.config, self._sealing, history, self._outages)
         self._batches = BatchBook(self.state, self.config, history)
         self._interventions = Interventions(self.state, self._sealing, history)
         self._cursor = TaskCursor(
@@ -178,18 +184,34 @@ class ReplayBuffer:
         """Up to `limit` attempts to run, at most `admit()`: pending rollouts first, those issued again before all
         others, then new groups.
 
-        `version` is the one the engines serve; none while it `may_begin` nothing.
+        `version` is the one the engines serve; none while it `may_begin` nothing. In an outage none, or a probe.
         """
         self.tick(now)
-        if not self.may_begin(version):
+        allowed = self._outages.allowed(now)
+        if allowed == 0 or not self.may_begin(version):
             return ()
         orders: list[RolloutOrder] = []
-        for _ in range(min(limit, self.admit())):
+        for _ in range(min(limit, self.admit(), limit if allowed is None else allowed)):
             rollout = self.state.next_pending() or self._open_group(now)
             if rollout is None:
                 break
             orders.append(self._order(self._groups.start(rollout, version, now)))
+        if orders:
+            self._outages.began(now)
         return tuple(orders)
+
+    def engines(self, *, serving: bool, now: float) -> None:
+        """Whether an engine serves from now on: while none does, no attempt begins and no task is charged.
+        Idempotent."""
+        self._outages.engines(serving=serving, now=now)
+
+    def wakes_at(self, now: float) -> float | None:
+        """When `issue` may have an order that no change brings: a probe of a failing system."""
+        return self._outages.wakes_at(now)
+
+    def unpark(self, task_id: TaskId) -> bool:
+        """Issue a parked task again, with a clean record. False when it is not parked."""
+        return self._history.release(task_id)
 
     def may_begin(self, version: PolicyVersion) -> bool:
         """Whether attempts may begin with `version`, which the engines serve: it is within the bound of the head, as
@@ -319,6 +341,7 @@ class ReplayBuffer:
             evaluations=len(self.state.evaluations),
             chain=self.state.chain,
             parked=dict(self.state.parked),
+            held=self._outages.held(),
         )
 
     def _abandon(self, attempts: Iterable[tuple[RolloutId, int]], cause: Cause, detail: str, now: float) -> int:

@@ -18,15 +18,19 @@ from headrace.buffer.records import (
     BatchMember,
     BatchRecord,
     BatchState,
+    Charge,
     CheckpointRecord,
     CommitRecord,
+    Component,
     CounterRecord,
     EpochRecord,
     EvaluationRecord,
     FilterReason,
     GroupRecord,
     GroupState,
+    HostFailures,
     InterventionRecord,
+    OutageRecord,
     RolloutRecord,
     RolloutState,
     TaskRecord,
@@ -52,12 +56,20 @@ TABLES_OF_2 = """CREATE TABLE tasks (
   parked INTEGER NOT NULL, last_failure TEXT NOT NULL) WITHOUT ROWID"""
 """New with schema 2."""
 
+OUTAGES_OF_3 = """CREATE TABLE outages (
+  number INTEGER PRIMARY KEY, component TEXT NOT NULL, reason TEXT NOT NULL, began_at_s REAL NOT NULL,
+  ended_at_s REAL)"""
 CHANGES_OF_3 = (
     "ALTER TABLE attempts ADD COLUMN solved INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE evaluations ADD COLUMN solved INTEGER NOT NULL DEFAULT 0",
     """CREATE TABLE interventions (
   sequence INTEGER PRIMARY KEY, action TEXT NOT NULL, subject TEXT NOT NULL, attempt INTEGER, detail TEXT NOT NULL,
   at_s REAL NOT NULL)""",
+    "ALTER TABLE attempts ADD COLUMN host TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE attempts ADD COLUMN charged_to TEXT",
+    "ALTER TABLE tasks ADD COLUMN failed_on TEXT NOT NULL DEFAULT '[]'",
+    "ALTER TABLE tasks ADD COLUMN parked_at_s REAL",
+    OUTAGES_OF_3,
 )
 """Tables and columns new with schema 3. A new ledger runs them too, so that it cannot differ from a migrated one."""
 
@@ -202,6 +214,14 @@ def _pairs(text: str) -> tuple[tuple[str, float], ...]:
     return tuple((name, value) for name, value in json.loads(text))
 
 
+def _read_hosts(text: str) -> tuple[HostFailures, ...]:
+    return tuple(HostFailures(*item) for item in json.loads(text))
+
+
+def _write_hosts(failures: tuple[HostFailures, ...]) -> str:
+    return _json([[item.host, item.first_at_s, item.last_at_s] for item in failures])
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(json.loads(text))
 
@@ -236,13 +256,15 @@ TABLES: Mapping[type, Table] = {
         AttemptRecord,
         "attempts",
         "rollout_id attempt",
-        "version issued_at_s ended_at_s offered cause reward trainable detail trained turns phases_s trace_id solved",
+        "version issued_at_s ended_at_s offered cause reward trainable detail trained turns phases_s trace_id solved "
+        "host charged_to",
         {
             "version": _version,
             "offered": bool,
             "solved": bool,
             "trainable": bool,
             "cause": _optional(Cause),
+            "charged_to": _optional(Charge),
             "trained": read_trained,
             "phases_s": _pairs,
         },
@@ -285,9 +307,12 @@ TABLES: Mapping[type, Table] = {
         "tasks",
         "task_id",
         "last_pass groups finished solved duration_s infra poison evicted cancelled complete_members reward_sum "
-        "reward_square_sum deviation_square_sum poison_streak parked last_failure",
-        {"parked": bool},
-        {},
+        "reward_square_sum deviation_square_sum poison_streak parked last_failure failed_on parked_at_s",
+        {"parked": bool, "failed_on": _read_hosts},
+        {"failed_on": _write_hosts},
+    ),
+    OutageRecord: _table(
+        OutageRecord, "outages", "number", "component reason began_at_s ended_at_s", {"component": Component}, {}
     ),
     CounterRecord: _table(CounterRecord, "counters", "name", "value", {}, {}),
     InterventionRecord: _table(

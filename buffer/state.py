@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from headrace.buffer.records import (
     FINAL,
+    OUTAGES_KEPT,
     AttemptRecord,
     BatchRecord,
     BatchState,
@@ -30,6 +31,7 @@ from headrace.buffer.records import (
     GroupRecord,
     GroupState,
     InterventionRecord,
+    OutageRecord,
     RolloutRecord,
     RolloutState,
     TaskRecord,
@@ -71,6 +73,7 @@ class ReplayState:
         self.next_batch, self.next_commit = snapshot.next_batch, snapshot.next_commit
         self.steps_skipped = 0
         self.parked: dict[TaskId, str] = {}
+        self.outages: dict[int, OutageRecord] = {}
         self.complete_members, self.deviation_square_sum = 0, Fraction()
         self.changes_made = 0
         self._changes: dict[tuple[type, object], Record] = {}
@@ -243,6 +246,10 @@ class ReplayState:
                 self.evaluations.add(record.key)
             case TaskRecord():
                 self._index_task(record)
+            case OutageRecord():
+                self.outages[record.number] = record
+                while len(self.outages) > OUTAGES_KEPT:
+                    del self.outages[next(iter(self.outages))]
             case CounterRecord():
                 self.counters[record.name] = record.value
             case InterventionRecord():
@@ -307,6 +314,8 @@ class ReplayState:
         self.tasks[record.task_id] = record
         if record.parked:
             self.parked[record.task_id] = record.last_failure
+        else:
+            self.parked.pop(record.task_id, None)
 
 
 def _discard(index: dict[K, dict[RolloutId, None]], key: K, rollout_id: RolloutId) -> None:

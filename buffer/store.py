@@ -161,6 +161,10 @@ class ReplayStore:
         """Withdraw every attempt in flight that nobody carries any more; returns how many."""
         return await self._change(lambda: self._core.keep_in_flight(carried, self._clock()))
 
+    async def engines(self, *, serving: bool) -> None:
+        """Whether an engine serves from now on, durable: while none does, no attempt begins. Idempotent."""
+        await self._change(lambda: self._core.engines(serving=serving, now=self._clock()))
+
     async def take(self, version: PolicyVersion, epoch: int, *, timeout_s: float) -> Batch | None:
         """Lease the next batch, to be trained at `version`; waits up to `timeout_s`, then None. Repeating it is safe.
 
@@ -323,8 +327,9 @@ class ReplayStore:
                     return None
 
     def _due_in_s(self) -> float:
-        due_at = self._core.due_at()
-        return math.inf if due_at is None else max(SHORTEST_WAIT_S, due_at - self._clock())
+        now = self._clock()
+        times = [at for at in (self._core.due_at(), self._core.wakes_at(now)) if at is not None]
+        return max(SHORTEST_WAIT_S, min(times) - now) if times else math.inf
 
     async def _change(self, change: Callable[[], T]) -> T:
         result = self._apply(change)

@@ -160,7 +160,8 @@ class RolloutOrder:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutResult:
     """What a worker offers. `phases_s` holds (phase, seconds) pairs: queue, boot, prepare, agent, evaluate.
-    `trajectory` is None when nothing was sampled."""
+    `trajectory` is None when nothing was sampled. `host` is where its sandbox ran, as far as that is known;
+    `engine_failed`: what ended it was a failure of engine or gateway."""
 
     rollout_id: RolloutId
     attempt: int
@@ -169,6 +170,8 @@ class RolloutResult:
     phases_s: tuple[tuple[str, float], ...] = ()
     turns: int = 0
     trace_id: str = ""
+    host: str = ""
+    engine_failed: bool = False
 
 
 class ReceiptStatus(StrEnum):

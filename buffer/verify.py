@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from headrace.buffer.classification import FAILED, trained_tokens
 from headrace.buffer.evidence import read_evidence, read_trajectories
+from headrace.buffer.outages import COUNTED
 from headrace.buffer.records import Action, BatchState, FilterReason, GroupState, RolloutState
 from headrace.buffer.types import Cause, batch_digest, extend_chain
 from headrace.buffer.verify_groups import group_problems
@@ -192,7 +193,7 @@ class _Audit:
         if [group.ordinal for group in self.evidence.groups] != list(range(len(groups))):
             self.problems.append("the ordinals of the groups have gaps")
         self._check_members()
-        failures = Counter(attempt.rollout_id for attempt in self.evidence.attempts if attempt.cause in FAILED)
+        failures = Counter(attempt.rollout_id for attempt in self.evidence.attempts if attempt.charged_to in COUNTED)
         for rollout in self.evidence.rollouts:
             allowed = self._allowed(rollout, groups[rollout.group_id].state, held, trained)
             if rollout.state not in allowed:

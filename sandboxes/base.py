@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NewType, Protocol
+from typing import TYPE_CHECKING, Final, NewType, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -92,6 +92,9 @@ class SandboxSpec:
     folders: tuple[HostFolder, ...] = ()
 
 
+_HOSTS_AT_ENDPOINTS: Final = frozenset({"remote", "simulated"})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxRef:
     """A right to talk to one sandbox: `endpoint` is where (a socket path or URL), `secret` opens this one only."""
@@ -100,6 +103,11 @@ class SandboxRef:
     id: SandboxId
     endpoint: str
     secret: str = field(repr=False)
+
+    @property
+    def host(self) -> str:
+        """Where it runs, for accounts of failures: the endpoint where that names a host, else the provider."""
+        return self.endpoint if self.provider in _HOSTS_AT_ENDPOINTS else self.provider
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,13 +35,15 @@ from typing import ClassVar
 
 
 class SandboxError(Exception):
-    """Root of the tree. `message` is one line that names the knob to turn."""
+    """Root of the tree. `message` is one line that names the knob to turn, `host` the one where it happened, as far as
+    that is known."""
 
     transient: ClassVar[bool] = False
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+        self.host = ""
 
     def __str__(self) -> str:
         return self.message

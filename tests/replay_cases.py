@@ -66,10 +66,10 @@ def result(order, *versions, reward=1.0, solved=None, trainable=True, tokens=6):
     )
 
 
-def ended(order, cause):
+def ended(order, cause, **more):
     """An attempt that says nothing about the policy."""
     outcome = Outcome(reward=None, trainable=False, cause=cause, detail="it broke")
-    return RolloutResult(rollout_id=order.rollout_id, attempt=order.attempt, outcome=outcome, trajectory=None)
+    return RolloutResult(rollout_id=order.rollout_id, attempt=order.attempt, outcome=outcome, trajectory=None, **more)
 
 
 def fill(buffer, version, *, rewards=(1.0, 0.0), limit=1000, sampled=None):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Self
 
 import aiohttp
@@ -96,6 +96,8 @@ class EngineGroup:
         self._lock = asyncio.Lock()
         self._pushes = 0
         self._incarnation = self._tables = 0
+        self._serves = False
+        self._published = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         self._stack.enter_context(self._observing.spans("engines"))
@@ -169,6 +171,14 @@ class EngineGroup:
             await self._publish()
             if not self._serving(snapshot):
                 raise EngineUnavailable(f"no engine, old or new, took version {snapshot.version}: see engines/*.log")
+
+    async def serving(self, *, unlike: bool, timeout_s: float) -> bool:
+        """Whether an engine gets traffic, as soon as that is not `unlike`, or after `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._serves is unlike:
+                    await self._published.wait()
+        return self._serves
 
     async def status(self) -> list[EngineStatus]:
         """Every engine, the last ones that are gone too."""
@@ -326,6 +336,9 @@ class EngineGroup:
         self._write_roster()
         self._tables += 1
         await self._gate.route(self._registry.table((self._incarnation << TABLES_BITS) + self._tables))
+        self._serves = bool(self._registry.in_state(EngineState.SERVING))
+        self._published.set()
+        self._published = asyncio.Event()
 
     def _write_roster(self) -> None:
         statuses = self._fleet.statuses(time.monotonic())

@@ -32,6 +32,8 @@ class RolloutStore(Protocol):
 
     async def reconcile(self, carried: list[tuple[RolloutId, int]], dispatcher: str) -> int: ...
 
+    async def engines(self, *, serving: bool) -> None: ...
+
     async def record_evaluations(self, ended: Sequence[tuple[RolloutOrder, RolloutResult]]) -> None: ...
 
     async def evaluated(self, tag: GroupId) -> dict[RolloutId, Evaluated]: ...
@@ -59,6 +61,9 @@ class EvaluationRecords:
 
     async def reconcile(self, carried: list[tuple[RolloutId, int]], dispatcher: str) -> int:
         return 0
+
+    async def engines(self, *, serving: bool) -> None:
+        """Nothing is issued here that could be held."""
 
     async def record_evaluations(self, ended: Sequence[tuple[RolloutOrder, RolloutResult]]) -> None:
         for order, result in ended:

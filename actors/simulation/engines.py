@@ -120,6 +120,14 @@ class SimulatedEngineGroup:
             self._idle.add(load.worker)
             self._has_drained.set()
 
+    async def serving(self, *, unlike: bool, timeout_s: float) -> bool:
+        """Whether turns can begin, as soon as that is not `unlike`, or after `timeout_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._served.reachable is unlike:
+                    await self._changed.wait()
+        return self._served.reachable
+
     async def go_down(self) -> None:
         """From now on no turn begins; who waits too long fails."""
         self._serve(reachable=False)

@@ -91,7 +91,13 @@ async def open_stage(
         )
         workers = [await spawn(f"worker-{number}", RolloutWorker, parts) for number in range(plan.workers)]
         dispatcher = await spawn(
-            "dispatcher", Dispatcher, plan.dispatcher_config(), replay=replay, pool=pool, workers=workers
+            "dispatcher",
+            Dispatcher,
+            plan.dispatcher_config(),
+            replay=replay,
+            pool=pool,
+            workers=workers,
+            engines=engines,
         )
         learner = await spawn(
             "learner",

@@ -202,6 +202,8 @@ class Booter:
                 boot.in_doubt.add(host.name)
             if isinstance(error, CapacityExceeded):
                 boot.found_no_room(self._now())
+            elif isinstance(error, SandboxError):
+                error.host = error.host or host.name
             host.failed(boot.ticket, error)
             self._spread(host)
             raise

@@ -192,7 +192,11 @@ class SpreadProvider:
 
     async def _boot(self, host: _Host, spec: SandboxSpec) -> SandboxRef:
         self._remember(spec.idempotency_key, host)
-        return await host.create(spec)
+        try:
+            return await host.create(spec)
+        except SandboxError as error:
+            error.host = host.name
+            raise
 
     async def attach(self, ref: SandboxRef) -> Sandbox:
         """Raises SandboxGone for a host that is not among these."""

@@ -81,12 +81,13 @@ def test_a_task_that_is_poison_again_and_again_is_parked_with_its_reason():
     buffer = buffer_of()
     bad = buffer.issue(1, FIRST, 0.0)[0].task.id
     (second,) = buffer.issue(1, FIRST, 0.0)
-    for rollout in buffer.state.rollouts_of(second.group_id):
-        buffer.offer(cases.ended(SimpleNamespace(rollout_id=rollout.rollout_id, attempt=1), Cause.INFRA), 1.0)
+    for number, rollout in enumerate(buffer.state.rollouts_of(second.group_id)):
+        order = SimpleNamespace(rollout_id=rollout.rollout_id, attempt=1)
+        buffer.offer(cases.ended(order, Cause.INFRA, host=f"host-{number}"), 100.0 * number)
     assert buffer.status().parked == {bad: "it broke"}
     assert buffer.status().counters["tasks_parked"] == 1
     with pytest.raises(DataExhausted):
-        train_on(buffer_of(passes=1), FIRST, outcome=lambda order: None)
+        train_on(buffer_of(tasks=4, passes=1), FIRST, outcome=lambda order: None)
     train_on(buffer, FIRST, steps=12)
     assert opened(buffer).count(bad) == 1
     assert min(opened(buffer).count(task.id) for task in cases.tasks() if task.id != bad) >= 2

@@ -1,0 +1,61 @@
+"""A run in virtual time whose engines are away for minutes: nobody is charged, and nothing begins meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import closing
+
+from headrace.actors.runtime import InlineRuntime
+from headrace.actors.simulation.durations import DurationsConfig
+from headrace.actors.simulation.plan import SimulationPlan
+from headrace.actors.simulation.stage import open_stage
+from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.buffer.verify import verify
+
+BEGINS_S, AWAY_S = 60.0, 600.0
+PLAN = SimulationPlan(
+    batch_size=16,
+    group_size=4,
+    slots=16,
+    max_staleness=2,
+    steps=12,
+    durations=DurationsConfig(mean_s=40.0, median_s=30.0, cap_s=150.0),
+    learner_s=10.0,
+    push_s=1.0,
+    tasks=24,
+    turns=3,
+)
+
+
+async def run_through_outage(folder):
+    async with open_stage(PLAN, InlineRuntime(), clock=asyncio.get_running_loop().time) as stage:
+        async with asyncio.TaskGroup() as tasks:
+            dispatching = tasks.create_task(stage.dispatcher.run())
+            learning = tasks.create_task(stage.learner.run())
+            await asyncio.sleep(BEGINS_S)
+            await stage.engines.go_down()
+            await asyncio.sleep(AWAY_S)
+            held = (await stage.replay.status()).held
+            await stage.engines.come_back()
+            await learning
+            dispatching.cancel()
+        await stage.replay.export(folder)
+        return held, await stage.replay.status()
+
+
+def test_engines_that_are_away_for_ten_minutes_park_no_task_and_charge_none(tmp_path):
+    held, status = run_virtual(run_through_outage(tmp_path), seed=0)
+    assert held.startswith("no engine serves, since ")
+    assert status.held == ""
+    assert status.parked == {}
+    report = verify(tmp_path)
+    assert (report.steps, report.lost, report.poison, report.problems) == (PLAN.steps, 0, 0, ())
+    with closing(sqlite3.connect(tmp_path / "ledger.db")) as ledger:
+        charged = dict(ledger.execute("SELECT charged_to, count(*) FROM attempts GROUP BY charged_to"))
+        (issued,) = ledger.execute(
+            "SELECT count(*) FROM attempts WHERE issued_at_s > ? AND issued_at_s < ?", (BEGINS_S, BEGINS_S + AWAY_S)
+        ).fetchone()
+    assert set(charged) == {None, "outage"}
+    assert charged["outage"] > 0, "turns did fail meanwhile"
+    assert issued == 0

@@ -1,0 +1,202 @@
+"""What failures are charged to: tasks, hosts, engines, workers, outages; and when orders are held."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from headrace.buffer.ledger import Ledger
+from headrace.buffer.outages import PROBE_S, WINDOW_S
+from headrace.buffer.records import Charge, RolloutState
+from headrace.buffer.replay import BufferConfig, ReplayBuffer
+from headrace.buffer.stream import TaskStream
+from headrace.buffer.types import Cause
+from headrace.buffer.versions import PolicyVersion
+
+cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
+FIRST = PolicyVersion(1, 0)
+
+
+def buffer_of(tasks=40, **changes):
+    config = BufferConfig(**({"batch_size": 64, "group_size": 2, "max_attempts": 2, "park_after": 1} | changes))
+    buffer = ReplayBuffer(config, TaskStream(cases.tasks(tasks), seed=3))
+    buffer.open_epoch(None, 0.0)
+    return buffer
+
+
+def fail(buffer, order, now, **more):
+    buffer.offer(cases.ended(order, Cause.INFRA, **more), now)
+    return buffer.state.attempts[order.rollout_id].charged_to
+
+
+def fail_again_and_again(buffer, hosts, *, apart_s):
+    """All attempts of the one task, on these hosts in turn; what they were charged to."""
+    charged = []
+    for number, host in enumerate(hosts):
+        (order,) = buffer.issue(1, FIRST, number * apart_s)
+        charged.append(fail(buffer, order, number * apart_s + 1.0, host=host))
+    return charged
+
+
+def test_a_task_is_charged_once_it_has_failed_on_different_hosts_at_different_times():
+    buffer = buffer_of(tasks=1)
+    assert fail_again_and_again(buffer, ["a", "b"], apart_s=100.0) == [Charge.HOST, Charge.TASK]
+    assert list(buffer.status().parked) == ["task-0"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "apart_s"),
+    [(["a"] * 6, 100.0), (["a", "b", "c", "a", "b", "c"], 1.0), ([""] * 6, 100.0), (["", "a", "", "a"], 100.0)],
+    ids=["one host", "one time", "unknown hosts", "one known host"],
+)
+def test_failures_that_may_be_the_hosts_park_no_task(hosts, apart_s):
+    buffer = buffer_of(tasks=1)
+    assert set(fail_again_and_again(buffer, hosts, apart_s=apart_s)) == {Charge.HOST}
+    assert buffer.status().parked == {}
+    assert buffer.state.task("task-0").poison == len(hosts) // 2, "a rollout that fails again and again still ends"
+
+
+def test_a_result_clears_the_record_of_a_task():
+    buffer = buffer_of(tasks=1)
+    first, second = buffer.issue(2, FIRST, 0.0)
+    fail(buffer, first, 1.0, host="a")
+    buffer.offer(cases.result(second, FIRST), 2.0)
+    (again,) = buffer.issue(1, FIRST, 100.0)
+    assert fail(buffer, again, 200.0, host="b") is Charge.HOST
+
+
+@pytest.mark.parametrize("minutes", [2, 10, 30])
+def test_no_task_is_charged_while_no_engine_serves(minutes):
+    buffer = buffer_of()
+    running = buffer.issue(1000, FIRST, 0.0)
+    buffer.engines(serving=False, now=10.0)
+    for second in range(0, 60 * minutes, 20):
+        for order in running:
+            fail(buffer, order, 10.0 + second, host=f"host-{second % 3}", engine_failed=True)
+        assert buffer.issue(1000, FIRST, 10.0 + second) == ()
+        assert buffer.status().held == "no engine serves, since 1970-01-01 00:00:10 UTC"
+        running = ()
+    buffer.engines(serving=True, now=10.0 + 60 * minutes)
+    assert buffer.status().held == ""
+    assert len(buffer.issue(1000, FIRST, 11.0 + 60 * minutes)) > 0
+    assert buffer.status().parked == {}
+    assert {attempt.charged_to for attempt in buffer.state.attempts.values()} <= {Charge.OUTAGE, None}
+    assert all(rollout.failures == 0 for rollout in buffer.state.rollouts.values())
+
+
+def test_an_attempt_that_ran_through_an_outage_is_charged_to_it():
+    buffer = buffer_of()
+    orders = buffer.issue(2, FIRST, 0.0)
+    buffer.engines(serving=False, now=10.0)
+    buffer.engines(serving=True, now=20.0)
+    assert fail(buffer, orders[0], 500.0, host="a") is Charge.OUTAGE
+    (later,) = buffer.issue(1, FIRST, 501.0)
+    assert fail(buffer, later, 502.0, host="a") is Charge.HOST
+    assert fail(buffer, buffer.issue(1, FIRST, 503.0)[0], 504.0, engine_failed=True) is Charge.ENGINES
+
+
+def test_a_dead_worker_is_charged_to_nobody_else():
+    buffer = buffer_of()
+    for number in range(5):
+        (order,) = buffer.issue(1, FIRST, 100.0 * number)
+        buffer.abandon([(order.rollout_id, order.attempt)], 100.0 * number + 1)
+        rollout = buffer.state.rollouts[order.rollout_id]
+        assert (rollout.state, rollout.failures) == (RolloutState.PENDING, 0)
+    assert buffer.status().held == ""
+
+
+def break_down(buffer, *, tasks, now=100.0):
+    """The first attempt of two members of so many tasks fails."""
+    for order in buffer.issue(2 * tasks, FIRST, now):
+        fail(buffer, order, now, host="a")
+
+
+def test_orders_are_held_while_most_attempts_of_several_tasks_fail():
+    buffer = buffer_of()
+    break_down(buffer, tasks=4)
+    assert buffer.status().held == "", "four tasks say nothing about the system"
+    break_down(buffer, tasks=6, now=101.0)
+    reason = "17 of the last 17 attempts failed, over 5 tasks, since 1970-01-01 00:01:41 UTC"
+    assert buffer.status().held == reason
+    assert buffer.issue(1000, FIRST, 102.0) == ()
+    assert buffer.wakes_at(102.0) == 101.0 + PROBE_S
+
+
+def test_what_succeeds_too_keeps_orders_coming():
+    buffer = buffer_of()
+    for order in buffer.issue(20, FIRST, 0.0):
+        buffer.offer(cases.result(order, FIRST), 1.0)
+    break_down(buffer, tasks=10)
+    assert buffer.status().held == "", "half of them is not more than half"
+    assert len(buffer.issue(1, FIRST, 101.0)) == 1
+
+
+def failing():
+    buffer = buffer_of()
+    break_down(buffer, tasks=8)
+    assert buffer.status().held
+    return buffer
+
+
+def test_a_probe_that_goes_well_ends_the_hold():
+    buffer = failing()
+    assert buffer.issue(9, FIRST, 100.0 + PROBE_S - 1) == ()
+    (probe,) = buffer.issue(9, FIRST, 100.0 + PROBE_S)
+    assert fail(buffer, probe, 165.0, host="b") is Charge.OUTAGE
+    assert buffer.issue(9, FIRST, 166.0) == ()
+    (probe,) = buffer.issue(9, FIRST, 100.0 + 2 * PROBE_S)
+    buffer.offer(cases.result(probe, FIRST), 225.0)
+    assert buffer.status().held == ""
+    assert len(buffer.issue(9, FIRST, 226.0)) == 9
+    assert buffer.status().parked == {}
+
+
+def test_a_hold_ends_with_its_window():
+    buffer = failing()
+    assert len(buffer.issue(9, FIRST, 100.0 + WINDOW_S + 1)) == 9
+    assert buffer.status().held == ""
+
+
+def test_a_clock_that_is_set_back_holds_nothing_for_longer():
+    buffer = failing()
+    assert len(buffer.issue(9, FIRST, -7200.0)) > 0
+
+
+def test_tasks_that_were_parked_by_a_failing_system_are_released():
+    buffer = buffer_of(batch_size=4, max_attempts=1)
+    for number, order in enumerate(buffer.issue(8, FIRST, 0.0)):
+        fail(buffer, order, 100.0 * (number % 2) + number, host=f"host-{number % 2}")
+    assert len(buffer.status().parked) == 4
+    for order in buffer.issue(2, FIRST, 200.0):
+        fail(buffer, order, 200.0)
+    assert buffer.status().held
+    assert buffer.status().parked == {}
+
+
+def test_a_hold_and_the_records_of_tasks_survive_a_restart(tmp_path):
+    buffer = failing()
+    with_engines = buffer_of(tasks=1)
+    with_engines.engines(serving=False, now=5.0)
+    for number, before in enumerate((buffer, with_engines)):
+        ledger = Ledger.open(tmp_path / str(number), {"run_id": "run"})
+        ledger.write(before.drain(), [])
+        again = ReplayBuffer(before.config, TaskStream(cases.tasks(40), seed=3), ledger.load())
+        ledger.close()
+        assert again.state.outages == before.state.outages
+        assert again.state.tasks == before.state.tasks
+        assert again.status().held == before.status().held
+
+
+def test_an_unparked_task_is_issued_again():
+    buffer = buffer_of(tasks=1)
+    fail_again_and_again(buffer, ["a", "b"], apart_s=100.0)
+    assert not buffer.unpark("task-7")
+    assert buffer.unpark("task-0")
+    assert buffer.status().parked == {}
+    while (orders := buffer.issue(4, FIRST, 1000.0)) and orders[0].group_id == "g000000":
+        for order in orders:
+            buffer.offer(cases.result(order, FIRST), 1001.0)
+    assert buffer.state.groups["g000001"].task_id == "task-0"
