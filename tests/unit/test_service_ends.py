@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import pickle
 from contextlib import asynccontextmanager
@@ -16,13 +17,16 @@ from headrace.actors.metrics import read_metrics
 from headrace.actors.parking import refuse_all_parked
 from headrace.actors.runtime import InlineRuntime
 from headrace.actors.service import Service
-from headrace.buffer.tasks import TaskId
+from headrace.buffer.store import ReplayStore
+from headrace.buffer.tasks import TaskId, load_tasks
+from headrace.buffer.types import Outcome, RolloutResult
 from headrace.buffer.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
+    from headrace.actors.config import RunConfig
     from headrace.actors.run_directory import RunDirectory
 
 WAIT_S = 60.0
@@ -68,12 +72,41 @@ def evaluations(directory: RunDirectory) -> list[tuple[str, int]]:
     ]
 
 
-async def test_a_run_whose_tasks_are_all_parked_ends_with_their_failure(open_run: Any) -> None:
-    options = ("agent.simulated.failing_turns=1", "tasks.train_count=3", "buffer.max_attempts=1", "training.steps=3")
+async def park_all(directory: RunDirectory, config: RunConfig) -> None:
+    """Every attempt fails, on two hosts at two times."""
+    now = 0.0
+    tasks = load_tasks(directory.train_tasks)
+    run_id, seed = directory.identity.read_text(), config.service.seed
+    async with await ReplayStore.open(
+        directory.path, config.buffer, tasks, run_id=run_id, seed=seed, clock=lambda: now
+    ) as store:
+        version = await store.open_epoch(None)
+        hosts = itertools.cycle(("a", "b"))
+        while len(store.status().parked) < len(tasks):
+            host = next(hosts)
+            failed = [
+                RolloutResult(
+                    rollout_id=order.rollout_id,
+                    attempt=order.attempt,
+                    outcome=Outcome.infra("no such image"),
+                    trajectory=None,
+                    host=host,
+                )
+                for order in await store.issue(6, version)
+            ]
+            now += 100.0
+            await store.offer_many(failed)
+
+
+async def test_a_run_whose_tasks_are_all_parked_ends_with_their_failure(open_run: Any, tmp_path: Path) -> None:
+    async with open_run("tasks.train_count=3", "training.steps=3", "buffer.max_attempts=2"):
+        pass
+    config, directory = reopen(tmp_path / "run")
+    await park_all(directory, config)
     for _ in range(2):
-        async with open_run(*options) as (service, _):
+        async with open_run() as (service, _):
             with pytest.raises(
-                TasksParked, match=r"after 0 steps: 3 tasks are parked, last simulated-.*turn failed"
+                TasksParked, match=r"after 0 steps: 3 tasks are parked, last simulated-.*no such image"
             ) as end:
                 await service.run()
         assert "passes" not in str(end.value)
