@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from headrace.actors.cli_output import EXIT_DIRTY, write_json
+from headrace.actors.exit_codes import exit_code
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -131,7 +132,7 @@ def main() -> None:
         sys.exit(app(standalone_mode=False))
     except EXPECTED as error:
         Console(stderr=True).print(f"bench: {error}", style="red", markup=False)
-        sys.exit(1)
+        sys.exit(exit_code(error))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ import orjson
 import typer
 from rich.table import Table
 
+from headrace.actors import exit_codes
 from headrace.actors.cli_engine import serve
 from headrace.actors.cli_ledger import drop_batch, retry_lost
 from headrace.actors.cli_output import (
@@ -25,23 +27,20 @@ from headrace.actors.cli_output import (
     say,
     write_json,
 )
+from headrace.actors.cli_restarts import Restarts, RunEnded, ending_a_run, resume_again_and_again
 from headrace.actors.cli_run_engines import add_engine, engine_table, list_engines, remove_engine
 from headrace.actors.cli_simulation import simulate, tune
-from headrace.actors.errors import ConfigError, RunError
+from headrace.actors.cli_tasks import tasks_app
 
 if TYPE_CHECKING:
     from headrace.actors.summary import RunSummary
 
-EXIT_CODES = (
-    "Exit codes: 0 done; 1 the run ended with an error; 2 bad input (recipe, model, tasks, arguments); "
-    "3 `ledger verify` or `simulate` found a problem; 4 the run was drained before its last step and can be resumed."
-)
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=EXIT_CODES)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, epilog=exit_codes.HELP)
 ledger_app = typer.Typer(no_args_is_help=True, help="Check, repair and export the ledger of a run.")
 engine_app = typer.Typer(no_args_is_help=True, help="Inference engines.")
 sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes for other programs.")
 app.add_typer(ledger_app, name="ledger")
+app.add_typer(tasks_app, name="tasks")
 app.add_typer(engine_app, name="engine")
 app.add_typer(sandbox_app, name="sandbox")
 
@@ -65,6 +64,7 @@ def run(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="table.key=value, may be repeated.")] = None,
     json: Json = None,
     quiet: Quiet = False,
+    restarts: Restarts = 0,
 ) -> None:
     """Train: boot everything, run rollouts and learner, evaluate, write the run directory."""
     from headrace.actors.launch import RunRequest, drive, prepare
@@ -79,7 +79,11 @@ def run(
     config, directory = prepare(RunRequest(recipe=recipe, runs_dir=runs_dir, name=chosen, overrides=settings))
     _say_unprotected(config.sandbox.provider)
     say(f"run {directory.path}")
-    _report(drive(config, directory, quiet=quiet), json)
+    if restarts:
+        raise typer.Exit(resume_again_and_again(directory, restarts, json=json, quiet=quiet))
+    with ending_a_run():
+        summary = drive(config, directory, quiet=quiet)
+    _report(summary, json)
 
 
 @app.command()
@@ -87,6 +91,7 @@ def resume(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
     json: Json = None,
     quiet: Quiet = False,
+    restarts: Restarts = 0,
 ) -> None:
     """Continue a run from its last checkpoint and its ledger, after saying what is kept, restarted and lost."""
     from headrace.actors.launch import drive, reopen
@@ -94,7 +99,10 @@ def resume(
 
     config, directory = reopen(run_dir)
     resuming = Resuming(config, directory, say=say)
-    summary = drive(config, directory, quiet=quiet, before=resuming.tell)
+    if restarts:
+        raise typer.Exit(resume_again_and_again(directory, restarts, json=json, quiet=quiet))
+    with ending_a_run():
+        summary = drive(config, directory, quiet=quiet, before=resuming.tell)
     _report(summary, json, resume=resuming.told)
 
 
@@ -168,6 +176,11 @@ def status(
         driven = "yes" if state["driven"] else "no"
         table.add_row(state["run"], driven, str(state["steps"]), state["version"] or "-", reward, held_out or "-")
     console().print(table)
+    for state in states:
+        if state["held"]:
+            say(f"{state['run']} holds its orders: {state['held']}")
+        if state["parked"]:
+            say(f"{state['run']} has {state['parked']} parked tasks: headrace tasks parked {state['run']}")
     if run_dir is not None and (engines := read_roster(found[0].engines).engines):
         console().print(engine_table(engines))
 
@@ -354,12 +367,19 @@ def main() -> None:
         sys.exit(EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         sys.exit(130)
+    except RunEnded as end:
+        _say_error(end.cause, verbose=verbose or not isinstance(end.cause, EXPECTED))
+        sys.exit(exit_codes.exit_code_of_run(end.cause))
     except EXPECTED as error:
-        if verbose:
-            raise
-        console().print(f"headrace: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
-        bad_input = not isinstance(error, RunError) or isinstance(error, ConfigError)
-        sys.exit(EXIT_BAD_INPUT if bad_input else EXIT_FAILED)
+        _say_error(error, verbose=verbose)
+        sys.exit(exit_codes.exit_code(error))
+
+
+def _say_error(error: Exception, *, verbose: bool) -> None:
+    """One line; with its traceback when that is asked for, or when nobody expected the error."""
+    if verbose:
+        traceback.print_exception(error)
+    console().print(f"headrace: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
 
 
 def _announce(url: str, json: Path | None) -> None:

@@ -66,7 +66,7 @@ def retry_lost(run_dir: Run, json: Json = None) -> None:
 
 
 async def _drop_batch(config: RunConfig, directory: RunDirectory, batch_id: BatchId | None) -> BatchRecord:
-    async with _idle(config, directory) as store:
+    async with idle_store(config, directory) as store:
         return await store.drop_batch(batch_id)
 
 
@@ -75,13 +75,13 @@ async def _retry_lost(config: RunConfig, directory: RunDirectory) -> tuple[Rollo
     from headrace.buffer.verify import lost_rollouts
     from headrace.policies.checkpoints import latest_checkpoint
 
-    async with _idle(config, directory) as store:
+    async with idle_store(config, directory) as store:
         lost = lost_rollouts(read_evidence(directory.path))
         return await store.retry_lost(lost, latest_checkpoint(directory.checkpoints)) if lost else ()
 
 
 @asynccontextmanager
-async def _idle(config: RunConfig, directory: RunDirectory) -> AsyncIterator[ReplayStore]:
+async def idle_store(config: RunConfig, directory: RunDirectory) -> AsyncIterator[ReplayStore]:
     """The store of a run that nobody drives. Raises RunExists, LedgerRefused."""
     from headrace.actors.launch import sole_driver
     from headrace.buffer.errors import LedgerRefused

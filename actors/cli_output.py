@@ -10,7 +10,8 @@ import orjson
 import typer
 from rich.console import Console
 
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED = 1, 2, 3, 4
+from headrace.actors.errors import ConfigError
+from headrace.actors.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED, EXIT_FAILED, EXIT_TRANSIENT
 
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-' is standard output).")
@@ -30,10 +31,27 @@ def say(*lines: str) -> None:
 
 
 def write_json(document: Any, path: Path) -> None:
-    """`-` is standard output. Raises OSError."""
+    """`-` is standard output. Raises ConfigError."""
     data = orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n"
     if str(path) == "-":
         sys.stdout.buffer.write(data)
     else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        except OSError as error:
+            raise ConfigError(f"--json {path}: cannot be written ({error.strerror}); name another file") from error
+
+
+__all__ = [
+    "EXIT_BAD_INPUT",
+    "EXIT_DIRTY",
+    "EXIT_DRAINED",
+    "EXIT_FAILED",
+    "EXIT_TRANSIENT",
+    "Json",
+    "Quiet",
+    "console",
+    "say",
+    "write_json",
+]

@@ -35,8 +35,11 @@ from headrace.actors.runtime import RayRuntime, check_ray_folder, start_local_ra
 from headrace.actors.service import Service
 from headrace.actors.simulation.tasks import simulated_tasks
 from headrace.actors.summary import RunSummary, summarize
+from headrace.buffer.condition import read_condition
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.durable_files import publish_folder, replace_file
+from headrace.buffer.errors import LedgerRefused
+from headrace.buffer.outages import utc
 from headrace.buffer.tasks import load_tasks, write_tasks
 from headrace.policies.model_files import check_model_files
 from headrace.sandboxes.doctor import require_namespaces
@@ -51,6 +54,9 @@ if TYPE_CHECKING:
     from headrace.serve.observing.progress import Progress
 
 PROGRESS_S = 1.0
+SAME_INTERRUPT_S = 1.0
+"""Signals that come together are one: a scheduler signals each process of a group, and `--restarts` passes its own
+on."""
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -252,13 +258,16 @@ def drain_on_interrupt(
 ) -> Iterator[None]:
     """First interrupt: drain, as soon as the service is there to be told. Second: cancel."""
     loop = asyncio.get_running_loop()
+    first_s = 0.0
 
     def interrupted() -> None:
-        if draining.is_set():
-            running.cancel()
-        else:
+        nonlocal first_s
+        if not draining.is_set():
+            first_s = loop.time()
             draining.set()
             tasks.create_task(keep_running(service.drain, service.progress))
+        elif loop.time() - first_s > SAME_INTERRUPT_S:
+            running.cancel()
 
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:
@@ -309,4 +318,15 @@ def status_of(directory: RunDirectory) -> dict[str, Any]:
         "held_out": {record["tag"]: record["success"] for record in evaluations},
         "engines": [asdict(engine) for engine in read_roster(directory.engines).engines],
         "finished": directory.summary.exists(),
+        **_condition_of(directory),
     }
+
+
+def _condition_of(directory: RunDirectory) -> dict[str, Any]:
+    """Why orders are held, and how many tasks are parked, as the ledger says; one that cannot be read says so."""
+    try:
+        condition = read_condition(directory.path)
+    except LedgerRefused as error:
+        return {"held": str(error), "parked": 0}
+    held = [f"{outage.reason}, since {utc(outage.since_s)}" for outage in condition.outages]
+    return {"held": "; ".join(held), "parked": len(condition.parked)}

@@ -29,6 +29,6 @@ def refuse_all_parked(parked: Mapping[TaskId, str], *, tasks: int, step: int) ->
     if len(parked) == tasks:
         raise TasksParked(
             f"no task is left to train on after {step} steps: {parked_line(parked)}; `headrace report` names the "
-            "failure of each: mend it, or raise buffer.max_attempts or buffer.park_after, and start a new run "
-            "(a parked task stays parked when a run is resumed)"
+            "failure of each: mend it, release them with `headrace tasks unpark RUN --all`, and resume; or start a "
+            "new run with a larger buffer.max_attempts or buffer.park_after"
         )

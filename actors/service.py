@@ -94,14 +94,15 @@ class Service(ServiceParts):
 
     async def progress(self) -> Progress:
         """One moment of the run; parts that are restarting show their last or no value."""
-        learner, dispatcher, pool, gateway = await asyncio.gather(
+        replay, learner, dispatcher, pool, gateway = await asyncio.gather(
+            or_none(self._replay.status),
             or_none(self._learner.status),
             or_none(self._dispatcher.status),
             or_none(self._pool.status),
             or_none(None if self._gateway is None else self._gateway.stats),
         )
         self._count_tokens(gateway.sampled_tokens if gateway else 0)
-        last = learner.last if learner else None
+        last, loads = learner.last if learner else None, self._supervision.held_up_by
         return Progress(
             phase=self._phase,
             step=learner.version.step if learner and learner.version else 0,
@@ -117,7 +118,7 @@ class Service(ServiceParts):
             learner_idle_share=learner.idle_share if learner else None,
             infra_failures=dispatcher.infra if dispatcher else 0,
             parser_fails=gateway.parser_fails if gateway else False,
-            held_up_by=self._supervision.held_up_by.line() if self._supervision.held_up_by else "",
+            held_up_by=(replay.held if replay else "") or (loads.line() if loads else ""),
             rewards=tuple(self._rewards),
         )
 
@@ -291,7 +292,8 @@ def _buffer_line(status: BufferStatus | None) -> str:
         return "the buffer does not answer"
     held = ", ".join(f"{count} {state}" for state, count in status.rollouts.items() if count) or "nothing"
     line = f"the buffer holds {held} and admits {status.admit}"
-    return "; ".join(part for part in (line, parked_line(status.parked)) if part)
+    why = f"orders are held: {status.held}" if status.held else ""
+    return "; ".join(part for part in (line, why, parked_line(status.parked)) if part)
 
 
 def _learner(config: RunConfig) -> LearnerConfig | SimulatedLearnerConfig:

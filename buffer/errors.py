@@ -12,6 +12,7 @@ ReplayError
 │   ├── LedgerBroken      a write failed: the store has ended
 │   └── LedgerMismatch    ledger and checkpoint tell different histories
 │       └── LedgerBehind  the checkpoint holds batches that the ledger does not know
+├── TaskNotParked         a task that is to be released is not parked
 ├── ExportRefused         the place or the tools for an export are not there
 └── CodecError            bytes that are no trajectory
 """
@@ -33,6 +34,10 @@ class LeaseError(ReplayError):
 
 class VersionMismatch(ReplayError):
     """The version does not follow from the ledger's own history."""
+
+
+class TaskNotParked(ReplayError):
+    """A task that is to be released is not parked."""
 
 
 class DataExhausted(ReplayError):

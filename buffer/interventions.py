@@ -12,12 +12,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headrace.buffer.errors import LeaseError
+from headrace.buffer.errors import LeaseError, TaskNotParked
 from headrace.buffer.records import Action, BatchState, FilterReason, GroupState, InterventionRecord, RolloutState
+from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from headrace.buffer.history import TaskHistory
     from headrace.buffer.records import AttemptRecord, BatchRecord
@@ -70,6 +71,20 @@ class Interventions:
         if again:
             self._state.count("rollouts_retried", len(again))
         return tuple(again)
+
+    def unpark(self, tasks: Sequence[str] | None, now: float) -> tuple[TaskId, ...]:
+        """Release parked tasks, all of them when None. Raises TaskNotParked, with nothing changed."""
+        parked = dict(self._state.parked)
+        chosen = list(parked) if tasks is None else [TaskId(task) for task in dict.fromkeys(tasks)]
+        if strangers := [task for task in chosen if task not in parked]:
+            raise TaskNotParked(
+                f"{strangers[0]} is not parked: `headrace tasks parked` lists those that are "
+                f"({', '.join(sorted(parked)[:5]) or 'none'}{', ...' if len(parked) > 5 else ''})"
+            )
+        for task in chosen:
+            self._note(Action.UNPARK, task, None, parked[task], now)
+            self._history.release(task)
+        return tuple(chosen)
 
     def _held(self) -> BatchRecord:
         held = self._state.leases()

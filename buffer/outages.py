@@ -113,7 +113,7 @@ class Outages:
     def held(self) -> str:
         """Why no attempts begin; empty while they do."""
         held = (self._open(component) for component in Component)
-        return "; ".join(f"{outage.reason}, since {_utc(outage.began_at_s)}" for outage in held if outage is not None)
+        return "; ".join(f"{outage.reason}, since {utc(outage.began_at_s)}" for outage in held if outage is not None)
 
     def charge(self, attempt: AttemptRecord, task_id: TaskId, *, engine_failed: bool, now: float) -> Charge | None:
         """What an attempt that ended now is charged to, None when it did not fail."""
@@ -209,5 +209,6 @@ def with_failure(failures: tuple[HostFailures, ...], host: str, now: float) -> t
     return (*others, replace(known, last_at_s=now))[-HOSTS_KEPT:]
 
 
-def _utc(seconds: float) -> str:
+def utc(seconds: float) -> str:
+    """A Unix time for people."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

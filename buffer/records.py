@@ -111,6 +111,8 @@ class Action(StrEnum):
     """A batch left the run; `subject` is its id."""
     RETRY_LOST = "retry-lost"
     """The result of an attempt was lost; `subject` is its rollout, which was issued again unless it is trained."""
+    UNPARK = "unpark"
+    """A parked task was released; `subject` is its id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

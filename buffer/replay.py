@@ -33,7 +33,7 @@ from headrace.buffer.state import ReplayState
 from headrace.buffer.types import Cause, Receipt, ReceiptStatus, RolloutOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from typing import Self
 
     from headrace.buffer.records import BatchRecord, Record, RolloutRecord
@@ -136,7 +136,6 @@ class ReplayBuffer:
         self.state = ReplayState(snapshot)
         history = TaskHistory(self.state, park_after=self.config.park_after)
         self._sealing = Sealing(self.state, self.config, parse_rule(self.config.rule), history)
-        self._history = history
         self._outages = Outages(self.state, history, self._recent)
         self._groups = GroupBook(self.state, self.config, self._sealing, history, self._outages)
         self._batches = BatchBook(self.state, self.config, history)
@@ -208,10 +207,6 @@ class ReplayBuffer:
     def wakes_at(self, now: float) -> float | None:
         """When `issue` may have an order that no change brings: a probe of a failing system."""
         return self._outages.wakes_at(now)
-
-    def unpark(self, task_id: TaskId) -> bool:
-        """Issue a parked task again, with a clean record. False when it is not parked."""
-        return self._history.release(task_id)
 
     def may_begin(self, version: PolicyVersion) -> bool:
         """Whether attempts may begin with `version`, which the engines serve: it is within the bound of the head, as
@@ -296,6 +291,11 @@ class ReplayBuffer:
         """For an operator, while no learner lives: issue rollouts whose results are lost (and why) again; returns those
         that were not trained yet. Steps on them must have been undone where a new learner would train them again."""
         return self._interventions.retry_lost(lost, now)
+
+    def unpark(self, tasks: Sequence[str] | None, now: float) -> tuple[TaskId, ...]:
+        """For an operator: issue parked tasks again, with a clean record; None: all. Raises TaskNotParked, with nothing
+        changed."""
+        return self._interventions.unpark(tasks, now)
 
     def record_evaluation(
         self, result: RolloutResult, task_id: TaskId, tag: str, version: PolicyVersion, now: float

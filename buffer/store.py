@@ -216,6 +216,10 @@ class ReplayStore:
         LeaseError."""
         return await self._change(lambda: self._core.drop_batch(batch_id, self._clock()))
 
+    async def unpark(self, tasks: Sequence[str] | None) -> tuple[TaskId, ...]:
+        """For an operator: issue parked tasks again, all when None. Raises TaskNotParked."""
+        return await self._change(lambda: self._core.unpark(tasks, self._clock()))
+
     async def retry_lost(
         self, lost: Mapping[RolloutId, str], checkpoint: CheckpointRef | None
     ) -> tuple[RolloutId, ...]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from headrace.buffer.errors import TaskNotParked
 from headrace.buffer.ledger import Ledger
 from headrace.buffer.outages import PROBE_S, WINDOW_S
 from headrace.buffer.records import Charge, RolloutState
@@ -193,8 +194,12 @@ def test_a_hold_and_the_records_of_tasks_survive_a_restart(tmp_path):
 def test_an_unparked_task_is_issued_again():
     buffer = buffer_of(tasks=1)
     fail_again_and_again(buffer, ["a", "b"], apart_s=100.0)
-    assert not buffer.unpark("task-7")
-    assert buffer.unpark("task-0")
+    with pytest.raises(TaskNotParked, match=r"task-7 is not parked: .*\(task-0\)"):
+        buffer.unpark(["task-0", "task-7"], 900.0)
+    assert list(buffer.status().parked) == ["task-0"]
+    assert buffer.unpark(None, 900.0) == ("task-0",)
+    [entry] = buffer.state.interventions.values()
+    assert (entry.action, entry.subject, entry.detail) == ("unpark", "task-0", "it broke")
     assert buffer.status().parked == {}
     while (orders := buffer.issue(4, FIRST, 1000.0)) and orders[0].group_id == "g000000":
         for order in orders:

@@ -1,0 +1,86 @@
+"""Exit codes, and which error gives which: the table of docs/reliability.md.
+
+Invariants:
+- Input that must be changed first is 2, whatever found it. What may go well when it is tried again is 75 (EX_TEMPFAIL
+  of sysexits.h), so that a loop, systemd or Slurm can tell it from the rest.
+- An error that ended a run is transient unless it is known to come again: a file that turns out damaged while the run
+  goes on is rebuilt or left out by a resume.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from headrace.actors.engine_group.errors import EngineGroupError, EngineNotServing
+from headrace.actors.errors import ActorError, ConfigError, DiskFull, RunError, RunExists, RunMissing, RunStalled
+from headrace.buffer.errors import (
+    ExportRefused,
+    LeaseError,
+    LedgerBroken,
+    LedgerInUse,
+    LedgerMismatch,
+    LedgerRefused,
+    TaskNotParked,
+)
+from headrace.buffer.task_errors import TaskFileError
+from headrace.policies.errors import EngineError, ModelInvalid, PushError, RequestInvalid
+from headrace.policies.learner_errors import NonFiniteRun, RowUnusable
+from headrace.sandboxes.errors import PermanentSandboxError, TransientSandboxError
+from headrace.serve.errors import GatewayUnreachable, InfraError, ServeError
+
+EXIT_FAILED: Final = 1
+EXIT_BAD_INPUT: Final = 2
+EXIT_DIRTY: Final = 3
+EXIT_DRAINED: Final = 4
+EXIT_TRANSIENT: Final = 75
+
+HELP: Final = (
+    "Exit codes: 0 done; 1 failed, and would fail again; 2 bad input (recipe, model, tasks, run directory, arguments); "
+    "3 `ledger verify` or `simulate` found a problem; 4 the run was drained before its last step and can be resumed; "
+    "75 failed for a reason that may pass (an actor or engine lost, a full disk, a stall): try again, or let "
+    "`--restarts` do it; 130 interrupted."
+)
+
+_TRANSIENT: Final = (
+    ActorError,
+    DiskFull,
+    RunStalled,
+    EngineNotServing,
+    LedgerBroken,
+    LedgerInUse,
+    EngineError,
+    PushError,
+    TransientSandboxError,
+    GatewayUnreachable,
+    InfraError,
+)
+_BAD_INPUT: Final = (
+    ConfigError,
+    RunExists,
+    RunMissing,
+    EngineGroupError,
+    TaskFileError,
+    ModelInvalid,
+    RequestInvalid,
+    LedgerRefused,
+    ExportRefused,
+    LeaseError,
+    TaskNotParked,
+    PermanentSandboxError,
+    ServeError,
+)
+_ENDS_A_RUN_AGAIN: Final = (LedgerRefused, LedgerMismatch, NonFiniteRun, RowUnusable)
+
+
+def exit_code(error: Exception) -> int:
+    """Of a command that ended with this error."""
+    if isinstance(error, RequestInvalid) or not isinstance(error, _TRANSIENT):
+        return EXIT_BAD_INPUT if isinstance(error, _BAD_INPUT) else EXIT_FAILED
+    return EXIT_TRANSIENT
+
+
+def exit_code_of_run(error: Exception) -> int:
+    """Of a run that ended with this error after it had begun."""
+    if isinstance(error, (RunError, *_ENDS_A_RUN_AGAIN)) and not isinstance(error, (*_TRANSIENT, EngineGroupError)):
+        return exit_code(error)
+    return EXIT_TRANSIENT
