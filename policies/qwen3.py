@@ -7,7 +7,7 @@ Invariants:
   stand together: neighbours can be received in their place.
 - Rows `[0, B)` of the cache are the running batch, each from position 0 of its sequence: no gather is ever needed to
   attend.
-- `decode` and `prefill` write the cache rows they are given and nothing else.
+- `decode`, `prefill` and `extend` write the cache rows they are given and nothing else.
 
 Shapes: B rows, T tokens, V vocabulary, D head dimension, H query heads, G key-value heads, C cache capacity in tokens.
 The architecture is that of Qwen3ForCausalLM (Qwen3 Technical Report, arXiv 2505.09388): pre-norm, RMS norm of queries
@@ -237,6 +237,29 @@ class Qwen3:
         hidden = self._run(prompts, first_row, cache)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts])
         return self._logits(hidden[torch.arange(len(prompts)), last])
+
+    @torch.inference_mode()
+    def extend(self, tokens: Sequence[int], start: int, row: int, cache: KeyValueCache) -> Tensor:
+        """Fill one cache row from position `start` on; what stands before it is cached already. Returns the logits
+        `(1, V)` after the last of these tokens."""
+        end = start + len(tokens)
+        cos, sin = self._cos[start:end, None], self._sin[start:end, None]
+        hidden = F.embedding(torch.tensor([list(tokens)]), self.weights.embedding)
+        unseen = self._key_positions[:end] > self._key_positions[start:end, None]
+        mask = torch.zeros(unseen.shape).masked_fill_(unseen, float("-inf"))
+        for index, layer in enumerate(self.weights.layers):
+            queries, keys, values = (part.transpose(1, 2) for part in self._project(layer, hidden, cos, sin))
+            cache.keys[index, row : row + 1, :, start:end] = keys
+            cache.values[index, row : row + 1, :, start:end] = values
+            attended = F.scaled_dot_product_attention(
+                queries,
+                cache.keys[index, row : row + 1, :, :end],
+                cache.values[index, row : row + 1, :, :end],
+                attn_mask=mask,
+                enable_gqa=True,
+            )
+            hidden = self._finish(layer, hidden, attended.transpose(1, 2).reshape(1, len(tokens), -1))
+        return self._logits(hidden[:, -1])
 
     @torch.inference_mode()
     def logits(self, prompts: Sequence[Sequence[int]]) -> Tensor:

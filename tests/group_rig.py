@@ -159,12 +159,19 @@ class Rig:
         journal.step = hooked  # type: ignore[method-assign]
 
 
-async def take_turn(client: GatewayClient, http: aiohttp.ClientSession, tokens: int) -> SessionReport:
+async def take_turn(
+    client: GatewayClient,
+    http: aiohttp.ClientSession,
+    tokens: int,
+    *,
+    text: str = "write alpha to a.txt",
+    context_tokens: int = 1024,
+) -> SessionReport:
     """One session of one turn, as an agent takes it."""
     session_id = SessionId(f"session-{next(SESSIONS)}")
-    budgets = Budgets(max_tokens_per_turn=tokens, max_context_tokens=1024)
+    budgets = Budgets(max_tokens_per_turn=tokens, max_context_tokens=context_tokens)
     [opened] = await client.open([SessionSpec(session_id=session_id, sampling=Sampling(), budgets=budgets)])
-    body = {"messages": [{"role": "user", "content": "write alpha to a.txt"}]}
+    body = {"messages": [{"role": "user", "content": text}]}
     async with http.post(f"{opened.base_url}/v1/chat/completions", json=body) as response:
         assert response.status == 200, await response.text()
         await response.read()

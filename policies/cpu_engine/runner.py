@@ -3,12 +3,15 @@
 Invariants:
 - Reported log-probabilities are those of the temperature-scaled softmax over the whole vocabulary, whatever top_k and
   top_p cut away (temperature 0: of the raw softmax).
+- A long prompt is prefilled in portions, one a step: between two steps the thread answers. Meanwhile nothing is
+  admitted and nothing else decoded, as during any prefill. One that is retracted begins again.
 - `version` is the label of `model.weights`; both change in one call between steps.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -22,6 +25,18 @@ if TYPE_CHECKING:
     from headrace.policies.cpu_engine.requests import Sampling
     from headrace.policies.cpu_engine.scheduler import Generation, Scheduler
     from headrace.policies.qwen3_config import Qwen3Config
+
+PREFILL_PORTION: Final = 512
+"""Tokens of a long prompt that one step computes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LongPrefill:
+    """A prompt of which the first `done` tokens are cached. A retraction takes its row away."""
+
+    generation: Generation
+    retractions: int
+    done: int = 0
 
 
 class Runner:
@@ -43,6 +58,7 @@ class Runner:
         self._random = torch.Generator().manual_seed(seed)
         # The request's own stream survives a retraction: it belongs to the generation, not to the row.
         self._own_random: dict[int, torch.Generator] = {}
+        self._long: LongPrefill | None = None
 
     def swap(self, weights: Qwen3Weights, version: str | None) -> Qwen3Weights:
         """Run on `weights` from now on; None keeps the label. Returns what ran until now."""
@@ -54,12 +70,18 @@ class Runner:
         self.version = version
 
     def step(self, scheduler: Scheduler) -> list[Generation]:
-        """One prefill of what may enter, then one token for everything that was running before. Returns what
-        finished."""
+        """A portion of a long prefill, or one prefill of what may enter, or one token for everything that runs. Returns
+        what finished."""
         for move in scheduler.moves:
             self.cache.move(move.source, move.target, move.length)
         scheduler.moves.clear()
-        admitted = scheduler.admit()
+        if self._long is not None and not _holds_its_row(self._long, scheduler):
+            self._long = None
+        admitted = scheduler.admit() if self._long is None else []
+        if len(admitted) == 1 and admitted[0].token_count > PREFILL_PORTION:
+            self._long = LongPrefill(generation=admitted[0], retractions=admitted[0].retractions)
+        if self._long is not None:
+            return self._prefill_portion(scheduler, self._long)
         if admitted:
             first = len(scheduler.running) - len(admitted)
             logits = self.model.prefill([item.tokens() for item in admitted], first, self.cache)
@@ -68,6 +90,17 @@ class Runner:
         tokens = torch.tensor([item.output_ids[-1] for item in running])
         logits = self.model.decode(tokens, [item.token_count - 1 for item in running], self.cache)
         return self._record(scheduler, range(len(running)), logits)
+
+    def _prefill_portion(self, scheduler: Scheduler, long: LongPrefill) -> list[Generation]:
+        # Its row may be another one than before: those that end meanwhile leave holes.
+        row, tokens = scheduler.running.index(long.generation), long.generation.tokens()
+        portion = tokens[long.done : long.done + PREFILL_PORTION]
+        logits = self.model.extend(portion, long.done, row, self.cache)
+        long.done += len(portion)
+        if long.done < len(tokens):
+            return []
+        self._long = None
+        return self._record(scheduler, range(row, row + 1), logits)
 
     def _record(self, scheduler: Scheduler, rows: range, logits_BV: Tensor) -> list[Generation]:
         generations = [scheduler.running[row] for row in rows]
@@ -95,6 +128,10 @@ class Runner:
                     own = self._own_random[id(generation)] = torch.Generator().manual_seed(sampling.sampling_seed)
                 noise[row].exponential_(generator=own)
         return noise.clamp_min_(1e-30)
+
+
+def _holds_its_row(long: LongPrefill, scheduler: Scheduler) -> bool:
+    return long.generation in scheduler.running and long.generation.retractions == long.retractions
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -187,3 +188,25 @@ def test_a_recipe_names_its_agent(rigs: Any, runs: Any, agent: str, tmp_path: Pa
     ended = [span["attributes"] for span in map(json.loads, lines) if span["name"] == "agent"]
     codes = [attributes.get("headrace.agent.exit_code") for attributes in ended]
     assert codes.count(0) >= 4, ended
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_rollout_of_codex_ends_on_the_embedded_engine(rigs: Any, runs: Any, tmp_path: Path) -> None:
+    """Its first prompt has some 37,000 tokens of the tiny tokenizer."""
+    rigs.needs("codex")
+    model = tmp_path / "model"
+    shutil.copytree(runs.RECIPE.parents[1] / "models" / "tiny", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65536}))
+    options = ("engines.count=1", "engines.max_running=2", "sampling.max_tokens_per_turn=24", f"model.path={model}")
+    settings = [part for override in options for part in ("--set", override)]
+    outputs = ("--out", str(tmp_path / "out"), "--json", str(tmp_path / "out.json"), "--quiet")
+    counts = ("--limit", "1", "--samples", "1")
+    with runs.start_driver("eval", str(runs.RECIPE.with_name("codex.toml")), *outputs, *counts, *settings) as driver:
+        said = driver.communicate()[1].decode()
+    assert driver.returncode == 0, said
+    out = json.loads((tmp_path / "out.json").read_text())
+    assert (out["n"], out["n_infra"], list(out["versions"])) == (1, 0, ["1.0"]), out
+    [conversation] = (tmp_path / "out").rglob("conversation.jsonl")
+    assert len(conversation.read_bytes()) > 30_000

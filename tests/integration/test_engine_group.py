@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,28 @@ async def test_an_attached_engine_that_hangs_comes_back_with_the_newest_weights(
             assert hanging.alive
             sums = [await rig.group._fleet[engine].client.checksums() for engine in await rig.engines()]
             assert sums[0] == sums[1]
+
+
+@pytest.mark.slow
+async def test_a_first_prompt_of_37000_tokens_costs_no_engine(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as Codex's is to a tokenizer of bytes. While it is computed the engine passes its health checks."""
+    monkeypatch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.5)
+    model = kit.write_weights(tmp_path / "model", seed=3)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65536}))
+    engines = {"count": 1, "max_running": 2, "max_context_tokens": 65536, "health_misses": 1}
+    gateway = {"turn_timeout_s": 600.0}
+    async with kit.open_group(model, tmp_path, gateway=gateway, **engines) as rig:
+        await rig.push(model, 0)
+        [(name, engine)] = (await rig.until_serving(1, "1.0")).items()
+        async with asyncio.TaskGroup() as tasks:
+            turn = tasks.create_task(kit.take_turn(rig.client, rig.http, 8, text="x" * 37_000, context_tokens=65536))
+            await rig.until(lambda now: now[name].running == 1)
+        assert turn.result().sampled_tokens == 8
+        [after] = (await rig.until_serving(1, "1.0")).values()
+        assert (after.engine_id, after.process_id) == (name, engine.process_id)
 
 
 async def test_engines_are_added_and_removed_while_turns_go_on(kit: Any, models: list[Path], tmp_path: Path) -> None:
