@@ -37,6 +37,9 @@ class AdmissionConfig(BaseModel):
     """Boots at once; more only wait for each other on the same cores."""
     evaluation_reserve: int = Field(default=4, ge=1)
     """Places of `max_live` that only evaluations may take."""
+    held_out_share: float = Field(default=0.5, gt=0, le=1)
+    """While training rollouts wait: the most that agents on held-out tasks may take of the boots at once and of the
+    places. When none waits they take what is free. 1 lets an evaluation go first with all that it has."""
     boots_per_s: float = Field(default=1000.0, gt=0)
     """Boots that begin in a second, retries included; for an account with a rate limit, stay below it."""
     burst: int = Field(default=256, ge=1)
@@ -62,7 +65,9 @@ class Admission:
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
-        self._places = Places(config.max_live, config.boot_concurrency, config.evaluation_reserve)
+        self._places = Places(
+            config.max_live, config.boot_concurrency, config.evaluation_reserve, config.held_out_share
+        )
         self._bucket = TokenBucket(config.boots_per_s, config.burst)
         self._breaker = CircuitBreaker(config.breaker_failures, config.breaker_open_s)
         self._granted_at_s: deque[float] = deque(maxlen=_REMEMBERED_GRANTS)

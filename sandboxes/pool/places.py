@@ -6,12 +6,15 @@ Invariants:
 - Evaluations go first, and `evaluation_reserve` places are theirs alone: rollouts that hold a sandbox while they wait
   for an evaluation's can never stop each other. Agents on held-out tasks go before those on training tasks, warm
   sandboxes last.
+- While an agent on a training task waits, those on held-out tasks take at most their share of the boots at once and of
+  the places: an evaluation delays training, and does not stop it. When none waits they take what is free.
 - Within a priority the order is that of the numbers: whoever tries again has kept its own, and goes before later ones.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -22,7 +25,8 @@ class Priority(IntEnum):
     EVALUATION = 0
     """A clean sandbox of an evaluation: a rollout holds its own while it waits."""
     HELD_OUT = 1
-    """An agent's sandbox on a held-out task: overtakes rollouts that queue, and has no place of its own."""
+    """An agent's sandbox on a held-out task: overtakes rollouts that queue up to its share, and has no place of its
+    own."""
     ROLLOUT = 2
     """An agent's sandbox, and everything that says nothing about its purpose."""
     WARM = 3
@@ -40,11 +44,15 @@ class Ticket:
 class Places:
     """Tickets go from waiting to booting to live, and leave from any of these."""
 
-    def __init__(self, max_live: int, boot_concurrency: int, evaluation_reserve: int) -> None:
+    def __init__(
+        self, max_live: int, boot_concurrency: int, evaluation_reserve: int, held_out_share: float = 1.0
+    ) -> None:
         self._max_live = max_live
         self._boot_concurrency = boot_concurrency
         self._reserve = evaluation_reserve
-        self._queue: list[Ticket] = []
+        self._held_out_live = math.ceil(held_out_share * (max_live - evaluation_reserve))
+        self._held_out_boots = math.ceil(held_out_share * boot_concurrency)
+        self._queues: dict[Priority, list[Ticket]] = {priority: [] for priority in Priority}
         self._waiting: set[Ticket] = set()
         self._booting: set[Ticket] = set()
         self._live: set[Ticket] = set()
@@ -64,7 +72,7 @@ class Places:
     def ask(self, ticket: Ticket) -> None:
         """Queue for a place."""
         self._waiting.add(ticket)
-        heapq.heappush(self._queue, ticket)
+        heapq.heappush(self._queues[ticket.priority], ticket)
 
     def next(self) -> Ticket | None:
         """Who may boot now, if anybody."""
@@ -79,9 +87,22 @@ class Places:
         return first is not None and first.priority is not Priority.WARM and not self.has_room(first.priority)
 
     def _first(self) -> Ticket | None:
-        while self._queue and self._queue[0] not in self._waiting:
-            heapq.heappop(self._queue)
-        return self._queue[0] if self._queue else None
+        """The one whose turn it is, whether or not there is room."""
+        heads = {priority: head for priority in Priority if (head := self._head(priority)) is not None}
+        if {Priority.HELD_OUT, Priority.ROLLOUT} <= heads.keys() and self._held_out_has_its_share():
+            del heads[Priority.HELD_OUT]
+        return next(iter(heads.values()), None)
+
+    def _head(self, priority: Priority) -> Ticket | None:
+        queue = self._queues[priority]
+        while queue and queue[0] not in self._waiting:
+            heapq.heappop(queue)
+        return queue[0] if queue else None
+
+    def _held_out_has_its_share(self) -> bool:
+        booting = sum(ticket.priority is Priority.HELD_OUT for ticket in self._booting)
+        live = sum(ticket.priority is Priority.HELD_OUT for ticket in self._live)
+        return booting >= self._held_out_boots or booting + live >= self._held_out_live
 
     def has_room(self, priority: Priority) -> bool:
         """Whether a place is free for this priority, whoever else waits for it."""

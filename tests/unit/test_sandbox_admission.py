@@ -84,6 +84,35 @@ def test_held_out_tasks_overtake_what_queues_and_have_no_place_of_their_own() ->
     assert desk.core.grant(0) == [queued]
 
 
+def test_a_large_evaluation_leaves_training_its_boots() -> None:
+    """It is there first, and has more than there are places."""
+    desk = Desk(max_live=24, boot_concurrency=8, evaluation_reserve=4, held_out_share=0.5)
+    held_out = [desk.ask(Priority.HELD_OUT) for _ in range(40)]
+    training = [desk.ask() for _ in range(10)]
+    booted: list[Ticket] = []
+    for _ in range(4):
+        granted = desk.core.grant(0)
+        for ticket in granted:
+            desk.core.booted(ticket)
+        booted += granted
+    assert booted[:8] == [*held_out[:4], *training[:4]]
+    assert booted == [*held_out[:4], *training[:4], *held_out[4:8], *training[4:8], *held_out[8:10], *training[8:]]
+
+
+def test_an_evaluation_takes_everything_where_nothing_else_waits() -> None:
+    desk = Desk(max_live=12, boot_concurrency=8, evaluation_reserve=4, held_out_share=0.25)
+    held_out = [desk.ask(Priority.HELD_OUT) for _ in range(20)]
+    assert desk.core.grant(0) == held_out[:8]
+
+
+def test_a_small_share_is_at_least_one_place() -> None:
+    desk = Desk(max_live=3, boot_concurrency=1, evaluation_reserve=1, held_out_share=0.01)
+    training, held_out = [desk.ask() for _ in range(5)], desk.ask(Priority.HELD_OUT)
+    assert desk.core.grant(0) == [held_out]
+    desk.core.booted(held_out)
+    assert desk.core.grant(0) == training[:1]
+
+
 def test_warm_sandboxes_go_last() -> None:
     desk = Desk(boot_concurrency=1)
     warm, rollout = desk.ask(Priority.WARM), desk.ask()
