@@ -99,6 +99,27 @@ def replay(
 
 
 @app.command()
+def longagents(
+    json: Json = True,
+    steps: Annotated[int, typer.Option(min=1)] = 12,
+    answers: Annotated[
+        int | None, typer.Option(min=1, help="Of an evaluation; those of the recipe when left out.")
+    ] = None,
+) -> None:
+    """The clocks of claude_code.toml in scaled time (a minute is a second): agents of 10 to 30 minutes through the real
+    gateway, steps of 4 minutes. Exit code 3: the run did not end, stalled, or lost a rollout to infrastructure."""
+    from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.simulation.long_agents import measure_long_agents, prepare_long_agents
+
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        directory = RunDirectory(path=Path(folder) / "long-agents")
+        figures = measure_long_agents(directory, prepare_long_agents(directory, steps=steps, answers=answers))
+    _print(figures.to_json())
+    if not figures.completed or figures.stalls or figures.infra or figures.problems:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+@app.command()
 def control(
     json: Json = True,
     seed: Annotated[int, typer.Option(min=0)] = 0,

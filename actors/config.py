@@ -133,6 +133,8 @@ class AgentSection(_Section):
     @property
     def max_turns(self) -> int:
         """Answers of the policy in one session."""
+        if self.kind is AgentKind.SIMULATED:
+            return self.simulated.turns
         return self.program.max_turns if self.is_program else self.shell.max_turns
 
 
@@ -283,17 +285,16 @@ def a_model_is_named(config: RunConfig) -> str | None:
 
 
 def simulated_parts_go_together(config: RunConfig) -> str | None:
-    """Simulated engines have no weights to push, and nothing to say."""
+    """Simulated engines have no weights to push, and nothing to say. Simulated learners and agents may have real
+    ones."""
     parts = {
-        'engines.backend = "simulated"': config.engines.is_simulated,
         'learner.kind = "simulated"': config.learner.kind == "simulated",
         'agent.kind = "simulated"': config.agent.kind is AgentKind.SIMULATED,
     }
     missing = [setting for setting, is_set in parts.items() if not is_set]
-    if not missing or len(missing) == len(parts):
+    if not missing or not config.engines.is_simulated:
         return None
-    there = next(setting for setting, is_set in parts.items() if is_set)
-    return f"{there} goes with {' and '.join(missing)}: set that too"
+    return f'engines.backend = "simulated" goes with {" and ".join(missing)}: set that too'
 
 
 def rows_fit_a_micro_batch(config: RunConfig) -> str | None:

@@ -227,7 +227,11 @@ class Service(ServiceParts):
             look = await self._supervision.look()
             if look.learner and look.learner.version:
                 self._note(look.learner.version.step, look.learner.last)
-            if (reason := detector.stalled(time.monotonic(), signs_of(look, longest))) is not None:
+            reason = detector.stalled(time.monotonic(), signs_of(look, longest))
+            if (warning := reason or detector.warning(time.monotonic())) is not None:
+                logger.warning("%s", warning)
+                self._metrics.append("stall", {"ended": reason is not None, "reason": warning})
+            if reason is not None:
                 raise RunStalled(f"{reason}; {await self._diagnosis()}")
 
     def _note(self, step: int, last: StepReport | None) -> None:
@@ -300,4 +304,6 @@ def _learner(config: RunConfig) -> LearnerConfig | SimulatedLearnerConfig:
     learner = config.learner
     if learner.kind == "megatron":
         return learner
-    return learner.simulated.model_copy(update={"checkpoint_dir": learner.checkpoint_dir, "seed": learner.seed})
+    weights = None if config.engines.is_simulated else config.model.path / "model.safetensors"
+    set_by_the_run = {"checkpoint_dir": learner.checkpoint_dir, "seed": learner.seed, "weights": weights}
+    return learner.simulated.model_copy(update=set_by_the_run)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 MAX_FRUITLESS_EPOCHS = 8
 """Learners that may follow each other without one getting beyond the highest step reached."""
+WARNING_SHARE = 0.5
+"""Of the time after which a run is stalled: then the run says that nothing moves."""
 OWN_CLOCKS = 2.0
 """For so many times its own clock work under way may hold up a stall."""
 
@@ -46,6 +48,8 @@ class StallDetector:
         self._counts_moved_s: dict[str, float] = {}
         self._highest_step = -1
         self._epoch = 0
+        self._allowed_s = stall_s
+        self._warned = False
 
     def stalled(self, now_s: float, signs: Signs) -> str | None:
         """Why the run should end, None while it makes progress."""
@@ -57,12 +61,20 @@ class StallDetector:
         for name, number in signs.counts.items():
             if number > self._reported.get(name, 0):
                 self._counts_moved_s[name] = self._moved_s = now_s
+                self._warned = False
             self._reported[name] = number
-        silent_s = now_s - self._moved_s
-        allowed_s = self._stall_s + OWN_CLOCKS * max(signs.under_way.values(), default=0.0)
-        if silent_s <= allowed_s:
+        self._allowed_s = self._stall_s + OWN_CLOCKS * max(signs.under_way.values(), default=0.0)
+        if now_s - self._moved_s <= self._allowed_s:
             return None
         return f"nothing moved for {self._stall_s:g} s (service.stall_s); {self._last_progress(now_s)}"
+
+    def warning(self, now_s: float) -> str | None:
+        """Once in a silence, when half the time that is left to the run is over."""
+        silent_s = now_s - self._moved_s
+        if self._warned or silent_s <= WARNING_SHARE * self._allowed_s:
+            return None
+        self._warned = True
+        return f"nothing moved for {silent_s:.0f} s; {self._last_progress(now_s)}"
 
     def _last_progress(self, now_s: float) -> str:
         """The clock of each count, the latest first."""

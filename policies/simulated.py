@@ -201,6 +201,9 @@ class SimulatedLearnerConfig(BaseModel):
     """The step with this number never ends, once in a run directory: for trying the watchdog."""
     hangs_again: bool = False
     """It never ends, however often a new learner tries it."""
+    weights: Path | None = None
+    """Weights (safetensors) that real engines are pushed under every version; set by the run. None: the engines are
+    simulated too."""
     checkpoint_dir: Path | None = None
     """Where checkpoints (without weights) are written; set by the run. None keeps them in memory."""
 
@@ -242,8 +245,10 @@ class SimulatedLearner:
         return StepReport(batch_id=batch.lease.batch_id, version=self._version, skipped=False, metrics=metrics)
 
     async def snapshot(self) -> WeightsSnapshot:
-        """No weights, but their name. Raises LearnerNotOpen."""
+        """The same weights under every version, or none but their name. Raises LearnerNotOpen."""
         version = self._opened()
+        if self._config.weights is not None:
+            return WeightsSnapshot(version=version, shards=(WeightsShard.of(self._config.weights),))
         digest = hashlib.sha256(f"simulated {version}".encode()).hexdigest()
         return WeightsSnapshot(version=version, shards=(WeightsShard(path=NOWHERE, sha256=digest),))
 

@@ -18,7 +18,7 @@ from headrace.actors.config import RunConfig
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 SET_BY_THE_RUN = {
     "learner": {"model_dir", "checkpoint_dir", "snapshot_dir", "seed"},
-    "learner.simulated": {"checkpoint_dir", "seed"},
+    "learner.simulated": {"checkpoint_dir", "seed", "weights"},
 }
 HEAD = """# Configuration
 

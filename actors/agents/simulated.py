@@ -3,7 +3,8 @@
 Invariants:
 - How long a rollout takes, how that is split over its turns, and whether it fails, depends on seed, task, rollout and
   attempt alone.
-- It runs nothing in its sandbox, and asks the simulated engines for every turn.
+- It runs nothing in its sandbox, and asks the engines for every turn: simulated ones for the time of it, real ones
+  through its session at the gateway, for an answer that counts towards the time of the turn.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.agents.agent import AgentNotStarted, AgentReport, StopReason
+from headrace.actors.agents.agent import AgentReport, StopReason
+from headrace.actors.agents.chat import ChatContextExceeded, ChatMessage
 from headrace.actors.simulation.durations import Durations, DurationsConfig
 from headrace.actors.simulation.tasks import is_solved
 from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
@@ -60,10 +62,10 @@ class SimulatedAgent:
         return ()
 
     async def run(self, *, session: AgentSession, sandbox: Sandbox, task: Task) -> AgentReport:
-        """Raises AgentNotStarted without simulated engines, EngineUnavailable for a turn that fails."""
+        """Raises EngineUnavailable for a simulated turn that fails, ChatFailed for a real one."""
+        if session.simulated is None:
+            return await self._converse(session, task)
         policy, config = session.simulated, self._config
-        if policy is None:
-            raise AgentNotStarted('the simulated agent asks simulated engines: set engines.backend = "simulated"')
         fates = random.Random(f"fates {config.seed} {policy.key}")
         for turn_s in self.turns_s(policy.key, solved=_solves(task, policy.key)):
             if fates.random() < config.failing_turns:
@@ -73,6 +75,21 @@ class SimulatedAgent:
             await policy.turn(config.tokens_per_turn, turn_s * config.generating_share)
             await asyncio.sleep(turn_s * (1 - config.generating_share))
         return AgentReport(stop=StopReason.FINISHED, turns=config.turns)
+
+    async def _converse(self, session: AgentSession, task: Task) -> AgentReport:
+        """Turns at the gateway. Which of them are slow depends on the session, which is another one in every run."""
+        messages = [ChatMessage(role="user", content=task.instruction)]
+        clock = asyncio.get_running_loop().time
+        for number, turn_s in enumerate(self.turns_s(f"{task.id} {session.base_url} 0"), start=1):
+            began_s = clock()
+            try:
+                reply = await session.chat(messages)
+            except ChatContextExceeded:
+                return AgentReport(stop=StopReason.CONTEXT, turns=number - 1)
+            messages.append(ChatMessage(role="assistant", content=reply.text))
+            messages.append(ChatMessage(role="user", content=f"turn {number} is over"))
+            await asyncio.sleep(max(0.0, began_s + turn_s - clock()))
+        return AgentReport(stop=StopReason.FINISHED, turns=self._config.turns)
 
     def turns_s(self, key: str, *, solved: bool = False) -> list[float]:
         """The duration of an attempt, split over its turns by a draw of its own. `key`: task, rollout, attempt."""

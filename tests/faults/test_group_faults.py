@@ -242,8 +242,8 @@ async def test_an_engine_that_stays_silent_is_replaced(
         await rig.push(models[0], 0)
         [(name, engine)] = (await rig.until_serving(1, "1.0")).items()
         os.kill(engine.process_id, signal.SIGSTOP)
-        await rig.until(lambda now: now[name].state is EngineState.GONE)
-        assert list(await rig.until_serving(1, "1.0")) != [name]
+        await rig.until(lambda now: name not in now)
+        await rig.until_serving(1, "1.0")
 
 
 async def test_a_request_that_arrives_in_a_pause_and_is_aborted_there_really_ends(

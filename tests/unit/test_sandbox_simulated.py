@@ -213,6 +213,28 @@ def test_queue_and_boot_have_clocks_of_their_own() -> None:
     run_virtual(main())
 
 
+def test_training_rollouts_boot_while_a_large_evaluation_is_queued() -> None:
+    """Forty agents on held-out tasks are there first, and keep their places for minutes."""
+
+    async def main() -> None:
+        leased_s: dict[str, list[float]] = {"evaluation": [], "train": []}
+        async with pool_of(host(boot_s=1, boot_sigma=0), max_live=12, boot_concurrency=4, evaluation_reserve=2) as pool:
+
+            async def rollout(purpose: str) -> None:
+                lease = await pool.lease_one(LeaseRequest(spec=SandboxSpec(labels={"purpose": purpose}, ttl_s=1000)))
+                leased_s[purpose].append(now())
+                await asyncio.sleep(120)
+                await pool.release([lease.ref.id])
+
+            evaluation = [rollout("evaluation") for _ in range(40)]
+            training = [rollout("train") for _ in range(5)]
+            await asyncio.gather(*evaluation, *training)
+        assert max(leased_s["train"]) < 120, "before the first of the evaluation gives its place back"
+        assert len(leased_s["evaluation"]) == 40
+
+    run_virtual(main())
+
+
 def test_a_full_provider_is_waited_for_by_the_clock_of_the_queue() -> None:
     """It has fewer places than the pool thinks: that is no failed boot, however often it says so."""
 

@@ -71,6 +71,17 @@ def test_work_that_begins_again_and_again_holds_a_stall_up_only_for_a_time() -> 
     assert detector.stalled(ends_s + 1, signs(under_way=under_way)) is not None
 
 
+def test_a_silence_is_warned_of_once_at_half_its_time() -> None:
+    detector = StallDetector(0.0, STALL_S)
+    warned = {}
+    for second in range(1, 30):
+        assert detector.stalled(float(second), signs(turns=1 if second < 20 else 2)) is None or second in range(12, 20)
+        if (warning := detector.warning(float(second))) is not None:
+            warned[second] = warning
+    assert list(warned) == [7, 26]
+    assert warned[7] == "nothing moved for 6 s; last progress: turns 6 s ago"
+
+
 def test_learners_that_die_at_the_same_step_end_the_run() -> None:
     detector = StallDetector(0.0, STALL_S)
     assert detector.stalled(0.0, signs(version=(1, 5))) is None
