@@ -16,7 +16,7 @@ from headrace.actors.evaluators.baselines import Baselines
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluators.simulated import simulated_verdict
 from headrace.actors.evaluators.verdict import solved
-from headrace.actors.leases import Leases
+from headrace.actors.leases import LEASE_S, Leases
 from headrace.actors.operations import Operations
 from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
@@ -42,9 +42,10 @@ HOLDER = "evaluator"
 class _Rooms(Owning):
     """Clean sandboxes from the pool, in batch calls."""
 
-    def __init__(self, pool: SandboxPool) -> None:
+    def __init__(self, pool: SandboxPool, lease_s: float) -> None:
         super().__init__()
         self._pool = pool
+        self._lease_s = lease_s
         self.judged = 0
         """Clean sandboxes in which all that was wanted was done."""
 
@@ -52,7 +53,7 @@ class _Rooms(Owning):
         enter = self._stack.enter_async_context
         await until_back(lambda: self._pool.release_holder(HOLDER))
         self._freeze: Batcher[SandboxId, None] = await enter(Batcher(self._freeze_many))
-        self._leases = await enter(Leases(self._pool, HOLDER))
+        self._leases = await enter(Leases(self._pool, HOLDER, lease_s=self._lease_s))
         return self
 
     async def freeze(self, sandbox: SandboxId) -> None:
@@ -76,9 +77,9 @@ class _Rooms(Owning):
 class Evaluator(Owning):
     """Scores rollouts in clean sandboxes leased from the pool."""
 
-    def __init__(self, pool: SandboxPool, observing: Observing) -> None:
+    def __init__(self, pool: SandboxPool, observing: Observing, *, lease_s: float = LEASE_S) -> None:
         super().__init__()
-        self._rooms = _Rooms(pool)
+        self._rooms = _Rooms(pool, lease_s)
         self._baselines = Baselines()
         self._observing = observing
         self._simulated = 0

@@ -119,7 +119,10 @@ class ServiceParts(Owning):
         """Engines and evaluator, then the workers that need both."""
         async with asyncio.TaskGroup() as starting:
             engines = starting.create_task(self._spawn_engines())
-            evaluator = starting.create_task(self._spawn("evaluator", Evaluator, self._pool, self._observing))
+            lease_s = self._config.rollout.lease_s
+            evaluator = starting.create_task(
+                self._spawn("evaluator", Evaluator, self._pool, self._observing, lease_s=lease_s)
+            )
         self._engines, self._evaluator = engines.result(), evaluator.result()
         parts = await self._worker_parts(replay, self._evaluator)
         async with asyncio.TaskGroup() as starting:

@@ -130,7 +130,11 @@ def read_long_agents(directory: RunDirectory, config: RunConfig, *, completed: b
     """The figures of a run that has ended. Raises LedgerRefused."""
     summary = summarize(directory, completed=completed)
     metrics, evidence = read_metrics(directory.metrics), read_evidence(directory.path)
-    agent_s = [dict(attempt.phases_s).get("agent", 0.0) for attempt in evidence.attempts if attempt.offered]
+    agent_s = [
+        sum(seconds for phase, seconds in attempt.phases_s if phase == "agent")
+        for attempt in evidence.attempts
+        if attempt.offered
+    ]
     infra = sum(attempt.cause in ("infra", "evaluator") for attempt in evidence.attempts)
     return LongAgents(
         completed=completed,

@@ -75,3 +75,12 @@ def test_shuffled_rewards_teach_nothing() -> None:
     result = bench("control")
     assert result["steps"] == 30
     assert result["final_success"] <= result["base_success"] + 0.05
+
+
+def test_agents_of_half_an_hour_end_neither_run_nor_rollouts() -> None:
+    """A short form: three steps, small evaluations."""
+    figures = bench("longagents", "--steps", "3", "--answers", "16")
+    assert (figures["completed"], figures["stalls"], figures["infra"], figures["problems"]) == (True, 0, 0, [])
+    assert figures["steps"] == 3
+    assert figures["max_staleness_seen"] <= figures["max_staleness"]
+    assert figures["agent_s_max"] > 25

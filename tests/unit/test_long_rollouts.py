@@ -1,0 +1,66 @@
+"""Rollouts as long as the published ones, in virtual time: their silences are no stall."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.actors.config import load_recipe
+from headrace.actors.runtime import InlineRuntime
+from headrace.actors.signs import signs_of, work_clocks
+from headrace.actors.simulation.plan import make_plan
+from headrace.actors.simulation.stage import open_stage
+from headrace.actors.simulation.virtual_time import run_virtual
+from headrace.actors.stall_detector import StallDetector
+from headrace.actors.supervision import Parts, look_at
+
+if TYPE_CHECKING:
+    from headrace.actors.simulation.plan import SimulationPlan
+
+RECIPE = Path(__file__).parents[2] / "scripts" / "recipes" / "claude_code.toml"
+ANSWERS = 256
+"""Of a base evaluation: 64 tasks, 4 samples."""
+LOOK_S = 5.0
+
+
+async def evaluate_watched(plan: SimulationPlan, stall_s: float | None) -> list[str]:
+    """What the stall detector says during a base evaluation, by the recipe's clock or another one."""
+    config = load_recipe(RECIPE, (), Path("run"))
+    said: list[str] = []
+    clock = asyncio.get_running_loop().time
+    async with open_stage(plan, InlineRuntime(), clock=clock) as stage, asyncio.TaskGroup() as tasks:
+        parts = Parts(
+            learner=stage.learner,
+            dispatcher=stage.dispatcher,
+            pool=stage.pool,
+            evaluator=stage.evaluator,
+            workers=stage.workers,
+        )
+        await stage.learner.open()
+        detector = StallDetector(clock(), config.service.stall_s if stall_s is None else stall_s)
+
+        async def watch() -> None:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                signs = signs_of(await look_at(parts), work_clocks(config))
+                lines = (detector.stalled(clock(), signs), detector.warning(clock()))
+                said.extend(line for line in lines if line is not None)
+
+        watching = tasks.create_task(watch())
+        await stage.dispatcher.evaluate(plan.task_set()[:ANSWERS], samples=1, tag="base")
+        watching.cancel()
+    return said
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_base_evaluation_with_the_published_durations_is_no_stall(seed: int) -> None:
+    assert run_virtual(evaluate_watched(make_plan("swe64", {"seed": seed}), None)) == []
+
+
+def test_turns_of_a_rollout_are_progress_before_its_end() -> None:
+    """With a clock that is shorter than the rollouts, and longer than their turns."""
+    plan = make_plan("swe64", {"turns": 64})
+    assert run_virtual(evaluate_watched(plan, 200.0)) == []
