@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
+RAY_FIXTURES = {"ray_cluster", "finished_run"}
+
 
 def load_support(name: str) -> ModuleType:
     """A support module of this folder (tests are no package: import-mode is importlib)."""
@@ -24,6 +26,16 @@ def load_support(name: str) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group the tests for several workers (`--dist loadgroup`): a file's tests share a worker, and all files that use
+    Ray share one, since a machine has one Ray cluster for a test run. Those come first: they take longest."""
+    ray_files = {item.path for item in items if not RAY_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))}
+    items.sort(key=lambda item: item.path not in ray_files)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ray" if item.path in ray_files else item.path.stem))
 
 
 @pytest.fixture(scope="session", name="load_support")
