@@ -2,7 +2,8 @@
 
 Invariants:
 - A new incarnation opens a new epoch from the newest complete checkpoint, and pushes its weights before it takes
-  anything.
+  anything. Engines that serve weights which the undone steps, trained again, lead to keep them until the learner is
+  there: what they sample meanwhile is as fresh as before the crash.
 - Order of a step: commit durable, then push. Order of a checkpoint: directory renamed, then the ledger row.
 - The next step runs while the weights of the last one are sent; at most one push is under way.
 - A batch is never given back after its step began.
@@ -158,6 +159,7 @@ class LearnerLoop:
         self._tokens = 0
         self._stage, self._stage_since_s = Stage.WAITING, 0.0
         self._stages = 0
+        self._on_the_way_back = False
         self._draining = asyncio.Event()
         self._opening = asyncio.Lock()
 
@@ -251,8 +253,18 @@ class LearnerLoop:
         with self._in(Stage.OPENING):
             await self._learner.open(checkpoint, epoch=version.epoch)
         self._saved_at = version.step if checkpoint is not None else -1
-        await self._push()
+        self._on_the_way_back = await self._engines_are_ahead()
+        if not self._on_the_way_back:
+            await self._send(await self._learner.snapshot())
         return version
+
+    async def _engines_are_ahead(self) -> bool:
+        """Whether the engines serve what this learner is on its way back to. The buffer is told: it may be new."""
+        served = await until_back(self._engines.served_version)
+        if served is None or not await until_back(lambda: self._replay.lies_ahead(served)):
+            return False
+        await until_back(lambda: self._replay.served(served))
+        return True
 
     async def _take(self) -> Batch | None:
         version = self._version
@@ -288,10 +300,10 @@ class LearnerLoop:
             if self._pushing is not None:
                 await self._pushing
             self._clock.push_s += _now() - start
+            if self._on_the_way_back and await self._engines_are_ahead():
+                return
+            self._on_the_way_back = False
             self._pushing = pushes.create_task(self._send(await self._learner.snapshot()))
-
-    async def _push(self) -> None:
-        await self._send(await self._learner.snapshot())
 
     async def _send(self, snapshot: WeightsSnapshot) -> None:
         in_flight = (await until_back(self._replay.status)).inventory.in_flight

@@ -193,6 +193,12 @@ class Replay:
         self._opened.set()
         return version
 
+    async def lies_ahead(self, version: PolicyVersion) -> bool:
+        """Whether a resumed learner is on its way back to the weights of `version`: engines that serve them stay as
+        they are, and what they sample is not stale when it is trained."""
+        with self._ending():
+            return self._store.lies_ahead(version)
+
     async def served(self, version: PolicyVersion) -> None:
         """The engines serve this version now: what is issued from here on begins with it."""
         self._served = version

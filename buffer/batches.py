@@ -1,14 +1,15 @@
 """Batches: taken, committed, released, rolled back.
 
 Invariants:
-- No member is leased whose staleness at the batch's version exceeds the bound; a commit is accepted only at that
-  version, in the order taken. Hence nothing is trained over the bound.
+- No member is leased whose staleness at the batch's version exceeds the bound, by committed steps alone; a commit is
+  accepted only at that version, in the order taken. Hence nothing is trained over the bound.
 - Only the newest epoch takes and commits; every surviving step extends the hash chain of the one before.
 - A released or rolled-back batch is issued again as the same batch (id and ordered members), before any fresh one,
   unless a member went over the bound: then that member is evicted and the others are sealed rollouts like any.
 - Fresh batches hold the stalest rollouts first, then those sealed first: who came late through no fault of its own is
   trained before it goes over the bound.
-- Staleness never falls while versions grow, so what is over the bound at the next version to be trained stays so.
+- A step that repeats an undone one leads to its place in the version tree, so that a resume makes nothing stale. What
+  no batch holds is judged at the version that the batches issued again lead to: it cannot be trained before.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from headrace.buffer.records import (
     EpochRecord,
     RolloutState,
 )
-from headrace.buffer.types import BatchId, batch_digest, extend_chain
+from headrace.buffer.repeated_steps import digest_of
+from headrace.buffer.types import BatchId, extend_chain
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ class BatchBook:
         """Lease the first queued batch that may be trained at `version`, which `lease_at` found in order, else a fresh
         one; None when there is none yet."""
         self._settle_queue(version)
-        self._evict_sealed(version)
+        self._evict_sealed(self._state.horizon(version))
         return self._lease_next(version, epoch, now)
 
     def refuse_exhausted(self) -> None:
@@ -142,7 +144,7 @@ class BatchBook:
             self._record(checkpoint, sequence, now)
         parent = checkpoint.version if checkpoint else (PolicyVersion(1, 0) if epoch > 1 else None)
         chain = checkpoint.chain if checkpoint else ""
-        self._state.put(EpochRecord(epoch=epoch, parent=parent, chain=chain, opened_at_s=now))
+        self._state.put(EpochRecord(epoch=epoch, parent=parent, chain=chain, opened_at_s=now, follows=parent))
         return self._head()
 
     def needs_history(self, checkpoint: CheckpointRef | None) -> bool:
@@ -175,7 +177,13 @@ class BatchBook:
             raise StaleEpoch(f"epoch {epoch} is not the open one ({self._state.epoch}): this learner must end")
 
     def _stalest(self, versions: Versions, version: PolicyVersion) -> int:
-        return max(self._state.tree.staleness(version, sampled) for sampled in versions)
+        return max(self._state.staleness(version, sampled) for sampled in versions)
+
+    def _is_within(self, rollouts: Iterable[RolloutId], version: PolicyVersion) -> bool:
+        """Whether none is over the bound by committed steps alone. Ahead of other leases it may depend on these, which
+        may be skipped."""
+        sampled = {each for rollout_id in rollouts for each in self._state.versions_of(rollout_id)}
+        return all(self._state.tree.staleness(version, each) <= self._config.max_staleness for each in sampled)
 
     def _settle_queue(self, version: PolicyVersion) -> None:
         """Dissolve batches at the front of the queue that cannot be issued again as they were."""
@@ -189,7 +197,7 @@ class BatchBook:
             self._state.count("batches_dissolved")
             for rollout_id in members:
                 if rollout_id in over:
-                    evict(self._state, self._history, rollout_id)
+                    evict(self._state, self._history, rollout_id, version)
                 else:
                     self._state.move(rollout_id, RolloutState.SEALED, batch_id=None)
 
@@ -199,7 +207,7 @@ class BatchBook:
         free = self._state.free_by_versions
         over = [versions for versions in free if self._stalest(versions, version) > bound]
         for rollout_id in [rollout_id for versions in over for rollout_id in free[versions]]:
-            evict(self._state, self._history, rollout_id)
+            evict(self._state, self._history, rollout_id, version)
 
     def _most_urgent(self, version: PolicyVersion) -> list[RolloutId]:
         """A batch of the free sealed rollouts, or nothing."""
@@ -213,13 +221,16 @@ class BatchBook:
         return [rollout_id for *_, rollout_id in nsmallest(self._config.batch_size, ranked)]
 
     def _lease_next(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
-        """The first queued batch; a fresh one when none is queued."""
+        """The first queued batch; a fresh one when none is queued. None also while it must wait for the leases before
+        it to be committed."""
         queued = next(iter(self._state.queue()), None)
         if queued is not None:
             members = [member.rollout_id for member in queued.members]
+            if not self._is_within(members, version):
+                return None
             return self._lease(queued.batch_id, queued.ordinal, members, version, epoch, now)
         fresh = self._most_urgent(version)
-        if not fresh:
+        if not fresh or not self._is_within(fresh, version):
             return None
         ordinal = self._state.next_batch
         return self._lease(BatchId(f"b{ordinal:06d}"), ordinal, fresh, version, epoch, now)
@@ -254,7 +265,8 @@ class BatchBook:
         return batch
 
     def _commit(self, batch: BatchRecord, report: StepReport, now: float) -> None:
-        digest = batch_digest(batch.batch_id, tuple((member.rollout_id, member.attempt) for member in batch.members))
+        chain = extend_chain(self._state.chain, digest_of(batch))
+        repeated = None if report.skipped else self._state.repeated(batch.version, chain)
         self._state.put(
             CommitRecord(
                 sequence=self._state.next_commit,
@@ -263,12 +275,14 @@ class BatchBook:
                 trained_at=batch.version,
                 version=report.version,
                 skipped=report.skipped,
-                chain=extend_chain(self._state.chain, digest),
+                chain=chain,
                 max_staleness=self._config.max_staleness,
                 committed_at_s=now,
                 metrics=dict(report.metrics),
             )
         )
+        if repeated is not None:
+            self._state.put(replace(self._state.epochs[batch.epoch], follows=repeated))
         self._state.put(replace(batch, state=BatchState.COMMITTED))
         for member in batch.members:
             self._state.move(member.rollout_id, RolloutState.TRAINED)

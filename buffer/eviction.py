@@ -3,7 +3,7 @@
 Invariants:
 - It is issued again, at the front, until it went over the bound `max_evictions` times (fixed when its group was
   opened); once more and it is evicted for good. Slow tasks are neither dropped at once nor tried for ever.
-- An attempt of an earlier epoch went over by the fork, not because it is slow: that does not count.
+- One that is over because its line was left at a fork, not because it is slow, does not count as such.
 - What its group's sealing fixed stays: baseline, scale, and its first reward in the group's statistics.
 """
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from headrace.buffer.history import TaskHistory
     from headrace.buffer.state import ReplayState
     from headrace.buffer.types import RolloutId
+    from headrace.buffer.versions import PolicyVersion
 
 
-def evict(state: ReplayState, history: TaskHistory, rollout_id: RolloutId) -> None:
-    """Issue a rollout over the bound again, or end it."""
+def evict(state: ReplayState, history: TaskHistory, rollout_id: RolloutId, version: PolicyVersion) -> None:
+    """Issue a rollout over the bound at `version` again, or end it."""
     rollout, group = state.rollouts[rollout_id], state.group_of(rollout_id)
-    forked = state.attempts[rollout_id].version.epoch < state.epoch
+    forked = not state.foresight.tree.leads_to(state.attempts[rollout_id].version, version)
     if not forked:
         history.evicted(group.task_id)
         if rollout.evictions >= group.max_evictions:

@@ -83,10 +83,11 @@ class Evidence:
         return [commit for commit in self.commits if commit.rolled_back_by is None]
 
     def tree(self) -> VersionTree:
-        """All epochs with their parents; the caller's own."""
+        """All epochs with their forks; the caller's own."""
         tree = VersionTree()
         for epoch in self.epochs:
-            tree.open_epoch(epoch.epoch, epoch.parent)
+            known = epoch.follows is not None and epoch.follows.epoch in tree.forks
+            tree.open_epoch(epoch.epoch, epoch.follows if known else epoch.parent)
         return tree
 
 

@@ -114,7 +114,7 @@ class GroupBook:
         return tuple(
             self._state.attempts[rollout_id].key
             for issued_at, rollouts in self._state.in_flight_by_version.items()
-            if self._state.tree.staleness(version, issued_at) > self._config.max_staleness
+            if self._state.staleness(self._state.horizon(version), issued_at) > self._config.max_staleness
             for rollout_id in rollouts
         )
 
@@ -167,9 +167,9 @@ class GroupBook:
         """No failure. One that was over the bound already is issued again only so often."""
         self._state.count("attempts_cancelled")
         version = self._state.next_version
-        over = version and self._state.tree.staleness(version, attempt.version) > self._config.max_staleness
-        if attempt.offered and over:
-            evict(self._state, self._history, attempt.rollout_id)
+        bound = self._config.max_staleness
+        if attempt.offered and version and self._state.staleness(version, attempt.version) > bound:
+            evict(self._state, self._history, attempt.rollout_id, version)
         else:
             self._state.move(attempt.rollout_id, RolloutState.PENDING)
 

@@ -126,7 +126,7 @@ class Ledger:
         if history:
             wheres = {"attempts": "WHERE (rollout_id, attempt) IN (SELECT rollout_id, attempt FROM rollouts)"}
         wheres |= {
-            "commits": "WHERE rolled_back_by IS NULL ORDER BY sequence",
+            "commits": "ORDER BY sequence",
             "epochs": "ORDER BY epoch",
             "outages": _NEWEST_OUTAGES,
         }

@@ -109,6 +109,8 @@ def _from_2(database: sqlite3.Connection) -> None:
     for table in ("attempts", "evaluations"):
         database.execute(f"UPDATE {table} SET solved = 1 WHERE reward > 0")
     database.execute("UPDATE attempts SET charged_to = 'task' WHERE cause IN ('infra', 'evaluator', 'poison')")
+    # Version 2 counted every step after a resume as a fork, and its members' staleness was stored so.
+    database.execute("UPDATE epochs SET follows = parent")
 
 
 _STEPS: Mapping[int, Callable[[sqlite3.Connection], None]] = {1: _from_1, 2: _from_2}

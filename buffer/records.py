@@ -320,12 +320,14 @@ class CommitRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRecord:
-    """A learner incarnation: forked at `parent`, where the hash chain was `chain`."""
+    """A learner incarnation: opened at `parent`, where the hash chain was `chain`. `follows` is the newest version of
+    an earlier epoch that its line has come to: `parent`, and then each undone step that it repeated."""
 
     epoch: int
     parent: PolicyVersion | None
     chain: str
     opened_at_s: float
+    follows: PolicyVersion | None = None
 
     @property
     def key(self) -> int:

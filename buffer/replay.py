@@ -209,12 +209,18 @@ class ReplayBuffer:
         return self._outages.wakes_at(now)
 
     def may_begin(self, version: PolicyVersion) -> bool:
-        """Whether attempts may begin with `version`, which the engines serve: it is within the bound of the head, as
-        after a fork it need not be. In mode `sync` it must be the head."""
+        """Whether attempts may begin with `version`, which the engines serve: it is within the bound of the first
+        version at which they could be trained, as after a fork it need not be. In mode `sync` it has its weights."""
         head = self.state.head
-        if self.config.mode == "sync" or head is None:
-            return version == head
-        return self.state.tree.staleness(head, version) <= self.config.max_staleness
+        if head is None:
+            return False
+        bound = 0 if self.config.mode == "sync" else self.config.max_staleness
+        return self.state.staleness(self.state.horizon(head), version) <= bound
+
+    def lies_ahead(self, version: PolicyVersion) -> bool:
+        """Whether the batches issued again lead to the weights of `version`, and are not there yet: engines that serve
+        them need not be pushed to."""
+        return self.state.lies_ahead(version)
 
     def offer(self, result: RolloutResult, now: float) -> Receipt:
         """Take in what became of an attempt; idempotent by (rollout, attempt). Late, repeated and unknown ones are

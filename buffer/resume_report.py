@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.records import BatchState, RolloutState
+from headrace.buffer.repeated_steps import UndoneSteps, digest_of
+from headrace.buffer.types import extend_chain
 from headrace.buffer.verify import audit
 from headrace.buffer.versions import PolicyVersion
 
@@ -169,18 +171,25 @@ class _Plan:
         return [*undone, *leased, *sorted(queued, key=lambda batch: batch.queue_order or 0)]
 
     def _over_bound(self) -> int:
-        """Rollouts of `batches` whose staleness is over the bound when their batch's turn comes: a step for each batch
-        before it that is not taken apart."""
+        """Rollouts of `batches` whose staleness is over the bound when their batch's turn comes, after those before it
+        that are not taken apart."""
         if not self.evidence.epochs:
             return 0
-        tree = self.evidence.tree()
+        tree, undone = self.evidence.tree(), UndoneSteps()
         parent = self.checkpoint.version if self.checkpoint else PolicyVersion(1, 0)
         tree.open_epoch(self._epoch, parent)
-        total, step = 0, parent.step
+        kept = {commit.sequence for commit in self.path[: self.known or 0]}
+        for commit in self.evidence.commits:
+            if commit.sequence not in kept:
+                undone.add(commit)
+        total, version = 0, PolicyVersion(self._epoch, parent.step)
+        chain = self.checkpoint.chain if self.checkpoint else ""
         for batch in self.batches:
-            over = self._members_over(batch, PolicyVersion(self._epoch, step), tree)
+            over = self._members_over(batch, version, tree)
             total += over
-            step += not over
+            if not over:
+                after = undone.foresee(tree, version, chain, [batch])
+                version, tree, chain = after.version, after.tree, extend_chain(chain, digest_of(batch))
         return total
 
     def _members_over(self, batch: BatchRecord, trained_at: PolicyVersion, tree: VersionTree) -> int:

@@ -60,6 +60,7 @@ OUTAGES_OF_3 = """CREATE TABLE outages (
   number INTEGER PRIMARY KEY, component TEXT NOT NULL, reason TEXT NOT NULL, began_at_s REAL NOT NULL,
   ended_at_s REAL)"""
 CHANGES_OF_3 = (
+    "ALTER TABLE epochs ADD COLUMN follows TEXT",
     "ALTER TABLE attempts ADD COLUMN solved INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE evaluations ADD COLUMN solved INTEGER NOT NULL DEFAULT 0",
     """CREATE TABLE interventions (
@@ -232,7 +233,12 @@ def _optional(kind: Callable[[str], object]) -> Callable[[str | None], object]:
 
 TABLES: Mapping[type, Table] = {
     EpochRecord: _table(
-        EpochRecord, "epochs", "epoch", "parent chain opened_at_s", {"parent": _version}, {"parent": _version_text}
+        EpochRecord,
+        "epochs",
+        "epoch",
+        "parent chain opened_at_s follows",
+        {"parent": _version, "follows": _version},
+        {"parent": _version_text, "follows": _version_text},
     ),
     GroupRecord: _table(
         GroupRecord,

@@ -101,7 +101,7 @@ class Sealing:
         opened = self._state.groups[group_id].opened_at_s
         updates_left = None
         if self._rule.expires and finished and (version := self._state.next_version):
-            stalest = max(self._state.tree.staleness(version, attempt.version) for attempt in finished)
+            stalest = max(self._state.staleness(version, attempt.version) for attempt in finished)
             updates_left = self._config.max_staleness - stalest
         return GroupView(
             size=len(members),

@@ -36,6 +36,7 @@ from headrace.buffer.records import (
     RolloutState,
     TaskRecord,
 )
+from headrace.buffer.repeated_steps import Foresight, UndoneSteps
 from headrace.buffer.versions import PolicyVersion, VersionTree
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ class ReplayState:
         self._in_flight: dict[PolicyVersion, dict[RolloutId, None]] = {}
         self._free: dict[Versions, dict[RolloutId, None]] = {}
         self._batches: dict[BatchState, dict[BatchId, None]] = {state: {} for state in BatchState}
+        self._undone = UndoneSteps()
+        self._foresight: Foresight | None = None
         # Attempts after the rollouts in a snapshot: the indices by version need both.
         for record in sorted(snapshot.records, key=lambda record: isinstance(record, RolloutRecord)):
             self._index(record)
@@ -194,9 +197,44 @@ class ReplayState:
 
     @property
     def next_version(self) -> PolicyVersion | None:
-        """The version at which the next batch will be trained: the head, and a step for each lease."""
+        """The version at which the next fresh batch will be trained: the head, and a step for each batch that is leased
+        or waits to be issued again."""
+        return self.foresight.version if self.epochs else None
+
+    @property
+    def foresight(self) -> Foresight:
+        """What the leased batches and those to be issued again come to, of an open epoch."""
+        if self._foresight is None:
+            assert self.head is not None
+            batches = [*self.leases(), *self.queue()]
+            self._foresight = self._undone.foresee(self.tree, self.head, self.chain, batches)
+        return self._foresight
+
+    def horizon(self, version: PolicyVersion) -> PolicyVersion:
+        """The first version at which what no batch holds can be trained: `version`, or after a resume the one that the
+        batches issued again lead to."""
+        if not self.epochs or not (self._batches[BatchState.QUEUED] or self._is_repeating()):
+            return version
+        return self.foresight.version
+
+    def staleness(self, trained_at: PolicyVersion, sampled: PolicyVersion) -> int:
+        """Updates on the path between the two, once the batches that are leased or to be issued again are trained."""
+        return (self.foresight.tree if self.epochs else self.tree).staleness(trained_at, sampled)
+
+    def lies_ahead(self, version: PolicyVersion) -> bool:
+        """Whether the batches issued again lead to these weights, and are not there yet."""
         head = self.head
-        return head and PolicyVersion(head.epoch, head.step + len(self._batches[BatchState.LEASED]))
+        if head is None or version.epoch not in self.tree.forks or version.step <= head.step:
+            return False
+        return self.foresight.tree.leads_to(version, self.foresight.version)
+
+    def repeated(self, trained_at: PolicyVersion, chain: str) -> PolicyVersion | None:
+        """The version of an undone step that a step from `trained_at` to `chain` repeats."""
+        return self._undone.repeated(self.tree, trained_at, chain)
+
+    def _is_repeating(self) -> bool:
+        head, fork = self.head, self.foresight.tree.forks[self.epoch]
+        return head is not None and fork is not None and fork.step > head.step
 
     def close_covered(self, sequence: int) -> None:
         """Close and forget what the steps up to `sequence`, now in a checkpoint, leave nothing to do for."""
@@ -238,8 +276,8 @@ class ReplayState:
                 self._index_commit(record)
             case EpochRecord():
                 self.epochs[record.epoch] = record
-                if record.epoch not in self.tree.forks:
-                    self.tree.open_epoch(record.epoch, record.parent)
+                self.tree.forks[record.epoch] = record.follows
+                self._foresight = None
             case CheckpointRecord():
                 self.checkpoints[record.version] = record
             case EvaluationRecord():
@@ -290,6 +328,7 @@ class ReplayState:
             _discard(self._free, self.versions_of(known.rollout_id), known.rollout_id)
 
     def _index_batch(self, record: BatchRecord) -> None:
+        self._foresight = None
         known = self.batches.get(record.batch_id)
         if known is not None:
             del self._batches[known.state][record.batch_id]
@@ -298,6 +337,9 @@ class ReplayState:
         self.next_batch = max(self.next_batch, record.ordinal + 1)
 
     def _index_commit(self, record: CommitRecord) -> None:
+        self._foresight = None
+        if record.rolled_back_by is not None:
+            self._undone.add(record)
         self.next_commit = max(self.next_commit, record.sequence + 1)
         if record.rolled_back_by is None:
             self.commits[record.sequence] = record

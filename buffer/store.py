@@ -271,6 +271,11 @@ class ReplayStore:
         self._check()
         return self._core.may_begin(version)
 
+    def lies_ahead(self, version: PolicyVersion) -> bool:
+        """Whether the batches issued again lead to the weights of `version`, and are not there yet."""
+        self._check()
+        return self._core.lies_ahead(version)
+
     def admit(self, in_flight: int | None = None) -> int:
         """How many rollouts may start now."""
         self._check()

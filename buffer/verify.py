@@ -5,6 +5,7 @@ Invariants:
 - Pure reading: see `evidence`. It works on a run whose process was killed and on one that is running.
 - The surviving path, every rollout's state, every staleness and the hash chain are derived again from attempts,
   commits and forks, and compared with what is stored; so are baselines and advantages (`verify_groups`).
+- A resumed line counts as the line before it only as far as the hash chains of their steps agree.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ class _Audit:
         self.lost: dict[RolloutId, str] = {}
 
     def report(self) -> VerifyReport:
+        self._check_forks()
         self._check_chain()
         trained = self._trained()
         self._check_states(trained)
@@ -154,6 +156,30 @@ class _Audit:
         if self.evidence.surviving != path:
             self.problems.append("the steps marked as undone are not those that the forks undid")
         return path
+
+    def _check_forks(self) -> None:
+        """No epoch follows an earlier one further than both were trained on the same batches. Places are numbered by
+        the steps that lead to them, whatever the versions are called."""
+        by_epoch: dict[int, list[CommitRecord]] = {}
+        for commit in self.evidence.commits:
+            by_epoch.setdefault(commit.epoch, []).append(commit)
+        places: dict[PolicyVersion, int] = {PolicyVersion(1, 0): 0}
+        numbers: dict[tuple[int | None, str], int] = {}
+        for epoch in self.evidence.epochs:
+            parent = epoch.parent or PolicyVersion(1, 0)
+            places[PolicyVersion(epoch.epoch, parent.step)] = places.get(parent, -1)
+            for commit in by_epoch.get(epoch.epoch, ()):
+                if not commit.skipped:
+                    step = (places.get(commit.trained_at), commit.chain)
+                    places[commit.version] = numbers.setdefault(step, len(numbers) + 1)
+            follows = epoch.follows
+            if follows is None:
+                continue
+            here = places.get(PolicyVersion(epoch.epoch, follows.step))
+            if follows.epoch >= epoch.epoch or here is None or here != places.get(follows):
+                self.problems.append(
+                    f"epoch {epoch.epoch} counts as {follows} at step {follows.step}, but was trained on other batches"
+                )
 
     def _check_chain(self) -> None:
         chain, before = "", None

@@ -3,7 +3,9 @@
 Invariants:
 - A version is never reused: a resume opens a new epoch at the step it resumes from, so `2.40` has the weights of
   `1.40` when epoch 2 was forked at `1.40`.
-- Staleness is the number of optimizer updates on the path between two versions in that tree.
+- A place in the tree stands for weights: a resumed step over the same chain of batches leads to the place that the
+  undone step had (`2.41` is where `1.41` was), so an epoch forks where its batches first differ, not where it opened.
+- Staleness is the number of optimizer updates on the path between two places in that tree.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class PolicyVersion:
 
 @dataclass(slots=True)
 class VersionTree:
-    """Forks by epoch: `forks[e]` is the version (of an earlier epoch) whose weights epoch `e` started from, None for
-    a root."""
+    """Forks by epoch: `forks[e]` is the newest version of an earlier epoch that is on the line of epoch `e`, None for a
+    root. The line opens there or before, and every step that it repeats moves its fork on."""
 
     forks: dict[int, PolicyVersion | None] = field(default_factory=dict)
 
@@ -45,6 +47,15 @@ class VersionTree:
             raise ValueError(f"parent epoch {parent.epoch} is unknown")
         self.forks[epoch] = parent
 
+    def following(self, epoch: int, fork: PolicyVersion | None) -> VersionTree:
+        """The same tree, but for the fork of one epoch."""
+        return VersionTree(self.forks | {epoch: fork})
+
+    def repeats(self, version: PolicyVersion) -> bool:
+        """Whether the line of its epoch is, up to this version, one that an earlier epoch went."""
+        fork = self.forks[version.epoch]
+        return fork is not None and version.step <= fork.step
+
     def staleness(self, trained_at: PolicyVersion, sampled: PolicyVersion) -> int:
         """Optimizer updates on the path between the two versions (2.41 against 1.45 forked at 1.40: 1 + 5 = 6)."""
         left, right, distance = trained_at, sampled, 0
@@ -56,8 +67,14 @@ class VersionTree:
             distance += climbed
         return distance + abs(left.step - right.step)
 
+    def leads_to(self, earlier: PolicyVersion, later: PolicyVersion) -> bool:
+        """Whether the weights of `later` came from those of `earlier`, or are the same."""
+        return self.staleness(later, earlier) == later.step - earlier.step
+
     def _climb(self, version: PolicyVersion) -> tuple[PolicyVersion, int]:
-        parent = self.forks[version.epoch]
-        if parent is None:
+        """To the line of an earlier epoch, and the updates on the way."""
+        fork = self.forks[version.epoch]
+        if fork is None:
             raise ValueError(f"version {version} shares no ancestor with the other")
-        return parent, version.step - parent.step
+        step = min(version.step, fork.step)
+        return PolicyVersion(fork.epoch, step), version.step - step

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from headrace.actors.gateway import GatewayActor
     from headrace.actors.observing import Observing
     from headrace.actors.runtime import RayRuntime
+    from headrace.buffer.versions import PolicyVersion
     from headrace.policies.learner import WeightsSnapshot
     from headrace.policies.push.contract import PushConfig
 
@@ -179,6 +180,12 @@ class EngineGroup:
                 while self._serves is unlike:
                     await self._published.wait()
         return self._serves
+
+    async def served_version(self) -> PolicyVersion | None:
+        """The newest snapshot's version if an engine serves it, once a push under way is over."""
+        async with self._lock:
+            newest = self._journal.newest()
+            return newest.version if newest is not None and self._serving(newest) else None
 
     async def status(self) -> list[EngineStatus]:
         """Every engine, the last ones that are gone too."""

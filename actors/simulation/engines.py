@@ -103,6 +103,11 @@ class SimulatedEngineGroup:
             record = {"version": str(snapshot.version), "total_s": total_s, "rollouts_in_flight": rollouts_in_flight}
             self._metrics.append("push", record)
 
+    async def served_version(self) -> PolicyVersion | None:
+        """As `EngineGroup.served_version`."""
+        async with self._pushing:
+            return self._served.version
+
     async def watch(self, load: WorkerLoad, *, after: int) -> Served:
         """What is served, as soon as its number is above `after`, or after `WATCH_S`."""
         self._hear(load)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import sqlite3
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import orjson
@@ -15,14 +18,23 @@ from typer.testing import CliRunner
 
 from headrace.actors.cli import app
 from headrace.actors.replay import Replay
-from headrace.actors.simulation.faults import FaultReport, simulate_faults
+from headrace.actors.run_directory import RunDirectory
+from headrace.actors.simulation.durations import DurationsConfig
+from headrace.actors.simulation.faults import FaultReport, History, Storm, simulate_faults
+from headrace.actors.simulation.faulty_runtime import CallFaults
+from headrace.actors.simulation.faulty_world import FaultyLoop
+from headrace.actors.simulation.plan import SimulationPlan
 from headrace.buffer.batches import BatchBook
 from headrace.buffer.groups import GroupBook
 from headrace.buffer.ledger import Ledger
 from headrace.buffer.types import ReceiptStatus
+from headrace.sandboxes.simulated.provider import SimulationConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from headrace.actors.simulation.faulty_runtime import FaultyRuntime
 
 IN_CI = 50
 SLOW = 1000
@@ -59,6 +71,57 @@ def test_everything_holds_where_it_once_did_not() -> None:
 def test_everything_holds_under_a_thousand_storms() -> None:
     with ProcessPoolExecutor(os.cpu_count()) as processes:
         assert broken(processes.map(quietly, range(IN_CI, IN_CI + SLOW), chunksize=10)) == []
+
+
+class LearnerDies(History):
+    """Nothing strikes but once: the learner, nine steps after the last checkpoint."""
+
+    async def _strike(self, runtime: FaultyRuntime) -> None:
+        while self.stage is None or (await self.stage.replay.status()).steps_committed < 9:  # noqa: ASYNC110 - virtual
+            await asyncio.sleep(1.0)
+        runtime.cells["learner"].kill("struck")
+
+
+def test_a_crash_nine_steps_after_a_checkpoint_costs_no_rollout(tmp_path: Path) -> None:
+    """With the defaults (a checkpoint every ten steps, a bound of 4) it dissolved six batches and cancelled nearly all
+    that was in flight."""
+    plan = SimulationPlan(
+        batch_size=8,
+        group_size=4,
+        slots=32,
+        workers=1,
+        steps=14,
+        save_every=10,
+        max_staleness=4,
+        durations=DurationsConfig(mean_s=40.0, median_s=30.0, cap_s=150.0),
+        learner_s=60.0,
+        push_s=1.0,
+        tasks=24,
+        turns=3,
+    )
+    directory = RunDirectory(path=tmp_path / "run")
+    directory.write_beginning(plan.task_set(), "faults")
+    calls = CallFaults(delay_s=0.01, slow=0, slow_s=1, lost=0, answer_lost=0, repeated=0, restart_s=1)
+    storm = Storm(
+        plan=plan, calls=calls, host=SimulationConfig(capacity=64), lasts_s=1.0, between_s=1.0, driver_deaths=0
+    )
+    history = LearnerDies(seed=1, storm=storm, directory=directory)
+    with asyncio.Runner(loop_factory=FaultyLoop) as runner:
+        runner.run(history.run())
+    report = history.report()
+    assert (report.problems, report.steps) == ((), 14)
+    with closing(sqlite3.connect(directory.path / "ledger.db")) as ledger:
+        counters = dict(ledger.execute("SELECT name, value FROM counters"))
+        [(follows, crashed_s)] = ledger.execute("SELECT follows, opened_at_s FROM epochs WHERE epoch = 2")
+        [(back_s,)] = ledger.execute("SELECT committed_at_s FROM commits WHERE version = '2.9'")
+        costs = (
+            "(cause = 'cancelled' AND ended_at_s BETWEEN :a AND :b) OR (attempt > 1 AND issued_at_s BETWEEN :a AND :b)"
+        )
+        lost = ledger.execute(f"SELECT * FROM attempts WHERE {costs}", {"a": crashed_s, "b": back_s}).fetchall()
+    assert follows == "1.9"
+    assert counters["batches_rolled_back"] == 9
+    assert "batches_dissolved" not in counters
+    assert lost == [], "while the learner came back nothing was cancelled and nothing run again"
 
 
 def test_the_same_seed_is_the_same_history_in_another_process() -> None:

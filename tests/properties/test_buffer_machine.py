@@ -1,8 +1,9 @@
 """Random lives of a buffer and its ledger against a plain model, with crashes and resumes at any point, and a clock
 that jumps both ways.
 
-The model knows versions as the tuples of updates that made their weights, so its staleness needs no tree of versions;
-it says of a rule whether it accepts now, where the buffer knows from when on.
+The model knows versions as the tuples of updates that made their weights, each named by the batches trained up to it,
+so its staleness needs no tree of versions; it says of a rule whether it accepts now, where the buffer knows from when
+on.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.path, self.checkpoints, self.leases = [], [], []
         self.weights = {}
         self.served, self.evicted, self.dropped = PolicyVersion(1, 0), set(), set()
-        self.updates = 0
+        self.outcomes = {}
         self.stored = []
 
     def open_ledger(self):
@@ -96,6 +97,35 @@ class BufferMachine(RuleBasedStateMachine):
     @property
     def next_version(self):
         return PolicyVersion(self.head.epoch, self.head.step + len(self.leases))
+
+    @property
+    def chain(self):
+        chain = ""
+        for step in self.path:
+            chain = extend_chain(chain, batch_digest(step.batch_id, step.members))
+        return chain
+
+    def weights_after(self, batches):
+        """The weights that these batches lead to from the head, if each step goes as it went before."""
+        weights, chain = self.weights[self.head], self.chain
+        for batch in batches:
+            members = tuple((member.rollout_id, member.attempt) for member in batch.members)
+            chain = extend_chain(chain, batch_digest(batch.batch_id, members))
+            if not self.outcomes.get((weights, chain), False):
+                weights = (*weights, chain)
+        return weights
+
+    @property
+    def planned(self):
+        return self.weights_after([*self.leases, *self.core.state.queue()])
+
+    @property
+    def horizon(self):
+        """Where what is in no batch is judged: at the head, or where a resumed learner is on its way to."""
+        head, planned = self.weights[self.head], self.planned
+        step = planned[: len(head) + 1]
+        repeating = len(step) > len(head) and any(known[: len(step)] == step for known in self.weights.values())
+        return planned if self.core.state.queue() or repeating else head
 
     def persist(self):
         self.ledger.write(self.core.drain(), self.stored)
@@ -135,8 +165,7 @@ class BufferMachine(RuleBasedStateMachine):
             return True
         if len(ends) < 2:
             return False
-        now = self.weights[self.core.state.head] + ("leased",) * len(self.leases)
-        oldest = max(distance(now, self.weights[version]) for _, version in ends)
+        oldest = max(distance(self.planned, self.weights[version]) for _, version in ends)
         seen = SimpleNamespace(
             ends=[end for end, _ in ends],
             now=self.now,
@@ -161,7 +190,7 @@ class BufferMachine(RuleBasedStateMachine):
             self.served = self.head
         self.core.tick(self.now)
         self.settled()
-        behind = distance(self.weights[self.head], self.weights[self.served])
+        behind = distance(self.horizon, self.weights[self.served])
         room = self.core.admit() if behind <= self.config.max_staleness else 0
         orders = self.core.issue(limit, self.served, self.now)
         assert len(orders) == min(limit, room)
@@ -250,7 +279,11 @@ class BufferMachine(RuleBasedStateMachine):
             assert self.core.drain() == (), "an error leaves everything as it is"
             return
         self.settled_before_lease(record)
-        assert again is None or (record.batch_id, [member.rollout_id for member in record.members]) == again
+        if again is not None and not again[-1]:
+            assert record is None
+            assert self.leases
+        elif again is not None:
+            assert (record.batch_id, [member.rollout_id for member in record.members]) == again[:2]
         if record is not None:
             assert record == self.core.take(version, self.head.epoch, self.now)
             assert len(record.members) == self.config.batch_size
@@ -259,13 +292,18 @@ class BufferMachine(RuleBasedStateMachine):
             self.settled()
 
     def issued_again_next(self):
-        """The first batch in the queue without a member over the bound: it goes before anything fresh."""
-        now = self.weights[self.head] + ("leased",) * len(self.leases)
-        for batch in self.core.state.queue():
+        """The first batch in the queue without a member over the bound: it goes before anything fresh. And whether it
+        is within the bound however the leases before it end."""
+        queue = self.core.state.queue()
+        for place, batch in enumerate(queue):
             keys = [(member.rollout_id, member.attempt) for member in batch.members]
-            oldest = max(distance(now, self.weights[version]) for key in keys for version in self.sampled[key])
-            if oldest <= self.config.max_staleness:
-                return batch.batch_id, [rollout_id for rollout_id, _ in keys]
+            sampled = [self.weights[version] for key in keys for version in self.sampled[key]]
+            planned = self.weights_after([*self.leases, *queue[place:]])
+            now = (*planned, *["leased"] * len(self.leases))[: self.next_version.step]
+            if max(distance(now, each) for each in sampled) <= self.config.max_staleness:
+                alone = self.weights[self.head] + ("leased",) * len(self.leases)
+                sure = max(distance(alone, each) for each in sampled) <= self.config.max_staleness
+                return batch.batch_id, [rollout_id for rollout_id, _ in keys], sure
         return None
 
     def settled_before_lease(self, record):
@@ -291,9 +329,9 @@ class BufferMachine(RuleBasedStateMachine):
             oldest = max(distance(self.weights[before], self.weights[version]) for version in self.sampled[key])
             assert oldest <= self.config.max_staleness
         self.path.append(Step(record.batch_id, members, self.weights[before], after))
+        self.outcomes[self.weights[before], self.chain] = skipped
         if not skipped:
-            self.updates += 1
-            self.weights[after] = (*self.weights[before], self.updates)
+            self.weights[after] = (*self.weights[before], self.chain)
         self.settled()
 
     @precondition(lambda self: self.leases)
@@ -394,7 +432,8 @@ class BufferMachine(RuleBasedStateMachine):
     def a_fork_evicts_nothing_for_good(self):
         evicted = set(self.core.state.by_state[RolloutState.EVICTED])
         for rollout_id in evicted - self.evicted:
-            assert self.core.state.attempts[rollout_id].version.epoch == self.head.epoch
+            issued_at = self.weights[self.core.state.attempts[rollout_id].version]
+            assert self.planned[: len(issued_at)] == issued_at
         self.evicted |= evicted
 
     @invariant()

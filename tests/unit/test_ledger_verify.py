@@ -237,20 +237,56 @@ async def test_contradictions_of_groups_are_found(early_dir, statement, problem)
     assert any(problem in line for line in report.problems), report.problems
 
 
+def two_lines(run_dir, *, skipped):
+    """Two updates, undone and trained again; with `skipped` the first one is not made this time."""
+    buffer = cases.core()
+    ledger = Ledger.open(run_dir, {"run_id": "run"})
+    for epoch in (1, 2):
+        version = buffer.open_epoch(None, 0.0)
+        for number in range(2):
+            done = [cases.result(order, version) for order in buffer.issue(4 if epoch == 1 else 0, version, 0.0)]
+            for one in done:
+                buffer.offer(one, 1.0)
+            _, version = cases.step(buffer, version, epoch=epoch, skipped=skipped and epoch == 2 and number == 0)
+            ledger.write(
+                buffer.drain(),
+                [
+                    StoredTrajectory(rollout_id=one.rollout_id, attempt=one.attempt, trajectory=one.trajectory)
+                    for one in done
+                ],
+            )
+    ledger.close()
+
+
+def test_a_line_trained_again_is_the_line_before(tmp_path):
+    two_lines(tmp_path, skipped=False)
+    report = verify(tmp_path)
+    assert (report.problems, report.max_staleness_seen, report.steps_rolled_back) == ((), 0, 2)
+
+
+@pytest.mark.parametrize("claimed", ["1.1", "1.2", "2.1", "7.1"])
+def test_a_fork_that_claims_to_be_the_line_before_is_found(tmp_path, claimed):
+    two_lines(tmp_path, skipped=True)
+    assert verify(tmp_path).problems == ()
+    change(tmp_path, f"UPDATE epochs SET follows = '{claimed}' WHERE epoch = 2")
+    assert any("was trained on other batches" in line for line in verify(tmp_path).problems)
+
+
 @pytest.mark.parametrize("rule", ["all", "count(3)"])
 def test_a_take_that_is_off_by_one_is_shown(tmp_path, monkeypatch, rule):
-    """The sweep is told a bound of one more than the run's, which is what the commits record."""
+    """The sweep and the lease are told a bound of one more than the run's, which is what the commits record."""
     config = EARLY.model_copy(update={"rule": rule})
     buffer = cases.core(config)
     lax = config.model_copy(update={"max_staleness": config.max_staleness + 1})
-    sweep = BatchBook._evict_sealed
+    for name in ("_evict_sealed", "_is_within"):
+        checked = getattr(BatchBook, name)
 
-    def off_by_one(book, version):
-        with monkeypatch.context() as patch:
-            patch.setattr(book, "_config", lax)
-            sweep(book, version)
+        def off_by_one(book, *arguments, checked=checked):
+            with monkeypatch.context() as patch:
+                patch.setattr(book, "_config", lax)
+                return checked(book, *arguments)
 
-    monkeypatch.setattr(BatchBook, "_evict_sealed", off_by_one)
+        monkeypatch.setattr(BatchBook, name, off_by_one)
     ledger = Ledger.open(tmp_path, {"run_id": "run"})
     version = buffer.open_epoch(None, 0.0)
     for _ in range(4):

@@ -28,7 +28,7 @@ async def step(replay, version):
     return CheckpointRef(path="elsewhere", version=after, batch_ids=(batch.lease.batch_id,), chain=chain)
 
 
-async def test_after_a_fork_orders_wait_until_the_learner_has_pushed():
+async def test_after_a_resume_orders_wait_for_weights_that_will_be_within_the_bound():
     replay = Replay(cases.SMALL, directory=None, seed=3, tasks=cases.tasks())
     async with replay, asyncio.timeout(GUARD_S):
         await replay.open_epoch(None)
@@ -38,11 +38,13 @@ async def test_after_a_fork_orders_wait_until_the_learner_has_pushed():
         running = (await replay.issue(2, "dispatcher", timeout_s=0.0)).orders
         opened = await replay.open_epoch(saved)
         await replay.offer([cases.ended(order, Cause.CANCELLED) for order in running])
-        assert (await replay.issue(2, "dispatcher", timeout_s=0.0)).orders == (), "1.4 is three updates from 2.1"
+        assert await replay.lies_ahead(PolicyVersion(1, 4))
+        await replay.served(opened)
+        assert (await replay.issue(2, "dispatcher", timeout_s=0.0)).orders == (), "2.1 is three updates before 1.4"
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(replay.issue(2, "dispatcher", timeout_s=10 * GUARD_S))
             await asyncio.sleep(0)
-            await replay.served(opened)
+            await replay.served(PolicyVersion(1, 4))
         issued = await replay.issue(2, "dispatcher", timeout_s=0.0)
         assert {order.attempt for order in issued.orders} == {2}
         assert issued.to_cancel == ()

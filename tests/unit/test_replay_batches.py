@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.buffer.errors import LeaseError, LedgerBehind, LedgerMismatch, StaleEpoch, VersionMismatch
-from headrace.buffer.records import BatchState, RolloutState
-from headrace.buffer.types import BatchId, BatchLease, Cause, batch_digest, extend_chain
+from headrace.buffer.records import RolloutState
+from headrace.buffer.types import BatchId, BatchLease, Cause, StepReport, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
@@ -201,27 +201,125 @@ def test_resume_issues_the_undone_batches_again_in_order(stocked):
     assert first.batch_id not in [batch_id for batch_id, _ in again]
 
 
-def test_a_batch_over_the_bound_after_resume_loses_only_those_members():
+def crashed(updates, *, per_step=4, bound=2, **changes):
+    """So many updates without a checkpoint, then what is in flight, issued at the last version; and a learner that
+    opens again. Gives the buffer, the batches in order, and the orders in flight."""
+    buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": bound, **changes}))
+    version = buffer.open_epoch(None, 0.0)
+    batches = []
+    for _ in range(updates):
+        cases.fill(buffer, version, limit=per_step)
+        record, version = cases.step(buffer, version)
+        batches.append(record)
+    orders = buffer.issue(4, version, 3.0)
+    assert buffer.open_epoch(None, 4.0) == PolicyVersion(2, 0)
+    return buffer, batches, orders
+
+
+def test_a_crash_makes_nothing_stale():
+    """Nine updates after the last checkpoint, a bound of 4: the same batches come in the same order, as fresh as they
+    were, and what was in flight is trained after them."""
+    buffer, batches, orders = crashed(9, bound=4)
+    assert buffer.to_cancel(PolicyVersion(2, 0)) == ()
+    for order in orders[:2]:
+        buffer.offer(cases.result(order, PolicyVersion(1, 9)), 5.0)
+    version = PolicyVersion(2, 0)
+    for before in batches:
+        again, version = cases.step(buffer, version, epoch=2)
+        assert (again.batch_id, again.members) == (before.batch_id, before.members)
+        assert buffer.to_cancel(version) == ()
+    for order in orders[2:]:
+        buffer.offer(cases.result(order, PolicyVersion(1, 9), version), 6.0)
+    fresh, _ = cases.step(buffer, version, epoch=2)
+    assert ids(fresh) == [order.rollout_id for order in orders]
+    assert [member.staleness for member in fresh.members] == [0] * 4
+    counters = buffer.status().counters
+    assert not {"batches_dissolved", "rollouts_reissued", "attempts_cancelled"} & set(counters)
+    assert buffer.state.epochs[2].follows == PolicyVersion(1, 9)
+
+
+def test_a_second_crash_on_the_way_back_follows_both_lines():
+    buffer, batches, _ = crashed(5)
+    version = PolicyVersion(2, 0)
+    for _ in range(3):
+        _, version = cases.step(buffer, version, epoch=2)
+    version = buffer.open_epoch(None, 6.0)
+    assert version == PolicyVersion(3, 0)
+    for before in batches:
+        again, version = cases.step(buffer, version, epoch=3)
+        assert (again.batch_id, again.members) == (before.batch_id, before.members)
+    assert buffer.state.epochs[3].follows == PolicyVersion(1, 5)
+    assert buffer.state.staleness(PolicyVersion(3, 4), PolicyVersion(2, 3)) == 1
+
+
+def test_engines_may_keep_the_weights_that_the_learner_is_on_its_way_back_to():
+    buffer, _, _ = crashed(3)
+    newest, version = PolicyVersion(1, 3), PolicyVersion(2, 0)
+    assert buffer.lies_ahead(newest)
+    assert not buffer.lies_ahead(PolicyVersion(7, 3)), "of another ledger"
+    for _ in range(2):
+        _, version = cases.step(buffer, version, epoch=2)
+        assert buffer.lies_ahead(newest)
+    _, version = cases.step(buffer, version, epoch=2)
+    assert not buffer.lies_ahead(newest), "2.3 has the same weights"
+
+
+def test_a_step_that_goes_otherwise_is_a_fork():
+    """The first batch is skipped when it is trained again: nothing sampled after it is on the line any more."""
+    buffer, _, _ = crashed(2, bound=4)
+    _, version = cases.step(buffer, PolicyVersion(2, 0), epoch=2, skipped=True)
+    assert not buffer.lies_ahead(PolicyVersion(1, 1))
+    _, version = cases.step(buffer, version, epoch=2)
+    assert buffer.state.epochs[2].follows == FIRST
+    assert buffer.state.staleness(version, PolicyVersion(1, 2)) == 3, "one update from the fork, and two back to it"
+
+
+def test_a_skipped_batch_is_foreseen_to_be_skipped_again():
+    buffer = cases.core(cases.SMALL)
+    version = buffer.open_epoch(None, 0.0)
+    cases.fill(buffer, version)
+    cases.step(buffer, version, skipped=True)
+    cases.step(buffer, version)
+    again = buffer.open_epoch(None, 4.0)
+    assert buffer.state.next_version == PolicyVersion(2, 1)
+    assert buffer.lies_ahead(PolicyVersion(1, 1))
+    cases.step(buffer, again, epoch=2, skipped=True)
+    assert cases.step(buffer, again, epoch=2)[1] == PolicyVersion(2, 1)
+    assert buffer.state.epochs[2].follows == PolicyVersion(1, 1)
+
+
+def test_what_depends_on_a_lease_waits_for_its_commit():
+    """1.2 is the place of the second of two leases, if the first is not skipped this time."""
+    buffer, batches, _ = crashed(3, bound=2)
+    leased = [buffer.take(PolicyVersion(2, number), 2, 5.0) for number in range(3)]
+    assert [lease and lease.batch_id for lease in leased] == [batches[0].batch_id, batches[1].batch_id, None]
+    assert [member.staleness for member in leased[1].members] == [0] * 4
+    report = StepReport(batch_id=leased[0].batch_id, version=PolicyVersion(2, 1), skipped=False)
+    buffer.commit(cases.lease_of(leased[0]), report, 6.0)
+    assert buffer.take(PolicyVersion(2, 2), 2, 7.0).batch_id == batches[2].batch_id
+
+
+def test_a_batch_over_the_bound_after_a_fork_loses_only_those_members():
     buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 1}))
     buffer.open_epoch(None, 0.0)
     cases.fill(buffer, FIRST, limit=4)
     kept = cases.fill(buffer, FIRST, limit=2)
     _, version = cases.step(buffer, FIRST)
     over = cases.fill(buffer, version, limit=2)
-    second, _ = cases.step(buffer, version)
+    second, version = cases.step(buffer, version)
     assert ids(second) == [order.rollout_id for order in (*kept, *over)]
+    third = cases.fill(buffer, version, limit=4)
+    cases.step(buffer, version)
     version = buffer.open_epoch(None, 2.0)
+    _, version = cases.step(buffer, version, epoch=2, skipped=True)
     _, version = cases.step(buffer, version, epoch=2)
-    assert buffer.take(version, 2, 3.0) is None, "2.1 against 1.1 is two updates"
-    assert buffer.state.batches[second.batch_id].state is BatchState.DISSOLVED
-    again = cases.fill(buffer, version, limit=2)
-    assert [(order.rollout_id, order.attempt) for order in again] == [(order.rollout_id, 2) for order in over]
-    fresh = buffer.take(version, 2, 3.0)
-    assert ids(fresh) == [order.rollout_id for order in (*kept, *over)], "the others are at the front"
-    assert fresh.batch_id != second.batch_id
+    assert buffer.take(version, 2, 3.0) is None, "2.1 against 1.2 is three updates"
+    again = cases.fill(buffer, version, limit=4)
+    assert [(order.rollout_id, order.attempt) for order in again] == [(order.rollout_id, 2) for order in third]
+    assert ids(buffer.take(version, 2, 3.0)) == [order.rollout_id for order in third]
 
 
-def test_batches_to_be_issued_again_go_before_fresh_ones_that_the_fork_made_staler():
+def test_batches_to_be_issued_again_go_before_fresh_ones():
     buffer = cases.core()
     buffer.open_epoch(None, 0.0)
     cases.fill(buffer, FIRST, limit=4)
@@ -236,48 +334,60 @@ def test_batches_to_be_issued_again_go_before_fresh_ones_that_the_fork_made_stal
     assert [member.staleness for member in again.members] == [0] * 4
     after, version = cases.step(buffer, version, epoch=2)
     assert ids(after) == [order.rollout_id for order in fresh]
-    assert [member.staleness for member in after.members] == [2] * 4
+    assert [member.staleness for member in after.members] == [0] * 4, "2.2 has the weights of 1.2"
 
 
 def forked(**changes):
-    """Five updates, and a fork after the first: 1.5 is four updates from the head 2.1, over the bound of 3. Also gives
-    the orders that were issued at 1.5."""
-    buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 3, **changes}))
-    buffer.open_epoch(None, 0.0)
-    cases.fill(buffer, FIRST, limit=4)
-    _, version = cases.step(buffer, FIRST)
-    saved = cases.checkpoint(buffer, version)
-    for _ in range(4):
-        cases.fill(buffer, version, limit=4)
-        _, version = cases.step(buffer, version)
-    orders = buffer.issue(4, version, 3.0)
-    assert buffer.open_epoch(saved, 4.0) == PolicyVersion(2, 1)
+    """Two updates, and a fork before them: 1.2 is three updates from 2.1, over the bound of 2, and two from 2.0. Also
+    gives the orders that were issued at 1.2."""
+    buffer, _, orders = crashed(2, **changes)
+    _, version = cases.step(buffer, PolicyVersion(2, 0), epoch=2, skipped=True)
+    assert version == PolicyVersion(2, 0)
     return buffer, orders
 
 
 def test_nothing_is_issued_at_a_version_over_the_bound():
     buffer, orders = forked()
+    assert set(buffer.to_cancel(PolicyVersion(2, 0))) == {(order.rollout_id, 1) for order in orders}
     for order in orders:
         buffer.offer(cases.ended(order, Cause.CANCELLED), 5.0)
-    assert buffer.admit() == 4
-    assert buffer.issue(8, PolicyVersion(1, 5), 5.0) == (), "the engines still serve the weights of the dead learner"
-    assert len(buffer.issue(2, PolicyVersion(1, 4), 5.0)) == 2, "three updates back to the fork"
-    assert len(buffer.issue(2, PolicyVersion(2, 1), 5.0)) == 2
+    assert buffer.issue(8, PolicyVersion(1, 2), 5.0) == (), "the engines still serve the weights of the dead learner"
+    assert len(buffer.issue(2, PolicyVersion(1, 1), 5.0)) == 2, "an update back to the fork, and one for the batch"
+    assert len(buffer.issue(2, PolicyVersion(2, 0), 5.0)) == 2
 
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_what_a_fork_put_over_the_bound_is_issued_again_without_being_counted(finished):
     buffer, orders = forked(max_evictions=0)
     for order in orders:
-        ended = cases.result(order, PolicyVersion(1, 5)) if finished else cases.ended(order, Cause.CANCELLED)
+        ended = cases.result(order, PolicyVersion(1, 2)) if finished else cases.ended(order, Cause.CANCELLED)
         buffer.offer(ended, 5.0)
-    record, _ = cases.step(buffer, PolicyVersion(2, 1), epoch=2)
+    record, version = cases.step(buffer, PolicyVersion(2, 0), epoch=2)
     assert not {order.rollout_id for order in orders} & set(ids(record))
-    again = buffer.issue(4, PolicyVersion(2, 1), 6.0)
+    assert buffer.take(version, 2, 6.0) is None
+    again = buffer.issue(4, version, 6.0)
     assert [(order.rollout_id, order.attempt) for order in again] == [(order.rollout_id, 2) for order in orders]
     assert buffer.status().rollouts[RolloutState.EVICTED] == 0
     assert {buffer.state.rollouts[order.rollout_id].evictions for order in orders} == {0}
     assert all(task.evicted == 0 for task in buffer.state.tasks.values())
+
+
+def test_what_is_slow_across_a_crash_is_slow():
+    """It went over the bound by the updates made meanwhile, and by no fork: that counts."""
+    buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 3}))
+    version = buffer.open_epoch(None, 0.0)
+    orders = buffer.issue(2, version, 0.0)
+    for epoch in (1, 2):
+        for _ in range(2):
+            cases.fill(buffer, version, limit=4)
+            _, version = cases.step(buffer, version, epoch=epoch)
+        if epoch == 1:
+            saved = cases.checkpoint(buffer, version)
+            version = buffer.open_epoch(saved, 3.0)
+    assert set(buffer.to_cancel(version)) == {(order.rollout_id, 1) for order in orders}
+    for order in orders:
+        buffer.offer(cases.ended(order, Cause.CANCELLED), 5.0)
+    assert {buffer.state.rollouts[order.rollout_id].evictions for order in orders} == {1}
 
 
 def test_versions_are_never_reused_when_nothing_was_saved(stocked):
