@@ -40,3 +40,17 @@ def test_what_no_version_wrote_is_refused(tmp_path, change):
     (tmp_path / "config.json").write_text(json.dumps(json.loads(GOLDEN.read_bytes()) | change))
     with pytest.raises(RunMissing, match="not the configuration of a run"):
         reopen(tmp_path)
+
+
+def test_clocks_that_were_constants_are_derived(tmp_path):
+    """A run of the agent recipes of that time: its stall clock was a tenth of its agents' time."""
+    old = json.loads(GOLDEN.read_bytes())
+    old["rollout"] |= {"agent_timeout_s": 1800.0, "evaluate_timeout_s": 600.0, "guard_s": 2700.0}
+    old["gateway"]["turn_timeout_s"] = 500.0
+    old["service"]["stall_s"] = 180.0
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    config, _ = reopen(tmp_path)
+    assert config.service.stall_s == 3600
+    assert config.rollout.guard_s > 1800 + 600
+    assert config.gateway.turn_timeout_s == 500, "what was set stays"
+    assert config.gateway.gate_wait_s == 156

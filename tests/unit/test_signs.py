@@ -1,0 +1,86 @@
+"""What the parts of a run report, as signs of progress."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.actors.dispatcher import DispatcherStatus
+from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.engine_group.roster import EngineStatus
+from headrace.actors.learner import LearnerStatus, Stage
+from headrace.actors.signs import WorkClocks, signs_of
+from headrace.actors.supervision import Look
+from headrace.actors.worker import WorkerStatus
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.engine import EngineId
+from headrace.serve.gateway import GatewayStats
+
+LONGEST = WorkClocks(stage_s=1.0, engine_start_s=2.0, boot_s=3.0, push_s=4.0)
+
+
+def look(**parts: Any) -> Look:
+    silent: dict[str, Any] = dict.fromkeys(("learner", "dispatcher", "pool", "gateway", "judged_steps"))
+    return Look(**(silent | {"workers": (), "engines": ()} | parts))
+
+
+def learner(stage: Stage = Stage.WAITING) -> LearnerStatus:
+    return LearnerStatus(
+        version=PolicyVersion(2, 7), last=None, idle_share=0.0, tokens=70, process_id=1, stage=stage, stages=9
+    )
+
+
+def gateway(*closed: str) -> GatewayStats:
+    return GatewayStats(sessions=1, turns_in_flight={}, sampled_tokens=50, tokens_by_version={}, turns=5, closed=closed)
+
+
+def test_parts_that_say_nothing_have_no_signs() -> None:
+    signs = signs_of(look(), LONGEST)
+    assert (signs.counts, signs.under_way, signs.version) == ({}, {}, None)
+
+
+def test_everything_that_is_done_is_counted() -> None:
+    dispatcher = DispatcherStatus(
+        in_flight=1, evaluating=1, finished=9, scored=3, answered=2, infra=6, mean_reward=None
+    )
+    worker = WorkerStatus(incarnation="x", running=1, phases={}, ended_turns=11)
+    parts = {"learner": learner(), "dispatcher": dispatcher, "gateway": gateway(), "judged_steps": 4}
+    signs = signs_of(look(**parts, workers=(worker, None)), LONGEST)
+    assert signs.version == PolicyVersion(2, 7)
+    assert signs.counts == {
+        "stages": 9,
+        "trained tokens": 70,
+        "steps": 7,
+        "scored rollouts": 3,
+        "answers": 2,
+        "turns": 5,
+        "sampled tokens": 50,
+        "turns of worker 0": 11,
+        "judged steps": 4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("parts", "under_way"),
+    [
+        ({"learner": learner()}, {}),
+        ({"learner": learner(Stage.OPENING)}, {"learner opening": 1.0}),
+        ({"learner": learner(Stage.STEPPING)}, {"learner stepping": 1.0}),
+        ({"learner": learner(Stage.SAVING)}, {"learner saving": 1.0}),
+        ({"learner": learner(Stage.PUSHING)}, {"push": 4.0}),
+        ({"gateway": gateway("engine-1")}, {"push": 4.0}),
+        ({"gateway": gateway()}, {}),
+    ],
+)
+def test_work_under_way_has_its_clock(parts: dict[str, Any], under_way: dict[str, float]) -> None:
+    assert signs_of(look(**parts), LONGEST).under_way == under_way
+
+
+@pytest.mark.parametrize("state", EngineState)
+def test_an_engine_that_starts_is_work_under_way(state: EngineState) -> None:
+    engine = EngineStatus(
+        engine_id=EngineId("e"), origin=Origin.LOCAL, place="0", state=state, url="http://e:1", version=None
+    )
+    wanted = {"engine start": 2.0} if state is EngineState.STARTING else {}
+    assert signs_of(look(engines=(engine,)), LONGEST).under_way == wanted
