@@ -28,6 +28,7 @@ from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.registry import address, is_loopback
 from headrace.actors.errors import ConfigError
 from headrace.actors.learner import LearnerLoopConfig
+from headrace.actors.retry import DEFAULT_ABSENT_S
 from headrace.actors.rollout import RolloutConfig
 from headrace.buffer.replay import BufferConfig
 from headrace.policies.megatron import LearnerConfig
@@ -249,6 +250,12 @@ class ServiceSection(_Section):
     """Ray's shared-memory store; trajectories are far below 1 MB each."""
 
 
+class ClusterSection(_Section):
+    absent_s: float = Field(default=DEFAULT_ABSENT_S, gt=0)
+    """How long an actor may be away (its process or its host died) while everything else goes on; then the run ends,
+    and may be resumed (exit code 75)."""
+
+
 class RunConfig(_Section):
     """All of it. The tables of the TOML file are the fields."""
 
@@ -268,6 +275,7 @@ class RunConfig(_Section):
     evaluation: EvaluationSection = EvaluationSection()
     telemetry: TelemetryConfig = TelemetryConfig()
     service: ServiceSection = ServiceSection()
+    cluster: ClusterSection = ClusterSection()
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -30,6 +30,7 @@ from headrace.actors.guarding import guard, keep_running
 from headrace.actors.held_out.overlap import refuse_overlap
 from headrace.actors.metrics import read_metrics
 from headrace.actors.older_configs import upgraded
+from headrace.actors.retry import ABSENCE
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import RayRuntime, check_ray_folder, start_local_ray, stop_local_ray
 from headrace.actors.service import Service
@@ -215,6 +216,7 @@ async def _drive(
     quiet: bool,
     beside: Callable[[Service], Coroutine[Any, Any, None]] | None,
 ) -> bool:
+    ABSENCE.seconds = config.cluster.absent_s
     runtime = RayRuntime()
     service = await runtime.spawn(Service, config, directory, runtime, name="service")
     try:

@@ -63,6 +63,7 @@ class ServiceParts(Owning):
         self._observing = Observing(config=config.telemetry, run_dir=directory.path)
         self._gateway: GatewayActor | None = None
         self._actors: dict[str, object] = {}
+        self._failed_to_start = False
 
     async def process_ids(self) -> dict[str, int]:
         """Process id by actor name; for operators and fault tests."""
@@ -70,10 +71,12 @@ class ServiceParts(Owning):
 
     @asynccontextmanager
     async def _starting(self) -> AsyncIterator[None]:
-        """What was started stops again when the block fails; its first cause is raised."""
+        """What was started here stops again when the block fails, and what was found alive lives on: it belongs to the
+        run, and the next service finds it. The first cause is raised."""
         try:
             yield
         except BaseException as error:
+            self._failed_to_start = True
             await self._stack.aclose()
             if isinstance(error, BaseExceptionGroup):
                 raise first_cause(error) from error
@@ -208,8 +211,12 @@ class ServiceParts(Owning):
     async def _spawn(self, name: str, cls: type[R], *args: object, **kwargs: object) -> R:
         actor = await self._runtime.spawn(cls, *args, name=name, **kwargs)
         self._actors[name] = actor
-        self._stack.push_async_callback(self._runtime.stop, actor)
+        self._stack.push_async_callback(self._stop, actor)
         return actor
+
+    async def _stop(self, actor: object) -> None:
+        if not (self._failed_to_start and self._runtime.found(actor)):
+            await self._runtime.stop(actor)
 
 
 def training_terms(config: RunConfig) -> SessionTerms:

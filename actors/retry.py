@@ -4,7 +4,8 @@ through here."""
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from tenacity import AsyncRetrying, RetryError, retry_if_exception_type, wait_random_exponential
 
@@ -15,19 +16,30 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-RESTART_DEADLINE_S = 120.0
-"""An actor that is not back after this long is not coming back (a cold process with torch takes about 15 s)."""
+DEFAULT_ABSENT_S: Final = 120.0
+"""A cold process with torch takes about 15 s to be back on this machine."""
 
 
-async def until_back(call: Callable[[], Awaitable[R]], *, deadline_s: float = RESTART_DEADLINE_S) -> R:
-    """Repeat an idempotent call while its actor restarts. Raises ActorGone when it is lost for `deadline_s`; other
-    errors at once.
+@dataclass(slots=True)
+class Absence:
+    """How long this process waits for an actor that is away: `cluster.absent_s`, the same in every process of a run."""
+
+    seconds: float = DEFAULT_ABSENT_S
+
+
+ABSENCE: Final = Absence()
+"""Of this process. `RayRuntime` sets it, and takes it along to every actor that it starts."""
+
+
+async def until_back(call: Callable[[], Awaitable[R]], *, deadline_s: float | None = None) -> R:
+    """Repeat an idempotent call while its actor restarts. Raises ActorGone when it is lost for `deadline_s` (None:
+    `cluster.absent_s`); other errors at once.
 
     The time counts from the loss, not from the call: one that lasted long before it was lost was running."""
     try:
         return await call()
     except ActorLost as lost:
-        return await _again_until_back(call, lost, deadline_s)
+        return await _again_until_back(call, lost, ABSENCE.seconds if deadline_s is None else deadline_s)
 
 
 async def _again_until_back(call: Callable[[], Awaitable[R]], first: ActorLost, deadline_s: float) -> R:
@@ -53,5 +65,5 @@ async def _again_until_back(call: Callable[[], Awaitable[R]], first: ActorLost, 
                     raise
     except RetryError as error:
         lost = error.last_attempt.exception()
-        raise ActorGone(f"{lost}; it was not back after {deadline_s:g} s") from lost
+        raise ActorGone(f"{lost}; it was not back after {deadline_s:g} s (cluster.absent_s)") from lost
     raise AssertionError("tenacity ended without a result or an error")

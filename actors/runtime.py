@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, StartFailed
-from headrace.actors.retry import RESTART_DEADLINE_S, until_back
+from headrace.actors.retry import ABSENCE, until_back
 from headrace.sandboxes.private_folders import temporary_folder
 
 if TYPE_CHECKING:
@@ -110,6 +110,10 @@ class Runtime(Protocol):
         """Exit the actor's context and end it. Idempotent; a dead actor is no error."""
         ...
 
+    def found(self, actor: object) -> bool:
+        """Whether `spawn` found it alive, spawned by somebody else."""
+        ...
+
     async def stats(self, actor: object) -> tuple[int, int]:
         """(process id, calls received so far) of an actor. ActorLost when its process is gone."""
         ...
@@ -138,6 +142,10 @@ class InlineRuntime:
     async def stop(self, actor: object) -> None:
         if stack := self._stacks.pop(id(actor), None):
             await stack.aclose()
+
+    def found(self, actor: object) -> bool:
+        """Never: an instance belongs to whoever spawned it."""
+        return False
 
     async def stats(self, actor: object) -> tuple[int, int]:
         """This process; inline calls are not counted."""
@@ -216,7 +224,7 @@ class Host:
 
     def __init__(self, made_of: bytes) -> None:
         # As bytes, since Ray could not restart an actor whose arguments hold references of its own kind.
-        cls, args, kwargs = pickle.loads(made_of)
+        ABSENCE.seconds, cls, args, kwargs = pickle.loads(made_of)
         self._instance: Any = cls(*args, **kwargs)
         self._life: _Life | None = None
         self._closed = False
@@ -354,6 +362,7 @@ class RayRuntime:
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix
         self._process_ids: dict[str, int] = {}
+        self._found: set[str] = set()
 
     async def spawn(
         self,
@@ -383,14 +392,12 @@ class RayRuntime:
                 lifetime="detached",
                 get_if_exists=True,
             )
-            .remote(cloudpickle.dumps((cls, args, kwargs)))
+            .remote(cloudpickle.dumps((ABSENCE.seconds, cls, args, kwargs)))
         )
         try:
             # One that somebody else spawned may be restarting just now; a new one that dies is not worth another try.
-            async with asyncio.timeout(RESTART_DEADLINE_S):
-                await until_back(
-                    lambda: _await_call(name, handle.open.remote()), deadline_s=RESTART_DEADLINE_S if exists else 0.0
-                )
+            async with asyncio.timeout(ABSENCE.seconds):
+                await until_back(lambda: _await_call(name, handle.open.remote()), deadline_s=None if exists else 0.0)
         except (ActorGone, TimeoutError) as error:
             ray.kill(handle, no_restart=True)
             raise StartFailed(f"actor {name} died while starting; see the Ray logs of this run") from error
@@ -399,7 +406,13 @@ class RayRuntime:
                 # Nobody has a proxy of it, and it may hold a device.
                 ray.kill(handle, no_restart=True)
             raise
+        if exists:
+            self._found.add(name)
         return cast("T", ActorProxy(name, handle))
+
+    def found(self, actor: object) -> bool:
+        """Whether `spawn` found it alive, spawned by somebody else."""
+        return cast("ActorProxy", actor)._name in self._found  # noqa: SLF001 - the proxy is ours
 
     async def find(self, cls: type[T], name: str) -> T:
         """The named actor, spawned by somebody else. ActorLost when there is none."""

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 from headrace.actors.errors import RunStalled
-from headrace.actors.guarding import keep_running
+from headrace.actors.guarding import AwakeClock, keep_running
 from headrace.actors.learner import LearnerLoop
 from headrace.actors.metrics import read_metrics
 from headrace.actors.parking import parked_line, refuse_all_parked
@@ -30,7 +30,7 @@ from headrace.actors.replay import Replay
 from headrace.actors.retry import until_back
 from headrace.actors.signs import signs_of, work_clocks
 from headrace.actors.stall_detector import StallDetector
-from headrace.actors.supervision import Supervision, or_none
+from headrace.actors.supervision import STATUS_TIMEOUT_S, Supervision, or_none
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import GroupId
 from headrace.serve.observing.progress import Progress
@@ -219,7 +219,8 @@ class Service(ServiceParts):
 
     async def _supervise(self) -> NoReturn:
         """Notice steps and stalls: a run that gets nowhere ends with what each part was doing."""
-        detector = StallDetector(time.monotonic(), self._config.service.stall_s)
+        clock = AwakeClock(2 * STATUS_TIMEOUT_S)
+        detector = StallDetector(clock.read(time.monotonic()), self._config.service.stall_s)
         longest = work_clocks(self._config)
         while True:
             await asyncio.sleep(SUPERVISION_S)
@@ -227,8 +228,9 @@ class Service(ServiceParts):
             look = await self._supervision.look()
             if look.learner and look.learner.version:
                 self._note(look.learner.version.step, look.learner.last)
-            reason = detector.stalled(time.monotonic(), signs_of(look, longest))
-            if (warning := reason or detector.warning(time.monotonic())) is not None:
+            now_s = clock.read(time.monotonic())
+            reason = detector.stalled(now_s, signs_of(look, longest))
+            if (warning := reason or detector.warning(now_s)) is not None:
                 logger.warning("%s", warning)
                 self._metrics.append("stall", {"ended": reason is not None, "reason": warning})
             if reason is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace.actors.errors import ActorLost
+from headrace.actors.guarding import AwakeClock
 from headrace.actors.learner import Stage
 from headrace.actors.pacing import LatencyWatch, Pressure
 from headrace.actors.signs import ENDING_STAGES
@@ -125,9 +126,11 @@ class Supervision:
         self.loads: tuple[StationLoad, ...] = ()
         """Over the last full stretch."""
         self.held_up_by: StationLoad | None = None
+        self.clock = AwakeClock(2 * STATUS_TIMEOUT_S)
 
     async def look(self) -> Look:
         """Ask every part, keep what it says, and act on it."""
+        self.clock.read(asyncio.get_running_loop().time())
         look = await look_at(self._parts)
         self._measure(look)
         await self._end_hung(look.learner)
@@ -159,8 +162,9 @@ class Supervision:
         self._meter.reset()
 
     async def _end_hung(self, learner: LearnerStatus | None) -> None:
-        limit_s = self._config.training.stage_timeout_s
-        if learner is not None and learner.stage in ENDING_STAGES and learner.stage_s > limit_s:
+        if learner is None or learner.stage not in ENDING_STAGES:
+            return
+        if learner.stage_s - self.clock.paused_within(learner.stage_s) > self._config.training.stage_timeout_s:
             logger.error("the learner is %s for %.0f s (training.stage_timeout_s) and is killed", *_stage(learner))
             await self._runtime.restart(self._parts.learner, learner.process_id)
 

@@ -26,6 +26,7 @@ from headrace.actors.held_out.service import EvaluationService
 from headrace.actors.held_out.summary import About
 from headrace.actors.launch import check_parts, load_task_sets, reopen, sole_driver, watch
 from headrace.actors.parts import evaluation_terms, recipe_digest
+from headrace.actors.retry import ABSENCE
 from headrace.actors.run_directory import RunDirectory, free_folder
 from headrace.actors.runtime import RayRuntime, start_local_ray, stop_local_ray
 from headrace.buffer.durable_files import replace_file
@@ -237,6 +238,7 @@ def drive_evaluation(evaluation: Evaluation, *, quiet: bool = False) -> Evaluati
 
 
 async def _drive(evaluation: Evaluation, *, quiet: bool) -> EvaluationSummary:
+    ABSENCE.seconds = evaluation.config.cluster.absent_s
     service = EvaluationService(
         evaluation.config,
         evaluation.directory,

@@ -13,13 +13,13 @@ import time
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from headrace.actors.errors import RunStalled
-from headrace.actors.guarding import keep_running
+from headrace.actors.guarding import AwakeClock, keep_running
 from headrace.actors.held_out.records import EvaluationRecords
 from headrace.actors.parts import ServiceParts
 from headrace.actors.retry import until_back
 from headrace.actors.signs import signs_of, work_clocks
 from headrace.actors.stall_detector import StallDetector
-from headrace.actors.supervision import look_at, or_none
+from headrace.actors.supervision import STATUS_TIMEOUT_S, look_at, or_none
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
@@ -87,11 +87,12 @@ class EvaluationService(ServiceParts):
         )
 
     async def _supervise(self) -> NoReturn:
-        detector = StallDetector(time.monotonic(), self._config.service.stall_s)
+        clock = AwakeClock(2 * STATUS_TIMEOUT_S)
+        detector = StallDetector(clock.read(time.monotonic()), self._config.service.stall_s)
         longest = work_clocks(self._config)
         while True:
             await asyncio.sleep(SUPERVISION_S)
             self._refuse_full_disk()
             look = await look_at(self._parts())
-            if (reason := detector.stalled(time.monotonic(), signs_of(look, longest))) is not None:
+            if (reason := detector.stalled(clock.read(time.monotonic()), signs_of(look, longest))) is not None:
                 raise RunStalled(f"{reason}; {await self.progress()}")

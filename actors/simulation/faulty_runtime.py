@@ -250,6 +250,10 @@ class FaultyRuntime:
         await cell.entered.wait()
         return cast("T", Proxy(cell))
 
+    def found(self, actor: object) -> bool:
+        """Never: a driver's death takes all actors along."""
+        return False
+
     async def stop(self, actor: object) -> None:
         cell = cast("Proxy", actor)._cell  # noqa: SLF001 - the proxy is ours
         cell.stopped = True

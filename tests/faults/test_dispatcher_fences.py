@@ -17,7 +17,7 @@ from headrace.actors.orchestration import immediate_parts, prepare_directory, wi
 from headrace.actors.replay import Replay
 from headrace.actors.runtime import InlineRuntime
 from headrace.actors.sandbox_pool import SandboxPool
-from headrace.actors.worker import RolloutWorker, WorkerParts
+from headrace.actors.worker import RolloutWorker, WorkerParts, WorkerStatus
 from headrace.buffer.replay import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
@@ -157,3 +157,40 @@ async def test_orders_that_were_lost_on_their_way_to_a_living_worker_are_handed_
         await actors.runtime.stop(worker)
     assert worker.lost
     assert (summary.answers, summary.infra) == (1, 0)
+
+
+class Hangs(RolloutWorker):
+    """Answers nothing from the call of this name on."""
+
+    call = ""
+
+    async def _stop_at(self, name: str) -> None:
+        if name == self.call:
+            await asyncio.Event().wait()
+
+    async def start(self, orders: list[RolloutOrder], incarnation: str) -> None:
+        await self._stop_at("start")
+        await super().start(orders, incarnation)
+
+    async def reset(self, dispatcher: str) -> WorkerStatus:
+        await self._stop_at("reset")
+        return await super().reset(dispatcher)
+
+
+@pytest.mark.parametrize("call", ["start", "reset"])
+async def test_a_hung_worker_holds_up_no_orders_to_others(actors: Actors, call: str) -> None:
+    worker = await actors.runtime.spawn(Hangs, actors.parts, name="hangs")
+    worker.call = call
+    try:
+        config = DispatcherConfig(slots_per_worker=2)
+        async with (
+            asyncio.timeout(WAIT_S),
+            Dispatcher(config, replay=actors.replay, pool=actors.pool, workers=[worker, actors.worker]) as dispatcher,
+            asyncio.TaskGroup() as tasks,
+        ):
+            running = tasks.create_task(dispatcher.run())
+            while (await dispatcher.status()).finished < 6:  # noqa: ASYNC110 - as an operator asks
+                await asyncio.sleep(0.05)
+            running.cancel()
+    finally:
+        await actors.runtime.stop(worker)
