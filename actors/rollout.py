@@ -23,6 +23,7 @@ from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.clocks import ANSWER_S
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
 from headrace.actors.preparing import prepare
+from headrace.buffer.cleaning import clean_text
 from headrace.buffer.types import Cause, Outcome, RolloutResult
 from headrace.policies.errors import PolicyError
 from headrace.sandboxes.base import SandboxSpec
@@ -316,7 +317,7 @@ def _failed(order: RolloutOrder, phases: Phases, detail: str, *, engine: bool = 
     return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,
-        outcome=Outcome.infra(detail),
+        outcome=Outcome.infra(clean_text(detail)),
         trajectory=None,
         phases_s=tuple(phases.seconds),
         trace_id=_trace_id(),

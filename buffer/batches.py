@@ -18,6 +18,7 @@ from dataclasses import replace
 from heapq import nsmallest
 from typing import TYPE_CHECKING
 
+from headrace.buffer.cleaning import plain_metrics
 from headrace.buffer.errors import DataExhausted, LeaseError, LedgerBehind, LedgerMismatch, StaleEpoch, VersionMismatch
 from headrace.buffer.eviction import evict
 from headrace.buffer.records import (
@@ -100,7 +101,7 @@ class BatchBook:
         after = trained_at if report.skipped else PolicyVersion(trained_at.epoch, trained_at.step + 1)
         if report.version != after:
             raise VersionMismatch(f"step on {lease.batch_id} reports version {report.version}, expected {after}")
-        self._commit(batch, report, now)
+        self._commit(batch, report, after, now)
         if report.skipped:
             self._restamp_leases()
 
@@ -249,7 +250,7 @@ class BatchBook:
             batch_id=batch_id,
             ordinal=ordinal,
             state=BatchState.LEASED,
-            epoch=epoch,
+            epoch=self._state.epoch,
             version=version,
             members=tuple(
                 BatchMember(
@@ -264,7 +265,10 @@ class BatchBook:
         self._state.put(batch)
         return batch
 
-    def _commit(self, batch: BatchRecord, report: StepReport, now: float) -> None:
+    def _commit(self, batch: BatchRecord, report: StepReport, after: PolicyVersion, now: float) -> None:
+        metrics, left_out = plain_metrics(report.metrics)
+        if left_out:
+            self._state.count("metrics_left_out", left_out)
         chain = extend_chain(self._state.chain, digest_of(batch))
         repeated = None if report.skipped else self._state.repeated(batch.version, chain)
         self._state.put(
@@ -273,12 +277,12 @@ class BatchBook:
                 batch_id=batch.batch_id,
                 epoch=batch.epoch,
                 trained_at=batch.version,
-                version=report.version,
-                skipped=report.skipped,
+                version=after,
+                skipped=bool(report.skipped),
                 chain=chain,
                 max_staleness=self._config.max_staleness,
                 committed_at_s=now,
-                metrics=dict(report.metrics),
+                metrics=metrics,
             )
         )
         if repeated is not None:

@@ -17,22 +17,56 @@ import struct
 import numpy as np
 import zstandard
 
+from headrace.buffer.cleaning import plain_float, plain_int
 from headrace.buffer.errors import CodecError
 from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.buffer.versions import PolicyVersion
 
 FORMAT = 1
 MAX_BYTES = 1 << 30
+MAX_STORED_BYTES = 900_000_000
+"""Uncompressed; SQLite takes a blob of at most 1e9 bytes (https://www.sqlite.org/limits.html)."""
 _MAGIC = b"HRT"
 _HEADER = struct.Struct("<3sBdI")
 _ROW = struct.Struct("<II")
 _SPAN_WORDS = 4
 _STALE_KV = 1 << 31
+_MAX_WORD = (1 << 32) - 1
 _LEVEL = 1
 
 
+def refuse_unstorable(trajectory: Trajectory) -> None:
+    """Raises CodecError, TypeError or ValueError unless `encode` takes the trajectory and `decode` gives it back
+    equal."""
+    plain_float(trajectory.temperature)
+    spans = [span for row in trajectory.rows for span in row.versions]
+    size = _HEADER.size + sum(_ROW.size + 9 * len(row.tokens_T) + 1 for row in trajectory.rows)
+    if (size := size + 4 * _SPAN_WORDS * len(spans)) > MAX_STORED_BYTES:
+        raise CodecError(_too_large(size))
+    for row in trajectory.rows:
+        _refuse_array(row.tokens_T, "iu", np.iinfo(np.int32))
+        _refuse_array(row.logprobs_T, "f", np.finfo(np.float32))
+        _refuse_array(row.loss_mask_T, "b", None)
+    for span in spans:
+        plain_int(span.start, most=_MAX_WORD)
+        plain_int(span.end, most=_MAX_WORD)
+        plain_int(span.version.epoch, most=_STALE_KV - 1)
+        plain_int(span.version.step, most=_MAX_WORD)
+
+
+def _refuse_array(array: object, kinds: str, bounds: np.iinfo[np.int32] | np.finfo[np.float32] | None) -> None:
+    """Raises CodecError unless it is one row of such numbers, all of them within the bounds of the stored type."""
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
+        raise CodecError(f"a row holds {getattr(array, 'dtype', type(array).__name__)} where {kinds!r} is expected")
+    if bounds is None or array.dtype == bounds.dtype or not array.size:
+        return
+    # NaN passes here: who counts the tokens refuses it.
+    if array.max() > bounds.max or array.min() < bounds.min:
+        raise CodecError(f"a row holds numbers that {bounds.dtype} does not")
+
+
 def encode(trajectory: Trajectory) -> bytes:
-    """Bytes of a trajectory. Raises CodecError when it is larger than MAX_BYTES."""
+    """Bytes of a trajectory. Raises CodecError when it is larger than MAX_STORED_BYTES."""
     parts = [_HEADER.pack(_MAGIC, FORMAT, trajectory.temperature, len(trajectory.rows))]
     for row in trajectory.rows:
         spans = [word for span in row.versions for word in _span_words(span)]
@@ -44,9 +78,13 @@ def encode(trajectory: Trajectory) -> bytes:
             np.packbits(row.loss_mask_T).tobytes(),
         ]
     plain = b"".join(parts)
-    if len(plain) > MAX_BYTES:
-        raise CodecError(f"a trajectory of {len(plain)} bytes exceeds {MAX_BYTES}: lower the token budget of a rollout")
+    if len(plain) > MAX_STORED_BYTES:
+        raise CodecError(_too_large(len(plain)))
     return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(plain)
+
+
+def _too_large(size: int) -> str:
+    return f"a trajectory of {size} bytes exceeds {MAX_STORED_BYTES}: lower the token budget of a rollout"
 
 
 def _span_words(span: VersionSpan) -> tuple[int, int, int, int]:

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from headrace.buffer.classification import classify
@@ -81,24 +82,24 @@ class GroupBook:
             self._sealing.aborted.pop((result.rollout_id, result.attempt), None)
             self._state.count(f"offers_{status}")
             return Receipt(rollout_id=result.rollout_id, attempt=result.attempt, status=status)
-        outcome, trained = classify(result, self._state.tree)
+        account = classify(result, self._state.tree)
         attempt = replace(
             self._state.attempts[result.rollout_id],
             ended_at_s=now,
             offered=True,
-            cause=outcome.cause,
-            reward=outcome.reward,
-            solved=outcome.solved,
-            trainable=outcome.trainable,
-            detail=outcome.detail,
-            trained=trained,
-            turns=result.turns,
-            phases_s=result.phases_s,
-            trace_id=result.trace_id,
-            host=result.host,
+            cause=account.outcome.cause,
+            reward=account.outcome.reward,
+            solved=account.outcome.solved,
+            trainable=account.outcome.trainable,
+            detail=account.outcome.detail,
+            trained=account.trained,
+            turns=account.turns,
+            phases_s=account.phases_s,
+            trace_id=account.trace_id,
+            host=account.host,
         )
-        self._end(attempt, engine_failed=result.engine_failed)
-        return Receipt(rollout_id=result.rollout_id, attempt=result.attempt, status=status)
+        self._end(attempt, engine_failed=account.engine_failed)
+        return Receipt(rollout_id=attempt.rollout_id, attempt=attempt.attempt, status=status)
 
     def abandon(self, rollout_id: RolloutId, attempt: int, cause: Cause, detail: str, now: float) -> bool:
         """End an attempt that nobody runs any more. False when it is not in flight."""
@@ -128,6 +129,8 @@ class GroupBook:
         return [key for key in (*running, *self._sealing.aborted) if key not in carried]
 
     def _judge(self, rollout_id: RolloutId, attempt: int) -> ReceiptStatus:
+        if not isinstance(rollout_id, str) or not isinstance(attempt, Integral):
+            return ReceiptStatus.UNKNOWN
         rollout = self._state.rollouts.get(rollout_id)
         if rollout is None:
             return ReceiptStatus.LATE if self._was_issued(rollout_id) else ReceiptStatus.UNKNOWN
@@ -143,7 +146,8 @@ class GroupBook:
         """Closed groups are forgotten, but ids tell their ordinal."""
         group, _, member = rollout_id.partition("-")
         known_shape = group.startswith("g") and group[1:].isdecimal() and member.isdecimal()
-        return known_shape and int(group[1:]) < self._state.next_ordinal
+        # Python refuses to read a number of thousands of digits.
+        return known_shape and len(group) < 20 and int(group[1:]) < self._state.next_ordinal
 
     def _end(self, attempt: AttemptRecord, *, engine_failed: bool = False) -> None:
         task_id, now = self._state.group_of(attempt.rollout_id).task_id, attempt.ended_at_s or 0.0

@@ -22,6 +22,7 @@ from headrace.buffer.admission import Inventory, groups_to_open
 from headrace.buffer.advantages import AdvantageKind
 from headrace.buffer.batches import BatchBook
 from headrace.buffer.classification import classify
+from headrace.buffer.cleaning import clean_text, plain_checkpoint, plain_int, plain_version
 from headrace.buffer.curriculum import Curriculum, TaskCursor
 from headrace.buffer.groups import GroupBook
 from headrace.buffer.history import TaskHistory
@@ -30,7 +31,8 @@ from headrace.buffer.outages import Outages, RecentEnds
 from headrace.buffer.records import EvaluationRecord, RolloutState, Snapshot
 from headrace.buffer.sealing import Sealing
 from headrace.buffer.state import ReplayState
-from headrace.buffer.types import Cause, Receipt, ReceiptStatus, RolloutOrder
+from headrace.buffer.tasks import TaskId
+from headrace.buffer.types import Cause, Receipt, ReceiptStatus, RolloutId, RolloutOrder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -38,8 +40,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.records import BatchRecord, Record, RolloutRecord
     from headrace.buffer.stream import TaskStream
-    from headrace.buffer.tasks import TaskId
-    from headrace.buffer.types import BatchId, BatchLease, CheckpointRef, RolloutId, RolloutResult, StepReport
+    from headrace.buffer.types import BatchId, BatchLease, CheckpointRef, RolloutResult, StepReport
     from headrace.buffer.versions import PolicyVersion
 
 
@@ -185,6 +186,7 @@ class ReplayBuffer:
 
         `version` is the one the engines serve; none while it `may_begin` nothing. In an outage none, or a probe.
         """
+        version = plain_version(version)
         self.tick(now)
         allowed = self._outages.allowed(now)
         if allowed == 0 or not self.may_begin(version):
@@ -251,6 +253,7 @@ class ReplayBuffer:
     def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
         """Lease the next batch, to be trained at `version`; a repeated call gives the same lease. Raises StaleEpoch,
         VersionMismatch, DataExhausted."""
+        version = plain_version(version)
         if (lease := self._batches.lease_at(version, epoch)) is not None:
             return lease
         before = self.state.changes_made
@@ -272,12 +275,12 @@ class ReplayBuffer:
 
     def checkpointed(self, ref: CheckpointRef, now: float) -> None:
         """A checkpoint directory is durable; idempotent. Raises StaleEpoch, LedgerMismatch."""
-        self._batches.checkpointed(ref, now)
+        self._batches.checkpointed(plain_checkpoint(ref), now)
 
     def open_epoch(self, checkpoint: CheckpointRef | None, now: float) -> PolicyVersion:
         """A new learner incarnation; older leases end, steps after the checkpoint are undone. Raises LedgerMismatch,
         LedgerBehind."""
-        return self._batches.open_epoch(checkpoint, now)
+        return self._batches.open_epoch(checkpoint and plain_checkpoint(checkpoint), now)
 
     def needs_history(self, checkpoint: CheckpointRef | None) -> bool:
         """Whether `open_epoch` needs a core folded from all rows, closed groups too."""
@@ -307,27 +310,32 @@ class ReplayBuffer:
         self, result: RolloutResult, task_id: TaskId, tag: str, version: PolicyVersion, now: float
     ) -> Receipt:
         """Keep the outcome of an evaluation rollout asked for at `version`; idempotent by (rollout, attempt)."""
-        key = (result.rollout_id, result.attempt)
-        if key in self.state.evaluations:
+        try:
+            rollout_id, attempt = RolloutId(clean_text(result.rollout_id)), plain_int(result.attempt)
+        except (TypeError, ValueError):
+            self.state.count("evaluations_unknown")
+            return Receipt(rollout_id=result.rollout_id, attempt=result.attempt, status=ReceiptStatus.UNKNOWN)
+        version = plain_version(version)
+        if (rollout_id, attempt) in self.state.evaluations:
             self.state.count("evaluations_duplicate")
-            return Receipt(rollout_id=key[0], attempt=key[1], status=ReceiptStatus.DUPLICATE)
-        outcome, sampled = classify(result, self.state.tree, masked=True)
+            return Receipt(rollout_id=rollout_id, attempt=attempt, status=ReceiptStatus.DUPLICATE)
+        account = classify(result, self.state.tree, masked=True)
         self.state.put(
             EvaluationRecord(
-                rollout_id=result.rollout_id,
-                attempt=result.attempt,
-                task_id=task_id,
-                tag=tag,
+                rollout_id=rollout_id,
+                attempt=attempt,
+                task_id=TaskId(clean_text(task_id)),
+                tag=clean_text(tag),
                 version=version,
-                cause=outcome.cause,
-                reward=outcome.reward,
-                solved=outcome.solved,
-                detail=outcome.detail,
-                sampled=sampled,
+                cause=account.outcome.cause,
+                reward=account.outcome.reward,
+                solved=account.outcome.solved,
+                detail=account.outcome.detail,
+                sampled=account.trained,
                 recorded_at_s=now,
             )
         )
-        return Receipt(rollout_id=key[0], attempt=key[1], status=ReceiptStatus.ACCEPTED)
+        return Receipt(rollout_id=rollout_id, attempt=attempt, status=ReceiptStatus.ACCEPTED)
 
     def status(self) -> BufferStatus:
         """Counts by state, of closed groups too."""

@@ -3,8 +3,10 @@
 Invariants:
 - Nothing is answered before it is durable. Calls that arrive while a transaction is being written share the next one
   (group commit).
-- The core is never ahead of the disk for long: when a write fails, or the core breaks off half-way, the store has
-  ended and every later call raises LedgerBroken.
+- The core is never ahead of the disk for long: when a write fails, whatever the reason, or the core breaks off
+  half-way, the store has ended and every later call raises LedgerBroken. Who opens it again folds it from the disk.
+- Texts and numbers are cleaned or refused before the core changes (`classification`, `cleaning`): one result that
+  cannot be stored costs no other.
 - All SQLite work runs in one thread; the event loop never waits for the disk. In memory it runs in place (virtual time
   has no threads).
 - A typed error of the core changes nothing and ends nothing.
@@ -22,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.buffer.errors import CodecError, LedgerBroken, LedgerMismatch, ReplayError
+from headrace.buffer.errors import LedgerBroken, LedgerMismatch, ReplayError
 from headrace.buffer.ledger import TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory
 from headrace.buffer.replay import ReplayBuffer
 from headrace.buffer.stream import TaskStream
@@ -309,13 +311,15 @@ class ReplayStore:
 
     def _offer(self, result: RolloutResult, now: float) -> Receipt:
         receipt = self._core.offer(result, now)
-        trained = (
-            self._core.state.attempts[result.rollout_id].trained if receipt.status is ReceiptStatus.ACCEPTED else ()
-        )
-        if trained and result.trajectory is not None:
-            self._stored.append(
-                StoredTrajectory(rollout_id=result.rollout_id, attempt=result.attempt, trajectory=result.trajectory)
-            )
+        if receipt.status is ReceiptStatus.ACCEPTED and result.trajectory is not None:
+            # Of a result that the core took as malformed nothing is stored.
+            attempt = self._core.state.attempts[receipt.rollout_id]
+            if attempt.trained:
+                self._stored.append(
+                    StoredTrajectory(
+                        rollout_id=attempt.rollout_id, attempt=attempt.attempt, trajectory=result.trajectory
+                    )
+                )
         return receipt
 
     async def _until(self, attempt: Callable[[], T | None], timeout_s: float) -> T | None:
@@ -346,15 +350,17 @@ class ReplayStore:
         return result
 
     def _apply(self, change: Callable[[], T]) -> T:
-        """Run a change of the core. If it ends neither well nor in a typed error, the store stays broken."""
+        """Run a change of the core. If it ends neither well nor in a typed error, the store ends."""
         self._check()
-        self._broken = "a change of the core broke off half-way"
         try:
             result = change()
         except ReplayError:
-            self._broken = None
             raise
-        self._broken = None
+        except BaseException as error:
+            self._end(f"a change of the core broke off half-way ({type(error).__name__}: {error})")
+            if not isinstance(error, Exception):
+                raise
+            raise LedgerBroken(f"{self._broken}; restart the buffer") from error
         self._applied += 1
         return result
 
@@ -378,17 +384,28 @@ class ReplayStore:
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
+        """The core was drained, or the ledger cannot be read: whatever the reason, the store ends."""
         try:
             yield
-        except (sqlite3.Error, OSError, CodecError) as error:
-            self._end(f"the ledger failed: {error}")
+        except LedgerBroken as error:
+            self._end(str(error))
+            raise
+        except Exception as error:
+            self._end(f"the ledger failed: {type(error).__name__}: {error}")
             raise LedgerBroken(f"{self._broken}; see to the disk, then restart the buffer") from error
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run to the end even when the caller is cancelled: a transaction is never left in doubt."""
         if self._executor is None:
             return work()
-        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+        def run() -> T | Exception:
+            try:
+                return work()
+            except Exception as error:  # noqa: BLE001 - a future takes no StopIteration: it would never be done
+                return error
+
+        future = asyncio.get_running_loop().run_in_executor(self._executor, run)
         cancelled: asyncio.CancelledError | None = None
         while not future.done():
             try:
@@ -396,6 +413,8 @@ class ReplayStore:
             except asyncio.CancelledError as error:
                 cancelled = error
         result = future.result()
+        if isinstance(result, Exception):
+            raise result
         if cancelled is not None:
             raise cancelled
         return result

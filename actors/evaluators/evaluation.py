@@ -43,6 +43,7 @@ from headrace.actors.evaluators.verdict import (
 )
 from headrace.actors.in_sandbox import check as check_program
 from headrace.actors.in_sandbox import source
+from headrace.buffer.cleaning import clean_text
 from headrace.buffer.tasks import EvaluatorKind
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import FrozenMount, SandboxSpec
@@ -69,7 +70,8 @@ async def evaluate(request: EvaluationRequest, rooms: CleanRooms, baselines: Bas
         verdict = await _score(request, rooms, baselines)
         if verdict.cause is Cause.EVALUATOR:
             verdict = await _blame(request, rooms, baselines, verdict)
-        return await _kept(request, rooms, verdict)
+        # What a check prints reaches ledger, spans and JSON, which take no lone surrogate.
+        return await _kept(request, rooms, replace(verdict, detail=clean_text(verdict.detail)))
     except FrozenPathRefused as error:
         return failed(f"a data path is gone or of another kind: {error}")
     except EvaluatorFault as error:

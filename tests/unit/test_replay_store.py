@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import runpy
 import sqlite3
 import threading
@@ -11,13 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from headrace.buffer.errors import DataExhausted, LedgerBroken, StaleEpoch
+from headrace.buffer.cleaning import MAX_TEXT
+from headrace.buffer.errors import DataExhausted, LeaseError, LedgerBroken, StaleEpoch
+from headrace.buffer.evidence import read_evidence
 from headrace.buffer.ledger import Ledger
 from headrace.buffer.records import RolloutState
+from headrace.buffer.sealing import Sealing
 from headrace.buffer.store import ReplayStore
-from headrace.buffer.types import CheckpointRef, ReceiptStatus, RolloutId, StepReport
+from headrace.buffer.types import Cause, CheckpointRef, Outcome, ReceiptStatus, RolloutId, StepReport
 from headrace.buffer.verify import verify
 from headrace.buffer.versions import PolicyVersion
 
@@ -249,14 +254,147 @@ async def test_a_write_error_ends_the_store_for_all(tmp_path):
         assert {receipt.status for receipt in receipts} == {ReceiptStatus.ACCEPTED}
 
 
-async def test_a_core_that_broke_off_is_not_used_again(tmp_path):
+def every_exception() -> list[type[Exception]]:
+    """Each subclass of Exception that Python has without an import."""
+    kinds = [kind for kind in vars(builtins).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    return sorted(set(kinds), key=lambda kind: kind.__name__)
+
+
+def made(kind: type[Exception]) -> Exception:
+    if issubclass(kind, UnicodeError) and kind is not UnicodeError:
+        text = b"" if kind is UnicodeDecodeError else ""
+        return kind(*(("utf-8", text) if kind is not UnicodeTranslateError else (text,)), 0, 1, "it broke")
+    return kind("it broke", [ValueError()]) if issubclass(kind, ExceptionGroup) else kind("it broke")
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_memory"),
+    [
+        *((kind, False) for kind in (*every_exception(), sqlite3.ProgrammingError, LeaseError)),
+        (StopIteration, True),
+        (UnicodeEncodeError, True),
+    ],
+)
+async def test_any_exception_in_a_write_ends_the_store_and_loses_nothing(tmp_path, monkeypatch, kind, in_memory):
+    """What the core was drained of is gone with it; the next store is folded from the disk."""
+    write = Ledger.write
+
+    def broken(ledger, changes, trajectories):
+        write(ledger, changes[:1], [])
+        raise made(kind)
+
+    store = await open_store(None if in_memory else tmp_path)
+    async with asyncio.timeout(GUARD_S):
+        await store.open_epoch(None)
+        orders = await store.issue(4, FIRST)
+        waiting = asyncio.ensure_future(store.take(FIRST, 1, timeout_s=10 * GUARD_S))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(Ledger, "write", broken)
+        with pytest.raises(LedgerBroken, match="the ledger failed"):
+            await store.offer_many([cases.result(order, FIRST) for order in orders])
+        with pytest.raises(LedgerBroken):
+            await waiting
+        with pytest.raises(LedgerBroken):
+            store.status()
+        monkeypatch.undo()
+        await store.aclose()
+    if in_memory:
+        return
+    async with await open_store(tmp_path) as again:
+        assert again.status().rollouts[RolloutState.IN_FLIGHT] == 4, "nothing was acknowledged"
+        receipts = await again.offer_many([cases.result(order, FIRST) for order in orders])
+        assert {receipt.status for receipt in receipts} == {ReceiptStatus.ACCEPTED}
+    assert verify(tmp_path).clean
+
+
+async def test_a_core_that_broke_off_is_not_used_again(tmp_path, monkeypatch):
+    def breaks_off(sealing, now):
+        raise KeyError("a defect")
+
     async with await open_store(tmp_path) as store:
         await store.open_epoch(None)
         (order,) = await store.issue(1, FIRST)
-        with pytest.raises(AttributeError):
-            await store.offer_many([replace(cases.result(order, FIRST), outcome=None)])
+        waiting = asyncio.ensure_future(store.take(FIRST, 1, timeout_s=10 * GUARD_S))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(Sealing, "tick", breaks_off)
+        with pytest.raises(LedgerBroken, match=r"half-way .*a defect"):
+            await store.offer_many([cases.result(order, FIRST)])
+        with pytest.raises(LedgerBroken):
+            await asyncio.wait_for(waiting, GUARD_S)
         with pytest.raises(LedgerBroken, match="half-way"):
             store.status()
+
+
+SPOILED = {
+    "a lone surrogate": {"outcome": Outcome.infra('{"error": "\ud800"}')},
+    "a number of 65 bits": {"turns": 1 << 64},
+    "a negative number": {"turns": -1},
+    "no number": {"turns": "many"},
+    "a number of numpy": {"turns": np.int64(3)},
+    "seconds of numpy": {"phases_s": (("boot", np.float32(0.5)), ("\ud800", np.int64(2)))},
+    "endless seconds": {"phases_s": (("boot", float("inf")),)},
+    "a huge whole number of seconds": {"phases_s": (("boot", 10**400),)},
+    "a text of two megabytes": {"trace_id": "x" * 2_000_000},
+    "a surrogate in the trace id": {"trace_id": "\udcff"},
+    "a reward that squares to infinity": {"outcome": Outcome(reward=1e200, trainable=True, cause=Cause.FAILED)},
+    "a reward of numpy": {"outcome": Outcome(reward=np.float32(0.0), trainable=np.bool_(True), cause=Cause.FAILED)},
+    "a cause of others": {"outcome": Outcome(reward=0.0, trainable=True, cause="bored")},
+    "no outcome": {"outcome": None},
+}
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+async def test_one_result_that_cannot_be_stored_costs_no_other(tmp_path, spoiled):
+    """Eight results in one transaction: at worst the spoiled one is an infra failure."""
+    clean = ("of numpy", "surrogate", "megabytes")
+    async with await open_store(tmp_path) as store:
+        await store.open_epoch(None)
+        orders = await store.issue(8, FIRST)
+        results = [cases.result(order, FIRST, reward=0.0) for order in orders]
+        results[3] = replace(results[3], **SPOILED[spoiled])
+        async with asyncio.TaskGroup() as group:
+            offers = [group.create_task(store.offer_many([result])) for result in results]
+        assert {offer.result()[0].status for offer in offers} == {ReceiptStatus.ACCEPTED}
+        assert sum(store.status().rollouts.values()) == 8
+    attempts = {attempt.rollout_id: attempt for attempt in read_evidence(tmp_path).attempts}
+    assert [attempts[order.rollout_id].offered for order in orders] == [True] * 8
+    assert max(len(attempt.trace_id) for attempt in attempts.values()) <= MAX_TEXT
+    infra = [order.rollout_id for order in orders if attempts[order.rollout_id].cause is Cause.INFRA]
+    expected = [] if any(word in spoiled for word in clean) and "lone" not in spoiled else [orders[3].rollout_id]
+    assert infra == expected
+    assert verify(tmp_path).clean
+    async with await open_store(tmp_path) as store:
+        version = await store.open_epoch(None)
+        batch = await store.take(version, 2, timeout_s=0.0)
+        assert len(batch.items) == 4
+
+
+@pytest.mark.parametrize(
+    ("metrics", "kept"),
+    [
+        ({"loss": np.float32(0.5), "tokens": np.int64(7)}, {"loss": 0.5, "tokens": 7.0}),
+        ({"loss": 10**400, "who": "nobody", "tensor": np.zeros(3), "ok": 1}, {"ok": 1.0}),
+        ({"\ud800": 1.0, 5: 2.0}, {"?": 1.0, "5": 2.0}),
+        (None, {}),
+    ],
+)
+async def test_a_step_is_kept_whatever_its_learner_measured(tmp_path, metrics, kept):
+    async with await open_store(tmp_path) as store:
+        await store.open_epoch(None)
+        await fill(store, FIRST)
+        batch = await store.take(PolicyVersion(np.int64(1), np.int64(0)), np.int64(1), timeout_s=GUARD_S)
+        after = PolicyVersion(np.int64(1), np.int64(1))
+        report = StepReport(batch_id=batch.lease.batch_id, version=after, skipped=np.bool_(False), metrics=metrics)
+        await store.commit(batch.lease, report)
+        chain = store.status().chain
+        path = str(b"/runs/\xff/1.1", "utf-8", "surrogateescape")
+        ref = CheckpointRef(path=path, version=after, batch_ids=(batch.lease.batch_id,), chain=chain)
+        await store.checkpointed(ref)
+        await store.open_epoch(ref)
+    (commit,) = read_evidence(tmp_path).commits
+    assert commit.metrics == kept
+    report = verify(tmp_path)
+    assert (report.problems, report.steps) == ((), 1)
 
 
 async def test_evaluations_survive(tmp_path):
