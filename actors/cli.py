@@ -23,6 +23,7 @@ from headrace.actors.cli_output import (
     EXIT_FAILED,
     Json,
     Quiet,
+    Steadily,
     console,
     say,
     write_json,
@@ -229,7 +230,7 @@ def verify(
     from headrace.actors.launch import reopen
     from headrace.buffer.verify import verify as verify_ledger
 
-    report = verify_ledger(reopen(run_dir)[1].path)
+    report = verify_ledger(reopen(run_dir)[1].path, Steadily("groups checked"))
     document = asdict(report) | {"clean": report.clean}
     if json is not None:
         write_json(document, json)

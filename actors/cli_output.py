@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,8 @@ from rich.console import Console
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED, EXIT_FAILED, EXIT_TRANSIENT
+
+EVERY_S = 5.0
 
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-' is standard output).")
@@ -28,6 +31,19 @@ def say(*lines: str) -> None:
     """As they are, one below the other."""
     for line in lines:
         console().print(line, highlight=False, soft_wrap=True)
+
+
+class Steadily:
+    """Tells how far long work is, at most once in `EVERY_S` seconds: `progress(done, total)`."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._told_s = what, time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= EVERY_S:
+            self._told_s = now_s
+            say(f"{done} of {total} {self._what}")
 
 
 def write_json(document: Any, path: Path) -> None:

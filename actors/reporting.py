@@ -17,8 +17,8 @@ from headrace.actors.engine_group.roster import read_roster
 from headrace.actors.metrics import read_metrics
 from headrace.actors.push_costs import push_costs
 from headrace.actors.utilisation import bottleneck, mean_in_flight, mean_loads
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.report import acceptance_by_decile, evictions, left_out
+from headrace.buffer.evidence import streamed
+from headrace.buffer.report import acceptance
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from headrace.actors.push_costs import PushCosts
     from headrace.actors.run_directory import RunDirectory
     from headrace.actors.utilisation import StationLoad
-    from headrace.buffer.evidence import Evidence
+    from headrace.buffer.evidence import StreamedEvidence
     from headrace.buffer.report import DecileReport, LeftOut
 
 
@@ -101,8 +101,8 @@ class RunReport:
 
 def report_of(directory: RunDirectory) -> RunReport:
     """Read everything again. Raises LedgerRefused."""
-    evidence = read_evidence(directory.path)
-    groups = left_out(evidence)
+    with streamed(directory.path) as evidence:
+        accepted, staleness = acceptance(evidence), _staleness(evidence)
     metrics = read_metrics(directory.metrics)
     records = [record for record in metrics if record["kind"] == "stations"]
     loads = mean_loads(records)
@@ -111,12 +111,12 @@ def report_of(directory: RunDirectory) -> RunReport:
     slowest = min(slowed, key=lambda record: record["rollout_limit"], default=None)
     return RunReport(
         steps=sum(not commit.skipped for commit in evidence.surviving),
-        staleness=_staleness(evidence),
-        causes=dict(Counter(attempt.cause.value for attempt in evidence.attempts if attempt.cause is not None)),
-        evicted=evictions(evidence),
-        deciles=acceptance_by_decile(evidence),
-        early=_early(groups),
-        left_out=groups,
+        staleness=staleness,
+        causes=accepted.causes,
+        evicted=accepted.evicted,
+        deciles=accepted.deciles,
+        early=_early(accepted.left_out),
+        left_out=accepted.left_out,
         parked={task.task_id: task.last_failure for task in evidence.tasks if task.parked},
         stations=loads,
         held_up_by=None if full is None else full.station.value,
@@ -132,10 +132,12 @@ def _engine_line(engine: EngineStatus) -> str:
     return f"{line}, load {engine.load}" + (f" ({engine.reason})" if engine.reason else "")
 
 
-def _staleness(evidence: Evidence) -> dict[int, int]:
-    batches = {batch.batch_id: batch for batch in evidence.batches}
-    steps = evidence.surviving
-    seen = Counter(member.staleness for step in steps for member in batches[step.batch_id].members)
+def _staleness(evidence: StreamedEvidence) -> dict[int, int]:
+    steps = Counter(step.batch_id for step in evidence.surviving)
+    seen: Counter[int] = Counter()
+    for batch in evidence.batches:
+        for _ in range(steps[batch.batch_id]):
+            seen.update(member.staleness for member in batch.members)
     return dict(sorted(seen.items()))
 
 

@@ -10,7 +10,7 @@ import orjson
 from headrace.actors.metrics import read_metrics
 from headrace.actors.push_costs import push_costs
 from headrace.actors.utilisation import bottleneck, mean_in_flight, mean_loads
-from headrace.buffer.evidence import read_evidence
+from headrace.buffer.evidence import streamed
 from headrace.buffer.verify import audit
 from headrace.sandboxes.leftovers import sandboxes_left
 
@@ -90,10 +90,9 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
         and not record["version"].endswith(".0")
     ]
     costs = push_costs(metrics)
-    evidence = read_evidence(directory.path)
-    report = audit(evidence)
-    ended = [attempt for attempt in evidence.attempts if attempt.offered]
-    started_s = [attempt.issued_at_s for attempt in evidence.attempts]
+    with streamed(directory.path) as evidence:
+        report = audit(evidence)
+        offered, started_s = evidence.offered()
     commits_s = [commit.committed_at_s for commit in evidence.commits]
     base, final = evaluations.get("base"), evaluations.get("final")
     times = [sum(record[f"{part}_s"] for record in steps) for part in ("idle", "step", "push")]
@@ -107,7 +106,7 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
         final_success=final["success"] if final else None,
         steps=report.steps,
         versions=len({commit.version for commit in evidence.commits if not commit.skipped}) + len(evidence.epochs),
-        rollouts=len(ended),
+        rollouts=offered,
         mean_staleness=report.mean_staleness,
         max_staleness=report.max_staleness,
         max_staleness_seen=report.max_staleness_seen,
@@ -122,7 +121,7 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
         learner_idle_share=times[0] / sum(times) if sum(times) else 0.0,
         utilisation={load.station.value: load.utilisation for load in loads if load.utilisation is not None},
         held_up_by=None if slowest is None else slowest.station.value,
-        train_wall_s=max(commits_s) - min(started_s) if commits_s and started_s else None,
+        train_wall_s=max(commits_s) - started_s if commits_s and started_s is not None else None,
         total_wall_s=_total_wall_s(directory),
         ledger_clean=report.clean,
         problems=report.problems,

@@ -129,9 +129,9 @@ class BatchBook:
     def open_epoch(self, checkpoint: CheckpointRef | None, now: float) -> PolicyVersion:
         """A new learner incarnation at `checkpoint` (None: from the start). Steps after it are undone. Raises
         LedgerMismatch, LedgerBehind, with nothing changed."""
-        if self.needs_history(checkpoint):
-            raise LedgerMismatch("this undoes steps on forgotten batches: fold the core from all rows first")
         sequence = self._sequence_of(checkpoint) if checkpoint else 0
+        if self.needs_history(checkpoint):
+            raise LedgerMismatch("this undoes steps on forgotten batches: recall them from the ledger's archive first")
         epoch = self._state.epoch + 1
         undone = [commit for number, commit in sorted(self._state.commits.items()) if number > sequence]
         again = [self._state.batches[commit.batch_id] for commit in undone] + self._state.leases()
@@ -149,10 +149,14 @@ class BatchBook:
         return self._head()
 
     def needs_history(self, checkpoint: CheckpointRef | None) -> bool:
-        """Whether opening at `checkpoint` undoes steps on batches that were closed and forgotten."""
-        sequence = self._sequence_of(checkpoint) if checkpoint else 0
-        commits = self._state.commits.items()
-        return any(number > sequence and commit.batch_id not in self._state.batches for number, commit in commits)
+        """Whether opening at `checkpoint` undoes steps that were forgotten, or whose batches were."""
+        chain = checkpoint.chain if checkpoint else ""
+        commits = list(self._state.commits.values())
+        places = [place for place, commit in enumerate(commits) if commit.chain == chain]
+        if not places and (chain or self._state.steps_closed):
+            return self._state.steps_closed > 0
+        undone = commits[places[0] + 1 :] if places else commits
+        return any(commit.batch_id not in self._state.batches for commit in undone)
 
     def trained_after(self, checkpoint: CheckpointRef | None) -> set[RolloutId]:
         """Rollouts of the steps that opening at `checkpoint` undoes, as far as their batches are known. Raises
@@ -325,8 +329,7 @@ class BatchBook:
         covered = [number for number, commit in self._state.commits.items() if commit.chain == checkpoint.chain]
         sequence = covered[0] if covered else 0
         if checkpoint.chain and not covered:
-            known = {commit.batch_id for commit in self._state.commits.values()}
-            missing = [batch_id for batch_id in checkpoint.batch_ids if batch_id not in known]
+            missing = [batch_id for batch_id in checkpoint.batch_ids if not self._was_committed(batch_id)]
             if missing:
                 raise LedgerBehind(
                     f"checkpoint {checkpoint.path} holds batches that the ledger has not committed ({missing[0]}...): "
@@ -339,6 +342,12 @@ class BatchBook:
                 "it is of a path that was rolled back, take another checkpoint"
             )
         return sequence
+
+    def _was_committed(self, batch_id: BatchId) -> bool:
+        """On the surviving path; batches older than those known here are in the ledger's archive."""
+        known = [commit.batch_id for commit in self._state.commits.values()]
+        forgotten = bool(known and self._state.steps_closed) and (len(batch_id), batch_id) < (len(known[0]), known[0])
+        return forgotten or batch_id in known
 
     def _versions_at(self, sequence: int) -> set[PolicyVersion]:
         """The names of the weights after step `sequence` of the surviving path."""

@@ -5,6 +5,7 @@ Invariants:
 - Databases are opened read-only, so a killed process's write-ahead log is read, and neither it nor the database is
   changed. (SQLite may make an index of the log, `*-shm`, beside it.)
 - Records of closed groups and undone steps are here too; nothing is taken from memory of a running buffer.
+- The ledger is read before its archive: what moves meanwhile is in both, and counts as the ledger has it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import json
 import os
 import re
 import sqlite3
-from contextlib import closing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from headrace.buffer.archive import ARCHIVE, SKIPPED, STEPS, closed_rollouts, totals_of
 from headrace.buffer.codec import decode
 from headrace.buffer.errors import CodecError, LedgerRefused
+from headrace.buffer.joined_rows import JoinedRows, histories_of
 from headrace.buffer.ledger import check_schema, unreadable
 from headrace.buffer.migration import migrate
 from headrace.buffer.records import (
@@ -32,17 +35,18 @@ from headrace.buffer.records import (
     RolloutRecord,
     TaskRecord,
 )
-from headrace.buffer.schema import SCHEMA_VERSION, TABLES
+from headrace.buffer.schema import SCHEMA_VERSION
 from headrace.buffer.types import BatchId, RolloutId, batch_digest
 from headrace.buffer.versions import PolicyVersion, VersionTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from headrace.buffer.joined_rows import GroupHistory
+    from headrace.buffer.records import RolloutState
     from headrace.buffer.types import Trajectory
 
-R = TypeVar("R")
 _COMPLETE = re.compile(r"\d+\.\d+")
 
 
@@ -59,16 +63,12 @@ class Witness:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """All rows. `files` maps an attempt to the number of the trajectory file it was written to. `damage` are plain
-    sentences."""
+class Steps:
+    """What a run directory holds beside groups and batches. `files` maps an attempt to the number of the trajectory
+    file it was written to. `damage` are plain sentences."""
 
     run_dir: Path
     epochs: tuple[EpochRecord, ...]
-    groups: tuple[GroupRecord, ...]
-    rollouts: tuple[RolloutRecord, ...]
-    attempts: tuple[AttemptRecord, ...]
-    batches: tuple[BatchRecord, ...]
     commits: tuple[CommitRecord, ...]
     checkpoints: tuple[CheckpointRecord, ...]
     tasks: tuple[TaskRecord, ...]
@@ -89,6 +89,61 @@ class Evidence:
             known = epoch.follows is not None and epoch.follows.epoch in tree.forks
             tree.open_epoch(epoch.epoch, epoch.follows if known else epoch.parent)
         return tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """What the ledger counts of its archive: rollouts by state, surviving steps with an update."""
+
+    rollouts: Mapping[RolloutState, int]
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence(Steps):
+    """All rows in memory: for runs of days, or what is open in one of months. Those of months are `streamed`."""
+
+    groups: tuple[GroupRecord, ...]
+    rollouts: tuple[RolloutRecord, ...]
+    attempts: tuple[AttemptRecord, ...]
+    batches: tuple[BatchRecord, ...]
+    closed: Closed | None = None
+    """What is left out: None says that everything is here."""
+
+    def histories(self) -> Iterator[GroupHistory]:
+        """Groups with members and attempts, in the order of sealing, those that are not sealed last."""
+        groups = sorted(self.groups, key=lambda group: (group.seal_order is None, group.seal_order or group.ordinal))
+        return histories_of(groups, self.rollouts, self.attempts)
+
+    def count(self, table: str) -> int:
+        return len(getattr(self, table))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedEvidence(Steps):
+    """Groups, rollouts, attempts and batches are read whenever they are asked for."""
+
+    rows: JoinedRows
+
+    @property
+    def batches(self) -> Iterator[BatchRecord]:
+        return self.rows.of(BatchRecord, "ordinal")
+
+    def offered(self) -> tuple[int, float | None]:
+        """How many attempts ended with a result, and when the first of all was issued."""
+        found = self.rows.select("attempts", ("coalesce(sum(offered), 0)", "min(issued_at_s)")).fetchall()
+        return sum(count for count, _ in found), min((at_s for _, at_s in found if at_s is not None), default=None)
+
+    def histories(self) -> Iterator[GroupHistory]:
+        """See `Evidence.histories`."""
+        return self.rows.histories()
+
+    def count(self, table: str) -> int:
+        return self.rows.count(table)
+
+    @property
+    def closed(self) -> Closed | None:
+        return None
 
 
 def has_begun(run_dir: Path) -> bool:
@@ -120,7 +175,62 @@ def _holds_anything(path: Path) -> bool:
 
 
 def read_evidence(run_dir: Path) -> Evidence:
-    """Everything `verify` needs. Raises LedgerRefused when there is no ledger, or none that this headrace reads."""
+    """Everything, in memory. Raises LedgerRefused when there is no ledger, or none that this headrace reads."""
+    with streamed(run_dir) as evidence:
+        return _in_memory(evidence)
+
+
+def read_open(run_dir: Path) -> Evidence:
+    """What the archive does not hold, however long the run: open groups, the steps that a resume may undo, and the
+    newest checkpoint. Everything, where that checkpoint goes back to steps in the archive, or there is none yet.
+    Raises LedgerRefused."""
+    with _reading(run_dir) as database:
+        database.execute("BEGIN")
+        totals = totals_of(database)
+        if totals.get(STEPS):
+            rows = JoinedRows(database, attached=False)
+            newest = _newest_witness(run_dir / "checkpoints")
+            steps = _steps(run_dir, database, rows, newest, [])
+            if newest[0] and newest[0][0].chain in {commit.chain for commit in steps["commits"]}:
+                updates = totals[STEPS] - totals.get(SKIPPED, 0)
+                closed = Closed(rollouts=closed_rollouts(totals), steps=updates)
+                return replace(_in_memory(StreamedEvidence(**steps, rows=rows)), closed=closed)
+    return read_evidence(run_dir)
+
+
+def _in_memory(evidence: StreamedEvidence) -> Evidence:
+    rows = evidence.rows
+    steps = {name: getattr(evidence, name) for name in Steps.__dataclass_fields__}
+    return Evidence(
+        **steps | {"files": _files(rows)},
+        groups=tuple(rows.of(GroupRecord, "ordinal")),
+        rollouts=tuple(rows.of(RolloutRecord, "rollout_id")),
+        attempts=tuple(rows.of(AttemptRecord, "rollout_id, attempt")),
+        batches=tuple(rows.of(BatchRecord, "ordinal")),
+    )
+
+
+@contextmanager
+def streamed(run_dir: Path) -> Iterator[StreamedEvidence]:
+    """Everything `verify` needs, as it was at one moment. Raises LedgerRefused when there is no ledger, or none that
+    this headrace reads."""
+    path = run_dir / "ledger.db"
+    with _reading(run_dir) as database:
+        attached, damage = attach_archive(database, path.with_name(ARCHIVE))
+        # One read transaction: a live buffer may go on writing.
+        database.execute("BEGIN")
+        rows = JoinedRows(database, attached=attached)
+        if attached:
+            checks = database.execute("PRAGMA archive.quick_check")
+            damage += [f"{ARCHIVE}: {row[0]}" for row in checks if row[0] != "ok"]
+        yield StreamedEvidence(
+            **_steps(run_dir, database, rows, _witnesses(run_dir / "checkpoints"), damage), rows=rows
+        )
+
+
+@contextmanager
+def _reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
+    """The ledger, of today's schema; an older one is migrated in a copy that is in no folder of the run."""
     path = run_dir / "ledger.db"
     if not has_begun(run_dir):
         raise LedgerRefused(f"{run_dir} holds no ledger.db, or one in which nothing is: name the directory of a run")
@@ -130,41 +240,66 @@ def read_evidence(run_dir: Path) -> Evidence:
             (application,) = database.execute("PRAGMA application_id").fetchone()
             check_schema(schema, application, path)
             if schema == SCHEMA_VERSION:
-                return _evidence(run_dir, database)
+                yield database
+                return
             with closing(_migrated_copy(database, schema)) as copy:
-                return _evidence(run_dir, copy)
+                yield copy
     except sqlite3.DatabaseError as error:
         raise unreadable(path, error) from error
 
 
-def _evidence(run_dir: Path, database: sqlite3.Connection) -> Evidence:
-    witnesses, damage = _witnesses(run_dir / "checkpoints")
-    # One read transaction: a live buffer may go on writing.
-    database.execute("BEGIN")
-    damage += [f"ledger.db: {row[0]}" for row in database.execute("PRAGMA quick_check") if row[0] != "ok"]
-    damage += [f"ledger.db: dangling reference in {row[0]}" for row in database.execute("PRAGMA foreign_key_check")]
-    stored = database.execute(
-        "SELECT rollout_id, attempt, trajectory_file FROM attempts WHERE trajectory_file IS NOT NULL"
-    )
-    return Evidence(
-        run_dir=run_dir,
-        epochs=_rows(database, EpochRecord, "ORDER BY epoch"),
-        groups=_rows(database, GroupRecord, "ORDER BY ordinal"),
-        rollouts=_rows(database, RolloutRecord, "ORDER BY rollout_id"),
-        attempts=_rows(database, AttemptRecord, "ORDER BY rollout_id, attempt"),
-        batches=_rows(database, BatchRecord, "ORDER BY ordinal"),
-        commits=_rows(database, CommitRecord, "ORDER BY sequence"),
-        checkpoints=_rows(database, CheckpointRecord, ""),
-        tasks=_rows(database, TaskRecord, "ORDER BY task_id"),
-        interventions=_rows(database, InterventionRecord, "ORDER BY sequence"),
-        files={(RolloutId(rollout), attempt): number for rollout, attempt, number in stored},
-        witnesses=tuple(witnesses),
-        damage=tuple(damage),
-    )
+def attach_archive(database: sqlite3.Connection, path: Path) -> tuple[bool, list[str]]:
+    """Attach it as `archive`, where there is one that fits the ledger: whether it is attached, and what is wrong."""
+    closed = sum(closed_rollouts(totals_of(database)).values())
+    if not path.is_file():
+        return False, [f"{ARCHIVE} is missing: {closed} rollouts of closed groups are in it"] if closed else []
+    try:
+        database.execute("ATTACH ? AS archive", (_uri(path),))
+        (schema,) = database.execute("PRAGMA archive.user_version").fetchone()
+    except sqlite3.DatabaseError as error:
+        return False, [f"{ARCHIVE} is not readable: {error}"]
+    if schema != SCHEMA_VERSION:
+        database.execute("DETACH archive")
+        return False, [f"{ARCHIVE} has schema {schema}, the ledger {SCHEMA_VERSION}"]
+    return True, []
+
+
+def _steps(
+    run_dir: Path,
+    database: sqlite3.Connection,
+    rows: JoinedRows,
+    found: tuple[list[Witness], list[str]],
+    damage: list[str],
+) -> dict[str, Any]:
+    """The fields of `Steps`."""
+    witnesses, unreadable_ones = found
+    damage += unreadable_ones
+    damage += [f"ledger.db: {row[0]}" for row in database.execute("PRAGMA main.quick_check") if row[0] != "ok"]
+    dangling = database.execute("PRAGMA main.foreign_key_check")
+    damage += [f"ledger.db: dangling reference in {row[0]}" for row in dangling]
+    return {
+        "run_dir": run_dir,
+        "epochs": tuple(rows.of(EpochRecord, "epoch")),
+        "commits": tuple(rows.of(CommitRecord, "sequence")),
+        "checkpoints": tuple(rows.of(CheckpointRecord, "version")),
+        "tasks": tuple(rows.of(TaskRecord, "task_id")),
+        "interventions": tuple(rows.of(InterventionRecord, "sequence")),
+        # What is closed is in no file that must be there.
+        "files": _files(JoinedRows(database, attached=False)),
+        "witnesses": tuple(witnesses),
+        "damage": tuple(damage),
+    }
+
+
+def _files(rows: JoinedRows) -> dict[tuple[RolloutId, int], int]:
+    columns = ("rollout_id", "attempt", "trajectory_file")
+    stored = rows.select("attempts", columns, where="trajectory_file IS NOT NULL")
+    return {(RolloutId(rollout), attempt): number for rollout, attempt, number in stored}
 
 
 def _migrated_copy(database: sqlite3.Connection, schema: int) -> sqlite3.Connection:
-    copy = sqlite3.connect(":memory:", isolation_level=None)
+    # Without a name: a temporary file, which a ledger of months needs.
+    copy = sqlite3.connect("", isolation_level=None)
     try:
         database.backup(copy)
         migrate(copy, schema)
@@ -175,7 +310,7 @@ def _migrated_copy(database: sqlite3.Connection, schema: int) -> sqlite3.Connect
 
 
 def read_trajectories(
-    evidence: Evidence, wanted: set[tuple[RolloutId, int]]
+    evidence: Steps, wanted: set[tuple[RolloutId, int]]
 ) -> Iterator[tuple[tuple[RolloutId, int], Trajectory | None]]:
     """The trajectories of these attempts; None for one that is missing or damaged."""
     by_file: dict[int, list[tuple[RolloutId, int]]] = {}
@@ -203,28 +338,39 @@ def _trajectory(database: sqlite3.Connection, key: tuple[RolloutId, int]) -> Tra
 def read_only(path: Path) -> sqlite3.Connection:
     """A connection that changes nothing. On a disk that cannot be written SQLite can make no index of a log: without
     one it takes the file as it is."""
+    return sqlite3.connect(_uri(path), uri=True, isolation_level=None)
+
+
+def _uri(path: Path) -> str:
     log = path.with_name(path.name + "-wal")
     frozen = not os.access(path.parent, os.W_OK) and not (log.exists() and log.stat().st_size)
-    uri = f"{path.absolute().as_uri()}?mode=ro" + ("&immutable=1" if frozen else "")
-    return sqlite3.connect(uri, uri=True, isolation_level=None)
-
-
-def _rows(database: sqlite3.Connection, kind: type[R], order: str) -> tuple[R, ...]:
-    table = TABLES[kind]
-    records = (table.load(row) for row in database.execute(table.select(order)))
-    return tuple(record for record in records if isinstance(record, kind))
+    return f"{path.absolute().as_uri()}?mode=ro" + ("&immutable=1" if frozen else "")
 
 
 def _witnesses(root: Path) -> tuple[list[Witness], list[str]]:
+    """What checkpoints say, and which cannot be read."""
     found, damage = [], []
-    for path in sorted(root.iterdir()) if root.is_dir() else ():
-        if not _COMPLETE.fullmatch(path.name):
-            continue
+    for path in _checkpoints(root):
         try:
             found.append(_witness(path))
         except (OSError, ValueError, KeyError, TypeError) as error:
             damage.append(f"checkpoint {path.name}: headrace.json is not readable ({error!r})")
     return found, damage
+
+
+def _newest_witness(root: Path) -> tuple[list[Witness], list[str]]:
+    """Of the newest checkpoint alone, and what is wrong with it."""
+    newest = max(_checkpoints(root), key=lambda path: PolicyVersion.parse(path.name), default=None)
+    if newest is None:
+        return [], []
+    try:
+        return [_witness(newest)], []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [], [f"checkpoint {newest.name}: headrace.json is not readable ({error!r})"]
+
+
+def _checkpoints(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if _COMPLETE.fullmatch(path.name)) if root.is_dir() else []
 
 
 def _witness(path: Path) -> Witness:

@@ -4,7 +4,8 @@ Invariants:
 - Reading only: it works on a run whose process was killed and on one that is running, and changes neither.
 - The folder appears complete or not at all. One file a table, with the table's own columns; `trajectories.parquet` has
   a row for each token sequence that can be read.
-- Memory is bounded by `ROWS_AT_ONCE` trajectories, however long the run.
+- Memory is bounded by `ROWS_AT_ONCE` trajectories and `TABLE_ROWS_AT_ONCE` rows, however long the run. Closed groups
+  and covered steps are read from the ledger's archive.
 
 Parquet: https://parquet.apache.org/docs/file-format/
 """
@@ -18,11 +19,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headrace.buffer.archive import ARCHIVE
 from headrace.buffer.codec import decode
 from headrace.buffer.durable_files import publish_folder
 from headrace.buffer.errors import CodecError, ExportRefused, LedgerRefused
-from headrace.buffer.evidence import read_only
+from headrace.buffer.evidence import attach_archive, read_only
+from headrace.buffer.joined_rows import JoinedRows
 from headrace.buffer.ledger import check_schema
+from headrace.buffer.schema import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from headrace.buffer.types import Trajectory, VersionSpan
 
 ROWS_AT_ONCE = 64
+TABLE_ROWS_AT_ONCE = 20_000
 _TYPES = {"TEXT": "string", "INTEGER": "int64", "REAL": "float64", "BLOB": "binary"}
 
 
@@ -57,10 +62,12 @@ def export(run_dir: Path, folder: Path) -> ExportReport:
             (application,) = database.execute("PRAGMA application_id").fetchone()
             check_schema(schema, application, path)
             staged.mkdir(parents=True)
+            attached = schema == SCHEMA_VERSION and attach_archive(database, path.with_name(ARCHIVE))[0]
             # One read transaction: a live buffer may go on writing.
             database.execute("BEGIN")
-            rows = {name: _write_table(database, name, staged) for name in _tables(database)}
-            rows["trajectories"], unreadable = _write_trajectories(database, run_dir, staged)
+            tables = JoinedRows(database, attached=attached)
+            rows = {name: _write_table(database, tables, name, staged) for name in _tables(database)}
+            rows["trajectories"], unreadable = _write_trajectories(tables, run_dir, staged)
         publish_folder(staged, folder)
     except sqlite3.DatabaseError as error:
         raise LedgerRefused(f"{path} is not readable: {error}") from error
@@ -85,27 +92,32 @@ def _tables(database: sqlite3.Connection) -> list[str]:
     return [name for (name,) in found if not name.startswith("sqlite_")]
 
 
-def _write_table(database: sqlite3.Connection, name: str, folder: Path) -> int:
+def _write_table(database: sqlite3.Connection, tables: JoinedRows, name: str, folder: Path) -> int:
     parquet = _parquet()
     import pyarrow
 
     columns = database.execute(f"PRAGMA table_info({name})").fetchall()
     schema = pyarrow.schema([(column[1], getattr(pyarrow, _TYPES[column[2]])()) for column in columns])
-    rows = database.execute(f"SELECT * FROM {name}").fetchall()
-    values = list(zip(*rows, strict=True)) if rows else [()] * len(columns)
-    arrays = [pyarrow.array(column, type=field.type) for column, field in zip(values, schema, strict=True)]
-    parquet.write_table(pyarrow.Table.from_arrays(arrays, schema=schema), folder / f"{name}.parquet")
-    return len(rows)
+    cursor, count = tables.select(name, schema.names), 0
+    with parquet.ParquetWriter(folder / f"{name}.parquet", schema) as writer:
+        while some := cursor.fetchmany(TABLE_ROWS_AT_ONCE):
+            arrays = [
+                pyarrow.array(column, type=field.type)
+                for column, field in zip(zip(*some, strict=True), schema, strict=True)
+            ]
+            writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
+            count += len(some)
+    return count
 
 
-def _write_trajectories(database: sqlite3.Connection, run_dir: Path, folder: Path) -> tuple[int, int]:
+def _write_trajectories(tables: JoinedRows, run_dir: Path, folder: Path) -> tuple[int, int]:
     """How many token sequences were written, and how many attempts could not be read."""
     parquet = _parquet()
     schema = _row_schema()
     written = unreadable = 0
     rows: list[dict[str, Any]] = []
     with parquet.ParquetWriter(folder / "trajectories.parquet", schema, compression="zstd") as writer:
-        for rollout_id, attempt, trajectory in _trajectories(database, run_dir):
+        for rollout_id, attempt, trajectory in _trajectories(tables, run_dir):
             if trajectory is None:
                 unreadable += 1
                 continue
@@ -169,20 +181,20 @@ def _flush(writer: Any, rows: list[dict[str, Any]], schema: Any) -> int:
     return count
 
 
-def _trajectories(database: sqlite3.Connection, run_dir: Path) -> Iterator[tuple[str, int, Trajectory | None]]:
+def _trajectories(tables: JoinedRows, run_dir: Path) -> Iterator[tuple[str, int, Trajectory | None]]:
     """Every attempt that has a trajectory, by file; None for what is gone or damaged."""
-    numbers = database.execute(
-        "SELECT DISTINCT trajectory_file FROM attempts WHERE trajectory_file IS NOT NULL ORDER BY 1"
-    )
-    for (number,) in numbers.fetchall():
-        query = "SELECT rollout_id, attempt FROM attempts WHERE trajectory_file = ? ORDER BY rollout_id, attempt"
-        keys = database.execute(query, (number,)).fetchall()
+    stored = tables.select("attempts", ("DISTINCT trajectory_file",), where="trajectory_file IS NOT NULL")
+    for number in sorted({number for (number,) in stored}):
+        order = "rollout_id, attempt"
+        keys = tables.select(
+            "attempts", ("rollout_id", "attempt"), where="trajectory_file = ?", order=order, values=(number,)
+        )
         path = run_dir / "trajectories" / f"{number:06d}.db"
         if not path.is_file():
-            yield from ((rollout_id, attempt, None) for rollout_id, attempt in keys)
+            yield from ((rollout_id, attempt, None) for rollout_id, attempt in keys.fetchall())
             continue
         with closing(read_only(path)) as blobs:
-            yield from _read(blobs, keys)
+            yield from _read(blobs, keys.fetchall())
 
 
 def _read(blobs: sqlite3.Connection, keys: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int, Trajectory | None]]:

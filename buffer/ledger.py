@@ -12,21 +12,35 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import sqlite3
+from collections import Counter
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from headrace.buffer.archive import (
+    ARCHIVE,
+    EVALUATIONS,
+    SKIPPED,
+    STEPS,
+    Archive,
+    closed_rollouts,
+    next_numbers,
+    totals_of,
+)
 from headrace.buffer.codec import decode, encode
+from headrace.buffer.database import connect, transaction
 from headrace.buffer.durable_files import fsync
 from headrace.buffer.errors import LedgerBroken, LedgerInUse, LedgerRefused
 from headrace.buffer.local_disk import filesystem_magic, refuse_full, refuse_network
 from headrace.buffer.migration import migrate
 from headrace.buffer.records import OUTAGES_KEPT, EvaluationRecord, RolloutState, Snapshot
 from headrace.buffer.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
+from headrace.buffer.splitting import is_whole, split
 from headrace.buffer.types import RolloutId
 
 if TYPE_CHECKING:
@@ -43,10 +57,10 @@ JOIN rollouts ON rollouts.rollout_id = attempts.rollout_id AND rollouts.attempt 
 JOIN groups USING (group_id)
 LEFT JOIN commits ON commits.batch_id = rollouts.batch_id AND commits.rolled_back_by IS NULL
 WHERE attempts.trajectory_file IS NOT NULL AND (groups.closed = 0 OR commits.sequence > ?)
+UNION SELECT number FROM trajectory_files WHERE last_sequence > ?
 """
 """Files with a trajectory that may be trained, or be trained again after a return to the step given."""
 _NEWEST_OUTAGES = f"WHERE number > (SELECT coalesce(max(number), 0) FROM outages) - {OUTAGES_KEPT} ORDER BY number"
-_PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "busy_timeout = 5000")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +77,7 @@ class Ledger:
 
     def __init__(self, database: sqlite3.Connection, blobs: BlobFiles, lock: int | None, path: Path) -> None:
         self._database, self._blobs, self._lock, self._path = database, blobs, lock, path
+        self._archive = Archive(database, None if lock is None else path.with_name(ARCHIVE))
 
     @classmethod
     def open(
@@ -81,8 +96,12 @@ class Ledger:
                 f"{run_dir} cannot be written: {error.strerror}: choose a run directory on a disk that can"
             ) from error
         try:
-            database = _connect(run_dir / "ledger.db")
+            database = connect(run_dir / "ledger.db")
             _prepare(database, identity, run_dir / "ledger.db")
+            if is_whole(database):
+                database.close()
+                split(run_dir / "ledger.db")
+                database = connect(run_dir / "ledger.db")
             blobs = BlobFiles(run_dir / "trajectories", trajectory_file_bytes)
         except BaseException as error:
             os.close(lock)
@@ -95,14 +114,14 @@ class Ledger:
     @classmethod
     def in_memory(cls, identity: Mapping[str, str]) -> Self:
         """A ledger without files, for virtual time."""
-        database = _connect(None)
+        database = connect(None)
         _prepare(database, identity, Path(":memory:"))
         return cls(database, BlobFiles(None, TRAJECTORY_FILE_BYTES), None, Path(":memory:"))
 
     def write(self, changes: Sequence[Record], trajectories: Sequence[StoredTrajectory]) -> None:
         """Make changed records and new trajectories durable. Raises sqlite3.Error, OSError, CodecError."""
         file_number = self._blobs.write(trajectories) if trajectories else None
-        with _transaction(self._database):
+        with transaction(self._database):
             for kind, table in TABLES.items():
                 rows = [table.row(record) for record in changes if type(record) is kind]
                 if rows:
@@ -112,20 +131,16 @@ class Ledger:
                 [(file_number, stored.rollout_id, stored.attempt) for stored in trajectories],
             )
 
-    def load(self, *, history: bool = False) -> Snapshot:
-        """The rows that a core is folded from; with `history` those of closed groups too."""
+    def load(self) -> Snapshot:
+        """The rows that a core is folded from, and totals of those that it does without."""
+        open_groups = "group_id IN (SELECT group_id FROM groups WHERE closed = 0)"
         wheres = {
             "groups": "WHERE closed = 0",
-            "rollouts": "WHERE group_id IN (SELECT group_id FROM groups WHERE closed = 0)",
+            "rollouts": f"WHERE {open_groups}",
             "attempts": (
-                "WHERE (rollout_id, attempt) IN (SELECT rollout_id, attempt FROM rollouts JOIN groups USING (group_id) "
-                "WHERE groups.closed = 0)"
+                f"WHERE (rollout_id, attempt) IN (SELECT rollout_id, attempt FROM rollouts WHERE {open_groups})"
             ),
             "batches": "WHERE closed = 0",
-        }
-        if history:
-            wheres = {"attempts": "WHERE (rollout_id, attempt) IN (SELECT rollout_id, attempt FROM rollouts)"}
-        wheres |= {
             "commits": "ORDER BY sequence",
             "epochs": "ORDER BY epoch",
             "outages": _NEWEST_OUTAGES,
@@ -136,18 +151,19 @@ class Ledger:
                 rows = self._database.execute(table.select(wheres.get(table.name, "")))
                 records.extend(table.load(row) for row in rows)
         evaluations = self._database.execute("SELECT rollout_id, attempt FROM evaluations")
-        closed = self._database.execute(
-            "SELECT rollouts.state, count(*) FROM rollouts JOIN groups USING (group_id) "
-            "WHERE groups.closed = 1 GROUP BY rollouts.state"
-        )
+        totals = totals_of(self._database)
+        closed = Counter(closed_rollouts(totals))
+        # Those that were closed, and did not get into the archive before the end of the last process.
+        states = self._database.execute(f"SELECT state, count(*) FROM rollouts WHERE NOT {open_groups} GROUP BY state")
+        closed.update({RolloutState(state): count for state, count in states})
         return Snapshot(
             records=tuple(records),
             evaluations=frozenset((RolloutId(rollout_id), attempt) for rollout_id, attempt in evaluations),
-            next_ordinal=self._next("groups", "ordinal", 0),
-            next_seal=self._next("groups", "seal_order", 1),
-            next_batch=self._next("batches", "ordinal", 1),
-            next_commit=self._next("commits", "sequence", 1),
-            closed={} if history else {RolloutState(state): count for state, count in closed},
+            closed=closed,
+            steps_closed=totals.get(STEPS, 0),
+            steps_closed_skipped=totals.get(SKIPPED, 0),
+            evaluations_closed=totals.get(EVALUATIONS, 0),
+            **next_numbers(self._database),
         )
 
     def load_or_close(self) -> Snapshot:
@@ -161,8 +177,41 @@ class Ledger:
     def evaluations(self, tag: str) -> tuple[EvaluationRecord, ...]:
         """The outcomes recorded under a tag, in order of rollout and attempt."""
         table = TABLES[EvaluationRecord]
-        rows = self._database.execute(table.select("WHERE tag = ? ORDER BY rollout_id, attempt"), (tag,))
-        return tuple(cast("EvaluationRecord", table.load(row)) for row in rows)
+        records = [cast("EvaluationRecord", table.load(row)) for row in self._archive.evaluations(tag)]
+        # The ledger's rows come first, and overrule those of the archive.
+        by_key = {record.key: record for record in reversed(records)}
+        return tuple(by_key[key] for key in sorted(by_key))
+
+    def end_evaluation(self, tag: str, step: int, summary: Mapping[str, object], now: float) -> None:
+        """Nothing more will be recorded under this tag. Idempotent."""
+        with transaction(self._database):
+            self._database.execute(
+                "INSERT OR IGNORE INTO ended_evaluations (tag, step, summary, recorded_at_s) VALUES (?, ?, ?, ?)",
+                (tag, step, json.dumps(summary), now),
+            )
+
+    def ended_evaluations(self) -> dict[str, dict[str, object]]:
+        """The summaries of evaluations that have ended, by tag."""
+        return {tag: json.loads(summary) for tag, summary in self._archive.ended_evaluations().items()}
+
+    def archive_groups(self) -> bool:
+        """Move some closed groups to the archive; False when none is left. Raises sqlite3.Error, OSError."""
+        return self._archive.move_groups()
+
+    def archive_rest(self) -> tuple[int, list[tuple[RolloutId, int]]]:
+        """Move steps and evaluations to the archive: the first step that stays, and the answers that went. Raises
+        sqlite3.Error, OSError."""
+        return self._archive.move_steps(), self._archive.move_evaluations()
+
+    def recall(self, chain: str) -> None:
+        """Bring back and open what a return to the step with this hash chain undoes; nothing when there is none."""
+        sequence = self._archive.sequence_of(chain)
+        if sequence is not None:
+            self._archive.recall(sequence)
+
+    def recall_groups_of(self, rollouts: Iterable[RolloutId]) -> None:
+        """Bring back and open the groups of these rollouts, closed or not."""
+        self._archive.recall_groups_of(rollouts)
 
     def trajectories(self, keys: Sequence[tuple[RolloutId, int]]) -> list[Trajectory]:
         """The trajectories of these attempts, in order. Raises LedgerBroken when one is missing, CodecError."""
@@ -174,43 +223,56 @@ class Ledger:
         sequence = self._oldest_retained()
         if sequence is None:
             return ()
-        held = "SELECT DISTINCT trajectory_file FROM attempts WHERE trajectory_file IS NOT NULL"
+        held = (
+            "SELECT trajectory_file FROM attempts WHERE trajectory_file IS NOT NULL "
+            "UNION SELECT number FROM trajectory_files"
+        )
         stored = {number for (number,) in self._database.execute(held)}
-        needed = {number for (number,) in self._database.execute(_NEEDED_FILES, (sequence,))}
-        return self._blobs.drop(stored - needed)
+        needed = {number for (number,) in self._database.execute(_NEEDED_FILES, (sequence, sequence))}
+        dropped = self._blobs.drop(stored - needed)
+        with transaction(self._database):
+            self._database.executemany("DELETE FROM trajectory_files WHERE number = ?", [(one,) for one in dropped])
+        return dropped
 
     def _oldest_retained(self) -> int | None:
         """The last step that the oldest checkpoint directory covers; None without one on the surviving path. Where they
         were when they were recorded says nothing: the run directory may have been moved since."""
-        checkpoints = self._path.with_name("checkpoints")
-        query = (
-            "SELECT checkpoints.path, commits.sequence FROM checkpoints JOIN commits USING (chain) "
-            "WHERE rolled_back_by IS NULL"
-        )
-        recorded = self._database.execute(query)
-        retained = (sequence for path, sequence in recorded if (checkpoints / Path(path).name).is_dir())
-        return min(retained, default=None)
+        folder = self._path.with_name("checkpoints")
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        steps = map(self._archive.checkpoint_step, names)
+        return min((step for step in steps if step is not None), default=None)
 
     def backup(self, destination: Path) -> None:
         """A consistent copy of `ledger.db` (without trajectories) under its final name only when complete. Raises
         OSError."""
         staged = destination.with_name(destination.name + ".part")
         staged.unlink(missing_ok=True)
-        with _as_oserror(staged), closing(sqlite3.connect(staged)) as copy:
-            self._database.backup(copy)
-            copy.execute("PRAGMA journal_mode = DELETE")
+        with _as_oserror(staged), closing(self._reader()) as reader:
+            # A snapshot of its own: others write meanwhile. It leaves no free pages behind.
+            reader.execute("VACUUM INTO ?", (str(staged),))
         fsync(staged)
         staged.replace(destination)
         fsync(destination.parent)
+
+    def _reader(self) -> sqlite3.Connection:
+        """A second connection; of a ledger in memory, a copy."""
+        if self._lock is not None:
+            return sqlite3.connect(self._path, isolation_level=None)
+        copy = sqlite3.connect(":memory:", isolation_level=None)
+        self._database.backup(copy)
+        return copy
 
     def export(self, folder: Path) -> None:
         """`ledger.db` and the trajectories, in memory or not, as files in `folder`. Raises OSError."""
         (folder / "trajectories").mkdir(parents=True, exist_ok=True)
         self.backup(folder / "ledger.db")
+        with _as_oserror(folder / ARCHIVE):
+            self._archive.export(folder / ARCHIVE)
         self._blobs.export(folder / "trajectories")
 
     def close(self) -> None:
         """Release the files and the lock; idempotent."""
+        self._archive.close()
         self._database.close()
         self._blobs.close()
         if self._lock is not None:
@@ -226,10 +288,6 @@ class Ledger:
                 f"the trajectory of {rollout_id} attempt {attempt} is missing: run `headrace ledger verify`"
             )
         return decode(data)
-
-    def _next(self, table: str, column: str, first: int) -> int:
-        (highest,) = self._database.execute(f"SELECT max({column}) FROM {table}").fetchone()
-        return first if highest is None else int(highest) + 1
 
 
 class BlobFiles:
@@ -248,7 +306,7 @@ class BlobFiles:
         """Make blobs durable; returns the number of their file."""
         self._rotate()
         database = self._connection(self._current)
-        with _transaction(database):
+        with transaction(database):
             database.executemany(
                 "INSERT OR REPLACE INTO trajectories (rollout_id, attempt, data) VALUES (?, ?, ?)",
                 [(stored.rollout_id, stored.attempt, encode(stored.trajectory)) for stored in trajectories],
@@ -302,24 +360,13 @@ class BlobFiles:
 
     def _connection(self, number: int) -> sqlite3.Connection:
         if number not in self._open:
-            database = _connect(None if self._directory is None else self._path(number))
-            with _transaction(database):
+            database = connect(None if self._directory is None else self._path(number))
+            with transaction(database):
                 database.execute(TRAJECTORIES_DDL)
             if self._directory is not None:
                 fsync(self._directory)
             self._open[number] = database
         return self._open[number]
-
-
-def _connect(path: Path | None) -> sqlite3.Connection:
-    database = sqlite3.connect(":memory:" if path is None else path, isolation_level=None, check_same_thread=False)
-    try:
-        for pragma in _PRAGMAS:
-            database.execute(f"PRAGMA {pragma}")
-    except BaseException:
-        database.close()
-        raise
-    return database
 
 
 def _prepare(database: sqlite3.Connection, identity: Mapping[str, str], path: Path) -> None:
@@ -337,10 +384,11 @@ def _create_or_check(database: sqlite3.Connection, identity: Mapping[str, str], 
     (application,) = database.execute("PRAGMA application_id").fetchone()
     (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if not schema and not application and not tables:
-        with _transaction(database):
+        with transaction(database):
             for statement in LEDGER_STATEMENTS:
                 database.execute(statement)
             database.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", identity.items())
+            database.executemany("INSERT INTO totals (name, value) VALUES (?, ?)", next_numbers(database).items())
             database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         return
@@ -353,7 +401,7 @@ def _create_or_check(database: sqlite3.Connection, identity: Mapping[str, str], 
                 "resume with the same run and task file, or start a new run directory"
             )
     if schema < SCHEMA_VERSION:
-        with _transaction(database):
+        with transaction(database):
             migrate(database, schema)
 
 
@@ -385,18 +433,6 @@ def _as_oserror(path: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         raise OSError(errno.EIO, f"the copy of the ledger cannot be written: {error}", str(path)) from error
-
-
-@contextmanager
-def _transaction(database: sqlite3.Connection) -> Iterator[None]:
-    database.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        database.execute("COMMIT")
-    except BaseException:
-        if database.in_transaction:
-            database.execute("ROLLBACK")
-        raise
 
 
 def _lock(path: Path) -> int:

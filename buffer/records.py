@@ -450,7 +450,9 @@ Record = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What a core is folded from. `closed` counts the rollouts of closed groups, whose records are not here."""
+    """What a core is folded from. `closed` counts the rollouts of closed groups, whose records are not here, nor are
+    those of `steps_closed` surviving steps and `evaluations_closed` evaluation rollouts. Batches before `first_batch`
+    are known to the ledger alone."""
 
     records: tuple[Record, ...] = ()
     evaluations: frozenset[tuple[RolloutId, int]] = frozenset()
@@ -459,3 +461,6 @@ class Snapshot:
     next_batch: int = 1
     next_commit: int = 1
     closed: Mapping[RolloutState, int] = field(default_factory=dict)
+    steps_closed: int = 0
+    steps_closed_skipped: int = 0
+    evaluations_closed: int = 0

@@ -283,7 +283,7 @@ class ReplayBuffer:
         return self._batches.open_epoch(checkpoint and plain_checkpoint(checkpoint), now)
 
     def needs_history(self, checkpoint: CheckpointRef | None) -> bool:
-        """Whether `open_epoch` needs a core folded from all rows, closed groups too."""
+        """Whether `open_epoch` needs what the ledger's archive holds: `Ledger.recall`, then `fold`."""
         return self._batches.needs_history(checkpoint)
 
     def trained_after(self, checkpoint: CheckpointRef | None) -> set[RolloutId]:
@@ -348,11 +348,11 @@ class ReplayBuffer:
             inventory=self.inventory(),
             rollouts=dict(rollouts),
             counters=dict(self.state.counters),
-            steps_committed=len(self.state.commits) - skipped,
+            steps_committed=self.state.steps_closed + len(self.state.commits) - skipped,
             steps_skipped=skipped,
             batches_queued=len(self.state.queue()),
             groups_opened=self.state.next_ordinal,
-            evaluations=len(self.state.evaluations),
+            evaluations=self.state.evaluations_closed + len(self.state.evaluations),
             chain=self.state.chain,
             parked=dict(self.state.parked),
             held=self._outages.held(),

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from headrace.buffer.records import GroupState, RolloutState
 from headrace.buffer.types import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from headrace.buffer.evidence import Evidence
+    from headrace.buffer.evidence import Evidence, StreamedEvidence
+    from headrace.buffer.joined_rows import GroupHistory
     from headrace.buffer.records import AttemptRecord, RolloutRecord
     from headrace.buffer.tasks import TaskId
-    from headrace.buffer.types import GroupId, RolloutId
+    from headrace.buffer.types import GroupId
 
 DECILES = 10
 _FATES = {
@@ -68,77 +70,87 @@ class LeftOut:
     late_mean_reward: float | None
 
 
-def acceptance_by_decile(evidence: Evidence) -> tuple[DecileReport, ...]:
-    """Shortest first; empty before anything finished."""
-    rollouts = {rollout.rollout_id: rollout for rollout in evidence.rollouts}
-    finished = sorted((attempt for attempt in evidence.attempts if attempt.reward is not None), key=_duration_s)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """What became of all attempts: `causes` counts those that ended, `evicted` how often a rollout went over the bound,
+    whether it was issued again or ended by it. `deciles` are shortest first,
+    empty before anything finished. `left_out` is in the order of opening."""
+
+    deciles: tuple[DecileReport, ...]
+    left_out: tuple[LeftOut, ...]
+    causes: dict[str, int]
+    evicted: int
+
+
+def acceptance(evidence: Evidence | StreamedEvidence) -> Acceptance:
+    """One pass over all groups."""
+    finished: list[_Finished] = []
+    cancelled_s: list[float] = []
+    causes: Counter[str] = Counter()
+    groups: list[tuple[int, LeftOut]] = []
+    evicted = 0
+    for history in evidence.histories():
+        for rollout in history.members:
+            evicted += rollout.evictions + (rollout.state is RolloutState.EVICTED)
+            for attempt in history.attempts.get(rollout.rollout_id, ()):
+                if attempt.cause is not None:
+                    causes[attempt.cause.value] += 1
+                if attempt.reward is not None:
+                    finished.append((_duration_s(attempt), _fate(attempt, rollout), attempt.reward))
+                if _cancelled_by_policy(attempt, rollout):
+                    cancelled_s.append(_duration_s(attempt))
+        if history.group.state is GroupState.SEALED and any(member.late for member in history.members):
+            groups.append((history.group.ordinal, _left_out(history)))
+    return Acceptance(
+        deciles=_deciles(finished, cancelled_s),
+        left_out=tuple(group for _, group in sorted(groups, key=itemgetter(0))),
+        causes=dict(causes),
+        evicted=evicted,
+    )
+
+
+_Finished = tuple[float, str, float]
+"""Duration, fate and reward of an attempt."""
+
+
+def _deciles(finished: list[_Finished], cancelled_s: Sequence[float]) -> tuple[DecileReport, ...]:
+    finished.sort(key=itemgetter(0))
     tenths = [
         finished[len(finished) * number // DECILES : len(finished) * (number + 1) // DECILES]
         for number in range(DECILES)
     ]
     tenths = [tenth for tenth in tenths if tenth]
-    longest_s = [_duration_s(tenth[-1]) for tenth in tenths]
-    cancelled = Counter(
-        min(bisect_left(longest_s, _duration_s(attempt)), len(tenths) - 1)
-        for attempt in evidence.attempts
-        if _cancelled_by_policy(attempt, rollouts)
-    )
-    return tuple(_decile(place, tenth, cancelled[place], rollouts) for place, tenth in enumerate(tenths))
+    longest_s = [tenth[-1][0] for tenth in tenths]
+    cancelled = Counter(min(bisect_left(longest_s, seconds), len(tenths) - 1) for seconds in cancelled_s)
+    return tuple(_decile(place, tenth, cancelled[place]) for place, tenth in enumerate(tenths))
 
 
-def evictions(evidence: Evidence) -> int:
-    """How often a rollout went over the bound, whether it was issued again or ended by it."""
-    return sum(rollout.evictions + (rollout.state is RolloutState.EVICTED) for rollout in evidence.rollouts)
-
-
-def left_out(evidence: Evidence) -> tuple[LeftOut, ...]:
-    """What the rule left out of each group that it sealed early, in the order of opening."""
-    firsts: dict[RolloutId, AttemptRecord] = {}
-    for attempt in evidence.attempts:
-        if attempt.reward is not None:
-            firsts.setdefault(attempt.rollout_id, attempt)
-    members: dict[GroupId, list[RolloutRecord]] = defaultdict(list)
-    for rollout in evidence.rollouts:
-        members[rollout.group_id].append(rollout)
-    return tuple(
-        _left_out(group.group_id, group.task_id, group.rule or "", members[group.group_id], firsts)
-        for group in evidence.groups
-        if group.state is GroupState.SEALED and any(member.late for member in members[group.group_id])
-    )
-
-
-def _decile(
-    place: int, tenth: Sequence[AttemptRecord], cancelled: int, rollouts: Mapping[RolloutId, RolloutRecord]
-) -> DecileReport:
-    fates = Counter(_fate(attempt, rollouts[attempt.rollout_id]) for attempt in tenth)
+def _decile(place: int, tenth: Sequence[_Finished], cancelled: int) -> DecileReport:
+    fates = Counter(fate for _, fate, _ in tenth)
     return DecileReport(
         decile=place + 1,
-        shortest_s=_duration_s(tenth[0]),
-        longest_s=_duration_s(tenth[-1]),
+        shortest_s=tenth[0][0],
+        longest_s=tenth[-1][0],
         finished=len(tenth),
         trained=fates["trained"],
         evicted=fates["evicted"],
         filtered=fates["filtered"],
         held=fates["held"],
         cancelled=cancelled,
-        mean_reward=_mean([attempt.reward or 0.0 for attempt in tenth]),
+        mean_reward=_mean([reward for _, _, reward in tenth]),
     )
 
 
-def _left_out(
-    group_id: GroupId,
-    task_id: TaskId,
-    rule: str,
-    members: Sequence[RolloutRecord],
-    firsts: Mapping[RolloutId, AttemptRecord],
-) -> LeftOut:
-    late = [member.rollout_id for member in members if member.late]
-    early_firsts = [firsts[member.rollout_id] for member in members if not member.late and member.rollout_id in firsts]
-    late_firsts = [firsts[rollout_id] for rollout_id in late if rollout_id in firsts]
+def _left_out(history: GroupHistory) -> LeftOut:
+    group, members = history.group, history.members
+    firsts = {member.rollout_id: history.first_result(member) for member in members}
+    late = [member for member in members if member.late]
+    early_firsts = [first for member in members if not member.late and (first := firsts[member.rollout_id])]
+    late_firsts = [first for member in late if (first := firsts[member.rollout_id])]
     return LeftOut(
-        group_id=group_id,
-        task_id=task_id,
-        rule=rule,
+        group_id=group.group_id,
+        task_id=group.task_id,
+        rule=group.rule or "",
         early=len(early_firsts),
         late=len(late),
         late_finished=len(late_firsts),
@@ -155,11 +167,10 @@ def _fate(attempt: AttemptRecord, rollout: RolloutRecord) -> str:
     return _FATES.get(rollout.state, "held")
 
 
-def _cancelled_by_policy(attempt: AttemptRecord, rollouts: Mapping[RolloutId, RolloutRecord]) -> bool:
+def _cancelled_by_policy(attempt: AttemptRecord, rollout: RolloutRecord) -> bool:
     """Told to end, or left out; not those whose driver or order was lost."""
     if attempt.cause is not Cause.CANCELLED:
         return False
-    rollout = rollouts[attempt.rollout_id]
     return attempt.offered or (rollout.state is RolloutState.CANCELLED and rollout.attempt == attempt.attempt)
 
 

@@ -4,8 +4,10 @@ Invariants:
 - Pure reading (see `evidence`): a killed run is told as it lies. What it says of batches is what `open_epoch` does:
   steps after the newest checkpoint are undone, and their batches are issued again, the same ones in the same order,
   then the batch that was leased, then those that waited to be issued again, and nothing fresh before them.
-- Lost is what `ledger verify` finds lost: rollouts whose state their history does not support, trained work of which
-  the ledger knows nothing. It must be 0.
+- Its time and memory depend on what is open, not on the length of the run: of closed groups it takes the ledger's
+  totals. Deciles are of groups that are open.
+- Lost is what `ledger verify` finds lost in open groups: rollouts whose state their history does not support, trained
+  work of which the ledger knows nothing. It must be 0.
 - A rollout's duration is that of its last attempt with a result; of an attempt in flight only a lower bound is known,
   to the newest time in the ledger.
 """
@@ -18,7 +20,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from headrace.buffer.evidence import read_evidence
+from headrace.buffer.evidence import read_open
 from headrace.buffer.records import BatchState, RolloutState
 from headrace.buffer.repeated_steps import UndoneSteps, digest_of
 from headrace.buffer.types import extend_chain
@@ -40,8 +42,8 @@ DECILES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DurationDecile:
-    """Rollouts whose attempt took up to `upper_s` (None: no bound) and longer than the decile before; `again` are among
-    the kept."""
+    """Rollouts of open groups whose attempt took up to `upper_s` (None: no bound) and longer than the decile before;
+    `again` are among the kept."""
 
     upper_s: float | None
     kept: int
@@ -114,7 +116,7 @@ class ResumeReport:
 
 def resume_report(run_dir: Path, *, max_staleness: int) -> ResumeReport:
     """Read a run that nobody drives. Raises LedgerRefused when it holds no readable ledger."""
-    evidence = read_evidence(run_dir)
+    evidence = read_open(run_dir)
     return _Plan(evidence, audit(evidence), max_staleness).report()
 
 
@@ -133,6 +135,8 @@ class _Plan:
 
     def report(self) -> ResumeReport:
         states = Counter(rollout.state for rollout in self.evidence.rollouts if rollout.rollout_id not in self.again)
+        closed = self.evidence.closed
+        states.update(closed.rollouts if closed else {})
         ahead: tuple[str, ...] = ()
         if self.known is None and self.checkpoint is not None:
             ahead = (f"checkpoint {self.checkpoint.version} holds steps that the ledger does not know",)
@@ -141,7 +145,8 @@ class _Plan:
             run=str(self.evidence.run_dir),
             checkpoint=str(self.checkpoint.version) if self.checkpoint else None,
             epoch=self._epoch,
-            steps_kept=sum(not commit.skipped for commit in self.path[: len(self.path) - len(self.undone)]),
+            steps_kept=(closed.steps if closed else 0)
+            + sum(not commit.skipped for commit in self.path[: len(self.path) - len(self.undone)]),
             steps_undone=sum(not commit.skipped for commit in self.undone),
             trained=states[RolloutState.TRAINED],
             sealed=states[RolloutState.SEALED],
@@ -205,8 +210,9 @@ class _Plan:
         if not finished:
             return ()
         edges = decile_edges(finished.values())
+        newest_s = max(one.ended_at_s or one.issued_at_s for one in self.evidence.attempts)
         restarted = [
-            self._elapsed_s(self.attempts[rollout.rollout_id, rollout.attempt])
+            max(0.0, newest_s - self.attempts[rollout.rollout_id, rollout.attempt].issued_at_s)
             for rollout in self.evidence.rollouts
             if rollout.state is RolloutState.IN_FLIGHT
         ]
@@ -231,10 +237,6 @@ class _Plan:
             if rollout.state in _WITH_RESULT
             and (attempt := self.attempts.get((rollout.rollout_id, rollout.attempt))) is not None
         }
-
-    def _elapsed_s(self, attempt: AttemptRecord) -> float:
-        times = [one.ended_at_s or one.issued_at_s for one in self.evidence.attempts]
-        return max(0.0, max(times) - attempt.issued_at_s)
 
 
 _UNDONE = frozenset({RolloutState.LEASED, RolloutState.IN_FLIGHT, RolloutState.PENDING})

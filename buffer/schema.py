@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from headrace.buffer.records import (
@@ -71,6 +72,13 @@ CHANGES_OF_3 = (
     "ALTER TABLE tasks ADD COLUMN failed_on TEXT NOT NULL DEFAULT '[]'",
     "ALTER TABLE tasks ADD COLUMN parked_at_s REAL",
     OUTAGES_OF_3,
+    "CREATE TABLE totals (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
+    """CREATE TABLE ended_evaluations (
+  tag TEXT PRIMARY KEY, step INTEGER NOT NULL, summary TEXT NOT NULL, recorded_at_s REAL NOT NULL) WITHOUT ROWID""",
+    "CREATE TABLE trajectory_files (number INTEGER PRIMARY KEY, last_sequence INTEGER NOT NULL)",
+    "CREATE INDEX commits_by_batch ON commits (batch_id)",
+    "CREATE INDEX commits_by_chain ON commits (chain)",
+    "CREATE INDEX evaluations_by_tag ON evaluations (tag)",
 )
 """Tables and columns new with schema 3. A new ledger runs them too, so that it cannot differ from a migrated one."""
 
@@ -114,7 +122,13 @@ CREATE TABLE evaluations (
   PRIMARY KEY (rollout_id, attempt)) WITHOUT ROWID;
 CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
-LEDGER_STATEMENTS = (*LEDGER_DDL.strip().rstrip(";").split(";\n"), TABLES_OF_2, *CHANGES_OF_3)
+# The index of rollouts is not among the changes: a migrated file becomes the archive, where nobody asks by batch.
+LEDGER_STATEMENTS = (
+    *LEDGER_DDL.strip().rstrip(";").split(";\n"),
+    TABLES_OF_2,
+    *CHANGES_OF_3,
+    "CREATE INDEX rollouts_by_batch ON rollouts (batch_id)",
+)
 
 TRAJECTORIES_DDL = """
 CREATE TABLE IF NOT EXISTS trajectories (
@@ -177,6 +191,7 @@ def _table(
     return Table(name=name, record=record, key=keys, columns=columns, read=read, conversions=conversions)
 
 
+@lru_cache(maxsize=4096)
 def _version(text: str | None) -> PolicyVersion | None:
     return None if text is None else PolicyVersion.parse(text)
 
@@ -188,6 +203,8 @@ def _version_text(version: PolicyVersion | None) -> str | None:
 _json = json.JSONEncoder(separators=(",", ":")).encode
 
 
+# Both hold few different texts in rows that lie beside each other.
+@lru_cache(maxsize=4096)
 def read_trained(text: str) -> tuple[TrainedTokens, ...]:
     """`[["1.3",120],...]` -> how many tokens each version sampled."""
     return tuple(

@@ -40,7 +40,7 @@ from headrace.buffer.repeated_steps import Foresight, UndoneSteps
 from headrace.buffer.versions import PolicyVersion, VersionTree
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from headrace.buffer.records import Record, Snapshot
     from headrace.buffer.tasks import TaskId
@@ -72,7 +72,8 @@ class ReplayState:
         self.closed = Counter(snapshot.closed)
         self.next_ordinal, self.next_seal = snapshot.next_ordinal, snapshot.next_seal
         self.next_batch, self.next_commit = snapshot.next_batch, snapshot.next_commit
-        self.steps_skipped = 0
+        self.steps_closed, self.evaluations_closed = snapshot.steps_closed, snapshot.evaluations_closed
+        self.steps_skipped = snapshot.steps_closed_skipped
         self.parked: dict[TaskId, str] = {}
         self.outages: dict[int, OutageRecord] = {}
         self.complete_members, self.deviation_square_sum = 0, Fraction()
@@ -248,9 +249,28 @@ class ReplayState:
                     self.put(replace(self.batches[batch_id], closed=True))
                     del self.batches[batch_id], self._batches[state][batch_id]
 
+    def forget_steps(self, before: int) -> None:
+        """Steps that the ledger moved to its archive, and the checkpoints there; only their number stays."""
+        moved = [sequence for sequence in self.commits if sequence < before]
+        if not moved:
+            return
+        for sequence in moved:
+            del self.commits[sequence]
+        self.steps_closed += len(moved)
+        chains = {commit.chain for commit in self.commits.values()}
+        self.checkpoints = {version: known for version, known in self.checkpoints.items() if known.chain in chains}
+
+    def forget_evaluations(self, keys: Collection[tuple[RolloutId, int]]) -> None:
+        """Answers that the ledger moved to its archive; only their number stays."""
+        self.evaluations.difference_update(keys)
+        self.evaluations_closed += len(keys)
+
     def _is_final(self, group_id: GroupId, covered: set[BatchId]) -> bool:
         return all(
-            rollout.batch_id in covered if rollout.state is RolloutState.TRAINED else rollout.state in FINAL
+            # A batch that was forgotten was covered before.
+            rollout.batch_id in covered or rollout.batch_id not in self.batches
+            if rollout.state is RolloutState.TRAINED
+            else rollout.state in FINAL
             for rollout in self.rollouts_of(group_id)
         )
 

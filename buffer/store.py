@@ -65,6 +65,7 @@ class ReplayStore:
         self, core: ReplayBuffer, ledger: Ledger, executor: ThreadPoolExecutor | None, clock: Callable[[], float]
     ) -> None:
         self._core, self._ledger, self._executor, self._clock = core, ledger, executor, clock
+        self._copier = executor and ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger-copy")
         self._stored: list[StoredTrajectory] = []
         self._writing = asyncio.Lock()
         self._applied = self._durable = 0
@@ -128,6 +129,8 @@ class ReplayStore:
                 await self._in_thread(self._ledger.close)
             if self._executor is not None:
                 self._executor.shutdown(wait=False)
+            if self._copier is not None:
+                self._copier.shutdown(wait=False)
 
     async def issue(self, limit: int, version: PolicyVersion, *, timeout_s: float = 0.0) -> tuple[RolloutOrder, ...]:
         """Up to `limit` attempts to run, durable. Waits up to `timeout_s` for at least one; `version` is what the
@@ -185,12 +188,25 @@ class ReplayStore:
     async def checkpointed(self, ref: CheckpointRef) -> None:
         """A checkpoint directory is durable. Raises StaleEpoch, LedgerMismatch."""
         await self._change(lambda: self._core.checkpointed(ref, self._clock()))
+        await self._archive()
+        await self._in_thread(lambda: self._back_up_beside(Path(ref.path)), self._copier)
+        if not self._core.config.keep_trajectories:
+            await self._write_alone(self._ledger.drop_covered)
+
+    async def _archive(self) -> None:
+        """Move what the checkpoint closed to the archive, a little at a time: offers go on in between."""
+        while await self._write_alone(self._ledger.archive_groups):
+            pass
+        first_step, answers = await self._write_alone(self._ledger.archive_rest)
+        self._core.state.forget_steps(first_step)
+        self._core.state.forget_evaluations(answers)
+
+    async def _write_alone(self, work: Callable[[], T]) -> T:
+        """Work on the ledger between two transactions."""
         async with self._writing:
             self._check()
-            await self._in_thread(lambda: self._back_up_beside(Path(ref.path)))
-            if not self._core.config.keep_trajectories:
-                with self._ending_on_failure():
-                    await self._in_thread(self._ledger.drop_covered)
+            with self._ending_on_failure():
+                return await self._in_thread(work)
 
     def _back_up_beside(self, checkpoint: Path) -> None:
         """A copy of the ledger in the checkpoint's directory, for a node whose disk is lost. It does without when the
@@ -206,12 +222,9 @@ class ReplayStore:
         """A new learner incarnation starts at `checkpoint`; returns its first version. Raises LedgerMismatch,
         LedgerBehind."""
         self._check()
-        if not self._core.needs_history(checkpoint):
-            return await self._change(lambda: self._core.open_epoch(checkpoint, self._clock()))
-        await self._refold(history=True)
-        version = await self._change(lambda: self._core.open_epoch(checkpoint, self._clock()))
-        await self._refold(history=False)
-        return version
+        if self._core.needs_history(checkpoint):
+            await self._recall(lambda: self._ledger.recall(checkpoint.chain if checkpoint else ""))
+        return await self._change(lambda: self._core.open_epoch(checkpoint, self._clock()))
 
     async def drop_batch(self, batch_id: BatchId | None = None) -> BatchRecord:
         """For an operator, while no learner lives: drop a batch for good, by default the one leased. Raises
@@ -228,7 +241,9 @@ class ReplayStore:
         """For an operator, while no learner lives: issue rollouts whose results are lost (and why) again; returns those
         that get a new attempt. Where steps after `checkpoint`, from which the next learner goes on, trained one of
         them, those steps are undone now. Raises LedgerMismatch, LedgerBehind."""
-        await self._refold(history=True)
+        await self._recall(lambda: self._ledger.recall_groups_of(lost))
+        if self._core.needs_history(checkpoint):
+            await self._recall(lambda: self._ledger.recall(checkpoint.chain if checkpoint else ""))
         if self._core.trained_after(checkpoint) & set(lost):
             if checkpoint is None and self._core.state.checkpoints:
                 raise LedgerMismatch(
@@ -236,7 +251,7 @@ class ReplayStore:
                     "put its checkpoints back"
                 )
             await self.open_epoch(checkpoint)
-            await self._refold(history=True)
+            await self._recall(lambda: self._ledger.recall_groups_of(lost))
         return await self._change(lambda: self._core.retry_lost(lost, self._clock()))
 
     async def record_evaluations(
@@ -252,10 +267,15 @@ class ReplayStore:
 
     async def evaluations(self, tag: str) -> tuple[EvaluationRecord, ...]:
         """What was recorded under a tag."""
-        self._check()
-        async with self._writing:
-            with self._ending_on_failure():
-                return await self._in_thread(lambda: self._ledger.evaluations(tag))
+        return await self._write_alone(lambda: self._ledger.evaluations(tag))
+
+    async def end_evaluation(self, tag: str, step: int, summary: Mapping[str, object]) -> None:
+        """Nothing more will be recorded under this tag; idempotent."""
+        await self._write_alone(lambda: self._ledger.end_evaluation(tag, step, summary, self._clock()))
+
+    async def ended_evaluations(self) -> dict[str, dict[str, object]]:
+        """The summaries of evaluations that have ended, by tag."""
+        return await self._write_alone(self._ledger.ended_evaluations)
 
     def status(self) -> BufferStatus:
         """Counts, from memory."""
@@ -394,7 +414,7 @@ class ReplayStore:
             self._end(f"the ledger failed: {type(error).__name__}: {error}")
             raise LedgerBroken(f"{self._broken}; see to the disk, then restart the buffer") from error
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, work: Callable[[], T], executor: ThreadPoolExecutor | None = None) -> T:
         """Run to the end even when the caller is cancelled: a transaction is never left in doubt."""
         if self._executor is None:
             return work()
@@ -405,7 +425,7 @@ class ReplayStore:
             except Exception as error:  # noqa: BLE001 - a future takes no StopIteration: it would never be done
                 return error
 
-        future = asyncio.get_running_loop().run_in_executor(self._executor, run)
+        future = asyncio.get_running_loop().run_in_executor(executor or self._executor, run)
         cancelled: asyncio.CancelledError | None = None
         while not future.done():
             try:
@@ -440,15 +460,16 @@ class ReplayStore:
             lease=BatchLease(batch_id=record.batch_id, epoch=record.epoch), version=record.version, items=items
         )
 
-    async def _refold(self, *, history: bool) -> None:
-        """Fold the core again from the rows, with closed groups or without. It blocks: nothing may change meanwhile."""
+    async def _recall(self, recall: Callable[[], None]) -> None:
+        """Fold the core again with what this brings back from the archive. It blocks: nothing may change meanwhile."""
         async with self._writing:
             self._check()
             changes, stored, self._stored = self._core.drain(), self._stored, []
 
             def write_and_load() -> Snapshot:
                 self._ledger.write(changes, stored)
-                return self._ledger.load(history=history)
+                recall()
+                return self._ledger.load()
 
             with self._ending_on_failure():
                 executor = self._executor

@@ -13,23 +13,29 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.classification import FAILED, trained_tokens
-from headrace.buffer.evidence import read_evidence, read_trajectories
+from headrace.buffer.evidence import read_trajectories, streamed
 from headrace.buffer.outages import COUNTED
 from headrace.buffer.records import Action, BatchState, FilterReason, GroupState, RolloutState
 from headrace.buffer.types import Cause, batch_digest, extend_chain
-from headrace.buffer.verify_groups import group_problems
+from headrace.buffer.verify_groups import GroupAudit
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from headrace.buffer.evidence import Evidence, Witness
+    from headrace.buffer.evidence import Evidence, StreamedEvidence, Witness
+    from headrace.buffer.joined_rows import GroupHistory
     from headrace.buffer.records import AttemptRecord, BatchRecord, CommitRecord, RolloutRecord
     from headrace.buffer.types import BatchId, RolloutId
 
+    Progress = Callable[[int, int], object]
+
+PROGRESS_GROUPS: Final = 4096
+"""Progress is told after so many groups."""
 _LIVE = frozenset({RolloutState.WAITING, RolloutState.SEALED, RolloutState.LEASED, RolloutState.TRAINED})
 _UNTRAINED_ENDS = {
     GroupState.OPEN: {RolloutState.WAITING},
@@ -78,73 +84,92 @@ class VerifyReport:
         return not self.problems
 
 
-def verify(run_dir: Path) -> VerifyReport:
+def verify(run_dir: Path, progress: Progress | None = None) -> VerifyReport:
     """Check a run directory. Raises LedgerRefused when it holds no readable ledger."""
-    return audit(read_evidence(run_dir))
+    with streamed(run_dir) as evidence:
+        return audit(evidence, progress)
 
 
-def audit(evidence: Evidence) -> VerifyReport:
-    """`verify` for who has read the evidence; trajectories are read here."""
-    return _Audit(evidence).report()
+def audit(evidence: Evidence | StreamedEvidence, progress: Progress | None = None) -> VerifyReport:
+    """`verify` for who has read the evidence; trajectories are read here. `progress` is called with the groups checked
+    and the groups in all."""
+    return _Audit(evidence).report(progress or _in_silence)
 
 
-def lost_rollouts(evidence: Evidence) -> dict[RolloutId, str]:
+def lost_rollouts(evidence: Evidence | StreamedEvidence) -> dict[RolloutId, str]:
     """What `audit` counts as lost, with the reason."""
     auditing = _Audit(evidence)
-    auditing.report()
+    auditing.report(_in_silence)
     return auditing.lost
 
 
-class _Audit:
-    """One pass over the evidence; findings gather in `problems`."""
+def _in_silence(done: int, total: int) -> None:
+    """No progress is told."""
 
-    def __init__(self, evidence: Evidence) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """A rollout's place in a step of the surviving path."""
+
+    commit: CommitRecord
+    attempt: int
+    staleness: int
+
+
+class _Audit:
+    """One pass over the batches and one over the groups; findings gather in `problems`."""
+
+    def __init__(self, evidence: Evidence | StreamedEvidence) -> None:
         self.evidence = evidence
         self.problems = list(evidence.damage)
-        self.batches = {batch.batch_id: batch for batch in evidence.batches}
-        self.attempts = {attempt.key: attempt for attempt in evidence.attempts}
         self.tree = evidence.tree()
         self.path = self._surviving_path()
         self.retried = {
             (entry.subject, entry.attempt) for entry in evidence.interventions if entry.action is Action.RETRY_LOST
         }
         self.lost: dict[RolloutId, str] = {}
+        self.digests: dict[BatchId, bytes] = {}
+        self.held: dict[BatchState, set[RolloutId]] = {
+            state: set() for state in (BatchState.LEASED, BatchState.QUEUED, BatchState.DROPPED)
+        }
+        self.dropped: list[BatchId] = []
+        self.trained: dict[RolloutId, tuple[_Training, ...]] = {}
+        self.counts: Counter[str] = Counter()
+        self.staleness: Counter[int] = Counter()
 
-    def report(self) -> VerifyReport:
+    def report(self, progress: Progress) -> VerifyReport:
+        self._read_batches()
         self._check_forks()
         self._check_chain()
-        trained = self._trained()
-        self._check_states(trained)
+        twice = self._trained_twice()
         self._check_dropped()
-        self.problems += group_problems(self.evidence)
-        self._check_trajectories()
-        staleness = self._staleness()
+        self._check_groups(progress)
         for witness in self.evidence.witnesses:
             self._check_witness(witness)
         self._check_recorded_checkpoints()
-        counts = Counter(self._count_as(rollout) for rollout in self.evidence.rollouts)
         bounds = [commit.max_staleness for commit in self.path]
+        seen = self.staleness.total()
         return VerifyReport(
-            issued=len(self.evidence.rollouts),
-            **{name: counts[name] for name in _COUNTS},
-            trained_twice=sum(times > 1 for times in trained.values()),
+            issued=self.counts.total(),
+            **{name: self.counts[name] for name in _COUNTS},
+            trained_twice=twice,
             lost=len(self.lost),
             steps=sum(not commit.skipped for commit in self.path),
             steps_skipped=sum(commit.skipped for commit in self.path),
             steps_rolled_back=len(self.evidence.commits) - len(self.path),
             max_staleness=bounds[-1] if bounds else None,
-            max_staleness_seen=max(staleness, default=0),
-            mean_staleness=sum(staleness) / len(staleness) if staleness else 0.0,
+            max_staleness_seen=max(self.staleness, default=0),
+            mean_staleness=sum(value * count for value, count in self.staleness.items()) / seen if seen else 0.0,
             checkpoints=len(self.evidence.witnesses),
-            batches_dropped=tuple(
-                batch.batch_id for batch in self.batches.values() if batch.state is BatchState.DROPPED
-            ),
+            batches_dropped=tuple(self.dropped),
             retried=len(self.retried),
             problems=tuple(self.problems),
         )
 
     def _surviving_path(self) -> list[CommitRecord]:
         """Replay the forks: each epoch keeps the steps up to the chain it was opened at."""
+        if self.evidence.closed is not None:
+            return self.evidence.surviving
         path: list[CommitRecord] = []
         for epoch in self.evidence.epochs:
             kept = [""] + [commit.chain for commit in path]
@@ -160,6 +185,8 @@ class _Audit:
     def _check_forks(self) -> None:
         """No epoch follows an earlier one further than both were trained on the same batches. Places are numbered by
         the steps that lead to them, whatever the versions are called."""
+        if self.evidence.closed is not None:
+            return
         by_epoch: dict[int, list[CommitRecord]] = {}
         for commit in self.evidence.commits:
             by_epoch.setdefault(commit.epoch, []).append(commit)
@@ -181,14 +208,34 @@ class _Audit:
                     f"epoch {epoch.epoch} counts as {follows} at step {follows.step}, but was trained on other batches"
                 )
 
+    def _read_batches(self) -> None:
+        """Their digests, and where their members are."""
+        steps: dict[BatchId, list[CommitRecord]] = {}
+        for commit in self.path:
+            steps.setdefault(commit.batch_id, []).append(commit)
+        for batch in self.evidence.batches:
+            self.digests[batch.batch_id] = _digest(batch)
+            if batch.state in self.held:
+                self.held[batch.state].update(member.rollout_id for member in batch.members)
+            if batch.state is BatchState.DROPPED:
+                self.dropped.append(batch.batch_id)
+            for commit in steps.get(batch.batch_id, ()):
+                for member in batch.members:
+                    place = _Training(commit, member.attempt, member.staleness)
+                    self.trained[member.rollout_id] = (*self.trained.get(member.rollout_id, ()), place)
+
     def _check_chain(self) -> None:
         chain, before = "", None
-        for commit in self.path:
-            batch = self.batches.get(commit.batch_id)
-            if batch is None:
+        path = self.path
+        if self.evidence.closed is not None and path:
+            # The steps before it are in the archive.
+            chain, before, path = path[0].chain, path[0].version, path[1:]
+        for commit in path:
+            digest = self.digests.get(commit.batch_id)
+            if digest is None:
                 self.problems.append(f"step {commit.sequence} trained the unknown batch {commit.batch_id}")
                 continue
-            chain = extend_chain(chain, _digest(batch))
+            chain = extend_chain(chain, digest)
             if commit.chain != chain:
                 self.problems.append(f"step {commit.sequence}: the hash chain does not follow from its batches")
                 chain = commit.chain
@@ -199,80 +246,77 @@ class _Audit:
                 self.problems.append(f"step {commit.sequence} goes from {commit.trained_at} to {commit.version}")
             before = commit.version
 
-    def _trained(self) -> Counter[RolloutId]:
-        """How many steps of the surviving path each rollout is in."""
-        steps = (self.batches[commit.batch_id] for commit in self.path if commit.batch_id in self.batches)
-        trained = Counter(member.rollout_id for batch in steps for member in batch.members)
-        twice = sorted(rollout_id for rollout_id, times in trained.items() if times > 1)
+    def _trained_twice(self) -> int:
+        twice = sorted(rollout_id for rollout_id, places in self.trained.items() if len(places) > 1)
         if twice:
             self.problems.append(f"{len(twice)} rollouts were trained more than once, {twice[0]} first")
-        return trained
-
-    def _check_states(self, trained: Counter[RolloutId]) -> None:
-        held = {
-            state: {
-                member.rollout_id for batch in self.batches.values() if batch.state is state for member in batch.members
-            }
-            for state in BatchState
-        }
-        groups = {group.group_id: group for group in self.evidence.groups}
-        if [group.ordinal for group in self.evidence.groups] != list(range(len(groups))):
-            self.problems.append("the ordinals of the groups have gaps")
-        self._check_members()
-        failures = Counter(attempt.rollout_id for attempt in self.evidence.attempts if attempt.charged_to in COUNTED)
-        for rollout in self.evidence.rollouts:
-            allowed = self._allowed(rollout, groups[rollout.group_id].state, held, trained)
-            if rollout.state not in allowed:
-                wanted = " or ".join(sorted(allowed))
-                self._lose(rollout.rollout_id, f"is {rollout.state}, but its history says {wanted}")
-            attempt = self.attempts.get((rollout.rollout_id, rollout.attempt))
-            if rollout.state in _LIVE and (attempt is None or not attempt.offered):
-                if not self._known_lost(rollout):
-                    self._lose(rollout.rollout_id, f"is {rollout.state}, but no result of its attempt was ever offered")
-            elif rollout.state in _LIVE and attempt is not None and attempt.reward != rollout.reward:
-                self.problems.append(f"{rollout.rollout_id} has reward {rollout.reward}, its attempt {attempt.reward}")
-            if failures[rollout.rollout_id] != rollout.failures:
-                self.problems.append(f"{rollout.rollout_id} counts {rollout.failures} failures, not its attempts'")
-            reserved = rollout.state is RolloutState.SEALED and rollout.batch_id is not None
-            if reserved != (rollout.rollout_id in held[BatchState.QUEUED]):
-                self._lose(rollout.rollout_id, "is held for a batch that does not wait, or the other way round")
+        return len(twice)
 
     def _check_dropped(self) -> None:
-        """Batches are dropped by operators only, and all of their members with them."""
+        """Batches are dropped by operators only."""
+        if self.evidence.closed is not None:
+            return
         noted = {entry.subject for entry in self.evidence.interventions if entry.action is Action.DROP_BATCH}
-        dropped = {batch.batch_id for batch in self.batches.values() if batch.state is BatchState.DROPPED}
-        for batch_id in sorted(noted ^ dropped):
+        for batch_id in sorted(noted.symmetric_difference(self.dropped)):
             self.problems.append(f"{batch_id} was dropped without an entry in the journal, or the other way round")
-        members = {member.rollout_id for batch_id in dropped for member in self.batches[batch_id].members}
-        for rollout in self.evidence.rollouts:
-            if (rollout.reason is FilterReason.BATCH_DROPPED) != (rollout.rollout_id in members):
-                self._lose(rollout.rollout_id, "was filtered for a batch that was not dropped, or the other way round")
 
-    def _check_members(self) -> None:
-        """Every group was issued whole, and all of one size."""
-        members: dict[str, list[int]] = {}
-        for rollout in self.evidence.rollouts:
-            members.setdefault(rollout.group_id, []).append(rollout.member)
-        size = max(map(len, members.values()), default=0)
-        for group in self.evidence.groups:
-            if sorted(members.get(group.group_id, [])) != list(range(size)):
-                self.problems.append(f"{group.group_id} lacks members of its {size}: rollouts are missing")
+    def _check_groups(self, progress: Progress) -> None:
+        """Every rollout with its attempts, once."""
+        total, ordinals = self.evidence.count("groups"), 0
+        by_group = GroupAudit(self.retried, has_history=self.evidence.closed is None)
+        wanted: dict[tuple[RolloutId, int], AttemptRecord] = {}
+        for done, history in enumerate(self.evidence.histories()):
+            if done % PROGRESS_GROUPS == 0:
+                progress(done, total)
+            ordinals = max(ordinals, history.group.ordinal + 1)
+            for rollout in history.members:
+                self._check_rollout(rollout, history)
+                attempt = history.current(rollout)
+                closed = history.group.closed or self._known_lost(rollout)
+                if rollout.state in _LIVE and not closed and attempt is not None and attempt.trained:
+                    wanted[attempt.key] = attempt
+            self.problems += by_group.check(history)
+        progress(total, total)
+        whole = self.evidence.closed is None
+        if whole and ordinals != total:
+            self.problems.append("the ordinals of the groups have gaps")
+        for rollout_id, places in self.trained.items():
+            self._check_staleness(rollout_id, places, {})
+        self.problems += by_group.finish(self.evidence.tasks if whole else None)
+        self._check_trajectories(wanted)
+
+    def _check_rollout(self, rollout: RolloutRecord, history: GroupHistory) -> None:
+        name, tries = rollout.rollout_id, history.attempts.get(rollout.rollout_id, ())
+        attempt = history.current(rollout)
+        trained = self.trained.pop(name, ())
+        allowed = self._allowed(rollout, history.group.state, attempt, trained=bool(trained))
+        if rollout.state not in allowed:
+            self._lose(name, f"is {rollout.state}, but its history says {' or '.join(sorted(allowed))}")
+        if rollout.state in _LIVE and (attempt is None or not attempt.offered):
+            if not self._known_lost(rollout):
+                self._lose(name, f"is {rollout.state}, but no result of its attempt was ever offered")
+        elif rollout.state in _LIVE and attempt is not None and attempt.reward != rollout.reward:
+            self.problems.append(f"{name} has reward {rollout.reward}, its attempt {attempt.reward}")
+        if sum(one.charged_to in COUNTED for one in tries) != rollout.failures:
+            self.problems.append(f"{name} counts {rollout.failures} failures, not its attempts'")
+        reserved = rollout.state is RolloutState.SEALED and rollout.batch_id is not None
+        if reserved != (name in self.held[BatchState.QUEUED]):
+            self._lose(name, "is held for a batch that does not wait, or the other way round")
+        if (rollout.reason is FilterReason.BATCH_DROPPED) != (name in self.held[BatchState.DROPPED]):
+            self._lose(name, "was filtered for a batch that was not dropped, or the other way round")
+        self._check_staleness(name, trained, {one.attempt: one for one in tries})
+        self.counts[_count_as(rollout, attempt)] += 1
 
     def _allowed(
-        self,
-        rollout: RolloutRecord,
-        group: GroupState,
-        held: dict[BatchState, set[RolloutId]],
-        trained: Counter[RolloutId],
+        self, rollout: RolloutRecord, group: GroupState, attempt: AttemptRecord | None, *, trained: bool
     ) -> set[RolloutState]:
         """The states that a rollout's attempts, group and batches allow."""
-        if trained[rollout.rollout_id]:
+        if trained:
             return {RolloutState.TRAINED}
-        if rollout.rollout_id in held[BatchState.LEASED]:
+        if rollout.rollout_id in self.held[BatchState.LEASED]:
             return {RolloutState.LEASED}
-        if rollout.rollout_id in held[BatchState.DROPPED]:
+        if rollout.rollout_id in self.held[BatchState.DROPPED]:
             return {RolloutState.FILTERED}
-        attempt = self.attempts.get((rollout.rollout_id, rollout.attempt))
         left_out = {RolloutState.CANCELLED} if rollout.late and group is GroupState.SEALED else set()
         if attempt is None:
             return {RolloutState.PENDING, *left_out} if rollout.attempt == 0 else set()
@@ -287,47 +331,30 @@ class _Audit:
             return {RolloutState.PENDING, RolloutState.POISON, *left_out}
         return {RolloutState.PENDING, RolloutState.EVICTED, *left_out}
 
-    def _check_trajectories(self) -> None:
+    def _check_trajectories(self, wanted: dict[tuple[RolloutId, int], AttemptRecord]) -> None:
         """What may still be trained, or be trained again after a return to the last checkpoint, must be readable and
         as recorded."""
-        closed = {group.group_id for group in self.evidence.groups if group.closed}
-        wanted = {
-            (rollout.rollout_id, rollout.attempt)
-            for rollout in self.evidence.rollouts
-            if rollout.state in _LIVE and rollout.group_id not in closed and not self._known_lost(rollout)
-        }
-        with_tokens = {key for key in wanted if key in self.attempts and self.attempts[key].trained}
-        for key, trajectory in read_trajectories(self.evidence, with_tokens):
+        for key, trajectory in read_trajectories(self.evidence, set(wanted)):
             if trajectory is None:
                 self._lose(key[0], f"attempt {key[1]}: its trajectory is missing or damaged")
-            elif trained_tokens(trajectory, self.tree) != self.attempts[key].trained:
+            elif trained_tokens(trajectory, self.tree) != wanted[key].trained:
                 self.problems.append(f"{key[0]} attempt {key[1]}: its spans are not those of its trajectory")
 
-    def _staleness(self) -> list[int]:
-        """Of every rollout in an updating or skipped step of the surviving path, from stored spans and the step's
-        version."""
-        seen = []
-        for commit in self.path:
-            batch = self.batches.get(commit.batch_id)
-            for member in batch.members if batch else ():
-                attempt = self.attempts.get((member.rollout_id, member.attempt))
-                if attempt is None or not attempt.trained:
-                    self.problems.append(
-                        f"step {commit.sequence} trained {member.rollout_id}, which has no trained token"
-                    )
-                    continue
-                staleness = self._staleness_of(attempt, commit.trained_at)
-                seen.append(staleness)
-                if staleness > commit.max_staleness:
-                    self.problems.append(
-                        f"{member.rollout_id} was trained at staleness {staleness} > {commit.max_staleness}"
-                    )
-                if staleness != member.staleness:
-                    self.problems.append(f"{member.rollout_id} has staleness {staleness}, stored is {member.staleness}")
-        return seen
-
-    def _staleness_of(self, attempt: AttemptRecord, trained_at: PolicyVersion) -> int:
-        return max(self.tree.staleness(trained_at, part.version) for part in attempt.trained)
+    def _check_staleness(
+        self, rollout_id: RolloutId, places: tuple[_Training, ...], tries: Mapping[int, AttemptRecord]
+    ) -> None:
+        """In every updating or skipped step of the surviving path, from stored spans and the step's version."""
+        for place in places:
+            commit, attempt = place.commit, tries.get(place.attempt)
+            if attempt is None or not attempt.trained:
+                self.problems.append(f"step {commit.sequence} trained {rollout_id}, which has no trained token")
+                continue
+            staleness = max(self.tree.staleness(commit.trained_at, part.version) for part in attempt.trained)
+            self.staleness[staleness] += 1
+            if staleness > commit.max_staleness:
+                self.problems.append(f"{rollout_id} was trained at staleness {staleness} > {commit.max_staleness}")
+            if staleness != place.staleness:
+                self.problems.append(f"{rollout_id} has staleness {staleness}, stored is {place.staleness}")
 
     def _check_witness(self, witness: Witness) -> None:
         """A checkpoint's account must be a stretch of the ledger's history, on the surviving path or undone."""
@@ -342,8 +369,8 @@ class _Audit:
         if (witness.chain, witness.version) not in names:
             self.problems.append(f"checkpoint {name}: the ledger has no step with its version and hash chain")
         for batch_id, digest in witness.batches:
-            batch = self.batches.get(batch_id)
-            if batch is None or _digest(batch) != digest:
+            known = self.digests.get(batch_id)
+            if known != digest and (known is not None or self.evidence.closed is None):
                 self.problems.append(f"checkpoint {name}: batch {batch_id} is not the ledger's")
 
     def _check_recorded_checkpoints(self) -> None:
@@ -354,12 +381,6 @@ class _Audit:
                     f"checkpoint {checkpoint.version}: directory and ledger have different hash chains"
                 )
 
-    def _count_as(self, rollout: RolloutRecord) -> str:
-        attempt = self.attempts.get((rollout.rollout_id, rollout.attempt))
-        if rollout.state is not RolloutState.PENDING or attempt is None or attempt.reward is not None:
-            return rollout.state.value
-        return "cancelled" if attempt.cause is Cause.CANCELLED else "infra"
-
     def _known_lost(self, rollout: RolloutRecord) -> bool:
         """An operator accepted that the result is lost of what a checkpoint's weights hold already."""
         return rollout.state is RolloutState.TRAINED and (rollout.rollout_id, rollout.attempt) in self.retried
@@ -367,6 +388,12 @@ class _Audit:
     def _lose(self, rollout_id: RolloutId, why: str) -> None:
         self.lost.setdefault(rollout_id, why)
         self.problems.append(f"{rollout_id} {why}")
+
+
+def _count_as(rollout: RolloutRecord, attempt: AttemptRecord | None) -> str:
+    if rollout.state is not RolloutState.PENDING or attempt is None or attempt.reward is not None:
+        return rollout.state.value
+    return "cancelled" if attempt.cause is Cause.CANCELLED else "infra"
 
 
 _COUNTS = (*(state.value for state in RolloutState), "infra")

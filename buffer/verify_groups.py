@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from headrace.buffer.acceptance import GroupView, effective_since, parse_rule
@@ -17,11 +19,11 @@ from headrace.buffer.records import GroupState, RolloutState, TaskRecord
 from headrace.buffer.types import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from headrace.buffer.acceptance import AcceptanceRule
-    from headrace.buffer.evidence import Evidence
-    from headrace.buffer.records import AttemptRecord, GroupRecord, RolloutRecord
+    from headrace.buffer.joined_rows import GroupHistory
+    from headrace.buffer.records import GroupRecord, RolloutRecord
     from headrace.buffer.tasks import TaskId
     from headrace.buffer.types import GroupId, RolloutId
 
@@ -49,111 +51,129 @@ class _Sealed:
         return [member for member in self.members if member.late or member.rollout_id in self.finishes]
 
 
-def group_problems(evidence: Evidence) -> list[str]:
-    """What contradicts, as plain sentences."""
-    attempts: dict[RolloutId, list[AttemptRecord]] = defaultdict(list)
-    for attempt in evidence.attempts:
-        attempts[attempt.rollout_id].append(attempt)
-    firsts = {
-        rollout_id: next((attempt for attempt in tries if attempt.reward is not None), None)
-        for rollout_id, tries in attempts.items()
-    }
-    members: dict[str, list[RolloutRecord]] = defaultdict(list)
-    for rollout in sorted(evidence.rollouts, key=lambda rollout: rollout.member):
-        members[rollout.group_id].append(rollout)
-    return [
-        *_first_rewards(evidence, firsts),
-        *_evictions(evidence, attempts),
-        *_completeness(evidence.groups, members),
-        *_sealed_groups(evidence, members, firsts, _unwitnessed(evidence)),
-        *_tasks(evidence, members),
-    ]
+class GroupAudit:
+    """What contradicts, as plain sentences: `check` each group once, in the order of sealing, then `finish`."""
 
+    def __init__(self, retried: Collection[tuple[str, int | None]], *, has_history: bool = True) -> None:
+        """`retried` are the attempts (rollout, number) whose lost results an operator issued again. Without the groups
+        that were sealed before, scales are not checked."""
+        self._retried, self._has_history = retried, has_history
+        self._sizes: dict[int, list[GroupId]] = defaultdict(list)
+        self._history: dict[TaskId | None, Sums] = defaultdict(lambda: (0.0, 0))
+        # Complete groups that no group sealed so far could know of.
+        self._coming: list[tuple[int, int, TaskId, Sums]] = []
+        self._counts: dict[TaskId, Counter[str]] = defaultdict(Counter)
 
-def _first_rewards(evidence: Evidence, firsts: Mapping[RolloutId, AttemptRecord | None]) -> Iterator[str]:
-    for rollout in evidence.rollouts:
-        first = firsts.get(rollout.rollout_id)
-        if rollout.first_reward != (first.reward if first else None):
-            yield f"{rollout.rollout_id} counts {rollout.first_reward} in its group, not its first result"
-
-
-def _evictions(evidence: Evidence, attempts: Mapping[RolloutId, Sequence[AttemptRecord]]) -> Iterator[str]:
-    """No more than the cap, and each of an attempt that ended."""
-    caps = {group.group_id: group.max_evictions for group in evidence.groups}
-    for rollout in evidence.rollouts:
-        if rollout.evictions > caps.get(rollout.group_id, 0):
-            yield f"{rollout.rollout_id} was issued again {rollout.evictions} times, over its group's cap"
-        ends = sum(
-            attempt.reward is not None or (attempt.cause is Cause.CANCELLED and attempt.offered)
-            for attempt in attempts.get(rollout.rollout_id, ())
-        )
-        if rollout.evictions + (rollout.state is RolloutState.EVICTED) > ends:
-            yield f"{rollout.rollout_id} counts more evictions than its attempts have ends"
-
-
-def _completeness(groups: Sequence[GroupRecord], members: Mapping[str, Sequence[RolloutRecord]]) -> Iterator[str]:
-    for group in groups:
+    def check(self, history: GroupHistory) -> Iterator[str]:
+        """What contradicts in one group."""
+        group, members = history.group, history.members
+        numbers = [member.member for member in members]
+        whole = numbers == list(range(len(numbers)))
+        self._sizes[len(numbers) if whole else -1].append(group.group_id)
+        for rollout in members:
+            yield from _first_reward(rollout, history)
+            yield from _evictions(rollout, history)
         complete = group.state is GroupState.SEALED and all(
-            member.finished or member.state is RolloutState.POISON for member in members[group.group_id]
+            member.finished or member.state is RolloutState.POISON for member in members
         )
         if complete != (group.complete_before is not None):
             yield f"{group.group_id} says it is {'not ' if complete else ''}complete, its members say otherwise"
+        if group.state is GroupState.SEALED and self._has_history:
+            yield from self._sealed(history)
+        self._count(history)
 
+    def finish(self, tasks: Iterable[TaskRecord] | None) -> Iterator[str]:
+        """What contradicts over all groups: sizes, and the counts of each task record, unless that is None."""
+        size = max(self._sizes, default=0)
+        for found, groups in self._sizes.items():
+            for group_id in groups if found != size else ():
+                yield f"{group_id} lacks members of its {size}: rollouts are missing"
+        if tasks is None:
+            return
+        known = {task.task_id: task for task in tasks}
+        for task_id in sorted({*known, *self._counts}):
+            record, counts = known.get(task_id, TaskRecord(task_id=task_id)), self._counts[task_id]
+            for name in _COUNTED:
+                if getattr(record, name) != counts[name]:
+                    yield f"task {task_id} counts {getattr(record, name)} {name}, the ledger has {counts[name]}"
 
-def _sealed_groups(
-    evidence: Evidence,
-    members: Mapping[str, Sequence[RolloutRecord]],
-    firsts: Mapping[RolloutId, AttemptRecord | None],
-    unwitnessed: set[GroupId],
-) -> Iterator[str]:
-    """In the order of sealing, with the history that each had."""
-    sealed = [group for group in evidence.groups if group.state is GroupState.SEALED]
-    complete = sorted(
-        (group for group in sealed if group.complete_before is not None),
-        key=lambda group: -(group.complete_before or 0),
-    )
-    history: dict[TaskId | None, Sums] = defaultdict(lambda: (0.0, 0))
-    for group in sorted(sealed, key=lambda group: group.seal_order or 0):
-        while complete and (complete[-1].complete_before or 0) <= (group.seal_order or 0):
-            _remember(history, complete[-1].task_id, members[complete.pop().group_id])
-        if group.group_id in unwitnessed:
-            continue
+    def _sealed(self, history: GroupHistory) -> Iterator[str]:
+        """With the history that it had when it was sealed."""
+        group, members = history.group, history.members
+        while self._coming and self._coming[0][0] <= (group.seal_order or 0):
+            _, _, task_id, (squares, count) = heappop(self._coming)
+            for key in (task_id, None):
+                before, number = self._history[key]
+                self._history[key] = (before + squares, number + count)
+        rewards = [member.first_reward for member in members if member.first_reward is not None]
+        if group.complete_before is not None and rewards:
+            sums = (deviation_square_sum(rewards), len(rewards))
+            heappush(self._coming, (group.complete_before, group.ordinal, group.task_id, sums))
+        if self._is_unwitnessed(history):
+            return
         try:
             yield from _sealed_group(
                 _Sealed(
                     group=group,
-                    members=members[group.group_id],
-                    rule=parse_rule(group.rule or ""),
+                    members=members,
+                    rule=_rule(group.rule or ""),
                     min_members=group.min_members or 0,
-                    finishes=_finishes(members[group.group_id], firsts),
-                    own=history[group.task_id],
-                    pooled=history[None],
+                    finishes=_finishes(history),
+                    own=self._history[group.task_id],
+                    pooled=self._history[None],
                 )
             )
         except ValueError as error:
             yield f"{group.group_id}: {error}"
 
+    def _is_unwitnessed(self, history: GroupHistory) -> bool:
+        """Sealed with a result that was acknowledged and never stored: nobody knows when it came, on which baselines
+        may depend. An operator has retried it, and its attempt has no token."""
+        if not self._retried:
+            return False
+        tries = (attempt for tries in history.attempts.values() for attempt in tries)
+        return any(attempt.key in self._retried and not attempt.trained for attempt in tries)
 
-def _unwitnessed(evidence: Evidence) -> set[GroupId]:
-    """Groups sealed with a result that was acknowledged and never stored: nobody knows when it came, on which baselines
-    may depend. An operator has retried it, and its attempt has no token."""
-    retried = {(entry.subject, entry.attempt) for entry in evidence.interventions}
-    empty = {attempt.rollout_id for attempt in evidence.attempts if attempt.key in retried and not attempt.trained}
-    return {rollout.group_id for rollout in evidence.rollouts if rollout.rollout_id in empty}
+    def _count(self, history: GroupHistory) -> None:
+        counts = self._counts[history.group.task_id]
+        counts["groups"] += 1
+        if history.group.complete_before is not None:
+            counts["complete_members"] += sum(member.finished for member in history.members)
+        for rollout in history.members:
+            counts["poison"] += rollout.state is RolloutState.POISON
+            counts["cancelled"] += rollout.state is RolloutState.CANCELLED
+            counts["evicted"] += rollout.evictions + (rollout.state is RolloutState.EVICTED)
+        for tries in history.attempts.values():
+            for attempt in tries:
+                counts["finished"] += attempt.reward is not None
+                counts["solved"] += attempt.solved
+                counts["infra"] += attempt.cause in FAILED
 
 
-def _remember(history: dict[TaskId | None, Sums], task_id: TaskId, members: Sequence[RolloutRecord]) -> None:
-    rewards = [member.first_reward for member in members if member.first_reward is not None]
-    if rewards:
-        for key in (task_id, None):
-            squares, count = history[key]
-            history[key] = (squares + deviation_square_sum(rewards), count + len(rewards))
+_rule = lru_cache(parse_rule)
+_COUNTED = ("groups", "complete_members", "poison", "cancelled", "evicted", "finished", "solved", "infra")
 
 
-def _finishes(
-    members: Sequence[RolloutRecord], firsts: Mapping[RolloutId, AttemptRecord | None]
-) -> dict[RolloutId, Finish]:
-    early = ((member.rollout_id, firsts.get(member.rollout_id)) for member in members if not member.late)
+def _first_reward(rollout: RolloutRecord, history: GroupHistory) -> Iterator[str]:
+    first = history.first_result(rollout)
+    if rollout.first_reward != (first.reward if first else None):
+        yield f"{rollout.rollout_id} counts {rollout.first_reward} in its group, not its first result"
+
+
+def _evictions(rollout: RolloutRecord, history: GroupHistory) -> Iterator[str]:
+    """No more than the cap, and each of an attempt that ended."""
+    if rollout.evictions > history.group.max_evictions:
+        yield f"{rollout.rollout_id} was issued again {rollout.evictions} times, over its group's cap"
+    ends = sum(
+        attempt.reward is not None or (attempt.cause is Cause.CANCELLED and attempt.offered)
+        for attempt in history.attempts.get(rollout.rollout_id, ())
+    )
+    if rollout.evictions + (rollout.state is RolloutState.EVICTED) > ends:
+        yield f"{rollout.rollout_id} counts more evictions than its attempts have ends"
+
+
+def _finishes(history: GroupHistory) -> dict[RolloutId, Finish]:
+    early = ((member.rollout_id, history.first_result(member)) for member in history.members if not member.late)
     return {
         rollout_id: Finish(at_s=first.ended_at_s or 0.0, reward=first.reward)
         for rollout_id, first in early
@@ -217,30 +237,3 @@ def _consistent(member: RolloutRecord) -> bool:
 
 def _close(stored: float, expected: float) -> bool:
     return math.isclose(stored, expected, rel_tol=1e-6, abs_tol=1e-9)
-
-
-def _tasks(evidence: Evidence, members: Mapping[str, Sequence[RolloutRecord]]) -> Iterator[str]:
-    """The counts and sums of each task record."""
-    task_of = {group.group_id: group.task_id for group in evidence.groups}
-    counts: dict[str, Counter[TaskId]] = defaultdict(Counter)
-    for group in evidence.groups:
-        counts["groups"][group.task_id] += 1
-        if group.complete_before is not None:
-            counts["complete_members"][group.task_id] += sum(member.finished for member in members[group.group_id])
-    task_of_rollout = {}
-    for rollout in evidence.rollouts:
-        task = task_of_rollout[rollout.rollout_id] = task_of[rollout.group_id]
-        counts["poison"][task] += rollout.state is RolloutState.POISON
-        counts["cancelled"][task] += rollout.state is RolloutState.CANCELLED
-        counts["evicted"][task] += rollout.evictions + (rollout.state is RolloutState.EVICTED)
-    for attempt in evidence.attempts:
-        if (of := task_of_rollout.get(attempt.rollout_id)) is not None:
-            counts["finished"][of] += attempt.reward is not None
-            counts["solved"][of] += attempt.solved
-            counts["infra"][of] += attempt.cause in FAILED
-    known = {task.task_id: task for task in evidence.tasks}
-    for task_id in sorted({*known, *counts["groups"]}):
-        task_record = known.get(task_id, TaskRecord(task_id=task_id))
-        for name, by_task in counts.items():
-            if getattr(task_record, name) != by_task[task_id]:
-                yield f"task {task_id} counts {getattr(task_record, name)} {name}, the ledger has {by_task[task_id]}"

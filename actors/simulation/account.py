@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from headrace.buffer.classification import trained_tokens
 from headrace.buffer.evidence import read_evidence, read_trajectories
 from headrace.buffer.records import RolloutState
-from headrace.buffer.report import acceptance_by_decile, evictions
+from headrace.buffer.report import acceptance
 from headrace.buffer.verify import audit
 
 if TYPE_CHECKING:
@@ -77,13 +77,14 @@ def read_account(folder: Path, *, warmup_steps: int) -> Account:
     steps = len(commits) - warmup_steps
     learner_s = sum(commit.metrics.get("learner_s", 0.0) for commit in commits[warmup_steps:])
     staleness, problems = _staleness(evidence, commits)
+    accepted = acceptance(evidence)
     return Account(
         step_s=(ended_s - began_s) / steps,
         staleness=staleness,
         trained=states[RolloutState.TRAINED],
-        evicted=evictions(evidence),
+        evicted=accepted.evicted,
         waste=_waste(evidence),
-        deciles=acceptance_by_decile(evidence),
+        deciles=accepted.deciles,
         busy=_busy(evidence, began_s, ended_s),
         most_in_flight=most_in_flight(evidence),
         learner_share=learner_s / (ended_s - began_s),

@@ -4,9 +4,8 @@ acknowledged, trains nothing twice and keeps the bound; every run ends with its 
 from __future__ import annotations
 
 import random
-import sqlite3
 import sys
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -103,10 +102,9 @@ def check(run_dir: Path, plan: Plan, told: Told) -> None:
     assert report.problems == ()
     assert (report.trained_twice, report.lost) == (0, 0)
     assert report.max_staleness_seen <= plan.config.max_staleness
-    with closing(sqlite3.connect(f"{(run_dir / 'ledger.db').as_uri()}?mode=ro", uri=True)) as database:
-        attempts = database.execute("SELECT rollout_id, attempt FROM attempts WHERE trajectory_file IS NOT NULL")
-        assert told.offered <= {(rollout_id, str(attempt)) for rollout_id, attempt in attempts}
-        assert told.commits <= set(database.execute("SELECT version, batch_id FROM commits"))
+    evidence = read_evidence(run_dir)
+    assert told.offered <= {(rollout_id, str(attempt)) for rollout_id, attempt in evidence.files}
+    assert told.commits <= {(str(commit.version), commit.batch_id) for commit in evidence.commits}
 
 
 def check_ended(run_dir: Path, plan: Plan, told: Told) -> None:

@@ -352,6 +352,11 @@ class BufferMachine(RuleBasedStateMachine):
         if recorded:
             self.core.checkpointed(ref, self.now)
             self.persist()
+            while self.ledger.archive_groups():
+                pass
+            first_step, answers = self.ledger.archive_rest()
+            self.core.state.forget_steps(first_step)
+            self.core.state.forget_evaluations(answers)
 
     @precondition(lambda self: self.path or self.leases)
     @rule(back=st.integers(0, 2), driver=st.booleans())
@@ -360,7 +365,8 @@ class BufferMachine(RuleBasedStateMachine):
         ref, length = self.checkpoints[-1 - back] if back < len(self.checkpoints) else (None, 0)
         undone = [step.batch_id for step in self.path[length:]]
         if self.core.needs_history(ref):
-            self.core.fold(self.ledger.load(history=True))
+            self.ledger.recall(ref.chain if ref else "")
+            self.core.fold(self.ledger.load())
         version = self.core.open_epoch(ref, self.now)
         self.persist()
         self.core.fold(self.ledger.load())
@@ -396,7 +402,8 @@ class BufferMachine(RuleBasedStateMachine):
         states = (RolloutState.WAITING, RolloutState.SEALED, RolloutState.LEASED)
         held = sorted(rollout_id for state in states for rollout_id in self.core.state.by_state[state])
         lost = {rollout_id: "lost" for rollout_id in held if chance.random() < share}
-        self.core.fold(self.ledger.load(history=True))
+        self.ledger.recall_groups_of(lost)
+        self.core.fold(self.ledger.load())
         assert set(self.core.retry_lost(lost, self.now)) == set(lost)
         self.persist()
         for rollout_id in lost:

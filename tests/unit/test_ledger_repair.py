@@ -351,6 +351,7 @@ def test_the_commands_refuse_a_run_that_is_driven_or_empty(monkeypatch, capsys, 
 
 def test_a_loss_that_cannot_be_made_again_is_told(monkeypatch, capsys, named_run: Path) -> None:
     asyncio.run(begin_and_end(named_run))
-    change(named_run, "UPDATE rollouts SET state = 'evicted', batch_id = NULL WHERE rollout_id = 'g000000-0'")
+    with closing(sqlite3.connect(named_run / "archive.db")) as database, database:
+        database.execute("UPDATE rollouts SET state = 'evicted', batch_id = NULL WHERE rollout_id = 'g000000-0'")
     assert headrace(monkeypatch, "ledger", "retry-lost", named_run) == cli.EXIT_DIRTY
     assert "1 are lost still" in capsys.readouterr().err

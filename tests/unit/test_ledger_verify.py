@@ -73,8 +73,10 @@ async def run_dir(tmp_path):
 
 
 def change(run_dir, statement):
-    with closing(sqlite3.connect(run_dir / "ledger.db")) as database, database:
-        database.execute(statement)
+    """In the ledger and in its archive, if it has one."""
+    for path in run_dir.glob("*.db"):
+        with closing(sqlite3.connect(path)) as database, database:
+            database.execute(statement)
 
 
 async def test_a_sound_run_is_clean_and_adds_up(run_dir):
@@ -117,7 +119,8 @@ async def test_a_killed_run_is_read_from_its_log_without_changing_it(tmp_path):
         ("UPDATE rollouts SET reward = 1 - reward WHERE rollout_id = 'g000000-0'", "has reward 1.0, its attempt 0.0"),
         ("UPDATE attempts SET reward = 1 - reward WHERE rollout_id = 'g000000-0'", "has reward 0.0, its attempt 1.0"),
         ("UPDATE rollouts SET member = 7 WHERE rollout_id = 'g000001-1'", "lacks members of its 2"),
-        ("DELETE FROM rollouts WHERE rollout_id = 'g000000-0'", "dangling reference"),
+        ("DELETE FROM rollouts WHERE rollout_id = 'g000000-0'", "g000000 lacks members of its 2"),
+        ("DELETE FROM rollouts WHERE rollout_id = 'g000006-0'", "dangling reference"),
         ("UPDATE batches SET members = replace(members, 'g000002-0', 'g000000-0')", "trained more than once"),
         ("UPDATE batches SET members = replace(members, '-1\",1,1', '-1\",1,0')", "stored is 0"),
         ("UPDATE groups SET ordinal = 99 WHERE ordinal = 3", "gaps"),

@@ -11,7 +11,7 @@ import pytest
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.ledger import Ledger
 from headrace.buffer.replay import BufferConfig
-from headrace.buffer.report import acceptance_by_decile, left_out
+from headrace.buffer.report import acceptance
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion
 
@@ -39,7 +39,7 @@ def test_deciles_add_up_and_show_what_became_of_long_ones(tmp_path):
     for seconds, order in enumerate(orders, start=1):
         buffer.offer(cases.result(order, FIRST, reward=seconds / 40, trainable=seconds != 40), float(seconds))
     cases.step(buffer, FIRST)
-    rows = acceptance_by_decile(evidence_of(buffer, tmp_path))
+    rows = acceptance(evidence_of(buffer, tmp_path)).deciles
     assert [row.decile for row in rows] == list(range(1, 11))
     assert [row.finished for row in rows] == [4] * 10
     assert all(row.finished == row.trained + row.evicted + row.filtered + row.held for row in rows)
@@ -57,7 +57,7 @@ def test_what_was_issued_again_was_evicted_and_what_was_aborted_is_cancelled(tmp
     second = buffer.issue(4, FIRST, 10.0)
     buffer.offer(cases.ended(second[0], Cause.CANCELLED), 12.0)
     assert buffer.keep_in_flight((), 13.0) == 3
-    rows = acceptance_by_decile(evidence_of(buffer, tmp_path))
+    rows = acceptance(evidence_of(buffer, tmp_path)).deciles
     assert [(row.longest_s, row.cancelled) for row in rows] == [(1.0, 0), (2.0, 1), (3.0, 1)], (
         "one was told to end after two seconds, one was left out after three; those of the lost driver do not count"
     )
@@ -72,7 +72,7 @@ def test_what_is_issued_again_was_evicted(tmp_path):
         if seconds < 600:
             _, version = cases.step(buffer, version)
     assert buffer.take(version, 1, 700.0) is None
-    rows = acceptance_by_decile(evidence_of(buffer, tmp_path))
+    rows = acceptance(evidence_of(buffer, tmp_path)).deciles
     assert sum(row.trained for row in rows) == 8
     assert {row.longest_s for row in rows if row.evicted} == {600.0}
     assert sum(row.evicted for row in rows) == 4
@@ -85,7 +85,7 @@ def test_what_a_rule_left_out_is_told_for_each_group(tmp_path):
         buffer.offer(cases.result(order, FIRST, reward=float(seconds > 50)), seconds)
     for order in orders[4:7]:
         buffer.offer(cases.result(order, FIRST), 200.0)
-    one, other = left_out(evidence_of(buffer, tmp_path))
+    one, other = acceptance(evidence_of(buffer, tmp_path)).left_out
     assert (one.rule, one.early, one.late, one.late_finished) == ("count(3)", 3, 1, 1)
     assert (one.early_mean_s, one.late_mean_s, one.early_mean_reward, one.late_mean_reward) == (2.0, 100.0, 0.0, 1.0)
     assert (other.late, other.late_finished, other.late_mean_s) == (1, 0, None)
@@ -94,4 +94,4 @@ def test_what_a_rule_left_out_is_told_for_each_group(tmp_path):
 def test_nothing_finished_gives_no_deciles(tmp_path):
     buffer = buffer_of()
     buffer.issue(4, FIRST, 0.0)
-    assert acceptance_by_decile(evidence_of(buffer, tmp_path)) == ()
+    assert acceptance(evidence_of(buffer, tmp_path)).deciles == ()

@@ -19,7 +19,7 @@ from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.summary import summarize
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.records import RolloutState
-from headrace.buffer.report import evictions, left_out
+from headrace.buffer.report import acceptance
 from headrace.buffer.verify import verify
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
@@ -56,7 +56,7 @@ def test_what_the_ledger_holds(tmp_path: Path) -> None:
     assert report.early.late >= report.early.late_finished
     document = orjson.loads(orjson.dumps(report.to_json()))
     assert document["steps"] == report.steps
-    assert document["left_out"] == [asdict(group) for group in left_out(evidence)]
+    assert document["left_out"] == [asdict(group) for group in acceptance(evidence).left_out]
     assert len(document["left_out"]) == report.early.groups
 
 
@@ -70,7 +70,7 @@ def test_evictions_are_those_that_came_back_and_those_that_were_the_end(tmp_path
     ended = sum(rollout.state is RolloutState.EVICTED for rollout in evidence.rollouts)
     assert report.evicted == account.evicted == ended > 0
     came_back = read_evidence(GOLDEN)
-    assert evictions(came_back) == sum(rollout.evictions for rollout in came_back.rollouts) > 0
+    assert acceptance(came_back).evicted == sum(rollout.evictions for rollout in came_back.rollouts) > 0
 
 
 def test_the_station_that_was_full_is_named(tmp_path: Path) -> None:

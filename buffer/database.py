@@ -1,0 +1,38 @@
+"""SQLite connections as the ledger uses them: durable when a transaction returns, one writer."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_PRAGMAS = ("journal_mode = WAL", "synchronous = FULL", "busy_timeout = 5000")
+
+
+def connect(path: Path | None, *, foreign_keys: bool = True) -> sqlite3.Connection:
+    """A connection for writing; None: in memory. Raises sqlite3.Error."""
+    database = sqlite3.connect(":memory:" if path is None else path, isolation_level=None, check_same_thread=False)
+    try:
+        for pragma in (*_PRAGMAS, f"foreign_keys = {'ON' if foreign_keys else 'OFF'}"):
+            database.execute(f"PRAGMA {pragma}")
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+@contextmanager
+def transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """What the block writes is durable, or not there."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        if database.in_transaction:
+            database.execute("ROLLBACK")
+        raise
