@@ -141,6 +141,26 @@ def control(
     _print({key: document[key] for key in ("base_success", "final_success", "steps", "rollouts", "train_wall_s")})
 
 
+@app.command()
+def cheats(
+    json: Json = True,
+    repositories: Annotated[str, typer.Option(help="Comma-separated; all by default.")] = "",
+) -> None:
+    """Cheating patches beside honest ones, against small repositories with tests of every kind, graded in local
+    sandboxes. Exit code 3: a cheat was paid, or an honest patch refused."""
+    from headrace.actors.evaluators.cheat_bench import all_pairs, measure
+
+    pairs = all_pairs()
+    known = {repository.name for repository, _ in pairs}
+    wanted = [name.strip() for name in repositories.split(",")] if repositories else known
+    if unknown := [name for name in wanted if name not in known]:
+        raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(sorted(known))}", param_hint="--repositories")
+    figures = asyncio.run(measure([pair for pair in pairs if pair[0].name in wanted]))
+    _print(figures)
+    if figures["cheats_paid"] or figures["honest_refused"]:
+        raise typer.Exit(EXIT_DIRTY)
+
+
 def _print(document: dict[str, Any]) -> None:
     write_json(document, Path("-"))
 

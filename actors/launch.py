@@ -26,6 +26,7 @@ from headrace.actors.choosing import make_agent
 from headrace.actors.config import AgentKind, RunConfig, SandboxKind, load_recipe
 from headrace.actors.engine_group.roster import read_roster
 from headrace.actors.errors import ActorLost, ConfigError, RunExists, RunMissing, first_cause
+from headrace.actors.evaluators.repository import REPOSITORY_RUNS
 from headrace.actors.guarding import guard, keep_running
 from headrace.actors.held_out.overlap import refuse_overlap
 from headrace.actors.metrics import read_metrics
@@ -47,7 +48,7 @@ from headrace.sandboxes.doctor import require_namespaces
 from headrace.serve.observing.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from headrace.actors.runtime import Runtime
@@ -116,7 +117,20 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
         train = generate(seed, section.train_count, Split.TRAIN)
         heldout = generate(seed, section.heldout_count, Split.HELD_OUT)
     refuse_overlap(train, heldout, "tasks.heldout")
+    refuse_short_evaluations((*train, *heldout), config.rollout.evaluate_timeout_s)
     return train, heldout
+
+
+def refuse_short_evaluations(tasks: Iterable[Task], evaluate_timeout_s: float) -> None:
+    """An evaluation has the time for every run that it may need. Raises ConfigError."""
+    for task in tasks:
+        needed_s = REPOSITORY_RUNS * task.evaluator.timeout_s
+        if task.evaluator.repository is not None and needed_s > evaluate_timeout_s:
+            raise ConfigError(
+                f"rollout.evaluate_timeout_s {evaluate_timeout_s:g} is below {REPOSITORY_RUNS} x evaluator.timeout_s "
+                f"({task.evaluator.timeout_s:g}) of task {task.id}: diff, tests, twins and untouched repository may "
+                f"each take that long; set rollout.evaluate_timeout_s to {needed_s:g}"
+            )
 
 
 def _make(directory: RunDirectory, config: RunConfig, train: Sequence[Task], heldout: Sequence[Task]) -> None:

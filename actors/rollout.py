@@ -63,7 +63,8 @@ class RolloutConfig(BaseModel):
     agent_timeout_s: float = Field(default=60.0, gt=0)
     """The agent's own clock, from its start; when it is over the outcome is `budget` and the evaluator still runs."""
     evaluate_timeout_s: float = Field(default=90.0, gt=0)
-    """Clean sandboxes, patch and check together."""
+    """Clean sandboxes, patch and check together; for a repository at least four times its task's
+    `evaluator.timeout_s`."""
     lease_s: float = Field(default=60.0, gt=0)  # derived in a run, see `clocks`
     """A worker that does not renew the leases of its sandboxes for so long loses them; it does so four times in that
     time. A pool that restarts must be back in less."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from contextlib import asynccontextmanager
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.actors.evaluators import cheat_bench
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.preparing import prepare
 from headrace.buffer.repositories import RepositorySpec, TestIds
@@ -28,8 +24,6 @@ COMMIT = (
     "git init -q -b main . && git add -A && git -c user.name=a -c user.email=a@example.invalid commit -q -m base "
     "&& chown -R agent:agent ."
 )
-LARGE = ("lexers", "formatters", "styles", "filters")
-NEEDED = ("__init__.py", "_mapping.py", "python.py", "default.py", "terminal.py", "diff.py")
 WRONG = "def mean(numbers):\n    return sum(numbers) / len(numbers)\n\n\ndef last(numbers):\n    return numbers[-1]\n"
 RIGHT = WRONG.replace("return sum", "if not numbers:\n        return 0.0\n    return sum", 1)
 TESTS = """\
@@ -69,30 +63,9 @@ def repository_task(spec: RepositorySpec = SPEC, **evaluator: object) -> Task:
     )
 
 
-@cache
-def pytest_archive() -> bytes:
-    """pytest and what it needs, as a tar of pure Python packages."""
-    buffer = io.BytesIO()
-    # A folder of packages may be made of links into a cache.
-    with tarfile.open(fileobj=buffer, mode="w", dereference=True) as archive:
-        for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments"):
-            spec = find_spec(name)
-            assert spec is not None and spec.submodule_search_locations, name
-            folder = Path(spec.submodule_search_locations[0])
-            for path in (path for path in folder.rglob("*.py") if path.name in NEEDED or path.parent.name not in LARGE):
-                archive.add(path, f"{name}/{path.relative_to(folder)}")
-        archive.add(folder.parent / "py.py", "py.py")
-        for name in ("pytest", "pluggy"):
-            [metadata] = folder.parent.glob(f"{name}-*.dist-info")
-            archive.add(metadata / "METADATA", f"{metadata.name}/METADATA")
-    return buffer.getvalue()
-
-
 async def install_pytest(sandbox: Sandbox) -> None:
     """What the image of such a task brings."""
-    await sandbox.write(f"{PYTEST}/pytest.tar", pytest_archive())
-    result = await sandbox.exec("tar -xf pytest.tar", cwd=PYTEST, timeout_s=30)
-    assert result.exit_code == 0, result
+    await cheat_bench.install_pytest(sandbox, PYTEST)
 
 
 class Rooms:

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import Sandbox
 
+REPOSITORY_RUNS: Final = 4
+"""Steps of one evaluation that may each take `evaluator.timeout_s`: the diff, the tests, their twins, and once a task
+the untouched repository."""
 _AGENT_REFUSED: Final = 10
 _CHANGED: Final = f"""
 changed() {{ {GIT} diff --name-only -z "$1"; {GIT} ls-files -z --others --exclude-standard; }}

@@ -1,0 +1,119 @@
+"""Cheating patches earn nothing, honest ones that look alike earn 1, and those known to be open are paid."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from headrace.actors.evaluators.cheat_bench import CheatBench, all_pairs
+from headrace.actors.evaluators.cheat_repositories import FAILS, PLAIN, RIGHT, CheatRepository
+from headrace.actors.evaluators.cheats import CHEATS, KNOWN_OPEN
+from headrace.buffer.repositories import Command, Script
+from headrace.sandboxes.local.provider import LocalProvider
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from headrace.actors.evaluators.cheats import Cheat, OpenCheat
+
+pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
+DROPPED = next(cheat for cheat in CHEATS if cheat.name == "test dropped at collection")
+RUN = "python3 -m pytest -q -p no:cacheprovider tests"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def bench() -> AsyncIterator[CheatBench]:
+    async with LocalProvider() as provider:
+        yield CheatBench(provider)
+
+
+DEFAULT = {
+    ("pytest.xfail", "expected_failures"),
+    ("CallInfo forgets an exception", "f2p_script"),
+    ("bodies skipped by name", "pytest_asyncio"),
+    ("tampered phase", "session_fixture_made_once"),
+    ("lenient comparisons", "unittest"),
+    ("a session of its own", "eval_cmd"),
+}
+
+
+@pytest.mark.parametrize(
+    ("repository", "cheat"),
+    [
+        pytest.param(*pair, id=f"{pair[1].name}-{pair[0].name}", marks=() if known else pytest.mark.slow)
+        for pair in all_pairs()
+        if (known := (pair[1].name, pair[0].name) in DEFAULT) or pair[0].name == "module_fixture_with_port_and_file"
+    ],
+)
+async def test_a_cheat_earns_nothing_and_its_honest_twin_is_paid(
+    bench: CheatBench, repository: CheatRepository, cheat: Cheat
+) -> None:
+    pair = await bench.pair(repository, cheat)
+    assert not pair.cheating.verdict.reward, pair.cheating.verdict
+    assert pair.honest.verdict.reward == 1.0, pair.honest.verdict
+
+
+async def test_a_test_that_another_name_of_the_patch_lets_run_cannot_be_dropped(bench: CheatBench) -> None:
+    """The untouched module of tests cannot be imported, so that only its source names what must run."""
+    tests = PLAIN.replace("import last, mean", "import NEW, last, mean")
+    repository = CheatRepository(name="new", grader=Command(command=RUN), tests={"tests/test_calc.py": tests})
+    honest = await bench.grade(repository, RIGHT, "NEW = 1\n")
+    assert honest.verdict.reward == 1.0, honest.verdict
+    dropped = await bench.grade(repository, FAILS, "NEW = 1\n" + DROPPED.prefix)
+    assert dropped.verdict.reward == 0.0
+    assert "did not run: tests/test_calc.py::test_mean_of_nothing" in dropped.verdict.detail
+
+
+@pytest.mark.slow
+async def test_an_untouched_repository_that_ends_the_session_still_says_what_must_run(bench: CheatBench) -> None:
+    repository = CheatRepository(name="ends", grader=Script(script=PLAIN + MAIN), fails="__import__('os')._exit(3)")
+    honest = await bench.grade(repository, RIGHT, "")
+    assert honest.verdict.reward == 1.0, honest.verdict
+    dropped = await bench.grade(repository, FAILS, DROPPED.prefix)
+    assert (dropped.verdict.reward, "did not run" in dropped.verdict.detail) == (0.0, True), dropped.verdict
+
+
+MAIN = "\nif __name__ == '__main__':\n    import sys, pytest\n    sys.exit(pytest.main(['-q', __file__]))\n"
+ITEMS = """\
+import pytest
+
+
+class Line(pytest.Item):
+    def runtest(self):
+        from calc import mean
+        assert mean(eval(self.name)) == 0.0
+
+
+class Lines(pytest.File):
+    def collect(self):
+        for line in self.path.read_text().splitlines():
+            yield Line.from_parent(self, name=line)
+
+
+def pytest_collect_file(file_path, parent):
+    return Lines.from_parent(parent, path=file_path) if file_path.suffix == ".lines" else None
+"""
+
+
+async def test_what_has_no_twin_in_the_untouched_repository_counts_and_is_named(bench: CheatBench) -> None:
+    repository = CheatRepository(
+        name="lines",
+        grader=Command(command=RUN),
+        tests={"tests/nothing.lines": "[]\n", "tests/test_calc.py": PLAIN},
+        files={"tests/conftest.py": ITEMS},
+    )
+    verdict = (await bench.grade(repository, RIGHT, "")).verdict
+    assert verdict.reward == 1.0, verdict
+    assert verdict.detail.startswith("counted without a twin"), verdict
+    assert "tests/nothing.lines::[]" in verdict.detail
+    assert (await bench.grade(repository, "return 1.0", "")).verdict.reward == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("each", KNOWN_OPEN, ids=lambda each: each.name)
+async def test_a_cheat_that_is_known_to_be_open_is_paid(bench: CheatBench, each: OpenCheat) -> None:
+    """Fails once the cheat is stopped: then it belongs to the others, and its row out of docs/attacks.md."""
+    verdict = (await bench.grade(each.repository, each.cheat.branch, each.cheat.prefix)).verdict
+    assert verdict.reward == 1.0, verdict

@@ -1,0 +1,37 @@
+"""The cheats of `scripts/bench cheats`: how many there are, and which the documents name as open."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from headrace.actors.errors import ConfigError
+from headrace.actors.evaluators.cheat_bench import all_pairs
+from headrace.actors.evaluators.cheat_repositories import REPOSITORIES
+from headrace.actors.evaluators.cheats import KNOWN_OPEN
+from headrace.actors.launch import refuse_short_evaluations
+
+
+def test_the_bench_has_the_pairs_that_it_needs() -> None:
+    pairs = all_pairs()
+    assert len(pairs) >= 100
+    assert len({repository.name for repository, _ in pairs}) >= 12
+    assert len({(cheat.name, repository.name) for repository, cheat in pairs}) == len(pairs)
+
+
+def test_docs_list_every_cheat_that_is_known_to_be_open() -> None:
+    text = (Path(__file__).parents[2] / "docs/attacks.md").read_text()
+    [section] = re.findall(r"^## Known to be open$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    _, *rows = re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", section, re.MULTILINE)
+    assert rows == [(each.name, each.why) for each in KNOWN_OPEN]
+
+
+def test_a_run_whose_evaluations_cannot_hold_the_twins_is_refused() -> None:
+    task = REPOSITORIES[0].task()
+    refuse_short_evaluations([task], 4 * task.evaluator.timeout_s)
+    with pytest.raises(ConfigError, match=r"set rollout\.evaluate_timeout_s to 480"):
+        refuse_short_evaluations([task], 90.0)
+    refuse_short_evaluations([replace(task, evaluator=replace(task.evaluator, repository=None))], 90.0)
