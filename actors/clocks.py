@@ -26,6 +26,8 @@ TURNS_OF_AN_AGENT: Final = 3
 """An agent can meet so many turns, or waits for an engine, that use up their clocks before its own is over."""
 STALLED_PHASES: Final = 2.0
 """A run is stalled when nothing moved for so many times its longest phase."""
+STALLED_ABSENCES: Final = 1.5
+"""Nothing may move while an actor is waited for that may come back."""
 LEAST_STAGE_S: Final = 1800.0
 """A step's length is not known before the first one; half an hour is far beyond the published ones."""
 PUSH_PHASES: Final = 12
@@ -64,7 +66,8 @@ def stage_timeout_s(config: RunConfig) -> float:
 
 
 def stall_s(config: RunConfig) -> float:
-    return STALLED_PHASES * max(longest_phase(config)[1], config.service.hang_s)
+    phase_s = max(longest_phase(config)[1], config.service.hang_s)
+    return max(STALLED_PHASES * phase_s, STALLED_ABSENCES * config.cluster.absent_s)
 
 
 def longest_phase(config: RunConfig) -> tuple[str, float]:
@@ -99,7 +102,7 @@ DERIVED: Final[Mapping[str, tuple[Callable[[RunConfig], float], str]]] = {
         "the time to notice a dead engine and start another, at most rollout.agent_timeout_s / 3",
     ),
     "training.stage_timeout_s": (stage_timeout_s, "the longest phase of a rollout, at least 1800"),
-    "service.stall_s": (stall_s, "twice the longest phase of a rollout"),
+    "service.stall_s": (stall_s, "twice the longest phase of a rollout, at least 1.5 x cluster.absent_s"),
 }
 """By key: the rule, and what docs/configuration.md says in place of a default."""
 
@@ -178,6 +181,11 @@ ORDERS: Final = (
         lower="service.hang_s",
         upper="service.stall_s",
         because="the run would end before a hung actor is replaced",
+    ),
+    _Order(
+        lower="cluster.absent_s",
+        upper="service.stall_s",
+        because="the run would end as stalled while it waits for an actor",
     ),
     _Order(
         lower="learner.simulated.step_s",

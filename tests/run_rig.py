@@ -40,7 +40,6 @@ SMALL = (
     "rollout.agent_timeout_s=25",
     "rollout.evaluate_timeout_s=20",
     f"service.hang_s={HANG_S}",
-    "service.stall_s=90",
 )
 
 

@@ -86,6 +86,8 @@ def scaled_clocks(recipe: RunConfig) -> dict[str, dict[str, float]]:
             "hang_s": machine(recipe.service.hang_s),
         },
         "engines": {"health_timeout_s": machine(recipe.engines.health_timeout_s)},
+        # Below the scaled stall clock, as in real time.
+        "cluster": {"absent_s": min(recipe.cluster.absent_s, recipe.service.stall_s / WORKLOAD / 1.5)},
         "push": {"gate_lease_s": machine(recipe.push.gate_lease_s)},
     }
 

@@ -44,6 +44,7 @@ QUICK = (
     "rollout.prepare_timeout_s=5",
     "sandbox.pool.create_timeout_s=5",
     "service.hang_s=15",
+    "cluster.absent_s=20",
     "training.save_every=2",
     f"training.steps={STEPS}",
 )

@@ -39,6 +39,10 @@ def test_derived_clocks_never_contradict_each_other(recipe: str, minutes: int) -
     assert config.service.stall_s >= 2 * config.rollout.agent_timeout_s
 
 
+def test_a_long_wait_for_absent_actors_is_no_stall() -> None:
+    assert config_of("quickstart", "cluster.absent_s=1800").service.stall_s == 2700
+
+
 def test_the_quickstart_notices_a_stall_within_minutes() -> None:
     config = config_of("quickstart")
     assert (config.service.stall_s, config.gateway.turn_timeout_s, config.gateway.gate_wait_s) == (180, 20, 20)
@@ -63,6 +67,7 @@ def test_a_key_that_is_set_stays_as_it_is() -> None:
         (["rollout.lease_s=30"], ("service.hang_s", "rollout.lease_s")),
         (["push.gate_lease_s=30"], ("service.hang_s", "push.gate_lease_s")),
         (["service.hang_s=4000", "service.stall_s=3600"], ("service.hang_s", "service.stall_s")),
+        (["cluster.absent_s=4000", "service.stall_s=3600"], ("cluster.absent_s", "service.stall_s")),
         (["rollout.guard_s=1000"], ("rollout.guard_s", "agent_timeout_s")),
         (["service.stall_s=180"], ("service.stall_s", "rollout.agent_timeout_s")),
         (
