@@ -98,9 +98,22 @@ class Clock:
             self._now += self._chance.uniform(-7200, 7200)
 
 
-def say(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
-    sys.stdout.flush()
+class Voice:
+    """Standard output. After its line number `pause_at` the life waits for a line on standard input: whoever strikes
+    from outside strikes then, and no life is over before it is struck."""
+
+    def __init__(self) -> None:
+        self.pause_at, self.lines = 0, 0
+
+    def __call__(self, *words: object) -> None:
+        sys.stdout.write(" ".join(map(str, words)) + "\n")
+        sys.stdout.flush()
+        self.lines += 1
+        if self.lines == self.pause_at:
+            sys.stdin.readline()
+
+
+say = Voice()
 
 
 @dataclass(slots=True)
@@ -217,6 +230,8 @@ async def live(run_dir: Path, plan: Plan, chance: random.Random) -> None:
 
 def main(run_dir: Path, seed: int, number: int, moment: striking.Moment, at: int) -> None:
     striking.arm(moment, at, str(run_dir))
+    if moment is striking.Moment.COUNT:
+        say.pause_at = at
     try:
         asyncio.run(live(run_dir, Plan.draw(seed), random.Random(f"life {seed} {number}")))
     except* (LedgerBroken, LedgerRefused, OSError) as group:

@@ -3,6 +3,7 @@ acknowledged, trains nothing twice and keeps the bound; every run ends with its 
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from contextlib import contextmanager, suppress
@@ -79,15 +80,17 @@ def live(
     run_dir: Path, seed: int, life: int, moment: Moment, at: int, strike: Callable[[Popen[str]], None] = Popen.kill
 ) -> tuple[list[str], int]:
     """One life to its end; all lines that it said in full, and its exit code. `COUNT` is struck from outside when it
-    has said `at` lines."""
+    has said `at` lines; it waits for that."""
     command = [sys.executable, str(PROGRAM), str(run_dir), str(seed), str(life), moment.value, str(at)]
     said = []
-    with Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process, not_for_ever(process):
+    with Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True) as process, not_for_ever(process):
         # To the end by one reader: another one would not see what this one has read ahead.
         for line in process.stdout:
             said.append(line)
             if moment is Moment.COUNT and len(said) == at:
                 strike(process)
+                with suppress(BrokenPipeError):
+                    os.write(process.stdin.fileno(), b"\n")
         errors = process.stderr.read()
     assert process.returncode in (0, -9, BROKE), errors
     return [line.strip() for line in said if line.endswith("\n")], process.returncode
