@@ -93,15 +93,20 @@ def resume(
     json: Json = None,
     quiet: Quiet = False,
     restarts: Restarts = 0,
+    from_start: Annotated[
+        bool,
+        typer.Option("--from-start", help="Undo all steps and train from the start policy again, without checkpoints."),
+    ] = False,
 ) -> None:
     """Continue a run from its last checkpoint and its ledger, after saying what is kept, restarted and lost."""
     from headrace.actors.launch import drive, reopen
     from headrace.actors.resuming import Resuming
 
     config, directory = reopen(run_dir)
-    resuming = Resuming(config, directory, say=say)
+    resuming = Resuming(config, directory, say=say, from_start=from_start)
     if restarts:
-        raise typer.Exit(resume_again_and_again(directory, restarts, json=json, quiet=quiet))
+        once = ["--from-start"] if from_start else []
+        raise typer.Exit(resume_again_and_again(directory, restarts, json=json, quiet=quiet, once=once))
     with ending_a_run():
         summary = drive(config, directory, quiet=quiet, before=resuming.tell)
     _report(summary, json, resume=resuming.told)
@@ -182,6 +187,9 @@ def status(
             say(f"{state['run']} holds its orders: {state['held']}")
         if state["parked"]:
             say(f"{state['run']} has {state['parked']} parked tasks: headrace tasks parked {state['run']}")
+        if state["checkpoints_left_out"]:
+            names = ", ".join(state["checkpoints_left_out"])
+            say(f"{state['run']} has damaged checkpoints: {names}; remove them once you have looked at them")
     if run_dir is not None and (engines := read_roster(found[0].engines).engines):
         console().print(engine_table(engines))
 

@@ -73,12 +73,12 @@ async def _drop_batch(config: RunConfig, directory: RunDirectory, batch_id: Batc
 async def _retry_lost(config: RunConfig, directory: RunDirectory) -> tuple[RolloutId, ...]:
     from headrace.buffer.evidence import streamed
     from headrace.buffer.verify import lost_rollouts
-    from headrace.policies.checkpoints import latest_checkpoint
+    from headrace.policies.checkpoints import usable_checkpoint
 
     async with idle_store(config, directory) as store:
         with streamed(directory.path) as evidence:
             lost = lost_rollouts(evidence)
-        return await store.retry_lost(lost, latest_checkpoint(directory.checkpoints)) if lost else ()
+        return await store.retry_lost(lost, usable_checkpoint(directory.checkpoints).checkpoint) if lost else ()
 
 
 @asynccontextmanager

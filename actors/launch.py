@@ -43,6 +43,7 @@ from headrace.buffer.durable_files import publish_folder, replace_file
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.outages import utc
 from headrace.buffer.tasks import load_tasks, write_tasks
+from headrace.policies.checkpoints import ASIDE
 from headrace.policies.model_files import check_model_files
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.serve.observing.progress import ProgressDisplay
@@ -334,6 +335,7 @@ def status_of(directory: RunDirectory) -> dict[str, Any]:
         "held_out": {record["tag"]: record["success"] for record in evaluations},
         "engines": [asdict(engine) for engine in read_roster(directory.engines).engines],
         "finished": directory.summary.exists(),
+        "checkpoints_left_out": sorted(path.name for path in directory.checkpoints.glob(f"{ASIDE}*")),
         **_condition_of(directory),
     }
 

@@ -29,7 +29,7 @@ from headrace.actors.retry import until_back
 from headrace.actors.runtime import end_actor
 from headrace.buffer.classification import stale_kv_tokens
 from headrace.buffer.errors import DataExhausted, StaleEpoch
-from headrace.policies.checkpoints import latest_checkpoint
+from headrace.policies.checkpoints import usable_checkpoint
 from headrace.policies.simulated import SimulatedLearner, SimulatedLearnerConfig
 from headrace.serve.joining import Joined
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from headrace.actors.observing import Observing
     from headrace.actors.replay import Replay
     from headrace.actors.simulation.engines import SimulatedEngineGroup
-    from headrace.buffer.types import Batch, StepReport
+    from headrace.buffer.types import Batch, CheckpointRef, StepReport
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.learner import Learner, WeightsSnapshot
     from headrace.policies.megatron import LearnerConfig
@@ -247,8 +247,7 @@ class LearnerLoop:
             self._stage, self._stage_since_s = Stage.WAITING, _now()
 
     async def _open(self) -> PolicyVersion:
-        folder = self._learner_config.checkpoint_dir
-        checkpoint = None if folder is None else latest_checkpoint(folder)
+        checkpoint = await self._newest_checkpoint()
         version = await until_back(lambda: self._replay.open_epoch(checkpoint))
         with self._in(Stage.OPENING):
             await self._learner.open(checkpoint, epoch=version.epoch)
@@ -257,6 +256,25 @@ class LearnerLoop:
         if not self._on_the_way_back:
             await self._send(await self._learner.snapshot())
         return version
+
+    async def _newest_checkpoint(self) -> CheckpointRef | None:
+        folder = self._learner_config.checkpoint_dir
+        if folder is None:
+            return None
+        if isinstance(self._learner_config, SimulatedLearnerConfig):
+            usable = usable_checkpoint(folder)
+        else:
+            # In a thread: it reads all of the files.
+            usable = await asyncio.to_thread(usable_checkpoint, folder)
+        for damaged in usable.set_aside:
+            logger.error(
+                "checkpoint %s is damaged (%s): it is kept as %s, and the learner goes on from the one before, %s",
+                damaged.name,
+                damaged.reason,
+                damaged.kept_as,
+                "none" if usable.checkpoint is None else usable.checkpoint.version,
+            )
+        return usable.checkpoint
 
     async def _engines_are_ahead(self) -> bool:
         """Whether the engines serve what this learner is on its way back to. The buffer is told: it may be new."""

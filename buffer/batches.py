@@ -19,7 +19,15 @@ from heapq import nsmallest
 from typing import TYPE_CHECKING
 
 from headrace.buffer.cleaning import plain_metrics
-from headrace.buffer.errors import DataExhausted, LeaseError, LedgerBehind, LedgerMismatch, StaleEpoch, VersionMismatch
+from headrace.buffer.errors import (
+    CheckpointMissing,
+    DataExhausted,
+    LeaseError,
+    LedgerBehind,
+    LedgerMismatch,
+    StaleEpoch,
+    VersionMismatch,
+)
 from headrace.buffer.eviction import evict
 from headrace.buffer.records import (
     BatchMember,
@@ -126,9 +134,12 @@ class BatchBook:
         self._fence(ref.version.epoch)
         self._record(ref, self._sequence_of(ref), now)
 
-    def open_epoch(self, checkpoint: CheckpointRef | None, now: float) -> PolicyVersion:
-        """A new learner incarnation at `checkpoint` (None: from the start). Steps after it are undone. Raises
-        LedgerMismatch, LedgerBehind, with nothing changed."""
+    def open_epoch(self, checkpoint: CheckpointRef | None, now: float, *, from_start: bool = False) -> PolicyVersion:
+        """A new learner incarnation at `checkpoint` (None: from the start). Steps after it are undone. Where one was
+        recorded, none is taken only `from_start`. Raises LedgerMismatch, LedgerBehind, CheckpointMissing, with nothing
+        changed."""
+        if checkpoint is None and not from_start:
+            self.refuse_without_checkpoint()
         sequence = self._sequence_of(checkpoint) if checkpoint else 0
         if self.needs_history(checkpoint):
             raise LedgerMismatch("this undoes steps on forgotten batches: recall them from the ledger's archive first")
@@ -147,6 +158,16 @@ class BatchBook:
         chain = checkpoint.chain if checkpoint else ""
         self._state.put(EpochRecord(epoch=epoch, parent=parent, chain=chain, opened_at_s=now, follows=parent))
         return self._head()
+
+    def refuse_without_checkpoint(self) -> None:
+        """Raises CheckpointMissing when the surviving path has a recorded checkpoint."""
+        chains = {commit.chain for commit in self._state.commits.values()}
+        recorded = [record.version for record in self._state.checkpoints.values() if record.chain in chains]
+        if recorded:
+            raise CheckpointMissing(
+                f"the ledger recorded checkpoint {max(recorded)}, and the learner has none: put the run's checkpoints "
+                "back, or train all steps again with `headrace resume --from-start`"
+            )
 
     def needs_history(self, checkpoint: CheckpointRef | None) -> bool:
         """Whether opening at `checkpoint` undoes steps that were forgotten, or whose batches were."""
@@ -335,7 +356,10 @@ class BatchBook:
                     f"checkpoint {checkpoint.path} holds batches that the ledger has not committed ({missing[0]}...): "
                     "restore the ledger that belongs to it, or remove the checkpoint to resume from an earlier one"
                 )
-            raise LedgerMismatch(f"checkpoint {checkpoint.path} trained other batches than the ledger's surviving path")
+            raise LedgerMismatch(
+                f"checkpoint {checkpoint.path} trained other batches than the ledger's surviving path: it is of "
+                "another run or of an undone line; move it elsewhere to resume from the one before"
+            )
         if checkpoint.version not in self._versions_at(sequence):
             raise LedgerMismatch(
                 f"checkpoint {checkpoint.path} says version {checkpoint.version}; the ledger has another there: "

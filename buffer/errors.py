@@ -11,7 +11,9 @@ ReplayError
 │   ├── LedgerInUse       another process holds the ledger
 │   ├── LedgerBroken      a write failed: the store has ended
 │   └── LedgerMismatch    ledger and checkpoint tell different histories
-│       └── LedgerBehind  the checkpoint holds batches that the ledger does not know
+│       ├── CheckpointMissing  the ledger recorded a checkpoint, and the learner has none
+│       ├── LedgerBehind  the checkpoint holds batches that the ledger does not know
+│       └── CheckpointMissing  the ledger recorded a checkpoint, and the learner has none
 ├── TaskNotParked         a task that is to be released is not parked
 ├── ExportRefused         the place or the tools for an export are not there
 └── CodecError            bytes that are no trajectory
@@ -62,6 +64,10 @@ class LedgerBroken(LedgerError):
 
 class LedgerMismatch(LedgerError):
     """The ledger and a checkpoint tell different histories; nothing was changed."""
+
+
+class CheckpointMissing(LedgerMismatch):
+    """The ledger recorded a checkpoint, and a learner would begin without one; nothing was changed."""
 
 
 class LedgerBehind(LedgerMismatch):

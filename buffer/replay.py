@@ -277,10 +277,14 @@ class ReplayBuffer:
         """A checkpoint directory is durable; idempotent. Raises StaleEpoch, LedgerMismatch."""
         self._batches.checkpointed(plain_checkpoint(ref), now)
 
-    def open_epoch(self, checkpoint: CheckpointRef | None, now: float) -> PolicyVersion:
+    def open_epoch(self, checkpoint: CheckpointRef | None, now: float, *, from_start: bool = False) -> PolicyVersion:
         """A new learner incarnation; older leases end, steps after the checkpoint are undone. Raises LedgerMismatch,
-        LedgerBehind."""
-        return self._batches.open_epoch(checkpoint and plain_checkpoint(checkpoint), now)
+        LedgerBehind, CheckpointMissing when it is None where one was recorded, and not `from_start`."""
+        return self._batches.open_epoch(checkpoint and plain_checkpoint(checkpoint), now, from_start=from_start)
+
+    def refuse_without_checkpoint(self) -> None:
+        """Raises CheckpointMissing when a learner cannot open without a checkpoint."""
+        self._batches.refuse_without_checkpoint()
 
     def needs_history(self, checkpoint: CheckpointRef | None) -> bool:
         """Whether `open_epoch` needs what the ledger's archive holds: `Ledger.recall`, then `fold`."""

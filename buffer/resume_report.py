@@ -58,10 +58,13 @@ class ResumeReport:
     attempt; `ended` were evicted, filtered, cancelled or poison. `over_bound` of `again` are over the staleness bound
     at the step their batch would be trained at: that batch is taken apart, and they are run again or evicted.
 
-    `checkpoint` None: from the start. `epoch` is the learner incarnation that opens."""
+    `checkpoint` None: from the start. `checkpoint_is_foreign`: it holds steps that the ledger does not know. `recorded`
+    is the newest checkpoint that the ledger knows of. `epoch` is the learner incarnation that opens."""
 
     run: str
     checkpoint: str | None
+    checkpoint_is_foreign: bool
+    recorded: str | None
     epoch: int
     steps_kept: int
     steps_undone: int
@@ -144,6 +147,8 @@ class _Plan:
         return ResumeReport(
             run=str(self.evidence.run_dir),
             checkpoint=str(self.checkpoint.version) if self.checkpoint else None,
+            checkpoint_is_foreign=bool(ahead),
+            recorded=self._recorded(),
             epoch=self._epoch,
             steps_kept=(closed.steps if closed else 0)
             + sum(not commit.skipped for commit in self.path[: len(self.path) - len(self.undone)]),
@@ -161,6 +166,11 @@ class _Plan:
             deciles=self._deciles(),
             problems=(*ahead, *self.checked.problems),
         )
+
+    def _recorded(self) -> str | None:
+        chains = {commit.chain for commit in self.path}
+        known = [record.version for record in self.evidence.checkpoints if record.chain in chains]
+        return str(max(known)) if known else None
 
     @property
     def _epoch(self) -> int:

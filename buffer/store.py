@@ -218,13 +218,16 @@ class ReplayStore:
         except (OSError, sqlite3.Error) as error:
             logger.warning("no copy of the ledger in %s: %s", checkpoint, error)
 
-    async def open_epoch(self, checkpoint: CheckpointRef | None) -> PolicyVersion:
+    async def open_epoch(self, checkpoint: CheckpointRef | None, *, from_start: bool = False) -> PolicyVersion:
         """A new learner incarnation starts at `checkpoint`; returns its first version. Raises LedgerMismatch,
-        LedgerBehind."""
+        LedgerBehind, CheckpointMissing."""
         self._check()
+        if checkpoint is None and not from_start:
+            # Before anything is recalled for it.
+            self._core.refuse_without_checkpoint()
         if self._core.needs_history(checkpoint):
             await self._recall(lambda: self._ledger.recall(checkpoint.chain if checkpoint else ""))
-        return await self._change(lambda: self._core.open_epoch(checkpoint, self._clock()))
+        return await self._change(lambda: self._core.open_epoch(checkpoint, self._clock(), from_start=from_start))
 
     async def drop_batch(self, batch_id: BatchId | None = None) -> BatchRecord:
         """For an operator, while no learner lives: drop a batch for good, by default the one leased. Raises

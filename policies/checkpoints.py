@@ -7,6 +7,8 @@ Invariants:
   and the hash chain over all batches of the run's line up to here: folding the batches over `previous_chain` gives
   `chain`.
 - Versions order checkpoints: an epoch opened later is later.
+- `headrace.json` is written last and lists every other file with its size and CRC-32: what is missing, cut off or
+  altered is found before anything is loaded. A damaged directory is renamed to `aside-<name>`, never removed.
 
 Layout: `headrace.json`, `megatron/` (model, optimizer and random state), and beside them a Hugging Face model
 directory.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import zlib
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -24,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.buffer.durable_files import publish_folder
 from headrace.buffer.types import BatchId, CheckpointRef, RolloutId, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.learner_errors import CheckpointUnreadable
+from headrace.policies.learner_errors import CheckpointDamaged, CheckpointUnreadable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,7 +36,10 @@ if TYPE_CHECKING:
 FORMAT = 1
 MANIFEST = "headrace.json"
 MEGATRON_STATE = "megatron"
+ASIDE = "aside-"
+"""Prefix of checkpoints that are kept for inspection only."""
 _UNFINISHED = "tmp-"
+_READ_BYTES = 1 << 20
 _COMPLETE = re.compile(r"\d+\.\d+")
 
 
@@ -57,6 +63,23 @@ class Manifest:
     batches: tuple[SteppedBatch, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside:
+    """A checkpoint that cannot be used, and where it is kept."""
+
+    name: str
+    reason: str
+    kept_as: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usable:
+    """The newest checkpoint that is whole (None: there is none), and newer ones that are not."""
+
+    checkpoint: CheckpointRef | None
+    set_aside: tuple[SetAside, ...]
+
+
 def fold_chain(chain: str, batches: Iterable[SteppedBatch]) -> str:
     """The hash chain after `batches` (see `headrace.buffer.types.extend_chain`)."""
     digests = (batch_digest(batch.batch_id, batch.members) for batch in batches)
@@ -64,7 +87,7 @@ def fold_chain(chain: str, batches: Iterable[SteppedBatch]) -> str:
 
 
 def read_checkpoint(path: Path) -> CheckpointRef:
-    """The reference to a complete checkpoint. Raises CheckpointUnreadable."""
+    """The reference to a complete checkpoint; only its manifest is read. Raises CheckpointUnreadable."""
     manifest = read_manifest(path)
     return CheckpointRef(
         path=str(path.absolute()),
@@ -75,29 +98,59 @@ def read_checkpoint(path: Path) -> CheckpointRef:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Batches and members of one checkpoint. Raises CheckpointUnreadable when torn, of another format or
-    inconsistent."""
-    try:
-        document = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointUnreadable(f"{path} is no complete checkpoint: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CheckpointUnreadable(
-            f"{path / MANIFEST} is not of format {FORMAT}: open it with the headrace that wrote it"
-        )
+    """Batches and members of one checkpoint. Raises CheckpointDamaged when it is torn or inconsistent, and
+    CheckpointUnreadable when it is of another format."""
+    document = _read_document(path)
     try:
         manifest = _manifest(document)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointUnreadable(f"{path / MANIFEST} lacks or misspells a field: {error!r}") from error
+        raise CheckpointDamaged(f"{path / MANIFEST} lacks or misspells a field: {error!r}") from error
     if fold_chain(manifest.previous_chain, manifest.batches) != manifest.chain:
-        raise CheckpointUnreadable(
+        raise CheckpointDamaged(
             f"{path / MANIFEST}: its batches do not give its hash chain; take an earlier checkpoint"
         )
     return manifest
 
 
+def check_checkpoint(path: Path) -> CheckpointRef:
+    """`read_checkpoint` after all its files were read and compared. Raises as `read_manifest` does."""
+    checkpoint = read_checkpoint(path)
+    if str(checkpoint.version) != path.name:
+        raise CheckpointDamaged(f"{path} holds version {checkpoint.version}: the directory was renamed")
+    # Checkpoints of older versions list no files.
+    for name, (size, checksum) in _read_document(path).get("files", {}).items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointDamaged(f"{file} is missing")
+        if file.stat().st_size != size:
+            raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes, {size} were written")
+        if _crc32(file) != checksum:
+            raise CheckpointDamaged(f"{file} was altered after it was written: its checksum differs")
+    return checkpoint
+
+
+def usable_checkpoint(root: Path) -> Usable:
+    """The newest checkpoint that is whole; damaged ones above it are renamed, and kept. Reads all of its files. Raises
+    CheckpointUnreadable for one of a newer headrace."""
+    aside: list[SetAside] = []
+    for path in reversed(list_checkpoints(root)):
+        try:
+            return Usable(checkpoint=check_checkpoint(path), set_aside=tuple(aside))
+        except CheckpointDamaged as error:
+            aside.append(set_aside(path, str(error)))
+    return Usable(checkpoint=None, set_aside=tuple(aside))
+
+
+def set_aside(path: Path, reason: str) -> SetAside:
+    """Rename a checkpoint so that nobody resumes from it."""
+    names = (f"{ASIDE}{path.name}", *(f"{ASIDE}{path.name}-{number}" for number in range(2, 1000)))
+    kept_as = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    path.rename(kept_as)
+    return SetAside(name=path.name, reason=reason, kept_as=kept_as)
+
+
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write `headrace.json` into the directory `path`."""
+    """Write `headrace.json` into the directory `path`, which holds all other files."""
     batches = [
         {"batch_id": batch.batch_id, "skipped": batch.skipped, "members": [list(member) for member in batch.members]}
         for batch in manifest.batches
@@ -108,6 +161,11 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         "previous_chain": manifest.previous_chain,
         "chain": manifest.chain,
         "batches": batches,
+        "files": {
+            str(file.relative_to(path)): [file.stat().st_size, _crc32(file)]
+            for file in sorted(path.rglob("*"))
+            if file.is_file() and file != path / MANIFEST
+        },
     }
     (path / MANIFEST).write_text(json.dumps(document, indent=1), encoding="utf-8")
 
@@ -118,13 +176,6 @@ def list_checkpoints(root: Path) -> list[Path]:
         return []
     complete = (path for path in root.iterdir() if _COMPLETE.fullmatch(path.name))
     return sorted(complete, key=lambda path: PolicyVersion.parse(path.name))
-
-
-def latest_checkpoint(root: Path) -> CheckpointRef | None:
-    """The newest complete checkpoint under `root`, None when there is none. Raises CheckpointUnreadable when it is
-    damaged."""
-    complete = list_checkpoints(root)
-    return read_checkpoint(complete[-1]) if complete else None
 
 
 def stage(root: Path, version: PolicyVersion) -> Path:
@@ -149,6 +200,28 @@ def keep_newest(root: Path, count: int) -> None:
     """Remove all but the `count` newest complete checkpoints; a half-removed one is never visible as complete."""
     for path in list_checkpoints(root)[:-count]:
         shutil.rmtree(path.rename(path.with_name(f"{_UNFINISHED}removed-{path.name}")))
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"{path} is no complete checkpoint: {error}") from error
+    if not isinstance(document, dict) or "format" not in document:
+        raise CheckpointDamaged(f"{path / MANIFEST} is not a checkpoint's: it names no format")
+    if document["format"] != FORMAT:
+        raise CheckpointUnreadable(
+            f"{path / MANIFEST} has format {document['format']}, this headrace reads {FORMAT}: upgrade headrace"
+        )
+    return document
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while data := file.read(_READ_BYTES):
+            checksum = zlib.crc32(data, checksum)
+    return checksum
 
 
 def _manifest(document: dict[str, Any]) -> Manifest:

@@ -4,7 +4,8 @@
     ├── LearnerAlreadyOpen     a second learner in one process
     ├── LearnerNotOpen         step, snapshot or save before open or after close
     ├── RowUnusable            a row of a batch cannot be trained (token id, first token trained, lengths)
-    ├── CheckpointUnreadable   a checkpoint directory is torn, of another format or at odds with itself
+    ├── CheckpointUnreadable   a checkpoint directory cannot be used: it is of another format, or damaged
+    │   └── CheckpointDamaged  files of it are missing, cut off or altered: an older one may do
     └── NonFiniteRun           too many steps in a row had a non-finite gradient
 
 Each carries one message that names the file or the setting to change, and survives pickling. A model directory that
@@ -32,6 +33,10 @@ class RowUnusable(LearnerError):
 
 class CheckpointUnreadable(LearnerError):
     """A directory is not a complete checkpoint of a known format."""
+
+
+class CheckpointDamaged(CheckpointUnreadable):
+    """Files of a checkpoint directory are missing, cut off, altered, or contradict each other."""
 
 
 class NonFiniteRun(LearnerError):

@@ -28,10 +28,10 @@ from headrace.policies.checkpoints import (
     Manifest,
     SteppedBatch,
     keep_newest,
-    latest_checkpoint,
     publish,
     read_checkpoint,
     stage,
+    usable_checkpoint,
     write_manifest,
 )
 
@@ -210,7 +210,7 @@ class Life:
 
 
 async def live(run_dir: Path, plan: Plan, chance: random.Random) -> None:
-    resume: CheckpointRef | None = latest_checkpoint(run_dir / "checkpoints")
+    resume: CheckpointRef | None = usable_checkpoint(run_dir / "checkpoints").checkpoint
     clock = Clock(chance)
     store = await ReplayStore.open(
         run_dir, plan.config, cases.tasks(), run_id="run", seed=3, clock=clock, trajectory_file_bytes=plan.file_bytes

@@ -413,7 +413,7 @@ async def test_a_kill_in_a_save_leaves_the_checkpoint_before(
     died = await asyncio.to_thread(run_program, program, (config, batches))
     assert died.returncode == -signal.SIGKILL
     assert (config.checkpoint_dir / "tmp-1.2").is_dir()
-    latest = checkpoints.latest_checkpoint(config.checkpoint_dir)
+    latest = checkpoints.usable_checkpoint(config.checkpoint_dir).checkpoint
     assert latest is not None
     assert (latest.version, latest.batch_ids) == (PolicyVersion(1, 1), ("b18",))
     async with opened(config, latest, epoch=2) as learner:

@@ -367,7 +367,7 @@ class BufferMachine(RuleBasedStateMachine):
         if self.core.needs_history(ref):
             self.ledger.recall(ref.chain if ref else "")
             self.core.fold(self.ledger.load())
-        version = self.core.open_epoch(ref, self.now)
+        version = self.core.open_epoch(ref, self.now, from_start=ref is None)
         self.persist()
         self.core.fold(self.ledger.load())
         self.weights[version] = self.weights[ref.version if ref else PolicyVersion(1, 0)]

@@ -13,6 +13,7 @@ from headrace.policies import checkpoints
 from headrace.policies.learner_errors import CheckpointUnreadable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 BATCHES = tuple(
@@ -45,12 +46,12 @@ def test_manifest_round_trip(tmp_path: Path) -> None:
 
 
 def test_latest_is_by_version_and_ignores_what_was_not_renamed(tmp_path: Path) -> None:
-    assert checkpoints.latest_checkpoint(tmp_path / "absent") is None
+    assert checkpoints.usable_checkpoint(tmp_path / "absent").checkpoint is None
     for version in (PolicyVersion(1, 9), PolicyVersion(1, 10), PolicyVersion(2, 8)):
         publish(tmp_path, version)
     torn = checkpoints.stage(tmp_path, PolicyVersion(2, 12))
     checkpoints.write_manifest(torn, manifest(PolicyVersion(2, 12)))
-    latest = checkpoints.latest_checkpoint(tmp_path)
+    latest = checkpoints.usable_checkpoint(tmp_path).checkpoint
     assert latest is not None
     assert latest.version == PolicyVersion(2, 8)
 
@@ -90,3 +91,60 @@ def test_damage_is_refused_by_name(tmp_path: Path, damage: str) -> None:
             path.write_text(json.dumps(document))
     with pytest.raises(CheckpointUnreadable, match=str(path.parent)):
         checkpoints.read_checkpoint(path.parent)
+
+
+def with_files(root: Path, version: PolicyVersion) -> Path:
+    staged = checkpoints.stage(root, version)
+    (staged / "megatron").mkdir()
+    (staged / "megatron" / "shard").write_bytes(b"moments" * 50)
+    (staged / "model.safetensors").write_bytes(b"weights" * 50)
+    checkpoints.write_manifest(staged, manifest(version))
+    return checkpoints.publish(staged, version)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda path: (path / "megatron" / "shard").write_bytes(b"moments"), "has 7 bytes, 350 were written"),
+        (lambda path: (path / "megatron" / "shard").write_bytes(b"mOments" * 50), "its checksum differs"),
+        (lambda path: (path / "headrace.json").write_bytes(b""), "is no complete checkpoint"),
+        (lambda path: [file.unlink() for file in path.rglob("*") if file.is_file()], "is no complete checkpoint"),
+    ],
+)
+def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_is_taken(
+    tmp_path: Path, damage: Callable[[Path], object], reason: str
+) -> None:
+    with_files(tmp_path, PolicyVersion(1, 10))
+    newest = with_files(tmp_path, PolicyVersion(2, 20))
+    (newest / "ledger.db").write_bytes(b"added after the manifest")
+    whole = checkpoints.usable_checkpoint(tmp_path)
+    assert whole.checkpoint is not None
+    assert (whole.checkpoint.version, whole.set_aside) == (PolicyVersion(2, 20), ())
+    damage(newest)
+    usable = checkpoints.usable_checkpoint(tmp_path)
+    assert usable.checkpoint is not None
+    assert usable.checkpoint.version == PolicyVersion(1, 10)
+    [aside] = usable.set_aside
+    assert (aside.name, aside.kept_as) == ("2.20", tmp_path / "aside-2.20")
+    assert reason in aside.reason
+    assert aside.kept_as.is_dir()
+    checkpoints.keep_newest(tmp_path, 1)
+    checkpoints.stage(tmp_path, PolicyVersion(3, 11))
+    assert aside.kept_as.is_dir(), "it is kept until a person removes it"
+
+
+def test_a_second_damaged_checkpoint_of_a_version_gets_a_name_of_its_own(tmp_path: Path) -> None:
+    for _ in range(2):
+        (tmp_path / "1.10").mkdir()
+        assert checkpoints.usable_checkpoint(tmp_path).checkpoint is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["aside-1.10", "aside-1.10-2"]
+
+
+def test_a_checkpoint_of_a_newer_headrace_is_refused_and_left_where_it_is(tmp_path: Path) -> None:
+    path = with_files(tmp_path, PolicyVersion(1, 10))
+    document = json.loads((path / "headrace.json").read_text())
+    (path / "headrace.json").write_text(json.dumps(document | {"format": 2}))
+    with pytest.raises(CheckpointUnreadable, match="has format 2, this headrace reads 1: upgrade headrace"):
+        checkpoints.usable_checkpoint(tmp_path)
+    assert path.is_dir()

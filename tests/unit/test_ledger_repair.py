@@ -29,7 +29,7 @@ from headrace.buffer.tasks import write_tasks
 from headrace.buffer.types import BatchId, CheckpointRef, RolloutId, StepReport
 from headrace.buffer.verify import lost_rollouts, verify
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import Manifest, SteppedBatch, latest_checkpoint, publish, stage, write_manifest
+from headrace.policies.checkpoints import Manifest, SteppedBatch, publish, stage, usable_checkpoint, write_manifest
 
 TESTS = Path(__file__).parents[1]
 cases = SimpleNamespace(**runpy.run_path(str(TESTS / "replay_cases.py")))
@@ -69,7 +69,7 @@ async def begin(run_dir: Path) -> Run:
     staged = stage(run_dir / "checkpoints", version)
     write_manifest(staged, Manifest(version=version, previous_chain="", chain=chain, batches=(stepped,)))
     publish(staged, version)
-    checkpoint = latest_checkpoint(run_dir / "checkpoints")
+    checkpoint = usable_checkpoint(run_dir / "checkpoints").checkpoint
     assert checkpoint is not None
     await store.checkpointed(checkpoint)
     _, version = await step(store, version)
@@ -283,7 +283,7 @@ async def test_what_a_checkpoint_holds_stays_trained(tmp_path: Path) -> None:
             await store.retry_lost(lost, None)
         assert await store.retry_lost(lost, ref) == ()
         assert (verify(run_dir).lost, verify(run_dir).retried) == (0, 4)
-        await store.open_epoch(None)
+        await store.open_epoch(None, from_start=True)
         assert verify(run_dir).lost == 4, "they are to be trained again"
 
 

@@ -446,4 +446,4 @@ def test_covered_groups_are_forgotten_but_counted(stocked):
     assert stocked.offer(late, 5.0).status == "late"
     assert stocked.needs_history(None)
     with pytest.raises(LedgerMismatch, match="archive"):
-        stocked.open_epoch(None, 6.0)
+        stocked.open_epoch(None, 6.0, from_start=True)

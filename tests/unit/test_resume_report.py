@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import runpy
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,14 +14,23 @@ import pytest
 
 from headrace.actors.resuming import Resuming
 from headrace.actors.run_directory import RunDirectory
-from headrace.buffer.errors import LedgerRefused
+from headrace.buffer.errors import CheckpointMissing, LedgerRefused
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.records import RolloutState
 from headrace.buffer.resume_report import decile_edges, resume_report
 from headrace.buffer.store import ReplayStore
 from headrace.buffer.types import StepReport
+from headrace.buffer.verify import verify
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import latest_checkpoint
+from headrace.policies.checkpoints import (
+    Manifest,
+    SteppedBatch,
+    fold_chain,
+    publish,
+    stage,
+    usable_checkpoint,
+    write_manifest,
+)
 
 TESTS = Path(__file__).parents[1]
 cases = SimpleNamespace(**runpy.run_path(str(TESTS / "replay_cases.py")))
@@ -53,7 +64,7 @@ async def test_the_batches_are_issued_again_as_it_says(run_dir):
     report = resume_report(run_dir, max_staleness=2)
     members = {batch.batch_id: batch.members for batch in read_evidence(run_dir).batches}
     async with await ReplayStore.open(run_dir, cases.SMALL, cases.tasks(), run_id="golden", seed=3) as store:
-        version = await store.open_epoch(latest_checkpoint(run_dir / "checkpoints"))
+        version = await store.open_epoch(usable_checkpoint(run_dir / "checkpoints").checkpoint)
         assert version.epoch == report.epoch
         assert version.step == report.steps_kept
         taken = []
@@ -140,23 +151,140 @@ def test_equal_durations_share_a_decile():
 def test_the_command_says_it_and_keeps_it_in_the_run_directory(run_dir):
     said = []
     config = SimpleNamespace(buffer=cases.SMALL)
-    resuming = Resuming(config, RunDirectory(path=run_dir), say=said.append)
-    resuming.tell()
+    telling = Resuming(config, RunDirectory(path=run_dir), say=said.append)
+    telling.tell()
     report = resume_report(run_dir, max_staleness=2)
     assert said == report.lines()
-    assert json.loads((run_dir / "resumes" / "3.json").read_bytes()) == json.loads(json.dumps(resuming.told))
-    assert resuming.told["kept"] == report.kept
+    assert json.loads((run_dir / "resumes" / "3.json").read_bytes()) == json.loads(json.dumps(telling.told))
+    assert telling.told["kept"] == report.kept
 
 
 def test_a_run_that_has_lost_something_does_not_go_on(run_dir):
     for path in (run_dir / "trajectories").iterdir():
         path.unlink()
     said = []
-    resuming = Resuming(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=run_dir), say=said.append)
+    telling = Resuming(SimpleNamespace(buffer=cases.SMALL), RunDirectory(path=run_dir), say=said.append)
     with pytest.raises(LedgerRefused, match=r"rollouts are lost .*put back what is missing"):
-        resuming.tell()
-    assert resuming.told["lost"] > 0
+        telling.tell()
+    assert telling.told["lost"] > 0
     assert any("lost" in line for line in said)
+
+
+def resuming(run_dir, said, **options):
+    directory = RunDirectory(path=run_dir)
+    if not directory.identity.exists():
+        directory.write_beginning(cases.tasks(), "golden")
+    config = SimpleNamespace(buffer=cases.SMALL, service=SimpleNamespace(seed=3))
+    return Resuming(config, directory, say=said.append, **options)
+
+
+def lose(root):
+    shutil.rmtree(root)
+
+
+def empty(root):
+    for path in root.iterdir():
+        shutil.rmtree(path)
+
+
+def hollow(root):
+    """Directories without files, as a copy that was broken off leaves them."""
+    for path in (path for folder in root.iterdir() for path in folder.iterdir()):
+        path.unlink()
+
+
+@pytest.mark.parametrize("damage", [lose, empty, hollow])
+def test_a_run_without_its_checkpoints_does_not_begin_again_by_itself(run_dir, damage):
+    damage(run_dir / "checkpoints")
+    before = read_evidence(run_dir)
+    with pytest.raises(LedgerRefused, match=r"ledger recorded 1\.2: put the folder back.*--from-start") as refused:
+        resuming(run_dir, []).tell()
+    assert "\n" not in str(refused.value)
+    assert read_evidence(run_dir).commits == before.commits
+
+
+async def test_a_learner_that_lost_its_checkpoints_does_not_begin_again_either(run_dir):
+    async with await ReplayStore.open(run_dir, cases.SMALL, cases.tasks(), run_id="golden", seed=3) as store:
+        with pytest.raises(CheckpointMissing, match=r"recorded checkpoint 1\.2.*--from-start"):
+            await store.open_epoch(None)
+        assert store.status().steps_committed == 3
+
+
+def test_from_the_start_all_steps_are_undone(run_dir):
+    """The trajectories of the first steps are gone, as they are once three checkpoints cover them."""
+    with closing(sqlite3.connect(run_dir / "trajectories" / "000001.db")) as blobs, blobs:
+        blobs.execute("DELETE FROM trajectories WHERE rollout_id LIKE 'g000000-%'")
+    said = []
+    resuming(run_dir, said, from_start=True).tell()
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["aside-1.2"]
+    evidence = read_evidence(run_dir)
+    assert evidence.surviving == []
+    assert any("IS LEFT OUT: the run begins again" in line for line in said)
+    assert verify(run_dir).lost == 0
+    again = [rollout for rollout in evidence.rollouts if rollout.rollout_id.startswith("g000000-")]
+    assert {rollout.state for rollout in again} == {RolloutState.PENDING}
+    resuming(run_dir, said).tell()
+
+
+def test_a_damaged_checkpoint_is_left_out_by_name(run_dir):
+    """Version 1.1 is whole, and what is after it is undone."""
+    evidence = read_evidence(run_dir)
+    [newest] = evidence.witnesses
+    first, second = evidence.commits[:2]
+    members = {batch.batch_id: batch.members for batch in evidence.batches}
+    stepped = [
+        SteppedBatch(
+            batch_id=commit.batch_id,
+            members=tuple((member.rollout_id, member.attempt) for member in members[commit.batch_id]),
+            skipped=False,
+        )
+        for commit in (first, second)
+    ]
+    root = run_dir / "checkpoints"
+    shutil.rmtree(newest.path)
+    for commit, batches in ((first, stepped[:1]), (second, stepped)):
+        staged = stage(root, commit.version)
+        (staged / "model").write_bytes(b"weights" * 100)
+        write_manifest(
+            staged, Manifest(version=commit.version, previous_chain="", chain=commit.chain, batches=tuple(batches))
+        )
+        publish(staged, commit.version)
+    (root / str(second.version) / "model").write_bytes(b"weights" * 99)
+    said = []
+    about = resuming(run_dir, said)
+    about.tell()
+    assert said[0].startswith(f"CHECKPOINT {second.version} IS LEFT OUT: ")
+    assert "has 693 bytes, 700 were written" in said[0]
+    assert (root / f"aside-{second.version}" / "model").exists()
+    assert about.told["checkpoint"] == str(first.version)
+    assert list(about.told["checkpoints_left_out"]) == [str(second.version)]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"chain": "", "previous_chain": "", "batches": [], "version": "1.2"}, None),
+        ({"format": 2}, "has format 2, this headrace reads 1: upgrade headrace"),
+    ],
+)
+def test_a_checkpoint_of_another_run_or_a_newer_version_is_refused_in_one_line(run_dir, change, told):
+    manifest = run_dir / "checkpoints" / "1.2" / "headrace.json"
+    document = json.loads(manifest.read_text()) | change
+    if told is None:
+        stranger = SteppedBatch(batch_id="b000001", members=(("g000077-0", 1),), skipped=False)
+        shutil.rmtree(manifest.parent)
+        staged = stage(run_dir / "checkpoints", PolicyVersion(1, 2))
+        batches = (stranger,)
+        chain = fold_chain("", batches)
+        write_manifest(staged, Manifest(version=PolicyVersion(1, 2), previous_chain="", chain=chain, batches=batches))
+        publish(staged, PolicyVersion(1, 2))
+        told = "is of another run, of an undone line, or newer than this ledger: move it elsewhere"
+    else:
+        manifest.write_text(json.dumps(document))
+    with pytest.raises(LedgerRefused, match=told) as refused:
+        resuming(run_dir, []).tell()
+    assert "\n" not in str(refused.value)
+    assert (run_dir / "checkpoints" / "1.2").is_dir()
 
 
 @pytest.mark.parametrize("left", ["checkpoints", "trajectories"])
