@@ -97,7 +97,7 @@ async def idle_store(config: RunConfig, directory: RunDirectory) -> AsyncIterato
             directory.path,
             config.buffer,
             load_tasks(directory.train_tasks),
-            run_id=directory.identity.read_text(),
+            run_id=directory.run_id(),
             seed=config.service.seed,
         )
         async with await opening as store:

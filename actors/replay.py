@@ -105,7 +105,7 @@ class Replay:
             None if directory is None else directory.path,
             self._config,
             self._tasks if directory is None else load_tasks(directory.train_tasks),
-            run_id=IN_MEMORY if directory is None else directory.identity.read_text(),
+            run_id=IN_MEMORY if directory is None else directory.run_id(),
             seed=self._seed,
             clock=self._clock,
         )

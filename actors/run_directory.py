@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from headrace.actors.errors import RunMissing
 from headrace.buffer.tasks import write_tasks
 from headrace.sandboxes.leftovers import IDENTITY_FILE
 
@@ -96,6 +97,15 @@ class RunDirectory:
         self.train_tasks.parent.mkdir(parents=True)
         write_tasks(self.train_tasks, train)
         self.identity.write_text(identity)
+
+    def run_id(self) -> str:
+        """What `identity` holds. Raises RunMissing where it was not copied."""
+        try:
+            return self.identity.read_text()
+        except OSError as error:
+            raise RunMissing(
+                f"{self.identity} cannot be read: {error.strerror}: the run was copied in part; copy all of it"
+            ) from error
 
     def append_session(self, started_s: float, ended_s: float) -> None:
         with self.sessions.open("ab") as file:

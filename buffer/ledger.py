@@ -298,9 +298,16 @@ class BlobFiles:
         self._open: dict[int, sqlite3.Connection] = {}
         if directory is not None:
             directory.mkdir(exist_ok=True)
-        numbers = [] if directory is None else [int(path.stem) for path in directory.glob("[0-9]*.db")]
-        self._current = max(numbers, default=1)
-        self._connection(self._current)
+        # A person's copy, `000001 (1).db`, is none of ours.
+        paths = [] if directory is None else [path for path in directory.glob("*.db") if path.stem.isdecimal()]
+        self._current = max((int(path.stem) for path in paths), default=1)
+        try:
+            self._connection(self._current)
+        except sqlite3.DatabaseError as error:
+            raise LedgerRefused(
+                f"{self._path(self._current)} is not readable: {error}: put a copy of it back, or remove it with its "
+                "-wal and -shm files and issue what is lost again with `headrace ledger retry-lost`"
+            ) from error
 
     def write(self, trajectories: Sequence[StoredTrajectory]) -> int:
         """Make blobs durable; returns the number of their file."""

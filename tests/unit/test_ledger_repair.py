@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 import runpy
 import shutil
 import sqlite3
@@ -355,3 +357,65 @@ def test_a_loss_that_cannot_be_made_again_is_told(monkeypatch, capsys, named_run
         database.execute("UPDATE rollouts SET state = 'evicted', batch_id = NULL WHERE rollout_id = 'g000000-0'")
     assert headrace(monkeypatch, "ledger", "retry-lost", named_run) == cli.EXIT_DIRTY
     assert "1 are lost still" in capsys.readouterr().err
+
+
+def no_run_id(run_dir: Path) -> None:
+    (run_dir / "run_id").unlink()
+
+
+def of_another_run(run_dir: Path) -> None:
+    (run_dir / "run_id").write_text("another")
+
+
+def of_a_newer_version(run_dir: Path) -> None:
+    with closing(sqlite3.connect(run_dir / "ledger.db")) as database:
+        database.execute("PRAGMA user_version = 99")
+
+
+def empty(run_dir: Path) -> None:
+    for path in run_dir.glob("ledger.db*"):
+        path.unlink()
+    (run_dir / "ledger.db").touch()
+
+
+def cut_off(run_dir: Path) -> None:
+    os.truncate(run_dir / "ledger.db", 5000)
+
+
+def damaged_trajectories(run_dir: Path) -> None:
+    (run_dir / "trajectories" / "000001.db").write_bytes(b"half of a copy" * 1000)
+
+
+def no_tasks(run_dir: Path) -> None:
+    (run_dir / "tasks" / "train.jsonl").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (no_run_id, r"run_id cannot be read: .*copy all of it"),
+        (of_another_run, r"was made with run_id = run, this run has another: resume with the same run"),
+        (of_a_newer_version, r"has schema 99, .*upgrade headrace"),
+        (empty, r"is missing or empty, but there is .*put the ledger back"),
+        (cut_off, r"is not readable: .*put the newest copy in its place"),
+        (damaged_trajectories, r"000001.db is not readable: .*remove it .*retry-lost"),
+        (no_tasks, r"train.jsonl: cannot be read"),
+    ],
+)
+def test_a_ledger_that_cannot_be_used_is_one_line_with_the_fix(
+    monkeypatch, capsys, named_run: Path, spoil, says: str
+) -> None:
+    asyncio.run(begin_and_end(named_run))
+    spoil(named_run)
+    assert headrace(monkeypatch, "ledger", "drop-batch", named_run) == cli.EXIT_BAD_INPUT
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    (line,) = error.strip().splitlines()
+    assert re.search(says, line), line
+
+
+def test_a_copied_trajectory_file_of_another_name_is_left_alone(named_run: Path) -> None:
+    asyncio.run(begin_and_end(named_run))
+    folder = named_run / "trajectories"
+    shutil.copy(folder / "000001.db", folder / "000001 (1).db")
+    Ledger.open(named_run, {"run_id": "run"}).close()
