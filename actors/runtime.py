@@ -55,6 +55,13 @@ WATCH_S = 15.0
 """How often a call that lasts is asked after."""
 RAY_SOCKET: Final = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """The longest path that Ray makes below the folder for temporary files."""
+_NO_RAY_METRICS: Final = {
+    "RAY_enable_metrics_collection": "0",
+    # A port that these exporters cannot open; they log that and go on.
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+}
+"""Ray exports metrics on every interface and asks for no credential; ours are in metrics.jsonl and OpenTelemetry."""
 _SOCKET_PATH_BYTES: Final = 107
 """unix(7)"""
 ENDING: ContextVar[Callable[[], None] | None] = ContextVar("headrace.ending", default=None)
@@ -516,6 +523,8 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -
     # Left alone, Ray's workers only get what everything else on the machine leaves (nice 15): gateway, learner and
     # engines are the work here, and their deadlines pass while they starve.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    for name, value in _NO_RAY_METRICS.items():
+        os.environ.setdefault(name, value)
     for tries_left in reversed(range(START_TRIES)):
         try:
             _init_ray(run, object_store_bytes=object_store_bytes, logs=logs)
