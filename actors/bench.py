@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from headrace.actors.cli_output import EXIT_DIRTY, write_json
+from headrace.actors.cli_output import EXIT_DIRTY, say, write_json
 from headrace.actors.exit_codes import exit_code
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -155,7 +155,7 @@ def cheats(
     wanted = [name.strip() for name in repositories.split(",")] if repositories else known
     if unknown := [name for name in wanted if name not in known]:
         raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(sorted(known))}", param_hint="--repositories")
-    figures = asyncio.run(measure([pair for pair in pairs if pair[0].name in wanted]))
+    figures = asyncio.run(measure([pair for pair in pairs if pair[0].name in wanted], say))
     _print(figures)
     if figures["cheats_paid"] or figures["honest_refused"]:
         raise typer.Exit(EXIT_DIRTY)

@@ -27,7 +27,7 @@ from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from headrace.actors.evaluators.verdict import Verdict
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
@@ -155,13 +155,22 @@ def all_pairs() -> list[tuple[CheatRepository, Cheat]]:
     return every + [(repository, cheat) for repository in few for cheat in MORE_CHEATS]
 
 
-async def measure(chosen: Sequence[tuple[CheatRepository, Cheat]]) -> dict[str, Any]:
-    """The figures of `scripts/bench cheats`. A report that canaries refuse counts as stopped: it earns nothing, and
-    `evaluation` blames the patch for it. Raises SandboxError."""
+async def measure(chosen: Sequence[tuple[CheatRepository, Cheat]], progress: Callable[[str], None]) -> dict[str, Any]:
+    """The figures of `scripts/bench cheats`; `progress` is told of each pair.
+
+    A report that canaries refuse counts as stopped: it earns nothing, and `evaluation` blames the patch for it. Raises
+    SandboxError."""
     async with LocalProvider() as provider:
         bench = CheatBench(provider)
+
+        async def grade_pair(repository: CheatRepository, cheat: Cheat) -> Pair:
+            pair = await bench.pair(repository, cheat)
+            rewards = f"{pair.cheating.verdict.reward} and {pair.honest.verdict.reward}"
+            progress(f"{pair.name}: {rewards}")
+            return pair
+
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(bench.pair(*pair)) for pair in chosen]
+            tasks = [group.create_task(grade_pair(*pair)) for pair in chosen]
             still_open = group.create_task(bench.known_open())
         pairs = [task.result() for task in tasks]
     paid = [pair.name for pair in pairs if pair.cheating.verdict.reward]
