@@ -38,6 +38,7 @@ from headrace.sandboxes.oci.provider import OciSandboxConfig
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.sandboxes.simulated.provider import SimulationConfig
 from headrace.serve.model_use import ModelUse
+from headrace.serve.observing.retention import RetentionConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
@@ -274,6 +275,7 @@ class RunConfig(_Section):
     push: PushConfig = PushConfig()
     evaluation: EvaluationSection = EvaluationSection()
     telemetry: TelemetryConfig = TelemetryConfig()
+    retention: RetentionConfig = RetentionConfig()
     service: ServiceSection = ServiceSection()
     cluster: ClusterSection = ClusterSection()
 

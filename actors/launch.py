@@ -29,7 +29,7 @@ from headrace.actors.errors import ActorLost, ConfigError, RunExists, RunMissing
 from headrace.actors.evaluators.repository import REPOSITORY_RUNS
 from headrace.actors.guarding import guard, keep_running
 from headrace.actors.held_out.overlap import refuse_overlap
-from headrace.actors.metrics import read_metrics
+from headrace.actors.metrics import each_metric, last_metric, read_metrics
 from headrace.actors.older_configs import upgraded
 from headrace.actors.retry import ABSENCE
 from headrace.actors.run_directory import RunDirectory
@@ -323,15 +323,14 @@ def draw(directory: RunDirectory) -> None:
 
 def status_of(directory: RunDirectory) -> dict[str, Any]:
     """What the run directory tells, without touching a process."""
-    metrics = read_metrics(directory.metrics)
-    steps = [record for record in metrics if record["kind"] == "step"]
-    evaluations = [record for record in metrics if record["kind"] == "evaluation"]
+    step = last_metric(directory.metrics, "step")
+    evaluations = each_metric(directory.metrics, ("evaluation",))
     return {
         "run": str(directory.path),
         "driven": directory.is_driven(),
-        "steps": steps[-1]["step"] if steps else 0,
-        "version": steps[-1]["version"] if steps else None,
-        "reward": steps[-1]["reward"] if steps else None,
+        "steps": step["step"] if step else 0,
+        "version": step["version"] if step else None,
+        "reward": step["reward"] if step else None,
         "held_out": {record["tag"]: record["success"] for record in evaluations},
         "engines": [asdict(engine) for engine in read_roster(directory.engines).engines],
         "finished": directory.summary.exists(),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from headrace.serve.observing.retention import RetentionConfig
     from headrace.serve.observing.telemetry import TelemetryConfig
 
 
@@ -24,6 +25,8 @@ class Observing:
 
     config: TelemetryConfig
     run_dir: Path | None
+    retention: RetentionConfig | None = None
+    """None: nothing is rotated or removed."""
 
     @contextmanager
     def spans(self, process: str) -> Iterator[None]:
@@ -39,4 +42,4 @@ class Observing:
             handle.shutdown()
 
     def metrics(self) -> MetricsLog:
-        return MetricsLog(None if self.run_dir is None else self.run_dir / "metrics.jsonl")
+        return MetricsLog(None if self.run_dir is None else self.run_dir / "metrics.jsonl", self.retention)

@@ -60,7 +60,7 @@ class ServiceParts(Owning):
         self._directory = directory
         self._runtime = runtime
         self._evaluations = evaluations
-        self._observing = Observing(config=config.telemetry, run_dir=directory.path)
+        self._observing = Observing(config=config.telemetry, run_dir=directory.path, retention=config.retention)
         self._gateway: GatewayActor | None = None
         self._actors: dict[str, object] = {}
         self._failed_to_start = False

@@ -12,7 +12,7 @@ import logging
 import time
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from headrace.actors.runtime import end_actor
 from headrace.buffer.errors import LedgerBroken
@@ -225,6 +225,16 @@ class Replay:
                 before = known.get(record.rollout_id, NEVER_EVALUATED)
                 known[record.rollout_id] = before.after(record.attempt, record.reward, solved=record.solved)
         return known
+
+    async def end_evaluation(self, tag: GroupId, step: int, summary: dict[str, Any]) -> None:
+        """Nothing more will be recorded under this tag; idempotent."""
+        with self._ending():
+            await self._store.end_evaluation(tag, step, summary)
+
+    async def ended_evaluations(self) -> dict[str, float | None]:
+        """The success of evaluations that have ended, by tag."""
+        with self._ending():
+            return await self._store.ended_evaluations()
 
     async def export(self, folder: Path) -> None:
         """Copy the ledger, trajectories too, into a folder that `ledger verify` reads. Raises OSError."""

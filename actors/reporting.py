@@ -103,7 +103,7 @@ def report_of(directory: RunDirectory) -> RunReport:
     """Read everything again. Raises LedgerRefused."""
     with streamed(directory.path) as evidence:
         accepted, staleness = acceptance(evidence), _staleness(evidence)
-    metrics = read_metrics(directory.metrics)
+    metrics = read_metrics(directory.metrics, ("stations", "push", "step"))
     records = [record for record in metrics if record["kind"] == "stations"]
     loads = mean_loads(records)
     full = bottleneck(loads, mean_in_flight(records))

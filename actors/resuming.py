@@ -1,7 +1,8 @@
 """What `headrace resume` says before it goes on, and keeps in the run directory as `resumes/<epoch>.json`.
 
 Invariants:
-- It is told under the run's lock and before any process starts. A run without a ledger has nothing to tell.
+- It is told under the run's lock and before any process starts. A run without a ledger has nothing to tell; a ledger
+  of an older version is migrated first.
 - A run that has lost something does not go on: what is missing would end it later, again and again.
 - Damaged checkpoints are kept aside first, and named. A run whose ledger recorded a checkpoint does not begin from the
   start policy unless it is asked to (`--from-start`): that undoes every step.
@@ -10,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -17,7 +19,9 @@ import orjson
 from headrace.buffer.durable_files import replace_file
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.evidence import has_begun, streamed
+from headrace.buffer.ledger import bring_up_to_date
 from headrace.buffer.resume_report import resume_report
+from headrace.buffer.schema import SCHEMA_VERSION
 from headrace.buffer.store import ReplayStore
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.verify import lost_rollouts
@@ -48,6 +52,7 @@ class Resuming:
         if not has_begun(self._directory.path):
             self._say("nothing was recorded yet: the run begins")
             return
+        self._bring_up_to_date()
         aside = self._set_aside()
         for one in aside:
             self._say(f"CHECKPOINT {one.name} IS LEFT OUT: {one.reason}; it is kept as {one.kept_as}")
@@ -112,3 +117,11 @@ class Resuming:
             with streamed(self._directory.path) as evidence:
                 lost = lost_rollouts(evidence)
             return len(await store.retry_lost(lost, None))
+
+    def _bring_up_to_date(self) -> None:
+        """Before the report: to read a ledger of an older version as it lies takes as long as to migrate it."""
+        began_s = time.monotonic()
+        schema = bring_up_to_date(self._directory.path, {"run_id": self._directory.identity.read_text()})
+        if schema is not None:
+            took_s = time.monotonic() - began_s
+            self._say(f"migrated the ledger from schema {schema} to {SCHEMA_VERSION} in {took_s:.1f} s")

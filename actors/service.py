@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 from headrace.actors.errors import RunStalled
 from headrace.actors.guarding import AwakeClock, keep_running
+from headrace.actors.housekeeping import EVERY_S, keep_house, thin_out_evaluations
 from headrace.actors.learner import LearnerLoop
-from headrace.actors.metrics import read_metrics
 from headrace.actors.parking import parked_line, refuse_all_parked
 from headrace.actors.parts import ServiceParts, periodic_evaluations
 from headrace.actors.replay import Replay
@@ -64,6 +64,7 @@ class Service(ServiceParts):
         self._no_more_steps = False
         self._moved = asyncio.Event()
         self._success: float | None = None
+        self._ended: dict[str, float | None] | None = None
         self._rewards: deque[float] = deque(maxlen=32)
         self._last_tokens = (time.monotonic(), 0)
         self._tokens_per_s = 0.0
@@ -86,7 +87,9 @@ class Service(ServiceParts):
         self._no_more_steps = False
         try:
             async with self._guarded(self._supervise()) as tasks:
+                keeping = tasks.create_task(self._keep_house())
                 done = await self._train_and_evaluate(tasks)
+                keeping.cancel()
         finally:
             self._end_steps()
         self._phase = "done" if done else "drained"
@@ -203,9 +206,9 @@ class Service(ServiceParts):
 
     async def _evaluate_once(self, tag: str, samples: int) -> None:
         """Run and record one evaluation; a resumed run leaves out what it has."""
-        done = [record for record in read_metrics(self._directory.metrics) if record["kind"] == "evaluation"]
-        if (known := next((record for record in done if record["tag"] == tag), None)) is not None:
-            self._success = known["success"]
+        ended = await self._ended_evaluations()
+        if tag in ended:
+            self._success = ended[tag]
             return
         step = 0 if tag == "base" else self._step
         summary = await keep_running(
@@ -215,7 +218,23 @@ class Service(ServiceParts):
             logger.error("evaluation %s: every answer was infra; nothing is recorded", tag)
             return
         self._success = summary.success
+        # In this order: a crash in between leaves one record twice, and no evaluation without one.
         self._metrics.append("evaluation", {"step": step, **asdict(summary)})
+        await until_back(lambda: self._replay.end_evaluation(GroupId(tag), step, asdict(summary)))
+        ended[tag] = summary.success
+        await asyncio.to_thread(thin_out_evaluations, self._evaluations.root, self._config.retention, now_s=time.time())
+
+    async def _ended_evaluations(self) -> dict[str, float | None]:
+        """The success of those that have ended, by tag: asked for once, since a run of months has thousands."""
+        if self._ended is None:
+            self._ended = await until_back(self._replay.ended_evaluations)
+        return self._ended
+
+    async def _keep_house(self) -> NoReturn:
+        """Bound what grows beside the ledger."""
+        while True:
+            await asyncio.to_thread(keep_house, self._directory, self._config.retention)
+            await asyncio.sleep(EVERY_S)
 
     async def _supervise(self) -> NoReturn:
         """Notice steps and stalls: a run that gets nowhere ends with what each part was doing."""

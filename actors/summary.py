@@ -78,7 +78,7 @@ class RunSummary:
 
 def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
     """Read everything again. Raises LedgerRefused when the directory holds no readable ledger."""
-    metrics = read_metrics(directory.metrics)
+    metrics = read_metrics(directory.metrics, ("evaluation", "step", "push", "stations"))
     evaluations = {record["tag"]: record for record in metrics if record["kind"] == "evaluation"}
     steps = [record for record in metrics if record["kind"] == "step"]
     # The first push of an incarnation comes before there is anything to disturb.

@@ -135,9 +135,9 @@ class Archive:
         """Rows of one evaluation, in the order of the record's columns."""
         return self._both(TABLES[EvaluationRecord].select("WHERE tag = ?"), tag)
 
-    def ended_evaluations(self) -> dict[str, str]:
-        """Summaries, as JSON, by tag."""
-        return dict(self._both("SELECT tag, summary FROM ended_evaluations"))
+    def ended_evaluations(self) -> dict[str, float | None]:
+        """The success of evaluations that have ended, by tag."""
+        return dict(self._both("SELECT tag, json_extract(summary, '$.success') FROM ended_evaluations"))
 
     def sequence_of(self, chain: str) -> int | None:
         """The surviving step after which the hash chain was this; 0 for none at all, None when it is unknown."""

@@ -190,9 +190,9 @@ class Ledger:
                 (tag, step, json.dumps(summary), now),
             )
 
-    def ended_evaluations(self) -> dict[str, dict[str, object]]:
-        """The summaries of evaluations that have ended, by tag."""
-        return {tag: json.loads(summary) for tag, summary in self._archive.ended_evaluations().items()}
+    def ended_evaluations(self) -> dict[str, float | None]:
+        """The success of evaluations that have ended, by tag."""
+        return self._archive.ended_evaluations()
 
     def archive_groups(self) -> bool:
         """Move some closed groups to the archive; False when none is left. Raises sqlite3.Error, OSError."""
@@ -410,6 +410,20 @@ def _create_or_check(database: sqlite3.Connection, identity: Mapping[str, str], 
     if schema < SCHEMA_VERSION:
         with transaction(database):
             migrate(database, schema)
+
+
+def bring_up_to_date(run_dir: Path, identity: Mapping[str, str]) -> int | None:
+    """Migrate the ledger of a run that nobody drives; returns its schema when that was an older one. Raises
+    LedgerRefused, LedgerInUse."""
+    with closing(sqlite3.connect(f"{(run_dir / 'ledger.db').absolute().as_uri()}?mode=ro", uri=True)) as database:
+        try:
+            (schema,) = database.execute("PRAGMA user_version").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise unreadable(run_dir / "ledger.db", error) from error
+    if not 0 < schema < SCHEMA_VERSION:
+        return None
+    Ledger.open(run_dir, identity).close()
+    return int(schema)
 
 
 def unreadable(path: Path, error: sqlite3.DatabaseError) -> LedgerRefused:

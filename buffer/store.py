@@ -276,8 +276,8 @@ class ReplayStore:
         """Nothing more will be recorded under this tag; idempotent."""
         await self._write_alone(lambda: self._ledger.end_evaluation(tag, step, summary, self._clock()))
 
-    async def ended_evaluations(self) -> dict[str, dict[str, object]]:
-        """The summaries of evaluations that have ended, by tag."""
+    async def ended_evaluations(self) -> dict[str, float | None]:
+        """The success of evaluations that have ended, by tag."""
         return await self._write_alone(self._ledger.ended_evaluations)
 
     def status(self) -> BufferStatus:

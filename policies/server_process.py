@@ -187,7 +187,8 @@ class ServerProcess(ABC):
     def log_tail(self) -> str:
         """The end of what this start printed."""
         with self.log_path.open("rb") as log:
-            log.seek(self._log_start_bytes)
+            # A log that was emptied since holds what was printed last from its beginning.
+            log.seek(self._log_start_bytes if self._log_start_bytes <= os.fstat(log.fileno()).st_size else 0)
             text = log.read().decode(errors="replace")
         return text[-LOG_TAIL_CHARACTERS:].strip() or f"{self.log_path} is empty"
 

@@ -92,7 +92,7 @@ class EngineGroup:
         self._stack = AsyncExitStack()
         self._registry = EngineRegistry()
         self._gate = GatewayGate(gateway, self._registry)
-        self._journal = PushJournal(self._directory)
+        self._journal = PushJournal(self._directory, observing.retention)
         self._requests = RequestBox(self._directory / "requests")
         self._lock = asyncio.Lock()
         self._pushes = 0

@@ -26,6 +26,7 @@ from headrace.policies.engine import EngineId
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.push.layout import group_name
 from headrace.policies.push.machine import ORDER, Phase
+from headrace.serve.observing.retention import RotatingFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.policies.engine import EngineInfo
     from headrace.policies.push.contract import PushReport
     from headrace.policies.push.machine import Step
+    from headrace.serve.observing.retention import RetentionConfig
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +64,19 @@ class BrokenPush:
 class PushJournal:
     """Of one run; written by the group, read by its successor."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, retention: RetentionConfig | None = None) -> None:
         self._directory = directory
         self._pushes = directory / "pushes.jsonl"
+        self._retention = retention
         self._version, self._shards = "", 1
         self.sent_to: set[EngineId] = set()
         """The engines to which this push has sent something."""
 
     def begin(self, snapshot: WeightsSnapshot) -> None:
-        """The next lines are of a push of this snapshot."""
+        """The next lines are of a push of this snapshot. A journal that has its size is begun anew, before the push:
+        who takes over reads the lines of the last one in one file."""
+        if self._retention is not None and self._pushes.exists():
+            RotatingFile(self._pushes, self._retention, keep_bytes=self._retention.log_bytes).rotate()
         self._version, self._shards = str(snapshot.version), len(snapshot.shards)
         self.sent_to.clear()
 

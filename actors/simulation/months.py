@@ -537,7 +537,7 @@ def write_run(
     identity = {"run_id": directory.identity.read_text(), "tasks_sha256": stream.digest()}
     heldout = [task.id for task in load_tasks(directory.heldout_tasks)][: config.evaluation.tasks]
     ledger: _Written = (_OldLedger if older else _NewLedger)(directory.path, identity)
-    metrics = MetricsLog(directory.metrics)
+    metrics = MetricsLog(directory.metrics, None if older else config.retention)
     with closing(ledger):
         _evaluate(months, 0, "base", heldout, ledger, metrics)
         for first in range(1, months.steps + 1, STEPS_AT_ONCE):

@@ -1,0 +1,130 @@
+"""What a run keeps of its own records: files rotate, readers read across them, the oldest go."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from headrace.actors.housekeeping import keep_house, thin_out_evaluations
+from headrace.actors.metrics import MetricsLog, each_metric, last_metric, read_metrics
+from headrace.actors.run_directory import RunDirectory
+from headrace.serve.observing.retention import DAY_S, RetentionConfig, kept_files, older_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = RetentionConfig(
+    file_bytes=4096, metrics_bytes=16384, log_bytes=8192, spans_bytes=8192, evaluations_bytes=4096, days=30
+)
+
+
+def test_metrics_begin_a_new_file_at_a_size_and_are_read_across_them(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, SMALL)
+    for number in range(200):
+        log.append("step", {"step": number})
+    assert (
+        len(kept_files(path))
+        == 200 * len(path.with_name("metrics-000001.jsonl").read_bytes().splitlines()[0]) // 4096 + 1
+    )
+    assert [record["step"] for record in read_metrics(path)] == list(range(200))
+    assert last_metric(path, "step")["step"] == 199
+    assert last_metric(path, "push") is None
+
+
+def test_the_oldest_files_go_and_the_newest_never(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, SMALL)
+    for number in range(2000):
+        log.append("step", {"step": number, "text": "x" * 50})
+    assert sum(older.stat().st_size for older in older_files(path)) <= SMALL.metrics_bytes
+    steps = [record["step"] for record in read_metrics(path)]
+    assert steps == list(range(steps[0], 2000))
+    assert steps[0] > 0
+
+
+def test_old_files_go_whatever_their_size(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, SMALL)
+    while len(older_files(path)) < 2:
+        log.append("step", {"text": "x" * 500})
+    first, second = older_files(path)
+    long_ago = first.stat().st_mtime - 31 * DAY_S
+    os.utime(first, (long_ago, long_ago))
+    while len(older_files(path)) < 2 or first.exists():
+        log.append("step", {"text": "x" * 500})
+    assert second.exists()
+
+
+def append_some(path: Path, process: int) -> None:
+    log = MetricsLog(path, SMALL.model_copy(update={"metrics_bytes": 1 << 30}))
+    for number in range(300):
+        log.append("step", {"process": process, "number": number})
+
+
+def test_processes_that_append_together_lose_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with ProcessPoolExecutor(3) as pool:
+        list(pool.map(partial(append_some, path), range(3)))
+    records = read_metrics(path)
+    assert sorted((record["process"], record["number"]) for record in records) == [
+        (process, number) for process in range(3) for number in range(300)
+    ]
+    assert len(older_files(path)) > 1
+
+
+@pytest.mark.parametrize(
+    "bad", [b"\x00\xff\xfe\x80" * 40, b'{"kind": "step", "st', b'["step"]', b"17", b'{"step": 3}', b""]
+)
+def test_torn_and_binary_lines_are_left_out(tmp_path: Path, bad: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.append("step", {"step": 1})
+    with path.open("ab") as file:
+        file.write(bad + b"\n")
+    log.append("step", {"step": 2})
+    with path.open("ab") as file:
+        file.write(bad)
+    assert [record["step"] for record in each_metric(path, ("step",))] == [1, 2]
+    assert [record["step"] for record in each_metric(path)] == [1, 2]
+    assert last_metric(path, "step")["step"] == 2
+
+
+def test_logs_that_others_write_are_emptied_and_spans_go_oldest_first(tmp_path: Path) -> None:
+    directory = RunDirectory(path=tmp_path)
+    (tmp_path / "engines").mkdir()
+    log = tmp_path / "engines" / "engine-0.log"
+    with log.open("ab", buffering=0) as writer:
+        for _ in range(4):
+            writer.write(b"x" * 4096)
+            keep_house(directory, SMALL)
+        writer.write(b"last")
+    assert log.read_bytes() == b"last"
+    assert [older.name for older in older_files(log)] == ["engine-0-000003.log", "engine-0-000004.log"]
+    spans = tmp_path / "spans"
+    spans.mkdir()
+    for number in range(4):
+        (spans / f"worker-{number}.jsonl").write_bytes(b"x" * 4000)
+        os.utime(spans / f"worker-{number}.jsonl", (1e9 * 1.8 + number, 1e9 * 1.8 + number))
+    keep_house(directory, SMALL)
+    assert sorted(path.name for path in spans.iterdir()) == ["worker-2.jsonl", "worker-3.jsonl"]
+
+
+def test_ended_evaluations_are_thinned_out_and_keep_their_results(tmp_path: Path) -> None:
+    for number in range(4):
+        folder = tmp_path / f"step-{number}"
+        (folder / "rollouts" / "task-0").mkdir(parents=True)
+        (folder / "rollouts" / "task-0" / "conversation.jsonl").write_bytes(b"x" * 2000)
+        (folder / "results.jsonl").write_bytes(b"{}\n")
+        if number != 3:
+            (folder / "summary.json").write_bytes(b"{}")
+        os.utime(folder, (1.8e9 + number, 1.8e9 + number))
+    removed = thin_out_evaluations(tmp_path, SMALL, now_s=1.8e9)
+    assert removed == (tmp_path / "step-0" / "rollouts",)
+    assert (tmp_path / "step-0" / "results.jsonl").exists()
+    assert (tmp_path / "step-3" / "rollouts").exists(), "it has not ended"
+    assert len(thin_out_evaluations(tmp_path, SMALL, now_s=1.8e9 + 31 * DAY_S)) == 2
