@@ -121,7 +121,7 @@ class Resuming:
     def _bring_up_to_date(self) -> None:
         """Before the report: to read a ledger of an older version as it lies takes as long as to migrate it."""
         began_s = time.monotonic()
-        schema = bring_up_to_date(self._directory.path, {"run_id": self._directory.identity.read_text()})
+        schema = bring_up_to_date(self._directory.path)
         if schema is not None:
             took_s = time.monotonic() - began_s
             self._say(f"migrated the ledger from schema {schema} to {SCHEMA_VERSION} in {took_s:.1f} s")

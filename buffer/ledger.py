@@ -412,7 +412,7 @@ def _create_or_check(database: sqlite3.Connection, identity: Mapping[str, str], 
             migrate(database, schema)
 
 
-def bring_up_to_date(run_dir: Path, identity: Mapping[str, str]) -> int | None:
+def bring_up_to_date(run_dir: Path) -> int | None:
     """Migrate the ledger of a run that nobody drives; returns its schema when that was an older one. Raises
     LedgerRefused, LedgerInUse."""
     with closing(sqlite3.connect(f"{(run_dir / 'ledger.db').absolute().as_uri()}?mode=ro", uri=True)) as database:
@@ -422,7 +422,7 @@ def bring_up_to_date(run_dir: Path, identity: Mapping[str, str]) -> int | None:
             raise unreadable(run_dir / "ledger.db", error) from error
     if not 0 < schema < SCHEMA_VERSION:
         return None
-    Ledger.open(run_dir, identity).close()
+    Ledger.open(run_dir, {}).close()
     return int(schema)
 
 

@@ -25,9 +25,10 @@ from headrace.actors.simulation.faulty_runtime import CallFaults
 from headrace.actors.simulation.faulty_world import FaultyLoop
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.buffer.batches import BatchBook
+from headrace.buffer.evidence import read_evidence
 from headrace.buffer.groups import GroupBook
 from headrace.buffer.ledger import Ledger
-from headrace.buffer.types import ReceiptStatus
+from headrace.buffer.types import Cause, ReceiptStatus
 from headrace.sandboxes.simulated.provider import SimulationConfig
 
 if TYPE_CHECKING:
@@ -112,13 +113,16 @@ def test_a_crash_nine_steps_after_a_checkpoint_costs_no_rollout(tmp_path: Path) 
     assert (report.problems, report.steps) == ((), 14)
     with closing(sqlite3.connect(directory.path / "ledger.db")) as ledger:
         counters = dict(ledger.execute("SELECT name, value FROM counters"))
-        [(follows, crashed_s)] = ledger.execute("SELECT follows, opened_at_s FROM epochs WHERE epoch = 2")
-        [(back_s,)] = ledger.execute("SELECT committed_at_s FROM commits WHERE version = '2.9'")
-        costs = (
-            "(cause = 'cancelled' AND ended_at_s BETWEEN :a AND :b) OR (attempt > 1 AND issued_at_s BETWEEN :a AND :b)"
-        )
-        lost = ledger.execute(f"SELECT * FROM attempts WHERE {costs}", {"a": crashed_s, "b": back_s}).fetchall()
-    assert follows == "1.9"
+    evidence = read_evidence(directory.path)
+    crash = evidence.epochs[1]
+    [back_s] = [commit.committed_at_s for commit in evidence.commits if str(commit.version) == "2.9"]
+    lost = [
+        attempt
+        for attempt in evidence.attempts
+        if (attempt.cause is Cause.CANCELLED and crash.opened_at_s <= attempt.ended_at_s <= back_s)
+        or (attempt.attempt > 1 and crash.opened_at_s <= attempt.issued_at_s <= back_s)
+    ]
+    assert str(crash.follows) == "1.9"
     assert counters["batches_rolled_back"] == 9
     assert "batches_dissolved" not in counters
     assert lost == [], "while the learner came back nothing was cancelled and nothing run again"
