@@ -199,7 +199,7 @@ async def _lease(order: RolloutOrder, stations: Stations, config: RolloutConfig,
     timeout_s = config.queue_timeout_s + config.boot_timeout_s + ANSWER_S
     async with boundary(names.SANDBOX_BOOT, "boot", phases, timeout_s):
         try:
-            lease = await stations.lease(LeaseRequest(spec=spec, **clocks))
+            lease = await stations.lease(LeaseRequest(spec=spec, avoid=order.avoid, **clocks))
         except QueueTimeout as error:
             raise InfraFailure(f"queue: {error}") from error
         except SandboxError as error:

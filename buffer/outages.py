@@ -6,7 +6,8 @@ Invariants:
 - While no engine serves, and while the system is failing, no task is charged: what ended in such an outage, or ran
   through a part of it, is charged to the outage.
 - The system is failing while more than half of the attempts that ended in the last `WINDOW_S` failed, those over at
-  least `LEAST_TASKS` tasks. Attempts that an outage of the engines explains do not count, nor those of dead workers.
+  least `LEAST_TASKS` tasks. Failures that an outage of the engines, a dead worker or a
+  suspect host explains do not count.
 - Outages are records, so that they survive restarts. The window is not: after a restart it fills again.
 """
 
@@ -19,9 +20,12 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.classification import FAILED
 from headrace.buffer.records import Charge, Component, HostFailures, OutageRecord
+from headrace.buffer.suspects import HostRecords
 from headrace.buffer.types import Cause
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from headrace.buffer.history import TaskHistory
     from headrace.buffer.records import AttemptRecord
     from headrace.buffer.state import ReplayState
@@ -56,6 +60,7 @@ class RecentEnds:
 
     def __init__(self) -> None:
         self.ends: deque[_End] = deque()
+        self.hosts = HostRecords()
         self.probed_s: float | None = None
         """When an attempt last began while the system was failing."""
 
@@ -110,6 +115,16 @@ class Outages:
             return None
         return now + max(0.0, self._probe_in_s(now))
 
+    def avoided(self, attempt: AttemptRecord | None, now: float) -> tuple[str, ...]:
+        """The hosts that the next attempt of a rollout should not run on: suspect ones, and the one where its last
+        attempt failed."""
+        failed_on = () if attempt is None or attempt.charged_to is None or not attempt.host else (attempt.host,)
+        return tuple(dict.fromkeys((*self._recent.hosts.avoided(now), *failed_on)))
+
+    def suspects(self) -> Mapping[str, str]:
+        """Hosts that get a probe a minute and nothing else, and why."""
+        return self._recent.hosts.suspects()
+
     def held(self) -> str:
         """Why no attempts begin; empty while they do."""
         held = (self._open(component) for component in Component)
@@ -134,6 +149,10 @@ class Outages:
             return
         failed = attempt.charged_to is not None
         if failed and self._ran_through(attempt, Component.ENGINES):
+            return
+        if attempt.charged_to is not Charge.ENGINES:
+            self._recent.hosts.add(attempt.host, failed=failed)
+        if failed and attempt.host in self._recent.hosts.suspects():
             return
         current = self._open(Component.SYSTEM)
         if not failed and current is not None and attempt.issued_at_s >= current.began_at_s:

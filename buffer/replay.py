@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -120,6 +120,8 @@ class BufferStatus:
     parked: Mapping[TaskId, str]
     held: str = ""
     """Why no attempts begin now, empty while they do."""
+    suspects: Mapping[str, str] = field(default_factory=dict)
+    """Hosts that fail significantly more often than the others, and why; they get one attempt a minute."""
 
 
 class ReplayBuffer:
@@ -196,7 +198,8 @@ class ReplayBuffer:
             rollout = self.state.next_pending() or self._open_group(now)
             if rollout is None:
                 break
-            orders.append(self._order(self._groups.start(rollout, version, now)))
+            avoid = self._outages.avoided(self.state.attempts.get(rollout.rollout_id), now)
+            orders.append(replace(self._order(self._groups.start(rollout, version, now)), avoid=avoid))
         if orders:
             self._outages.began(now)
         return tuple(orders)
@@ -360,6 +363,7 @@ class ReplayBuffer:
             chain=self.state.chain,
             parked=dict(self.state.parked),
             held=self._outages.held(),
+            suspects=dict(self._outages.suspects()),
         )
 
     def _abandon(self, attempts: Iterable[tuple[RolloutId, int]], cause: Cause, detail: str, now: float) -> int:

@@ -155,6 +155,8 @@ class RolloutOrder:
     task: Task
     purpose: Purpose = Purpose.TRAIN
     traceparent: str = ""
+    avoid: tuple[str, ...] = ()
+    """Hosts on which its sandbox should not boot while there are others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

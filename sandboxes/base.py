@@ -92,6 +92,8 @@ class SandboxSpec:
     folders: tuple[HostFolder, ...] = ()
 
 
+AVOID_LABEL: Final = "headrace-avoid"
+"""A label of specs: endpoints, with blanks between, on which a provider of several hosts should not boot it."""
 _HOSTS_AT_ENDPOINTS: Final = frozenset({"remote", "simulated"})
 
 

@@ -50,7 +50,7 @@ def trajectory(*versions, tokens=6, seed=0):
     return Trajectory(rows=(row,), temperature=1.0)
 
 
-def result(order, *versions, reward=1.0, solved=None, trainable=True, tokens=6):
+def result(order, *versions, reward=1.0, solved=None, trainable=True, tokens=6, host=""):
     """A finished attempt, sampled by `versions`; solved with a reward above 0 where not told otherwise."""
     solved = reward > 0 if solved is None else solved
     cause = Cause.SOLVED if solved else Cause.FAILED
@@ -63,6 +63,7 @@ def result(order, *versions, reward=1.0, solved=None, trainable=True, tokens=6):
         phases_s=(("boot", 0.5), ("agent", 2.0)),
         turns=1,
         trace_id="abc",
+        host=host,
     )
 
 

@@ -15,6 +15,7 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, cast
 
+from headrace.sandboxes.base import AVOID_LABEL
 from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeout, SandboxError, TransientSandboxError
 from headrace.sandboxes.pool.circuit_breaker import BreakerState
 from headrace.sandboxes.pool.holdings import Held
@@ -53,6 +54,8 @@ class LeaseRequest:
     """In queues, over all tries: then QueueTimeout."""
     boot_timeout_s: float | None = None
     """Out of queues: creates, and waits between them."""
+    avoid: tuple[str, ...] = ()
+    """Hosts to boot on only when there is no other."""
 
     @property
     def holder(self) -> str:
@@ -242,15 +245,16 @@ class Booter:
         if boot.pinned is not None:
             return self._hosts[boot.pinned]
         views = [host.view(boot.request.spec.image) for host in self._hosts.values()]
-        return self._hosts[choose(views, boot.tried)]
+        return self._hosts[choose(views, boot.tried, boot.request.avoid)]
 
     async def _create(self, boot: _Boot, host: Host) -> SandboxRef:
         """One try on one host. Raises SandboxError."""
         await self._custody.intend(self._intent(boot, host))
         spec, limit_s = boot.request.spec, self._config.create_timeout_s
+        avoid = {AVOID_LABEL: " ".join(boot.request.avoid)} if boot.request.avoid else {}
         if boot.request.boot_timeout_s is not None:
             limit_s = min(limit_s, max(0.0, boot.request.boot_timeout_s - boot.boot_s(self._now())))
-        labels = {**spec.labels, OWNER_LABEL: self._owner, KEY_LABEL: boot.key}
+        labels = {**spec.labels, **avoid, OWNER_LABEL: self._owner, KEY_LABEL: boot.key}
         try:
             async with asyncio.timeout(limit_s):
                 return await host.provider.create(replace(spec, idempotency_key=boot.key, labels=labels))

@@ -1,7 +1,8 @@
 """On which host to boot. Pure.
 
-Invariant: a host that was not tried goes before one that was, one that takes boots before one that does not; among
-equals the least loaded goes first, where knowing the image is worth `LOCALITY` of a host's places.
+Invariant: a host that takes boots goes before one that does not, one that need not be avoided before one that must, one
+that was not tried before one that was; among equals the least loaded goes first, where knowing the image is worth
+`LOCALITY` of a host's places.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class HostView:
     has_image: bool
 
 
-def choose(hosts: Collection[HostView], tried: Collection[str]) -> str:
+def choose(hosts: Collection[HostView], tried: Collection[str], avoid: Collection[str] = ()) -> str:
     """The name of the best host; there is at least one."""
 
-    def rank(host: HostView) -> tuple[bool, int, float, str]:
+    def rank(host: HostView) -> tuple[bool, bool, int, float, str]:
         tries = sum(name == host.name for name in tried)
-        return not host.is_open, tries, host.load + (0.0 if host.has_image else LOCALITY), host.name
+        return not host.is_open, host.name in avoid, tries, host.load + (0.0 if host.has_image else LOCALITY), host.name
 
     return min(hosts, key=rank).name

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from pydantic import ValidationError
 
-from headrace.sandboxes.base import Feature, SandboxInfo
+from headrace.sandboxes.base import AVOID_LABEL, Feature, SandboxInfo
 from headrace.sandboxes.errors import (
     CapacityExceeded,
     ImageUnknown,
@@ -169,7 +169,8 @@ class SpreadProvider:
             return await self._boot(home, spec)
         tried: list[str] = []
         while True:
-            host = self._hosts[choose([host.view(spec.image) for host in self._hosts.values()], tried)]
+            views = [host.view(spec.image) for host in self._hosts.values()]
+            host = self._hosts[choose(views, tried, spec.labels.get(AVOID_LABEL, "").split())]
             tried.append(host.name)
             try:
                 return await self._boot(host, spec)
