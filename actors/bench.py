@@ -120,6 +120,29 @@ def longagents(
 
 
 @app.command()
+def outage(
+    json: Json = True,
+    steps: Annotated[int, typer.Option(min=7)] = 12,
+    gate_waits: Annotated[float, typer.Option(min=1, help="How long the engines are away, in waits of a turn.")] = 20,
+    buffer_away_s: Annotated[float, typer.Option(min=1)] = 30,
+) -> None:
+    """A run in scaled time whose engines, then whose buffer are away, beside a sandbox host that breaks every command.
+    Exit code 3: a task was charged or parked, something was lost, too much began meanwhile, or the run did not end."""
+    from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.simulation.outage import Outages, measure_outage, prepare_outage
+
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        directory = RunDirectory(path=Path(folder) / "outage")
+        config = prepare_outage(directory, steps=steps)
+        wait_s = config.engines.simulated.gate_wait_s
+        outages = Outages(gate_wait_s=wait_s, gate_waits=gate_waits, buffer_away_s=buffer_away_s)
+        figures = measure_outage(directory, config, outages, say=lambda line: typer.echo(line, err=True))
+    _print(figures.to_json())
+    if not figures.holds:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+@app.command()
 def control(
     json: Json = True,
     seed: Annotated[int, typer.Option(min=0)] = 0,

@@ -17,6 +17,7 @@ from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.simulated.elsewhere import ElsewhereProvider, host_names
 from headrace.sandboxes.simulated.provider import SimulatedProvider
 from headrace.sandboxes.unprotected.provider import SubprocessProvider
 
@@ -24,6 +25,14 @@ if TYPE_CHECKING:
     from headrace.actors.config import SandboxSection
     from headrace.actors.run_directory import RunDirectory
     from headrace.sandboxes.base import SandboxProvider
+
+
+async def start_hosts(section: SandboxSection, directory: RunDirectory | None) -> dict[str, SandboxProvider]:
+    """The hosts of a pool by name: one provider, or as many simulated hosts as asked for. Raises as `start_provider`
+    does."""
+    if section.provider is SandboxKind.SIMULATED and section.simulated.hosts > 1:
+        return {name: SimulatedProvider(section.simulated, name=name) for name in host_names(section.simulated)}
+    return {section.provider.value: await start_provider(section, directory)}
 
 
 async def start_provider(section: SandboxSection, directory: RunDirectory | None) -> SandboxProvider:
@@ -66,14 +75,14 @@ def _local_config(config: LocalSandboxConfig, label: str, directory: RunDirector
 
 def attaching_providers() -> dict[str, SandboxProvider]:
     """By the name that a ref carries. A simulated sandbox is known to its own pool only: from elsewhere it can be
-    attached to, and runs nothing."""
+    attached to, and its commands do nothing."""
     from headrace.sandboxes.oci.provider import OciProvider
     from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 
     return {
         "local": LocalProvider(),
         "subprocess": SubprocessProvider(),
-        "simulated": SimulatedProvider(),
+        "simulated": ElsewhereProvider(),
         "oci": OciProvider(),
         "remote": RemoteProvider(RemoteConfig()),
     }

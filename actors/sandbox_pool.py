@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 from headrace.actors.operations import Operations
 from headrace.actors.owning import Owning
-from headrace.actors.providers import start_provider
+from headrace.actors.providers import start_hosts
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.pool.ledger import SandboxLedger
 from headrace.sandboxes.pool.pool import Pool
@@ -51,8 +51,8 @@ class SandboxPool(Owning):
     async def __aenter__(self) -> Self:
         ledger = await self._open_ledger()
         self._stack.callback(ledger.close)
-        provider = self._provider or await start_provider(self._section, self._directory)
-        hosts = {self._section.provider.value: provider}
+        given = self._provider and {self._section.provider.value: self._provider}
+        hosts = given or await start_hosts(self._section, self._directory)
         label = "" if self._directory is None else run_label(self._directory.path)
         enter = self._stack.enter_async_context
         self._pool = await enter(Pool(hosts, self._section.pool, ledger=ledger, owner=label, clock=self._clock))

@@ -37,8 +37,6 @@ VOCABULARY: Final = 50_000
 RESOLUTION_S: Final = 1e-3
 """A turn that lacks less than this is over. The timers of uvloop, under Ray, count in milliseconds: to wait again and
 again for what their rounding leaves would be a busy loop."""
-GATE_WAIT_S: Final = 20.0
-"""How long a turn waits for engines that are down."""
 NOWHERE: Final = Path(os.devnull)
 
 
@@ -63,6 +61,8 @@ class SimulatedEnginesConfig(BaseModel):
     first, and none begins until the push is over."""
     push_s: float = Field(default=10.0, ge=0)
     """Time of one push."""
+    gate_wait_s: float = Field(default=20.0, gt=0)
+    """How long a turn waits for engines that are down, before it fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,8 @@ class Served:
     """Whether rollouts may begin."""
     reachable: bool = True
     """Whether turns may begin; those under way go on."""
+    gate_wait_s: float = 20.0
+    """How long a turn waits for that."""
 
 
 class SimulatedEngine:
@@ -134,11 +136,11 @@ class SimulatedEngine:
     async def _reached(self) -> None:
         """Wait for engines that are down, as a gateway does."""
         try:
-            async with asyncio.timeout(GATE_WAIT_S):
+            async with asyncio.timeout(self.served.gate_wait_s):
                 while not self.served.reachable:
                     await self._changed.wait()
         except TimeoutError:
-            raise EngineDown(f"the simulated engines were down for {GATE_WAIT_S:g} s") from None
+            raise EngineDown(f"the simulated engines were down for {self.served.gate_wait_s:g} s") from None
 
     def _worked(self, began: float, since: int) -> float:
         """Seconds that passed while engines generated."""

@@ -3,8 +3,9 @@
 Invariants:
 - How long a rollout takes, how that is split over its turns, and whether it fails, depends on seed, task, rollout and
   attempt alone.
-- It runs nothing in its sandbox, and asks the engines for every turn: simulated ones for the time of it, real ones
-  through its session at the gateway, for an answer that counts towards the time of the turn.
+- It runs one command in its sandbox, which does nothing in a simulated one, and asks the engines for every turn:
+  simulated ones for the time of it, real ones through its session at the gateway, for an answer that counts towards the
+  time of the turn.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from headrace.actors.agents.agent import AgentSession
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import HostFolder, Sandbox
+
+
+COMMAND_S = 10.0
 
 
 class SimulatedAgentConfig(BaseModel):
@@ -66,6 +70,7 @@ class SimulatedAgent:
         if session.simulated is None:
             return await self._converse(session, task)
         policy, config = session.simulated, self._config
+        await sandbox.exec("true", timeout_s=COMMAND_S)
         fates = random.Random(f"fates {config.seed} {policy.key}")
         for turn_s in self.turns_s(policy.key, solved=_solves(task, policy.key)):
             if fates.random() < config.failing_turns:

@@ -68,7 +68,7 @@ class SimulatedEngineGroup:
         self._config = config
         self._metrics = observing.metrics()
         self._journal = None if directory is None else directory.path / "served.json"
-        self._served = Served()
+        self._served = Served(gate_wait_s=config.gate_wait_s)
         self._changed = asyncio.Event()
         self._pushing = asyncio.Lock()
         self._loads: dict[str, WorkerLoad] = {}
@@ -79,7 +79,7 @@ class SimulatedEngineGroup:
 
     async def __aenter__(self) -> Self:
         if self._journal is not None and self._journal.exists():
-            self._served = _read_served(self._journal)
+            self._served = replace(_read_served(self._journal), gate_wait_s=self._config.gate_wait_s)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -14,9 +14,9 @@ import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_serializer
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
 from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef
 from headrace.sandboxes.errors import (
@@ -47,6 +47,10 @@ class SimulationConfig(BaseModel):
 
     seed: int = 0
     """Of all chance."""
+    hosts: int = Field(default=1, ge=1)
+    """Hosts of a run, each as the other keys say."""
+    broken_hosts: int = Field(default=0, ge=0)
+    """So many of the hosts boot sandboxes in which every command fails."""
     capacity: int = Field(default=1000, ge=1)
     """Sandboxes that boot or live at once; further creates end in CapacityExceeded."""
     boot_s: float = Field(default=1.0, gt=0)
@@ -79,6 +83,12 @@ class SimulationConfig(BaseModel):
     """Images it knows; None for all."""
     features: frozenset[Feature] = frozenset({Feature.FREEZE, Feature.EXEC_ID})
     """What it says it has."""
+
+    @model_validator(mode="after")
+    def _one_host_is_whole(self) -> Self:
+        if self.broken_hosts >= self.hosts:
+            raise ValueError(f"broken_hosts = {self.broken_hosts} must be below hosts = {self.hosts}: raise hosts")
+        return self
 
     @field_serializer("features", when_used="json")
     def _in_order(self, features: frozenset[Feature]) -> list[str]:

@@ -1,0 +1,202 @@
+"""`scripts/bench outage`: a run of the real service over Ray that loses its engines, then its buffer, beside a sandbox
+host that breaks every command; nobody else may be charged for it.
+
+Invariants:
+- The clocks are those of `scripts/bench longagents`: the recipe of Claude Code in scaled time. Engines, sandboxes,
+  agent and learner are simulated; service, dispatcher, workers, pool and buffer are the real ones.
+- The figures are read from the ledger after the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.config import load_recipe, resolve
+from headrace.actors.errors import ActorLost, RunStalled
+from headrace.actors.launch import drive, lay_out
+from headrace.actors.retry import until_back
+from headrace.actors.runtime import RayRuntime
+from headrace.actors.simulation.engines import SimulatedEngineGroup
+from headrace.actors.simulation.long_agents import (
+    AGENT_MINUTES,
+    EVALUATE_MINUTES,
+    LEAST_S,
+    MODEL,
+    RECIPE,
+    STEP_MINUTES,
+    WORKLOAD,
+    scaled_clocks,
+)
+from headrace.buffer.evidence import read_only
+from headrace.buffer.records import Charge
+from headrace.buffer.verify import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from headrace.actors.config import RunConfig
+    from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.service import Service
+
+GATE_WAITS: Final = 20
+"""So many times a turn's wait for an engine are the engines away."""
+BUFFER_AWAY_S: Final = 30.0
+KILL_EVERY_S: Final = 0.5
+HOSTS: Final = 4
+STEPS: Final = 12
+BEFORE_STEPS: Final = 3
+"""Steps before the first outage, and between the two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outage:
+    """What the run came to. `charged` counts failed attempts by what they were charged to, `issued_while_down` attempts
+    that began while no engine served, at most `inventory`. Seconds are real."""
+
+    completed: bool
+    parked: int
+    lost: int
+    charged_to_tasks: int
+    issued_while_down: int
+    inventory: int
+    poison: int
+    steps: int
+    charged: dict[str, int]
+    engines_away_s: float
+    buffer_kills: int
+    wall_s: float
+    ended_by: str
+    problems: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        nobody = (self.parked, self.lost, self.charged_to_tasks) == (0, 0, 0)
+        return self.completed and nobody and self.issued_while_down <= self.inventory and not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True, kw_only=True)
+class Outages:
+    """Brings the outages about, beside a run. `gate_waits` and `buffer_away_s` are how long they last."""
+
+    gate_wait_s: float
+    gate_waits: float = GATE_WAITS
+    buffer_away_s: float = BUFFER_AWAY_S
+    down_s: list[float] = field(default_factory=list)
+    """When the engines went down and came back, Unix time."""
+    kills: int = 0
+
+    async def happen(self, service: Service) -> None:
+        """One after the other, each after some steps."""
+        runtime = RayRuntime()
+        if not await until_back(lambda: service.reached(BEFORE_STEPS)):
+            return
+        engines = await runtime.find(SimulatedEngineGroup, "engines")
+        await engines.go_down()
+        self.down_s.append(time.time())
+        await asyncio.sleep(self.gate_waits * self.gate_wait_s)
+        self.down_s.append(time.time())
+        await engines.come_back()
+        if await until_back(lambda: service.reached(2 * BEFORE_STEPS)):
+            await self._keep_buffer_away(service)
+
+    async def _keep_buffer_away(self, service: Service) -> None:
+        """Kill it whenever it is back."""
+        killed = 0
+        async with asyncio.timeout(None) as away:
+            away.reschedule(asyncio.get_running_loop().time() + self.buffer_away_s)
+            with suppress(TimeoutError):
+                while True:
+                    with suppress(ActorLost, ProcessLookupError):
+                        process_id = (await service.process_ids())["replay"]
+                        if process_id != killed:
+                            os.kill(process_id, signal.SIGKILL)
+                            killed = process_id
+                            self.kills += 1
+                    await asyncio.sleep(KILL_EVERY_S)
+
+
+def prepare_outage(directory: RunDirectory, *, steps: int = STEPS, minute_s: float = 60.0 / WORKLOAD) -> RunConfig:
+    """The run directory and its configuration; an agent's minute takes `minute_s`."""
+    recipe = load_recipe(RECIPE, [f"model.path={MODEL}"], directory.path)
+    clocks = scaled_clocks(recipe)
+    durations = {"recorded_s": tuple(minutes * minute_s for minutes in AGENT_MINUTES), "cap_s": 30 * minute_s}
+    document = {
+        **{table: keys for table, keys in clocks.items() if table not in ("gateway", "push", "engines")},
+        "agent": {"kind": "simulated", "simulated": {"durations": durations, "turns": 6}},
+        "tasks": {"train_count": 256, "heldout_count": 4, "evaluate_s": EVALUATE_MINUTES * minute_s},
+        "dispatcher": {"slots_per_worker": 32, "evaluation_slots": 8},
+        "sandbox": {
+            "provider": "simulated",
+            "pool": {"max_live": 64, "boot_concurrency": 32},
+            "simulated": {"hosts": HOSTS, "broken_hosts": 1},
+        },
+        "buffer": {"batch_size": 32, "group_size": 4, "max_staleness": 2},
+        "engines": {
+            "backend": "simulated",
+            "simulated": {"push_s": 0.5, "gate_wait_s": max(LEAST_S, recipe.gateway.gate_wait_s / WORKLOAD)},
+        },
+        "learner": {"kind": "simulated", "simulated": {"step_s": STEP_MINUTES * minute_s}},
+        "training": {**clocks["training"], "steps": steps, "save_every": 3},
+        "evaluation": {"tasks": 4, "samples": 1, "every_steps": 0},
+        "service": {**clocks["service"], "workers": 2},
+    }
+    config = resolve(document, RECIPE, directory.path)
+    lay_out(config, directory)
+    return config
+
+
+def measure_outage(
+    directory: RunDirectory, config: RunConfig, outages: Outages, *, quiet: bool = False, say: Callable[[str], object]
+) -> Outage:
+    """Drive the run through its outages to its end. A stall is a figure; raises what else ends a run."""
+    ended_by, completed, began_s = "", False, time.monotonic()
+    try:
+        completed = drive(config, directory, quiet=quiet, beside=outages.happen).completed
+    except RunStalled as error:
+        ended_by = str(error)
+        say(ended_by)
+    return read_outage(
+        directory.path, config, outages, completed=completed, ended_by=ended_by, wall_s=time.monotonic() - began_s
+    )
+
+
+def read_outage(
+    path: Path, config: RunConfig, outages: Outages, *, completed: bool, ended_by: str, wall_s: float
+) -> Outage:
+    """The figures of a run that has ended. Raises LedgerRefused."""
+    report = verify(path)
+    went_down, came_back = outages.down_s if len(outages.down_s) == 2 else (0.0, 0.0)
+    with closing(read_only(path / "ledger.db")) as ledger:
+        charged = dict(
+            ledger.execute("SELECT charged_to, count(*) FROM attempts WHERE charged_to IS NOT NULL GROUP BY charged_to")
+        )
+        (parked,) = ledger.execute("SELECT count(*) FROM tasks WHERE parked").fetchone()
+        (issued,) = ledger.execute(
+            "SELECT count(*) FROM attempts WHERE issued_at_s BETWEEN ? AND ?", (went_down, came_back)
+        ).fetchone()
+    return Outage(
+        completed=completed,
+        parked=parked,
+        lost=report.lost,
+        charged_to_tasks=charged.get(Charge.TASK.value, 0),
+        issued_while_down=issued,
+        inventory=(config.buffer.max_staleness + 1) * config.buffer.batch_size,
+        poison=report.poison,
+        steps=report.steps,
+        charged=charged,
+        engines_away_s=came_back - went_down,
+        buffer_kills=outages.kills,
+        wall_s=wall_s,
+        ended_by=ended_by,
+        problems=report.problems,
+    )
