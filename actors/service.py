@@ -318,7 +318,8 @@ def _buffer_line(status: BufferStatus | None) -> str:
     held = ", ".join(f"{count} {state}" for state, count in status.rollouts.items() if count) or "nothing"
     line = f"the buffer holds {held} and admits {status.admit}"
     why = f"orders are held: {status.held}" if status.held else ""
-    return "; ".join(part for part in (line, why, parked_line(status.parked)) if part)
+    suspects = ", ".join(f"host {host} gets probes only: {reason}" for host, reason in status.suspects.items())
+    return "; ".join(part for part in (line, why, suspects, parked_line(status.parked)) if part)
 
 
 def _learner(config: RunConfig) -> LearnerConfig | SimulatedLearnerConfig:

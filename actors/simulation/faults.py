@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.errors import ActorError, first_cause
+from headrace.actors.exit_codes import EXIT_TRANSIENT, exit_code_of_run
 from headrace.actors.guarding import keep_running
 from headrace.actors.retry import until_back
 from headrace.actors.run_directory import RunDirectory
@@ -49,6 +50,12 @@ LEASES_S: Final = 3 * LEASE_S
 """Beyond every lease of a sandbox, and a sweep."""
 SETTLE_S: Final = 600.0
 """Beyond the deadlines of what is being cancelled."""
+OUTAGE_S: Final = 900.0
+"""The longest that a part may be away."""
+RESTARTED_S: Final = 5.0
+"""Between a run that failed and its next driver."""
+MOST_RESTARTS: Final = 30
+"""Of drivers, after failures that may pass."""
 MEMORY: Final = Path("/dev/shm")
 
 
@@ -190,6 +197,7 @@ class History:
         self.strikes: dict[str, int] = {}
         self.problems: list[str] = []
         self.ended_s = 0.0
+        self.restarts = 0
         self.stage: Stage | None = None
         self.clock = WallClock()
         self.chance = random.Random(f"strikes {seed}")
@@ -205,7 +213,7 @@ class History:
         lives = self.storm.driver_deaths
         try:
             async with asyncio.timeout(self.storm.lasts_s + PATIENCE_S):
-                while not await self._life(dies=lives > 0 and self._in_storm()):
+                while not await self._life_or_restart(dies=lives > 0 and self._in_storm()):
                     lives -= 1
         except TimeoutError:
             self.problems.append(f"the run did not end within {PATIENCE_S / 3600:g} h after the storm")
@@ -240,6 +248,18 @@ class History:
             strikes=dict(sorted(self.strikes.items())),
             virtual_s=self.ended_s,
         )
+
+    async def _life_or_restart(self, *, dies: bool) -> bool:
+        """As `--restarts` does: a driver whose run failed for a reason that may pass is followed by another."""
+        try:
+            return await self._life(dies=dies)
+        except (ActorError, ReplayError) as error:
+            self.restarts += 1
+            if exit_code_of_run(error) != EXIT_TRANSIENT or self.restarts > MOST_RESTARTS:
+                raise
+            self.note("run failed", "driver", f"{type(error).__name__}: {error}")
+            await asyncio.sleep(RESTARTED_S)
+            return False
 
     async def _life(self, *, dies: bool) -> bool:
         """One driver; whether the run is done."""
@@ -314,6 +334,11 @@ async def _undo_later(history: History, least_s: float, most_s: float, undo: Cal
         undo()
 
 
+def _longest_s(history: History) -> float:
+    """Of an outage: mostly a minute, sometimes many."""
+    return 60.0 if history.chance.random() < 0.7 else OUTAGE_S
+
+
 async def _kill(history: History, runtime: FaultyRuntime) -> None:
     if runtime.cells:
         runtime.cells[history.chance.choice(sorted(runtime.cells))].kill("struck")
@@ -325,7 +350,7 @@ async def _cut_off(history: History, runtime: FaultyRuntime) -> None:
     name = history.chance.choice(sorted(runtime.cells))
     history.note("cut off", name, "")
     runtime.cut_off.add(name)
-    await _undo_later(history, 1.0, 60.0, lambda: runtime.cut_off.discard(name))
+    await _undo_later(history, 1.0, _longest_s(history), lambda: runtime.cut_off.discard(name))
 
 
 async def _slow_down(history: History, runtime: FaultyRuntime) -> None:
@@ -341,7 +366,7 @@ async def _host_down(history: History, runtime: FaultyRuntime) -> None:
     lose, silent = history.chance.random() < 0.5, history.chance.random() < 0.3
     history.note("host down", "host", f"loses sandboxes: {lose}, silent: {silent}")
     history.cloud.go_down(lose_sandboxes=lose, silent=silent)
-    await _undo_later(history, 1.0, 60.0, history.cloud.come_back)
+    await _undo_later(history, 1.0, _longest_s(history), history.cloud.come_back)
 
 
 async def _engines_down(history: History, runtime: FaultyRuntime) -> None:
@@ -352,7 +377,7 @@ async def _engines_down(history: History, runtime: FaultyRuntime) -> None:
     with suppress(ActorError):
         await engines.go_down()
     try:
-        await asyncio.sleep(history.chance.uniform(1.0, 90.0))
+        await asyncio.sleep(history.chance.uniform(1.0, _longest_s(history)))
     finally:
         # A new life of the group knows nothing of it; one that lives must be told.
         with suppress(ActorError):
@@ -373,4 +398,29 @@ async def _clock_jump(history: History, runtime: FaultyRuntime) -> None:
     history.clock.jump(by_s)
 
 
-STRIKES: Final = (_kill, _kill, _kill, _cut_off, _slow_down, _host_down, _engines_down, _disk_full, _clock_jump)
+async def _spoil_file(history: History, runtime: FaultyRuntime) -> None:
+    """A file of the run is lost or damaged, and who reads it is killed; or one turns up that is nobody's."""
+    path = history.directory.path
+    served, kind = path / "served.json", history.chance.choice(("lost", "empty", "torn", "foreign", "foreign"))
+    history.note("file spoilt", kind, "")
+    if kind == "foreign":
+        name = history.chance.choice(("notes.txt", "checkpoints/7.x", "checkpoints/.unfinished", "trajectories/9.old"))
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(b"not ours")
+        return
+    if not served.exists():
+        return
+    if kind == "lost":
+        served.unlink()
+    else:
+        served.write_bytes(b"" if kind == "empty" else served.read_bytes()[:-3])
+    # Engines that know nothing wait for a push; a run that stalls by that is resumed, and the next learner pushes.
+    for name in ("engines", "learner"):
+        if name in runtime.cells:
+            runtime.cells[name].kill("a file is spoilt")
+
+
+STRIKES: Final = (
+    *(_kill, _kill, _kill),
+    *(_cut_off, _slow_down, _host_down, _engines_down, _disk_full, _clock_jump, _spoil_file),
+)

@@ -137,7 +137,7 @@ def prepare_outage(directory: RunDirectory, *, steps: int = STEPS, minute_s: flo
         "dispatcher": {"slots_per_worker": 32, "evaluation_slots": 8},
         "sandbox": {
             "provider": "simulated",
-            "pool": {"max_live": 64, "boot_concurrency": 32},
+            "pool": {"max_live": 160, "boot_concurrency": 32},
             "simulated": {"hosts": HOSTS, "broken_hosts": 1},
         },
         "buffer": {"batch_size": 32, "group_size": 4, "max_staleness": 2},
