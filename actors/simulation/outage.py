@@ -13,7 +13,8 @@ import asyncio
 import os
 import signal
 import time
-from contextlib import closing, suppress
+from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,7 +34,7 @@ from headrace.actors.simulation.long_agents import (
     WORKLOAD,
     scaled_clocks,
 )
-from headrace.buffer.evidence import read_only
+from headrace.buffer.evidence import read_evidence
 from headrace.buffer.records import Charge
 from headrace.buffer.verify import verify
 
@@ -176,24 +177,19 @@ def read_outage(
     """The figures of a run that has ended. Raises LedgerRefused."""
     report = verify(path)
     went_down, came_back = outages.down_s if len(outages.down_s) == 2 else (0.0, 0.0)
-    with closing(read_only(path / "ledger.db")) as ledger:
-        charged = dict(
-            ledger.execute("SELECT charged_to, count(*) FROM attempts WHERE charged_to IS NOT NULL GROUP BY charged_to")
-        )
-        (parked,) = ledger.execute("SELECT count(*) FROM tasks WHERE parked").fetchone()
-        (issued,) = ledger.execute(
-            "SELECT count(*) FROM attempts WHERE issued_at_s BETWEEN ? AND ?", (went_down, came_back)
-        ).fetchone()
+    evidence = read_evidence(path)
+    charged = Counter(attempt.charged_to.value for attempt in evidence.attempts if attempt.charged_to is not None)
+    issued = sum(went_down <= attempt.issued_at_s <= came_back for attempt in evidence.attempts)
     return Outage(
         completed=completed,
-        parked=parked,
+        parked=sum(task.parked for task in evidence.tasks),
         lost=report.lost,
-        charged_to_tasks=charged.get(Charge.TASK.value, 0),
+        charged_to_tasks=charged[Charge.TASK.value],
         issued_while_down=issued,
         inventory=(config.buffer.max_staleness + 1) * config.buffer.batch_size,
         poison=report.poison,
         steps=report.steps,
-        charged=charged,
+        charged=dict(charged),
         engines_away_s=came_back - went_down,
         buffer_kills=outages.kills,
         wall_s=wall_s,
