@@ -93,6 +93,9 @@ def resume(
     json: Json = None,
     quiet: Quiet = False,
     restarts: Restarts = 0,
+    retry_batch: Annotated[
+        bool, typer.Option("--retry-batch", help="Try a batch again that ended the learner, once the cause is removed.")
+    ] = False,
     from_start: Annotated[
         bool,
         typer.Option("--from-start", help="Undo all steps and train from the start policy again, without checkpoints."),
@@ -103,9 +106,9 @@ def resume(
     from headrace.actors.resuming import Resuming
 
     config, directory = reopen(run_dir)
-    resuming = Resuming(config, directory, say=say, from_start=from_start)
+    resuming = Resuming(config, directory, say=say, from_start=from_start, retry_batch=retry_batch)
     if restarts:
-        once = ["--from-start"] if from_start else []
+        once = ["--from-start"] * from_start + ["--retry-batch"] * retry_batch
         raise typer.Exit(resume_again_and_again(directory, restarts, json=json, quiet=quiet, once=once))
     with ending_a_run():
         summary = drive(config, directory, quiet=quiet, before=resuming.tell)

@@ -14,6 +14,7 @@ from typing import Final
 from headrace.actors.engine_group.errors import EngineGroupError, EngineNotServing
 from headrace.actors.errors import ActorError, ConfigError, DiskFull, RunError, RunExists, RunMissing, RunStalled
 from headrace.buffer.errors import (
+    BatchUntrainable,
     ExportRefused,
     LeaseError,
     LedgerBroken,
@@ -69,7 +70,7 @@ _BAD_INPUT: Final = (
     PermanentSandboxError,
     ServeError,
 )
-_ENDS_A_RUN_AGAIN: Final = (LedgerRefused, LedgerMismatch, NonFiniteRun, RowUnusable)
+_ENDS_A_RUN_AGAIN: Final = (BatchUntrainable, LedgerRefused, LedgerMismatch, NonFiniteRun, RowUnusable)
 
 
 def exit_code(error: Exception) -> int:

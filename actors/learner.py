@@ -6,7 +6,8 @@ Invariants:
   there: what they sample meanwhile is as fresh as before the crash.
 - Order of a step: commit durable, then push. Order of a checkpoint: directory renamed, then the ledger row.
 - The next step runs while the weights of the last one are sent; at most one push is under way.
-- A batch is never given back after its step began.
+- A batch is never given back after its step began. A step that fails is tried again, a refused row in place, all else
+  by a new process; after `buffer.batch_tries` the run ends with the batch and the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import os
 import random
 from collections import Counter
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Self
@@ -24,24 +25,26 @@ from typing import TYPE_CHECKING, Self
 from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.actors.errors import first_cause
+from headrace.actors.errors import ActorError, first_cause
 from headrace.actors.retry import until_back
 from headrace.actors.runtime import end_actor
 from headrace.buffer.classification import stale_kv_tokens
-from headrace.buffer.errors import DataExhausted, StaleEpoch
+from headrace.buffer.errors import BatchUntrainable, DataExhausted, ReplayError, StaleEpoch
+from headrace.buffer.packing import RowOverBudget
 from headrace.policies.checkpoints import usable_checkpoint
+from headrace.policies.learner_errors import LearnerNotOpen, NonFiniteRun, RowUnusable
 from headrace.policies.simulated import SimulatedLearner, SimulatedLearnerConfig
 from headrace.serve.joining import Joined
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from types import TracebackType
 
     from headrace.actors.engine_group.group import EngineGroup
     from headrace.actors.observing import Observing
     from headrace.actors.replay import Replay
     from headrace.actors.simulation.engines import SimulatedEngineGroup
-    from headrace.buffer.types import Batch, CheckpointRef, StepReport
+    from headrace.buffer.types import Batch, BatchLease, CheckpointRef, StepReport
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.learner import Learner, WeightsSnapshot
     from headrace.policies.megatron import LearnerConfig
@@ -160,6 +163,7 @@ class LearnerLoop:
         self._stage, self._stage_since_s = Stage.WAITING, 0.0
         self._stages = 0
         self._on_the_way_back = False
+        self._stepping: BatchLease | None = None
         self._draining = asyncio.Event()
         self._opening = asyncio.Lock()
 
@@ -197,7 +201,7 @@ class LearnerLoop:
         assert self._version is not None
         used_up = False
         self._pushing: asyncio.Task[None] | None = None
-        async with asyncio.TaskGroup() as pushes:
+        async with self._excusing_batch(), asyncio.TaskGroup() as pushes:
             while self._version.step < self._config.steps and not self._draining.is_set():
                 try:
                     batch = await self._take()
@@ -295,14 +299,54 @@ class LearnerLoop:
     async def _step(self, batch: Batch) -> StepReport:
         start = _now()
         with self._in(Stage.STEPPING), tracer.start_as_current_span("step"):
-            report = await self._learner.step(self._controlled(batch))
+            self._stepping = batch.lease
+            report = await self._tried(batch)
         await until_back(lambda: self._replay.commit(batch.lease, report))
+        self._stepping = None
         self._clock.step_s += _now() - start
         self._version, self._last = report.version, report
         self._tokens += int(report.metrics.get("tokens", 0))
         self._metrics.append("step", _record_of(batch, report, self._clock.since(self._recorded)))
         self._recorded = replace(self._clock)
         return report
+
+    async def _tried(self, batch: Batch) -> StepReport:
+        """The step, again if the learner refused a row. Raises BatchUntrainable, NonFiniteRun."""
+        while True:
+            try:
+                return await self._learner.step(self._controlled(batch))
+            except (NonFiniteRun, LearnerNotOpen):
+                # No fault of this batch.
+                raise
+            except Exception as error:
+                # Nothing was changed by a row that was refused; after anything else the process is in doubt.
+                in_place = isinstance(error, RowUnusable | RowOverBudget)
+                reason = f"{type(error).__name__}: {error} ({_largest_row(batch)})"
+                verdict = await self._failed(batch.lease, reason, again=in_place)
+                if verdict:
+                    raise BatchUntrainable(verdict) from error
+                logger.exception("the step on batch %s failed and is tried again", batch.lease.batch_id)
+                if not in_place:
+                    end_actor()
+
+    async def _failed(self, lease: BatchLease, reason: str, *, again: bool) -> str:
+        """Have the failure of a step kept; why the batch is not tried again, empty when it is."""
+        verdict = await until_back(lambda: self._replay.step_failed(lease, reason, again=again))
+        if verdict:
+            # It counts: this try is not excused.
+            self._stepping = None
+        return verdict
+
+    @asynccontextmanager
+    async def _excusing_batch(self) -> AsyncIterator[None]:
+        """A step that another error broke off, for example of a push, does not count as a try of its batch."""
+        try:
+            yield
+        except BaseExceptionGroup:
+            if (lease := self._stepping) is not None:
+                with suppress(ActorError, ReplayError):
+                    await self._replay.step_interrupted(lease)
+            raise
 
     def _controlled(self, batch: Batch) -> Batch:
         if self._config.rewards is RewardControl.TRUE:
@@ -356,6 +400,13 @@ def _make_megatron_learner(config: LearnerConfig) -> Learner:
 def _now() -> float:
     """Of the event loop, which may be one of virtual time."""
     return asyncio.get_running_loop().time()
+
+
+def _largest_row(batch: Batch) -> str:
+    """What a step is most likely to have failed on for want of memory."""
+    sizes = {item.rollout_id: max(len(row.tokens_T) for row in item.trajectory.rows) for item in batch.items}
+    largest = max(sizes, key=lambda rollout_id: sizes[rollout_id])
+    return f"the longest row has {sizes[largest]} tokens, of {largest}"
 
 
 def shuffle_rewards(batch: Batch, *, seed: int) -> Batch:

@@ -183,6 +183,14 @@ class Replay:
         with self._ending():
             await self._store.commit(lease, report)
 
+    async def step_failed(self, lease: BatchLease, reason: str, *, again: bool) -> str:
+        with self._ending():
+            return await self._store.step_failed(lease, reason, again=again)
+
+    async def step_interrupted(self, lease: BatchLease) -> None:
+        with self._ending():
+            await self._store.step_interrupted(lease)
+
     async def checkpointed(self, checkpoint: CheckpointRef) -> None:
         with self._ending():
             await self._store.checkpointed(checkpoint)

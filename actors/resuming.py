@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.buffer.durable_files import replace_file
-from headrace.buffer.errors import LedgerRefused
+from headrace.buffer.errors import BatchUntrainable, LedgerRefused
 from headrace.buffer.evidence import has_begun, streamed
 from headrace.buffer.ledger import bring_up_to_date
 from headrace.buffer.resume_report import resume_report
@@ -38,17 +38,25 @@ if TYPE_CHECKING:
 
 
 class Resuming:
-    """One resume of one run; `from_start` undoes all its steps."""
+    """One resume of one run; `from_start` undoes all its steps, `retry_batch` begins to count the tries of its batches
+    anew."""
 
     def __init__(
-        self, config: RunConfig, directory: RunDirectory, *, say: Callable[[str], object], from_start: bool = False
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        *,
+        say: Callable[[str], object],
+        from_start: bool = False,
+        retry_batch: bool = False,
     ) -> None:
-        self._config, self._directory, self._say, self._from_start = config, directory, say, from_start
+        self._config, self._directory, self._say = config, directory, say
+        self._from_start, self._retry_batch = from_start, retry_batch
         self.told: dict[str, Any] | None = None
         """The report as JSON, once told."""
 
     def tell(self) -> None:
-        """Read, say and keep the report. Raises LedgerRefused, OSError."""
+        """Read, say and keep the report. Raises LedgerRefused, BatchUntrainable, OSError."""
         if not has_begun(self._directory.path):
             self._say("nothing was recorded yet: the run begins")
             return
@@ -56,7 +64,11 @@ class Resuming:
         aside = self._set_aside()
         for one in aside:
             self._say(f"CHECKPOINT {one.name} IS LEFT OUT: {one.reason}; it is kept as {one.kept_as}")
-        report = resume_report(self._directory.path, max_staleness=self._config.buffer.max_staleness)
+        report = resume_report(
+            self._directory.path,
+            max_staleness=self._config.buffer.max_staleness,
+            batch_tries=self._config.buffer.batch_tries,
+        )
         self._refuse_without_checkpoint(report, aside)
         for line in report.lines():
             self._say(line)
@@ -64,6 +76,10 @@ class Resuming:
         path = self._directory.path / "resumes" / f"{report.epoch}.json"
         path.parent.mkdir(exist_ok=True)
         replace_file(path, orjson.dumps(self.told, option=orjson.OPT_INDENT_2) + b"\n")
+        if report.untrainable and not self._retry_batch:
+            raise BatchUntrainable(report.untrainable.replace("RUN", str(self._directory.path)))
+        if self._retry_batch:
+            asyncio.run(self._try_again())
         if self._from_start:
             again = asyncio.run(self._begin_again())
             self._say(f"all steps are undone; {again} rollouts whose trajectories are gone get a new attempt")
@@ -103,16 +119,22 @@ class Resuming:
         if all(one.name != report.recorded for one in aside):
             self._say(f"CHECKPOINT {report.recorded} IS MISSING: the run goes on from {report.checkpoint}")
 
-    async def _begin_again(self) -> int:
-        """Undo all steps in the ledger; returns how many rollouts must be run again."""
-        opening = ReplayStore.open(
+    async def _open_store(self) -> ReplayStore:
+        return await ReplayStore.open(
             self._directory.path,
             self._config.buffer,
             load_tasks(self._directory.train_tasks),
             run_id=self._directory.identity.read_text(),
             seed=self._config.service.seed,
         )
-        async with await opening as store:
+
+    async def _try_again(self) -> None:
+        async with await self._open_store() as store:
+            await store.retry_batches()
+
+    async def _begin_again(self) -> int:
+        """Undo all steps in the ledger; returns how many rollouts must be run again."""
+        async with await self._open_store() as store:
             await store.open_epoch(None, from_start=True)
             with streamed(self._directory.path) as evidence:
                 lost = lost_rollouts(evidence)

@@ -3,6 +3,8 @@
 Invariants:
 - No member is leased whose staleness at the batch's version exceeds the bound, by committed steps alone; a commit is
   accepted only at that version, in the order taken. Hence nothing is trained over the bound.
+- A lease counts as a try of its batch until it is committed or given back: a learner that dies in a step leaves the
+  count behind. After `batch_tries` the batch is not issued any more, and `take` says why.
 - Only the newest epoch takes and commits; every surviving step extends the hash chain of the one before.
 - A released or rolled-back batch is issued again as the same batch (id and ordered members), before any fresh one,
   unless a member went over the bound: then that member is evicted and the others are sealed rollouts like any.
@@ -18,8 +20,9 @@ from dataclasses import replace
 from heapq import nsmallest
 from typing import TYPE_CHECKING
 
-from headrace.buffer.cleaning import plain_metrics
+from headrace.buffer.cleaning import clean_text, plain_metrics
 from headrace.buffer.errors import (
+    BatchUntrainable,
     CheckpointMissing,
     DataExhausted,
     LeaseError,
@@ -43,9 +46,10 @@ from headrace.buffer.types import BatchId, extend_chain
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from headrace.buffer.history import TaskHistory
+    from headrace.buffer.records import AttemptRecord
     from headrace.buffer.replay import BufferConfig
     from headrace.buffer.state import ReplayState, Versions
     from headrace.buffer.types import BatchLease, CheckpointRef, RolloutId, StepReport
@@ -113,6 +117,38 @@ class BatchBook:
         if report.skipped:
             self._restamp_leases()
 
+    def refuse_untrainable(self) -> None:
+        """Raises BatchUntrainable when the next batch was tried as often as it may be."""
+        batch = next(iter(self._state.queue()), None)
+        if batch is not None and batch.tries >= self._config.batch_tries:
+            raise BatchUntrainable(untrainable(batch, self._state.attempts))
+
+    def step_failed(self, lease: BatchLease, reason: str, *, again: bool) -> str:
+        """Record why the step on a leased batch failed; the verdict when it may not be tried again, else empty. A try
+        that is made at once counts now. Raises StaleEpoch, LeaseError."""
+        batch = replace(self._leased(lease), failure=clean_text(reason))
+        allowed = batch.tries < self._config.batch_tries
+        self._state.count("steps_failed")
+        self._state.put(replace(batch, tries=batch.tries + (allowed and again)))
+        return "" if allowed else untrainable(batch, self._state.attempts)
+
+    def step_interrupted(self, lease: BatchLease) -> None:
+        """The step on a leased batch did not count as a try. Raises StaleEpoch, LeaseError."""
+        batch = self._leased(lease)
+        self._state.put(replace(batch, tries=max(0, batch.tries - 1)))
+
+    def retry_batches(self) -> None:
+        """Begin to count tries anew."""
+        for batch in (*self._state.leases(), *self._state.queue()):
+            self._state.put(replace(batch, tries=0, failure=""))
+
+    def _leased(self, lease: BatchLease) -> BatchRecord:
+        self._fence(lease.epoch)
+        batch = self._state.batches.get(lease.batch_id)
+        if batch is None or batch.state is not BatchState.LEASED or batch.epoch != lease.epoch:
+            raise LeaseError(f"batch {lease.batch_id} is not leased to epoch {lease.epoch}")
+        return batch
+
     def release(self, lease: BatchLease) -> None:
         """Give a batch back before its step began. Raises StaleEpoch, LeaseError."""
         self._fence(lease.epoch)
@@ -124,7 +160,7 @@ class BatchBook:
         if batch != self._state.leases()[-1]:
             raise LeaseError(f"batch {lease.batch_id} is not the newest lease: release in the reverse order taken")
         self._state.count("batches_released")
-        self._requeue([batch])
+        self._requeue([replace(batch, tries=max(0, batch.tries - 1))])
 
     def checkpointed(self, ref: CheckpointRef, now: float) -> None:
         """Record a durable checkpoint directory; idempotent. Raises StaleEpoch, LedgerMismatch."""
@@ -145,8 +181,7 @@ class BatchBook:
             raise LedgerMismatch("this undoes steps on forgotten batches: recall them from the ledger's archive first")
         epoch = self._state.epoch + 1
         undone = [commit for number, commit in sorted(self._state.commits.items()) if number > sequence]
-        again = [self._state.batches[commit.batch_id] for commit in undone] + self._state.leases()
-        again += self._state.queue()
+        again = [self._state.batches[commit.batch_id] for commit in undone] + self._left_behind()
         for commit in undone:
             self._state.put(replace(commit, rolled_back_by=epoch))
         if undone:
@@ -158,6 +193,15 @@ class BatchBook:
         chain = checkpoint.chain if checkpoint else ""
         self._state.put(EpochRecord(epoch=epoch, parent=parent, chain=chain, opened_at_s=now, follows=parent))
         return self._head()
+
+    def _left_behind(self) -> list[BatchRecord]:
+        """The batches that were leased, then those that wait, with the tries that count: only the oldest lease was
+        being trained. Where one learner after the other dies in other steps, it is not the batches that end them."""
+        leases, queue = self._state.leases(), self._state.queue()
+        unbegun = [replace(batch, tries=max(0, batch.tries - 1)) for batch in leases[1:]]
+        if leases and leases[0].tries:
+            queue = [batch if batch.failure else replace(batch, tries=0) for batch in queue]
+        return [*leases[:1], *unbegun, *queue]
 
     def refuse_without_checkpoint(self) -> None:
         """Raises CheckpointMissing when the surviving path has a recorded checkpoint."""
@@ -254,27 +298,36 @@ class BatchBook:
             members = [member.rollout_id for member in queued.members]
             if not self._is_within(members, version):
                 return None
-            return self._lease(queued.batch_id, queued.ordinal, members, version, epoch, now)
+            return self._lease(queued, members, version, epoch, now)
         fresh = self._most_urgent(version)
         if not fresh or not self._is_within(fresh, version):
             return None
         ordinal = self._state.next_batch
-        return self._lease(BatchId(f"b{ordinal:06d}"), ordinal, fresh, version, epoch, now)
+        batch = BatchRecord(
+            batch_id=BatchId(f"b{ordinal:06d}"),
+            ordinal=ordinal,
+            state=BatchState.QUEUED,
+            epoch=epoch,
+            version=version,
+            members=(),
+            leased_at_s=now,
+        )
+        return self._lease(batch, fresh, version, epoch, now)
 
     def _lease(
         self,
-        batch_id: BatchId,
-        ordinal: int,
+        batch: BatchRecord,
         members: Iterable[RolloutId],
         version: PolicyVersion,
         epoch: int,
         now: float,
     ) -> BatchRecord:
-        leased = [self._state.move(rollout_id, RolloutState.LEASED, batch_id=batch_id) for rollout_id in members]
-        batch = BatchRecord(
-            batch_id=batch_id,
-            ordinal=ordinal,
+        leased = [self._state.move(rollout_id, RolloutState.LEASED, batch_id=batch.batch_id) for rollout_id in members]
+        batch = replace(
+            batch,
             state=BatchState.LEASED,
+            queue_order=None,
+            tries=batch.tries + 1,
             epoch=self._state.epoch,
             version=version,
             members=tuple(
@@ -312,7 +365,7 @@ class BatchBook:
         )
         if repeated is not None:
             self._state.put(replace(self._state.epochs[batch.epoch], follows=repeated))
-        self._state.put(replace(batch, state=BatchState.COMMITTED))
+        self._state.put(replace(batch, state=BatchState.COMMITTED, tries=0, failure=""))
         for member in batch.members:
             self._state.move(member.rollout_id, RolloutState.TRAINED)
 
@@ -381,3 +434,23 @@ class BatchBook:
             if record.parent in names and record.chain == (commit.chain if commit else ""):
                 names.add(PolicyVersion(record.epoch, record.parent.step))
         return names
+
+
+def untrainable(batch: BatchRecord, attempts: Mapping[RolloutId, AttemptRecord]) -> str:
+    """Why no learner gets through a batch, in one line with the fix."""
+    reason = batch.failure
+    if not reason:
+        sizes = {
+            member.rollout_id: sum(part.tokens for part in attempts[member.rollout_id].trained)
+            for member in batch.members
+            if member.rollout_id in attempts
+        }
+        largest = max(sizes, key=lambda rollout_id: sizes[rollout_id], default=None)
+        reason = "the learner's process died in the step, for example killed for memory"
+        if largest is not None:
+            reason += f" (its largest rollout is {largest} with {sizes[largest]} trained tokens)"
+    return (
+        f"batch {batch.batch_id} was tried {batch.tries} times and not trained: {reason}. Leave it out with `headrace "
+        f"ledger drop-batch RUN {batch.batch_id}`, or remove the cause and go on with `headrace resume RUN "
+        "--retry-batch`"
+    )

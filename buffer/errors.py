@@ -3,6 +3,7 @@
 ReplayError
 ├── StaleEpoch            a call of an older learner incarnation: fenced
 ├── LeaseError            a batch that is not leased to the caller, or committed out of order
+├── BatchUntrainable      a batch ended the learner as often as it may be tried
 ├── VersionMismatch       a version that is not the one the ledger expects next
 ├── DataExhausted         the passes over the data are done, and no batch can be filled any more
 ├── LedgerError
@@ -32,6 +33,10 @@ class StaleEpoch(ReplayError):
 
 class LeaseError(ReplayError):
     """The batch is not leased to the caller, or an older lease must be committed first."""
+
+
+class BatchUntrainable(ReplayError):
+    """No learner gets through a step on this batch: the run ends, and goes on without it or with another learner."""
 
 
 class VersionMismatch(ReplayError):

@@ -279,7 +279,8 @@ class BatchMember:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
     """`version` is the one the batch is trained at; `queue_order` is its place among batches to be issued again.
-    `closed` as in `GroupRecord`."""
+    `closed` as in `GroupRecord`. `tries` counts the steps that were begun on it since one was committed, the one under
+    way too; `failure` is why the last one failed, empty when the learner's process died in it."""
 
     batch_id: BatchId
     ordinal: int
@@ -290,6 +291,8 @@ class BatchRecord:
     leased_at_s: float
     queue_order: int | None = None
     closed: bool = False
+    tries: int = 0
+    failure: str = ""
 
     @property
     def key(self) -> BatchId:

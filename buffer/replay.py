@@ -75,6 +75,9 @@ class BufferConfig(BaseModel):
     unfinished: Literal["carry", "abort"] = "carry"
     """Members that still run when their group is sealed: trained later with a baseline fixed now, or cancelled.
     `abort` biases training towards what is short."""
+    batch_tries: int = Field(default=2, ge=1)
+    """How often a step on a batch may be begun and fail, or end the learner's process; then the run ends and names the
+    batch."""
     max_evictions: int = Field(default=2, ge=0)
     """How often a rollout that went over the staleness bound is issued again."""
     park_after: int = Field(default=2, ge=1)
@@ -255,10 +258,11 @@ class ReplayBuffer:
 
     def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
         """Lease the next batch, to be trained at `version`; a repeated call gives the same lease. Raises StaleEpoch,
-        VersionMismatch, DataExhausted."""
+        VersionMismatch, DataExhausted, BatchUntrainable."""
         version = plain_version(version)
         if (lease := self._batches.lease_at(version, epoch)) is not None:
             return lease
+        self._batches.refuse_untrainable()
         before = self.state.changes_made
         self.tick(now)
         record = self._batches.take(version, epoch, now)
@@ -271,6 +275,19 @@ class ReplayBuffer:
         """The step is done; idempotent by batch id. Raises StaleEpoch, LeaseError, VersionMismatch."""
         self._batches.commit(lease, report, now)
         self.tick(now)
+
+    def step_failed(self, lease: BatchLease, reason: str, *, again: bool) -> str:
+        """A step on this batch failed. Why it may not be tried again, empty when it may: with `again` that try begins
+        now, else with the next learner. Raises StaleEpoch, LeaseError."""
+        return self._batches.step_failed(lease, reason, again=again)
+
+    def step_interrupted(self, lease: BatchLease) -> None:
+        """The step on this batch ended for a reason that is not the batch's. Raises StaleEpoch, LeaseError."""
+        self._batches.step_interrupted(lease)
+
+    def retry_batches(self) -> None:
+        """For an operator: what ended learners is no more, and all batches are tried anew."""
+        self._batches.retry_batches()
 
     def release(self, lease: BatchLease) -> None:
         """Give a batch back before its step began. Raises StaleEpoch, LeaseError."""

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+from headrace.buffer.batches import untrainable
 from headrace.buffer.evidence import read_open
 from headrace.buffer.records import BatchState, RolloutState
 from headrace.buffer.repeated_steps import UndoneSteps, digest_of
@@ -59,12 +60,14 @@ class ResumeReport:
     at the step their batch would be trained at: that batch is taken apart, and they are run again or evicted.
 
     `checkpoint` None: from the start. `checkpoint_is_foreign`: it holds steps that the ledger does not know. `recorded`
-    is the newest checkpoint that the ledger knows of. `epoch` is the learner incarnation that opens."""
+    is the newest checkpoint that the ledger knows of. `untrainable` says which batch would end the learner again, and
+    why; it is empty when none would. `epoch` is the learner incarnation that opens."""
 
     run: str
     checkpoint: str | None
     checkpoint_is_foreign: bool
     recorded: str | None
+    untrainable: str
     epoch: int
     steps_kept: int
     steps_undone: int
@@ -117,17 +120,18 @@ class ResumeReport:
         return [f"{name:>14}  " + " ".join(f"{cell:>7}" for cell in cells) for name, cells in rows]
 
 
-def resume_report(run_dir: Path, *, max_staleness: int) -> ResumeReport:
+def resume_report(run_dir: Path, *, max_staleness: int, batch_tries: int = 2) -> ResumeReport:
     """Read a run that nobody drives. Raises LedgerRefused when it holds no readable ledger."""
     evidence = read_open(run_dir)
-    return _Plan(evidence, audit(evidence), max_staleness).report()
+    return _Plan(evidence, audit(evidence), max_staleness, batch_tries).report()
 
 
 class _Plan:
     """What `open_epoch` at the newest checkpoint makes of the evidence."""
 
-    def __init__(self, evidence: Evidence, checked: VerifyReport, max_staleness: int) -> None:
+    def __init__(self, evidence: Evidence, checked: VerifyReport, max_staleness: int, batch_tries: int) -> None:
         self.evidence, self.checked, self.max_staleness = evidence, checked, max_staleness
+        self.batch_tries = batch_tries
         self.attempts = {attempt.key: attempt for attempt in evidence.attempts}
         self.checkpoint = max(evidence.witnesses, key=lambda witness: witness.version, default=None)
         self.path = evidence.surviving
@@ -149,6 +153,7 @@ class _Plan:
             checkpoint=str(self.checkpoint.version) if self.checkpoint else None,
             checkpoint_is_foreign=bool(ahead),
             recorded=self._recorded(),
+            untrainable=self._untrainable(),
             epoch=self._epoch,
             steps_kept=(closed.steps if closed else 0)
             + sum(not commit.skipped for commit in self.path[: len(self.path) - len(self.undone)]),
@@ -166,6 +171,13 @@ class _Plan:
             deciles=self._deciles(),
             problems=(*ahead, *self.checked.problems),
         )
+
+    def _untrainable(self) -> str:
+        batch = next((batch for batch in self.batches if batch.tries >= self.batch_tries), None)
+        if batch is None:
+            return ""
+        members = ((member.rollout_id, member.attempt) for member in batch.members)
+        return untrainable(batch, {key[0]: self.attempts[key] for key in members})
 
     def _recorded(self) -> str | None:
         chains = {commit.chain for commit in self.path}

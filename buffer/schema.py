@@ -61,6 +61,8 @@ OUTAGES_OF_3 = """CREATE TABLE outages (
   number INTEGER PRIMARY KEY, component TEXT NOT NULL, reason TEXT NOT NULL, began_at_s REAL NOT NULL,
   ended_at_s REAL)"""
 CHANGES_OF_3 = (
+    "ALTER TABLE batches ADD COLUMN tries INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE batches ADD COLUMN failure TEXT NOT NULL DEFAULT ''",
     "ALTER TABLE epochs ADD COLUMN follows TEXT",
     "ALTER TABLE attempts ADD COLUMN solved INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE evaluations ADD COLUMN solved INTEGER NOT NULL DEFAULT 0",
@@ -297,7 +299,7 @@ TABLES: Mapping[type, Table] = {
         BatchRecord,
         "batches",
         "batch_id",
-        "ordinal state epoch version members leased_at_s queue_order closed",
+        "ordinal state epoch version members leased_at_s queue_order closed tries failure",
         {"state": BatchState, "version": _version, "members": read_members, "closed": bool},
         {"version": str, "members": _write_members},
     ),

@@ -181,6 +181,19 @@ class ReplayStore:
         """The step is done; durable when this returns. Raises StaleEpoch, LeaseError, VersionMismatch."""
         await self._change(lambda: self._core.commit(lease, report, self._clock()))
 
+    async def step_failed(self, lease: BatchLease, reason: str, *, again: bool) -> str:
+        """A step on this batch failed; why it is not tried again, empty when it is. Durable when this returns. Raises
+        StaleEpoch, LeaseError."""
+        return await self._change(lambda: self._core.step_failed(lease, reason, again=again))
+
+    async def step_interrupted(self, lease: BatchLease) -> None:
+        """The step on this batch ended by no fault of it. Raises StaleEpoch, LeaseError."""
+        await self._change(lambda: self._core.step_interrupted(lease))
+
+    async def retry_batches(self) -> None:
+        """For an operator, while no learner lives: try all batches anew."""
+        await self._change(self._core.retry_batches)
+
     async def release(self, lease: BatchLease) -> None:
         """Give a batch back before its step began. Raises StaleEpoch, LeaseError."""
         await self._change(lambda: self._core.release(lease))

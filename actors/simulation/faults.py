@@ -127,7 +127,7 @@ def draw_storm(seed: int) -> Storm:
         evaluate_s=1.0,
         tasks=24,
         turns=3,
-        buffer={"unfinished": chance.choice(("carry", "abort")), "max_attempts": 50},
+        buffer={"unfinished": chance.choice(("carry", "abort")), "max_attempts": 50, "batch_tries": 1000},
     )
     harsh = chance.choice((0.0, 0.5, 1.0, 2.0))
     calls = CallFaults(

@@ -67,6 +67,7 @@ QUICK: Final = (
     "buffer.group_size=4",
     f"buffer.max_staleness={MAX_STALENESS}",
     "buffer.max_attempts=50",
+    "buffer.batch_tries=1000",
     "dispatcher.slots_per_worker=16",
     "training.save_every=3",
     "evaluation.tasks=2",

@@ -70,6 +70,7 @@ class Plan:
             zero_variance=chance.choice(("keep", "filter")),
             mode=chance.choice(("async", "async", "one-step-off")),
             max_attempts=20,
+            batch_tries=1000,
             park_after=1000,
         )
         return cls(

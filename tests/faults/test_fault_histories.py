@@ -9,14 +9,16 @@ import sqlite3
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
-from typing import TYPE_CHECKING
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
 from typer.testing import CliRunner
 
 from headrace.actors.cli import app
+from headrace.actors.errors import ActorError
+from headrace.actors.learner import Stage
 from headrace.actors.replay import Replay
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.simulation.durations import DurationsConfig
@@ -29,6 +31,9 @@ from headrace.buffer.evidence import read_evidence
 from headrace.buffer.groups import GroupBook
 from headrace.buffer.ledger import Ledger
 from headrace.buffer.types import Cause, ReceiptStatus
+from headrace.buffer.verify import verify
+from headrace.policies.learner_errors import RowUnusable
+from headrace.policies.simulated import SimulatedLearner
 from headrace.sandboxes.simulated.provider import SimulationConfig
 
 if TYPE_CHECKING:
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.simulation.faulty_runtime import FaultyRuntime
+    from headrace.buffer.types import Batch, StepReport
 
 IN_CI = 50
 SLOW = 1000
@@ -114,18 +120,106 @@ def test_a_crash_nine_steps_after_a_checkpoint_costs_no_rollout(tmp_path: Path) 
     with closing(sqlite3.connect(directory.path / "ledger.db")) as ledger:
         counters = dict(ledger.execute("SELECT name, value FROM counters"))
     evidence = read_evidence(directory.path)
-    crash = evidence.epochs[1]
     [back_s] = [commit.committed_at_s for commit in evidence.commits if str(commit.version) == "2.9"]
-    lost = [
-        attempt
+    resumed = evidence.epochs[1]
+    cancelled = [
+        attempt.key
         for attempt in evidence.attempts
-        if (attempt.cause is Cause.CANCELLED and crash.opened_at_s <= attempt.ended_at_s <= back_s)
-        or (attempt.attempt > 1 and crash.opened_at_s <= attempt.issued_at_s <= back_s)
+        if attempt.cause is Cause.CANCELLED and resumed.opened_at_s <= (attempt.ended_at_s or 0) <= back_s
     ]
-    assert str(crash.follows) == "1.9"
+    again = [
+        attempt.key
+        for attempt in evidence.attempts
+        if attempt.attempt > 1 and resumed.opened_at_s <= attempt.issued_at_s <= back_s
+    ]
+    assert str(resumed.follows) == "1.9"
     assert counters["batches_rolled_back"] == 9
     assert "batches_dissolved" not in counters
-    assert lost == [], "while the learner came back nothing was cancelled and nothing run again"
+    assert (cancelled, again) == ([], []), "while the learner came back nothing was cancelled and nothing run again"
+
+
+def one_run(path: Path, kind: type[History], **changes: Any) -> tuple[History, str]:
+    """A small run without a storm; how it ended, empty when it went to its end."""
+    plan = SimulationPlan(
+        batch_size=4,
+        group_size=2,
+        slots=8,
+        workers=1,
+        steps=6,
+        save_every=10,
+        durations=DurationsConfig(mean_s=40.0, median_s=30.0, cap_s=150.0),
+        learner_s=5.0,
+        push_s=1.0,
+        tasks=24,
+        turns=3,
+        **changes,
+    )
+    directory = RunDirectory(path=path)
+    directory.write_beginning(plan.task_set(), "faults")
+    calls = CallFaults(delay_s=0.01, slow=0, slow_s=1, lost=0, answer_lost=0, repeated=0, restart_s=1)
+    storm = Storm(
+        plan=plan, calls=calls, host=SimulationConfig(capacity=64), lasts_s=1.0, between_s=1.0, driver_deaths=0
+    )
+    history = kind(seed=1, storm=storm, directory=directory)
+    with asyncio.Runner(loop_factory=FaultyLoop) as runner:
+        runner.run(history.run())
+    return history, "; ".join(history.problems)
+
+
+class Quiet(History):
+    async def _strike(self, runtime: FaultyRuntime) -> None:
+        """Nothing strikes."""
+
+
+@pytest.mark.parametrize(
+    ("error", "learners"),
+    [
+        (RowUnusable("row 1 of g000001-0: the first token of a row has no context"), 1),
+        (MemoryError("out of memory"), 2),
+    ],
+)
+def test_a_batch_that_no_learner_can_train_ends_the_run_after_two_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, learners: int
+) -> None:
+    """A refused row is tried again in place, anything else by a new learner; the batch is the third."""
+    step = SimulatedLearner.step
+
+    async def failing(learner: SimulatedLearner, batch: Batch) -> StepReport:
+        if batch.lease.batch_id == "b000003":
+            raise error
+        return await step(learner, batch)
+
+    monkeypatch.setattr(SimulatedLearner, "step", failing)
+    _, ended = one_run(tmp_path / "run", Quiet)
+    assert (
+        f"BatchUntrainable: batch b000003 was tried 2 times and not trained: {type(error).__name__}: {error}" in ended
+    )
+    assert "the longest row has" in ended
+    assert "headrace ledger drop-batch" in ended
+    with closing(sqlite3.connect(tmp_path / "run" / "ledger.db")) as ledger:
+        assert ledger.execute("SELECT max(epoch) FROM epochs").fetchone() == (learners,)
+        assert ledger.execute("SELECT tries FROM batches WHERE batch_id = 'b000003'").fetchone() == (2,)
+
+
+class StepKills(History):
+    """The learner's process is killed in each step on the third batch."""
+
+    async def _strike(self, runtime: FaultyRuntime) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            if self.stage is None or "learner" not in runtime.cells:
+                continue
+            with suppress(ActorError):
+                status = await self.stage.learner.status()
+                if status.stage is Stage.STEPPING and status.version is not None and status.version.step == 2:
+                    runtime.cells["learner"].kill("struck")
+
+
+def test_a_batch_that_kills_the_learner_ends_the_run_after_two_tries(tmp_path: Path) -> None:
+    _, ended = one_run(tmp_path / "run", StepKills)
+    assert "BatchUntrainable: batch b000003 was tried 2 times" in ended
+    assert "the learner's process died in the step" in ended
+    assert verify(tmp_path / "run").problems == ()
 
 
 def test_the_same_seed_is_the_same_history_in_another_process() -> None:

@@ -29,7 +29,7 @@ from headrace.buffer.verify import verify
 from headrace.buffer.versions import PolicyVersion
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
-SIZES = {"batch_size": 3, "group_size": 3, "max_staleness": 2, "max_attempts": 2}
+SIZES = {"batch_size": 3, "group_size": 3, "max_staleness": 2, "max_attempts": 2, "batch_tries": 1000}
 RULES = {
     "all": lambda seen: False,
     "count(2)": lambda seen: len(seen.ends) >= 2,

@@ -10,7 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.buffer.errors import LeaseError, LedgerBehind, LedgerMismatch, StaleEpoch, VersionMismatch
+from headrace.buffer.errors import (
+    BatchUntrainable,
+    LeaseError,
+    LedgerBehind,
+    LedgerMismatch,
+    StaleEpoch,
+    VersionMismatch,
+)
 from headrace.buffer.records import RolloutState
 from headrace.buffer.types import BatchId, BatchLease, Cause, StepReport, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
@@ -388,6 +395,56 @@ def test_what_is_slow_across_a_crash_is_slow():
     for order in orders:
         buffer.offer(cases.ended(order, Cause.CANCELLED), 5.0)
     assert {buffer.state.rollouts[order.rollout_id].evictions for order in orders} == {1}
+
+
+def learner_dies(buffer, version, epoch):
+    """In the step on the next batch; the version after the next learner opened."""
+    batch = buffer.take(version, epoch, 2.0)
+    return batch, buffer.open_epoch(None, 3.0)
+
+
+def test_a_batch_that_ends_the_learner_twice_is_not_issued_any_more(stocked):
+    batch, version = learner_dies(stocked, FIRST, 1)
+    again, version = learner_dies(stocked, version, 2)
+    assert (again.batch_id, again.tries) == (batch.batch_id, 2)
+    before = stocked.drain()
+    with pytest.raises(BatchUntrainable, match=r"b000001 was tried 2 times.*died in the step.*drop-batch RUN b000001"):
+        stocked.take(version, 3, 4.0)
+    assert before
+    assert stocked.drain() == ()
+    stocked.drop_batch(batch.batch_id, 5.0)
+    assert stocked.take(version, 3, 6.0).batch_id != batch.batch_id
+
+
+def test_the_reason_of_a_failed_step_is_kept_and_a_try_in_place_counts(stocked):
+    lease = cases.lease_of(stocked.take(FIRST, 1, 2.0))
+    assert stocked.step_failed(lease, "RowUnusable: row 3 of g000001-0\ud800", again=True) == ""
+    verdict = stocked.step_failed(lease, "RowUnusable: row 3 of g000001-0", again=True)
+    assert "b000001 was tried 2 times and not trained: RowUnusable: row 3 of g000001-0. Leave it out" in verdict
+    version = stocked.open_epoch(None, 3.0)
+    with pytest.raises(BatchUntrainable, match="row 3 of g000001-0"):
+        stocked.take(version, 2, 4.0)
+    stocked.retry_batches()
+    assert stocked.take(version, 2, 4.0).tries == 1
+
+
+def test_a_try_counts_for_the_batch_that_was_being_trained_only(stocked):
+    """Of two leases the first; not after a release or an interruption; not once another step ended a learner, or this
+    one went well."""
+    first, second = stocked.take(FIRST, 1, 2.0), stocked.take(PolicyVersion(1, 1), 1, 2.0)
+    stocked.open_epoch(None, 3.0)
+    assert [batch.tries for batch in stocked.state.queue()] == [1, 0]
+    lease = cases.lease_of(stocked.take(PolicyVersion(2, 0), 2, 4.0))
+    stocked.step_interrupted(lease)
+    assert stocked.state.batches[first.batch_id].tries == 1
+    stocked.release(lease)
+    assert stocked.state.batches[first.batch_id].tries == 0
+    _, version = cases.step(stocked, PolicyVersion(2, 0), epoch=2)
+    assert stocked.state.batches[first.batch_id].tries == 0
+    died_on, version = learner_dies(stocked, version, 2)
+    assert died_on.batch_id == second.batch_id
+    _, version = learner_dies(stocked, version, 3)
+    assert {batch.batch_id: batch.tries for batch in stocked.state.queue()} == {first.batch_id: 1, second.batch_id: 0}
 
 
 def test_versions_are_never_reused_when_nothing_was_saved(stocked):
