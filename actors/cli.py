@@ -25,6 +25,7 @@ from headrace.actors.cli_output import (
     Quiet,
     Steadily,
     console,
+    result_console,
     say,
     write_json,
 )
@@ -226,7 +227,7 @@ def doctor(json: Json = None) -> None:
     table = Table("guarantee", "", "detail", box=None)
     for guarantee in guarantees:
         table.add_row(guarantee.name, "[green]yes[/]" if guarantee.present else "[yellow]no[/]", guarantee.detail)
-    console().print(table)
+    result_console().print(table)
 
 
 app.command()(simulate)

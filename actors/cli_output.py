@@ -15,6 +15,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED, EXIT_FAILED, EXIT_TRANSIENT
 
 EVERY_S = 5.0
+_PIPE_COLUMNS = 1000
 
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-' is standard output).")
@@ -25,6 +26,11 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No live progress.")]
 def console() -> Console:
     """For people: standard error, so that standard output is for results."""
     return Console(stderr=True)
+
+
+def result_console() -> Console:
+    """For results: standard output. In a pipe no line is cut or folded at the width of a terminal that is not there."""
+    return Console() if sys.stdout.isatty() else Console(width=_PIPE_COLUMNS)
 
 
 def say(*lines: str) -> None:

@@ -22,6 +22,7 @@ from headrace.sandboxes.launcher.id_blocks import FIRST_ID, IDS_PER_SANDBOX, RAN
 from headrace.sandboxes.launcher.id_maps import IdMaps
 from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
 from headrace.sandboxes.launcher.leases import IdRanges, OneId
+from headrace.sandboxes.launcher.reasons import reason_of
 from headrace.sandboxes.launcher.seccomp import filter_program
 from headrace.sandboxes.launcher.settings import Refused
 from headrace.sandboxes.launcher.shelf import Shelf
@@ -94,7 +95,7 @@ class Boots:
             self._ranges.release(sandbox.base_id)
             for name in needed:
                 self.shelf.give_back(name)
-            raise Refused("BootFailed", str(error)) from error
+            raise Refused("BootFailed", reason_of(error)) from error
 
     def _range_for(self, source: Record | None) -> int:
         """A range of its own, or that of the dead sandbox whose files it shows: owners and modes then mean the same."""

@@ -11,7 +11,8 @@ Invariants:
 - The memory limit holds for a group below the sandbox's own, of its commands only: what they fill their memory with,
   and however they ask the kernel to spare them, it never kills the sandbox's first process.
 - All paths are relative to descriptors opened before the launcher leaves the host's file tree.
-- A controller that cannot be had is named in `missing` with the reason; nothing pretends.
+- On version 2 `placement` says below which group that is.
+- A controller that cannot be had is named in `missing` with the reason: the error's name and the path that failed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import signal
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from headrace.sandboxes.launcher.placement import place
 from headrace.sandboxes.launcher.processes import parse_stat
+from headrace.sandboxes.launcher.reasons import reason_of
 
 CONTROLLERS: Final = ("memory", "cpu", "cpuacct", "pids", "freezer")
 _CPU_PERIOD_US: Final = 100_000
@@ -84,13 +87,18 @@ class _Hierarchy:
     def __init__(self, mount: Mount, controllers: frozenset[str], parent: str, name: str) -> None:
         self.version = mount.version
         self.controllers = controllers
+        self._folder = parent
         self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._name = name
         self._make()
 
     def _make(self) -> None:
-        with suppress(FileExistsError):
+        try:
             os.mkdir(self._name, 0o755, dir_fd=self._parent)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise self._named(error, self._name) from error
         if self.version == 2 and (wanted := self.controllers & _NAMES_V2.keys()):
             self.write(f"{self._name}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(wanted)))
 
@@ -120,14 +128,23 @@ class _Hierarchy:
         return f"{self._name}/{group}/{file}"
 
     def open(self, path: str) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._parent)
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._parent)
+        except OSError as error:
+            raise self._named(error, path) from error
 
     def write(self, path: str, text: str) -> None:
         descriptor = self.open(path)
         try:
             os.write(descriptor, text.encode())
+        except OSError as error:
+            raise self._named(error, path) from error
         finally:
             os.close(descriptor)
+
+    def _named(self, error: OSError, path: str) -> OSError:
+        """The same error with the whole path: a write names none, and ours begin at a descriptor."""
+        return OSError(error.errno, os.strerror(error.errno or 0), f"{self._folder}/{path}")
 
     def read(self, path: str) -> str:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._parent)
@@ -223,11 +240,16 @@ class Cgroups:
             return cls(find_mounts(mountinfo.read(), groups.read()))
 
     def _open(self, mount: Mount, controllers: frozenset[str], name: str) -> None:
+        parent, had = mount.folder, controllers
+        if mount.version == 2:
+            found = place(mount.folder, controllers & _NAMES_V2.keys())
+            # Every group can be frozen.
+            parent, had = found.folder, found.controllers | (controllers & {"freezer"})
+            self.missing.update(found.reasons)
         try:
-            parent, had = (mount.folder, controllers) if mount.version == 1 else _place_v2(mount.folder, controllers)
             hierarchy = _Hierarchy(mount, had, parent, name)
         except OSError as error:
-            self.missing.update(dict.fromkeys(controllers, f"{mount.folder}: {error.strerror}"))
+            self.missing.update(dict.fromkeys(controllers, reason_of(error)))
             return
         self._hierarchies.append(hierarchy)
         self._by_controller.update(dict.fromkeys(had, hierarchy))
@@ -324,24 +346,6 @@ class Cgroups:
     def close(self) -> None:
         for hierarchy in self._hierarchies:
             hierarchy.close()
-
-
-def _place_v2(own: str, wanted: frozenset[str]) -> tuple[str, frozenset[str]]:
-    """A group below which controllers can be switched on: our own if no process of its forbids it ("no internal
-    processes", cgroup-v2.rst), else the one above. With the controllers that can be had there."""
-    best, most = own, frozenset({"freezer"}) & wanted
-    for folder in (own, os.path.dirname(own)):  # noqa: PTH120
-        if not os.path.exists(f"{folder}/cgroup.controllers"):  # noqa: PTH110
-            continue
-        with open(f"{folder}/cgroup.controllers", encoding="utf-8") as file:
-            offered = frozenset(file.read().split()) & wanted & _NAMES_V2.keys()
-        with suppress(OSError), open(f"{folder}/cgroup.subtree_control", "w", encoding="utf-8") as file:
-            file.write(" ".join(f"+{name}" for name in sorted(offered)))
-        with open(f"{folder}/cgroup.subtree_control", encoding="utf-8") as file:
-            had = frozenset(file.read().split()) & wanted
-        if len(had) + 1 > len(most):
-            best, most = folder, had | (frozenset({"freezer"}) & wanted)
-    return best, most
 
 
 def _memory(hierarchy: _Hierarchy, group: str) -> dict[str, float]:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Final
 from headrace.sandboxes.launcher import requests, rootfs, syscalls
 from headrace.sandboxes.launcher.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.launcher.leases import Deadlines
+from headrace.sandboxes.launcher.reasons import reason_of
 from headrace.sandboxes.launcher.record import Record
 from headrace.sandboxes.launcher.settings import Refused
 from headrace.sandboxes.launcher.switchboard import Switchboard, Waiter
@@ -405,7 +406,7 @@ class ForkServer:
         try:
             self._groups.set_frozen(sandbox.id, frozen=stopped)
         except OSError as error:
-            raise Refused("Unsupported", f"pause and resume: {error.strerror}; see headrace doctor") from error
+            raise Refused("Unsupported", f"pause and resume: {reason_of(error)}; see headrace doctor") from error
 
     @staticmethod
     def _check_running(sandbox: Record) -> None:

@@ -4,7 +4,8 @@
 
 Invariants:
 - Its root is a private one before it serves, its memory cannot be inspected, and its command line names no path.
-- Without root it is root of a user namespace with one id: its sandboxes have no other user, and no control groups.
+- Without root it is root of a user namespace with one id: its sandboxes have no other user. It has control groups
+  where its user was given one: in a group that systemd delegated, memory, cpu and pause.
 - It reads one line of settings and writes one line: ready, or why this machine cannot isolate.
 """
 
@@ -23,6 +24,7 @@ from headrace.sandboxes.launcher import rootfs, syscalls
 from headrace.sandboxes.launcher.boots import Boots
 from headrace.sandboxes.launcher.cgroups import Cgroups
 from headrace.sandboxes.launcher.fork_server import ForkServer
+from headrace.sandboxes.launcher.reasons import reason_of
 from headrace.sandboxes.launcher.settings import Settings
 
 _BACKLOG: Final = 1024
@@ -36,7 +38,7 @@ def main() -> None:
     try:
         server = _prepare(settings)
     except OSError as error:
-        os.write(1, json.dumps({"error": str(error)}).encode() + b"\n")
+        os.write(1, json.dumps({"error": reason_of(error)}).encode() + b"\n")
         sys.exit(1)
     server.handle_signals()
     os.write(1, json.dumps({"missing": server.missing}).encode() + b"\n")

@@ -2,12 +2,14 @@
 # (pathlib stays out of the launcher: what is not imported is not copied at a fork)
 """What this machine's kernel allows, found by doing it in forked children of a process with the standard library only.
 
-Invariants: nothing outlives a child, nothing of the host is changed; each check ends in its own process, so one that
+Invariants: nothing outlives a child; of the host nothing is changed, except that the processes of a group that is ours
+are moved into a leaf of it, as the launcher would do (`placement`); each check ends in its own process, so one that
 the kernel refuses spoils no other. Prints one line of JSON: name to an empty string (present) or the kernel's reason.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -18,6 +20,7 @@ from headrace.sandboxes.launcher import init, rootfs, seccomp, syscalls
 from headrace.sandboxes.launcher.cgroups import Cgroups, GroupLimits
 from headrace.sandboxes.launcher.id_blocks import FIRST_ID, IDS_PER_SANDBOX
 from headrace.sandboxes.launcher.id_maps import IdMaps
+from headrace.sandboxes.launcher.reasons import reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +42,7 @@ def _in_child(check: Callable[[], None]) -> str:
                 syscalls.enter_own_user_namespace()
             check()
         except OSError as error:
-            reason = str(error)
+            reason = reason_of(error)
         finally:
             os.write(write_end, reason.encode())
             os._exit(0)
@@ -67,7 +70,7 @@ def _id_range() -> None:
     os.close(ready_write)
     try:
         if os.read(ready_read, 1) != b"u":
-            raise OSError(1, "the child has no user namespace")
+            raise OSError(errno.EPERM, "the child has no user namespace")
         for name in ("uid_map", "gid_map"):
             with open(f"/proc/{child}/{name}", "w", encoding="utf-8") as file:
                 file.write(f"0 {FIRST_ID} {IDS_PER_SANDBOX}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from headrace.sandboxes.launcher.cgroups import Mount, find_mounts, is_orphan
+from headrace.sandboxes.launcher.placement import LEAF, place
 from headrace.sandboxes.launcher.processes import parse_stat
+from headrace.sandboxes.launcher.reasons import reason_of
 
 HYBRID = """\
 32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct
@@ -61,3 +64,72 @@ def test_groups_of_others_are_left_alone(name: str) -> None:
 
 def test_groups_of_another_pid_namespace_are_left_alone() -> None:
     assert not is_orphan(f"headrace-1-{1 << 30}-5")
+
+
+def test_a_refusal_names_its_errno_and_the_path() -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        Path("/nowhere/cgroup.procs").read_text()
+    assert reason_of(caught.value) == "ENOENT: /nowhere/cgroup.procs: No such file or directory"
+    assert reason_of(OSError(errno.EBUSY, "mount tmpfs on /x: busy")) == "EBUSY: mount tmpfs on /x: busy"
+    assert reason_of(OSError(0, "EBUSY: within")) == "EBUSY: within"
+
+
+ALL = frozenset({"memory", "cpu", "pids"})
+
+
+def a_group(folder: Path, *, is_root: bool = False, processes: str = "1\n77\n", controllers: str = "") -> Path:
+    """Files as the kernel shows them; what is written stays in them."""
+    folder.mkdir()
+    (folder / "cgroup.controllers").write_text(controllers or "cpuset cpu io memory pids\n")
+    (folder / "cgroup.subtree_control").write_text("")
+    (folder / "cgroup.procs").write_text(processes)
+    if not is_root:
+        (folder / "cgroup.type").write_text("domain\n")
+    return folder
+
+
+def test_processes_of_a_container_move_into_a_leaf_before_controllers_are_switched_on(tmp_path: Path) -> None:
+    own = a_group(tmp_path / "mount")
+    place(str(own), ALL)
+    assert (own / LEAF / "cgroup.procs").read_text() == "77"
+    assert set((own / "cgroup.subtree_control").read_text().split()) == {"+cpu", "+memory", "+pids"}
+
+
+def test_processes_of_the_real_root_are_never_moved(tmp_path: Path) -> None:
+    own = a_group(tmp_path / "mount", is_root=True)
+    place(str(own), ALL)
+    assert not (own / LEAF).exists()
+
+
+def test_processes_of_a_unit_that_is_not_delegated_are_not_moved(tmp_path: Path) -> None:
+    root = a_group(tmp_path / "mount", is_root=True)
+    unit = a_group(root / "ssh.service")
+    if os.geteuid() != 0:
+        unit.joinpath("cgroup.procs").write_text("1\n")
+    place(str(unit), ALL)
+    assert not (unit / LEAF).exists()
+
+
+def test_groups_lie_below_a_delegated_unit(tmp_path: Path) -> None:
+    root = a_group(tmp_path / "mount", is_root=True)
+    unit = a_group(root / "headrace.service")
+    try:
+        os.setxattr(unit, "user.delegate", b"1")
+    except OSError as error:
+        pytest.skip(f"{tmp_path} keeps no extended attributes: {error.strerror}")
+    assert place(str(unit), ALL).folder == str(unit)
+    assert (unit / LEAF).exists()
+    # A later launcher is a child of what was moved.
+    assert place(str(unit / LEAF), ALL).folder == str(unit)
+
+
+def test_processes_that_cannot_be_seen_are_not_moved_and_the_reason_says_so(tmp_path: Path) -> None:
+    own = a_group(tmp_path / "mount", processes="1\n0\n")
+    found = place(str(own), ALL)
+    assert not (own / LEAF).exists()
+    assert found.reasons["memory"].startswith(f"EBUSY: {own}/cgroup.procs: processes of another pid namespace")
+
+
+def test_a_controller_that_nobody_delegated_is_named_with_the_file_that_lacks_it(tmp_path: Path) -> None:
+    own = a_group(tmp_path / "mount", controllers="cpu pids\n")
+    assert place(str(own), ALL).reasons["memory"].startswith(f"ENOENT: {own}/cgroup.controllers: ")
