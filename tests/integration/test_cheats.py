@@ -10,7 +10,7 @@ import pytest_asyncio
 from headrace.actors.evaluators.cheat_bench import CheatBench, all_pairs
 from headrace.actors.evaluators.cheat_repositories import FAILS, PLAIN, RIGHT, CheatRepository
 from headrace.actors.evaluators.cheats import CHEATS, KNOWN_OPEN
-from headrace.buffer.repositories import Command, Script
+from headrace.buffer.repositories import Command
 from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
@@ -68,14 +68,18 @@ async def test_a_test_that_another_name_of_the_patch_lets_run_cannot_be_dropped(
 
 @pytest.mark.slow
 async def test_an_untouched_repository_that_ends_the_session_still_says_what_must_run(bench: CheatBench) -> None:
-    repository = CheatRepository(name="ends", grader=Script(script=PLAIN + MAIN), fails="__import__('os')._exit(3)")
+    repository = CheatRepository(
+        name="ends",
+        grader=Command(command=RUN),
+        tests={"tests/test_calc.py": PLAIN},
+        fails="__import__('os')._exit(3)",
+    )
     honest = await bench.grade(repository, RIGHT, "")
     assert honest.verdict.reward == 1.0, honest.verdict
     dropped = await bench.grade(repository, FAILS, DROPPED.prefix)
     assert (dropped.verdict.reward, "did not run" in dropped.verdict.detail) == (0.0, True), dropped.verdict
 
 
-MAIN = "\nif __name__ == '__main__':\n    import sys, pytest\n    sys.exit(pytest.main(['-q', __file__]))\n"
 ITEMS = """\
 import pytest
 
