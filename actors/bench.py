@@ -143,6 +143,24 @@ def outage(
 
 
 @app.command()
+def months(
+    json: Json = True,
+    days: Annotated[int, typer.Option(min=1, help="Length of the long run, 360 steps of 64 rollouts a day.")] = 90,
+    folder: Annotated[Path | None, typer.Option(help="Where the runs are written: 2 GB for 90 days.")] = None,
+) -> None:
+    """What it costs to go on with a run of months, beside one of a day: from the start of `resume` to the first order,
+    the longest that any actor stands still while each is restarted, the longest wait of an offer beside a checkpoint,
+    the buffer's memory; with files of today's format and of the one before. Exit code 3: a figure is over its limit."""
+    from headrace.actors.simulation.months_bench import measure
+
+    with tempfile.TemporaryDirectory(prefix="headrace-months-", dir=folder) as place:
+        figures = measure(Path(place), days=days, say=Console(stderr=True).print)
+    _print(figures)
+    if figures["problems"]:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+@app.command()
 def control(
     json: Json = True,
     seed: Annotated[int, typer.Option(min=0)] = 0,

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, StartFailed
 from headrace.actors.retry import ABSENCE, until_back
+from headrace.actors.ticker import begin_ticking
 from headrace.sandboxes.private_folders import temporary_folder
 
 if TYPE_CHECKING:
@@ -234,6 +235,7 @@ class Host:
         ABSENCE.seconds, cls, args, kwargs = pickle.loads(made_of)
         self._instance: Any = cls(*args, **kwargs)
         self._life: _Life | None = None
+        self._ticking: asyncio.Task[None] | None = None
         self._closed = False
         self._calls = 0
         self._running: set[str] = set()
@@ -284,6 +286,7 @@ class Host:
         """The instance's life; a new one where there is none or its entering failed."""
         if self._life is None or self._life.failed:
             self._life = _Life(self._instance)
+            self._ticking = self._ticking or begin_ticking(type(self._instance).__name__)
         return self._life
 
 

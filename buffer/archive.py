@@ -83,6 +83,10 @@ class Archive:
             self._database.close()
             self._database = None
 
+    def is_lost(self) -> bool:
+        """Whether the ledger counts steps in an archive that is not there."""
+        return self._database is None and totals_of(self._ledger).get(STEPS, 0) > 0
+
     def move_groups(self) -> bool:
         """Move some closed groups with all that is theirs; False when none is left."""
         found = self._ledger.execute("SELECT group_id FROM groups WHERE closed = 1 LIMIT ?", (GROUPS_AT_ONCE,))
@@ -151,7 +155,7 @@ class Archive:
 
     def recall(self, sequence: int) -> None:
         """Bring back what a return to step `sequence` undoes, and open it: later steps, their batches, and the groups
-        of their members. Raises LedgerRefused when the archive lacks any of it."""
+        of their members."""
         here = json.dumps([number for (number,) in self._ledger.execute("SELECT sequence FROM commits")])
         commits = self._archived(
             "commits", "sequence >= ? AND sequence NOT IN (SELECT value FROM json_each(?))", sequence, here

@@ -203,6 +203,10 @@ class Ledger:
         sqlite3.Error, OSError."""
         return self._archive.move_steps(), self._archive.move_evaluations()
 
+    def archive_is_lost(self) -> bool:
+        """Whether there are steps that `recall` cannot bring back."""
+        return self._archive.is_lost()
+
     def recall(self, chain: str) -> None:
         """Bring back and open what a return to the step with this hash chain undoes; nothing when there is none."""
         sequence = self._archive.sequence_of(chain)

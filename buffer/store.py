@@ -239,7 +239,7 @@ class ReplayStore:
             # Before anything is recalled for it.
             self._core.refuse_without_checkpoint()
         if self._core.needs_history(checkpoint):
-            await self._recall(lambda: self._ledger.recall(checkpoint.chain if checkpoint else ""))
+            await self._recall_steps_after(checkpoint)
         return await self._change(lambda: self._core.open_epoch(checkpoint, self._clock(), from_start=from_start))
 
     async def drop_batch(self, batch_id: BatchId | None = None) -> BatchRecord:
@@ -259,7 +259,7 @@ class ReplayStore:
         them, those steps are undone now. Raises LedgerMismatch, LedgerBehind."""
         await self._recall(lambda: self._ledger.recall_groups_of(lost))
         if self._core.needs_history(checkpoint):
-            await self._recall(lambda: self._ledger.recall(checkpoint.chain if checkpoint else ""))
+            await self._recall_steps_after(checkpoint)
         if self._core.trained_after(checkpoint) & set(lost):
             if checkpoint is None and self._core.state.checkpoints:
                 raise LedgerMismatch(
@@ -475,6 +475,16 @@ class ReplayStore:
         return Batch(
             lease=BatchLease(batch_id=record.batch_id, epoch=record.epoch), version=record.version, items=items
         )
+
+    async def _recall_steps_after(self, checkpoint: CheckpointRef | None) -> None:
+        """Raises LedgerMismatch when the archive was lost."""
+        if await self._write_alone(self._ledger.archive_is_lost):
+            wanted = checkpoint.path if checkpoint else "the start"
+            raise LedgerMismatch(
+                f"a return to {wanted} undoes steps that are in archive.db, which is missing: put it back, e.g. from a "
+                "copy of the run, or resume from the newest checkpoint"
+            )
+        await self._recall(lambda: self._ledger.recall(checkpoint.chain if checkpoint else ""))
 
     async def _recall(self, recall: Callable[[], None]) -> None:
         """Fold the core again with what this brings back from the archive. It blocks: nothing may change meanwhile."""

@@ -82,6 +82,8 @@ REWARDS: Final = (1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0)
 AGAIN_EVERY: Final = 16
 """One rollout in so many had a first attempt that died of infra."""
 METRIC_LINES_PER_STEP: Final = 16
+STEPS_LEFT: Final = 60
+"""Steps that a resumed run has still to make."""
 STEPS_AT_ONCE: Final = 100
 """Steps written in one transaction."""
 
@@ -102,10 +104,10 @@ class Place:
 class Months:
     """A run of `days`, begun so long ago."""
 
-    def __init__(self, days: int, tasks: Sequence[TaskId], *, now: float) -> None:
+    def __init__(self, days: float, tasks: Sequence[TaskId], *, now: float) -> None:
         # The newest checkpoint is followed by a few steps that it does not cover.
-        self.steps = days * STEPS_PER_DAY + AFTER_CHECKPOINT
-        self.saved = days * STEPS_PER_DAY
+        self.saved = _saved_steps(days)
+        self.steps = self.saved + AFTER_CHECKPOINT
         self._tasks, self._began = tasks, now - (self.steps + 1) * STEP_S
         self._now = now
         self.chains = [""]
@@ -448,6 +450,10 @@ def _trajectories(rollouts: Sequence[RolloutRecord], sampled: dict[RolloutId, Po
     ]
 
 
+def _saved_steps(days: float) -> int:
+    return max(1, int(days * STEPS_PER_DAY / SAVE_EVERY)) * SAVE_EVERY
+
+
 class _Written(Protocol):
     """Where the generator writes to."""
 
@@ -526,11 +532,11 @@ class _OldLedger:
 
 
 def write_run(
-    runs_dir: Path, name: str, *, days: int, older: bool = False, overrides: Sequence[str] = ()
+    runs_dir: Path, name: str, *, days: float, older: bool = False, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, RunDirectory]:
     """Make the run directory; `older`: as the version before this one left it. Raises ConfigError, OSError."""
-    steps = days * STEPS_PER_DAY + AFTER_CHECKPOINT
-    sizes = (f"training.steps={steps + 60}", f"evaluation.every_steps={EVALUATE_EVERY}", "evaluation.tasks=64")
+    steps = _saved_steps(days) + AFTER_CHECKPOINT
+    sizes = (f"training.steps={steps + STEPS_LEFT}", f"evaluation.every_steps={EVALUATE_EVERY}", "evaluation.tasks=64")
     config, directory = prepare(RunRequest(recipe=RECIPE, runs_dir=runs_dir, name=name, overrides=(*sizes, *overrides)))
     stream = TaskStream(load_tasks(directory.train_tasks), seed=config.service.seed)
     months = Months(days, stream.order(0), now=time.time())

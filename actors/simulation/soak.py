@@ -346,9 +346,17 @@ def main(
     kills: Annotated[int, typer.Option(min=1, help="Processes to kill, one after the other.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Of victims, pauses and rules.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 60,
+    days: Annotated[
+        int, typer.Option(min=0, help="Instead: go on with a generated run of so many days, and restart each actor.")
+    ] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
 ) -> None:
     """Kill actors, learner and driver of simulated runs over real Ray, and check after each kill."""
+    if days:
+        from headrace.actors.simulation.months_soak import main as soak_months
+
+        soak_months(days, json)
+        return
     with tempfile.TemporaryDirectory(prefix="headrace-soak-") as folder:
         plan = SoakPlan(folder=Path(folder), kills=kills, seed=seed, steps=steps)
         report = Soak(plan, typer.echo).run()

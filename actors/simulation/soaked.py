@@ -19,6 +19,7 @@ import orjson
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.launch import drive, reopen
+from headrace.actors.resuming import Resuming
 from headrace.actors.retry import until_back
 from headrace.actors.runtime import RayRuntime
 
@@ -51,7 +52,9 @@ async def processes(service: Service) -> dict[str, int]:
 def main(run_dir: Path, descriptor: int) -> None:
     config, directory = reopen(run_dir)
     with os.fdopen(descriptor, "wb", buffering=0) as answers:
-        drive(config, directory, quiet=True, beside=lambda service: answer(service, answers))
+        # As `headrace resume` does it.
+        before = Resuming(config, directory, say=print).tell
+        drive(config, directory, quiet=True, before=before, beside=lambda service: answer(service, answers))
 
 
 if __name__ == "__main__":

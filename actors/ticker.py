@@ -1,0 +1,40 @@
+"""How long the event loop of an actor stands still, for `scripts/bench months`.
+
+Invariant: it runs only where `HEADRACE_TICKER` names a folder, and writes one file there for each process: the largest
+gap between two ticks so far, in seconds, beyond the time of a tick.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Final
+
+FOLDER_KEY: Final = "HEADRACE_TICKER"
+TICK_S: Final = 0.05
+
+
+def begin_ticking(name: str) -> asyncio.Task[None] | None:
+    """Tick in the running loop, if somebody measures."""
+    folder = os.environ.get(FOLDER_KEY)
+    if not folder:
+        return None
+    return asyncio.get_running_loop().create_task(_tick(Path(folder) / f"{name}-{os.getpid()}"))
+
+
+def largest_gaps(folder: Path) -> dict[str, float]:
+    """Seconds by actor class and process id."""
+    return {path.name: float(path.read_text() or 0) for path in folder.iterdir()}
+
+
+async def _tick(path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    last_s, largest_s = loop.time(), 0.0
+    while True:
+        await asyncio.sleep(TICK_S)
+        now_s = loop.time()
+        if (gap_s := now_s - last_s - TICK_S) > largest_s:
+            largest_s = gap_s
+            path.write_text(f"{gap_s:.4f}")  # noqa: ASYNC240 - a few bytes, and only while somebody measures
+        last_s = now_s
