@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 import aiohttp
 import orjson
 
+from headrace.policies.transport_errors import reason
 from headrace.serve import codec
 from headrace.serve.capture.session import SessionId
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
@@ -79,7 +80,7 @@ class GatewayClient:
                 data = await response.read()
                 status = response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise GatewayUnreachable(f"gateway {self._url}{path}: {type(error).__name__} {error}") from error
+            raise GatewayUnreachable(f"gateway {self._url}{path}: {reason(error)}") from error
         if status != 200:
             raise GatewayUnreachable(
                 f"gateway {self._url}{path} answered {status}: {data[:500].decode(errors='replace')}", answered=True

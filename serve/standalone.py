@@ -55,7 +55,7 @@ class StandaloneOptions:
 
 
 def serve_gateway(options: StandaloneOptions, announce: Callable[[str], None]) -> None:
-    """Serve until a signal. `announce` gets the base URL. Raises OptionRefused, PolicyError, OSError."""
+    """Serve until a signal. `announce` gets the base URL. Raises OptionRefused, PolicyError."""
     uvloop.run(_serve(options, announce))
 
 
@@ -74,7 +74,7 @@ async def _serve(options: StandaloneOptions, announce: Callable[[str], None]) ->
     )
     gateway = Gateway(config, read_admin_token(options.admin_token_file))
     try:
-        url = await gateway.start(options.host, options.port)
+        url = await _listening(gateway, options)
         await gateway.set_engines(RoutingTable(version=1, engines=routes))
         async with portioned_collections():
             announce(url)
@@ -84,6 +84,19 @@ async def _serve(options: StandaloneOptions, announce: Callable[[str], None]) ->
                 await _wait(stopped, _EXPIRE_EVERY_S)
     finally:
         await gateway.stop()
+
+
+async def _listening(gateway: Gateway, options: StandaloneOptions) -> str:
+    """The base URL. Raises OptionRefused."""
+    try:
+        return await gateway.start(options.host, options.port)
+    except OSError as error:
+        if error.filename is not None:
+            raise OptionRefused(f"--state {options.state}: {error.filename}: {error.strerror}") from error
+        where = f"--host {options.host} --port {options.port}"
+        raise OptionRefused(
+            f"{where}: cannot listen there: {error.strerror}; choose another (0: a free port)"
+        ) from error
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from headrace.actors.engine_group.registry import EngineState
 from headrace.policies.errors import EngineDown, EngineError
+from headrace.policies.transport_errors import reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +91,7 @@ class HealthChecks:
         misses = self._registry.missed(member.engine_id)
         if misses < self._misses and not isinstance(problem, EngineDown):
             return False, None
-        return False, f"it did not tell its load, {misses} times in a row: {problem!r}"
+        return False, f"it did not tell its load, {misses} times in a row: {reason(problem)}"
 
     async def _silent(self) -> set[str]:
         """Engines that generate nothing any more, as the gateway sees it."""

@@ -13,6 +13,7 @@ import aiohttp
 import orjson
 
 from headrace.actors.engine_group.config import check_url
+from headrace.policies.transport_errors import reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +35,7 @@ async def router_workers(url: str, http: aiohttp.ClientSession) -> tuple[str, ..
             raise ValueError(f"status {status}")
         return tuple(_urls(payload))
     except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("engines.router %s tells no workers: %r", url, error)
+        logger.warning("engines.router %s tells no workers: %s", url, reason(error))
         return None
 
 

@@ -15,6 +15,7 @@ import orjson
 from headrace.policies.errors import EngineDown, EngineTimeout, EngineUnavailable, RequestInvalid
 from headrace.policies.sglang.refusals import refusal
 from headrace.policies.sglang.replies import error_text, parse_object
+from headrace.policies.transport_errors import reason
 
 if TYPE_CHECKING:
     from headrace.policies.engine import EngineId
@@ -50,9 +51,9 @@ class Transport:
         except TimeoutError as error:
             raise EngineTimeout(f"{self.engine_id}: no answer to {path} within {timeout_s} s") from error
         except aiohttp.ClientConnectorError as error:
-            raise EngineDown(f"{self.engine_id}: nothing listens at {self.url}: {error!r}") from error
+            raise EngineDown(f"{self.engine_id}: nothing listens at {self.url}: {reason(error)}") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailable(f"{self.engine_id}: {path} at {self.url}: {error!r}") from error
+            raise EngineUnavailable(f"{self.engine_id}: {path} at {self.url}: {reason(error)}") from error
         if status >= 500:
             raise EngineUnavailable(f"{self.engine_id}: {path} answered {status}: {error_text(payload)}")
         if status >= 400:

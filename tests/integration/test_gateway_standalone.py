@@ -17,6 +17,8 @@ import pytest
 from tests.chat_templates import QWEN3
 from tests.gateway_rig import GUARD_S, Engine, Lines, serving
 
+from headrace.actors.exit_codes import EXIT_BAD_INPUT, EXIT_TRANSIENT
+
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
@@ -95,11 +97,18 @@ async def test_what_keeps_it_from_starting_is_one_line(model_dir: Path, tmp_path
             common = ("--tokenizer", str(model_dir), "--admin-token-file", token)
             port = str(taken.getsockname()[1])
             code, said = await refusal("--engine", engine.url, *common, "--port", port)
-        assert code != 0
+        assert (code, len(said.splitlines())) == (EXIT_BAD_INPUT, 1), said
+        assert f"--port {port}" in said
         assert "address already in use" in said
+        (tmp_path / "file").touch()
+        state = ("--state", str(tmp_path / "file" / "sessions"))
+        code, said = await refusal("--engine", engine.url, *common, *state)
+        assert (code, len(said.splitlines())) == (EXIT_BAD_INPUT, 1), said
+        assert "--state" in said
         code, said = await refusal("--engine", "http://127.0.0.1:9", *common)
-        assert code != 0
-        assert "http://127.0.0.1:9" in said
+        assert (code, len(said.splitlines())) == (EXIT_TRANSIENT, 1), said
+        assert "nothing listens at http://127.0.0.1:9" in said
+        assert "ClientConnectorError" not in said
         code, said = await refusal("--engine", engine.url, "--tokenizer", str(tmp_path), "--admin-token-file", token)
         assert code != 0
         assert "tokenizer.json" in said

@@ -1,0 +1,51 @@
+"""What people read of a connection that failed: the address and the reason, no class names."""
+
+from __future__ import annotations
+
+import socket
+
+import aiohttp
+import pytest
+
+from headrace.policies.engine import EngineId
+from headrace.policies.errors import EngineDown
+from headrace.policies.sglang.transport import Transport
+from headrace.policies.transport_errors import reason
+from headrace.serve.client import GatewayClient
+from headrace.serve.errors import GatewayUnreachable
+
+
+@pytest.fixture
+def closed_url() -> str:
+    """Nothing listens there."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+async def test_an_engine_that_is_not_there_is_said_in_words(closed_url: str) -> None:
+    async with aiohttp.ClientSession() as http:
+        transport = Transport(EngineId("engine-0"), closed_url, http, timeout_s=5.0)
+        with pytest.raises(EngineDown) as error:
+            await transport.get("/model_info")
+    assert str(error.value) == f"engine-0: nothing listens at {closed_url}: Connection refused"
+
+
+async def test_a_gateway_that_is_not_there_is_said_in_words(closed_url: str) -> None:
+    async with GatewayClient(closed_url, "token") as client:
+        with pytest.raises(GatewayUnreachable) as error:
+            await client.open([])
+    assert str(error.value) == f"gateway {closed_url}/sessions: Connection refused"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (TimeoutError(), "timed out"),
+        (aiohttp.ServerDisconnectedError(), "Server disconnected"),
+        (ConnectionResetError(), "ConnectionResetError"),
+        (socket.gaierror(-2, "Name or service not known"), "Name or service not known"),
+    ],
+)
+def test_other_failures_have_words_too(error: Exception, words: str) -> None:
+    assert reason(error) == words
