@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +28,7 @@ from headrace.actors.cli_output import (
     console,
     result_console,
     say,
+    show,
     write_json,
 )
 from headrace.actors.cli_restarts import Restarts, RunEnded, ending_a_run, resume_again_and_again
@@ -47,9 +49,18 @@ app.add_typer(engine_app, name="engine")
 app.add_typer(sandbox_app, name="sandbox")
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"headrace {version('headrace')}")
+        raise typer.Exit
+
+
 @app.callback()
 def root(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show tracebacks of errors; may stand anywhere.")] = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     """Asynchronous rollout service for reinforcement learning of LLM agents."""
 
@@ -168,24 +179,30 @@ def status(
 ) -> None:
     """Tell what run directories say; touches no process."""
     from headrace.actors.engine_group.roster import read_roster
-    from headrace.actors.launch import reopen, status_of
-    from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.errors import RunMissing
+    from headrace.actors.launch import reopen
+    from headrace.actors.run_status import RunState, status_of
 
-    if run_dir is not None:
-        found = [reopen(run_dir)[1]]
-    else:
-        found = [RunDirectory(path=path.parent) for path in sorted(runs_dir.glob("*/config.json"))]
-    states = [status_of(directory) for directory in found]
+    paths = [run_dir] if run_dir is not None else [path.parent for path in sorted(runs_dir.glob("*/config.json"))]
+    found = []
+    for path in paths:
+        try:
+            found.append(reopen(path))
+        except RunMissing as error:
+            if run_dir is not None:
+                raise
+            say(str(error))
+    states = [status_of(config, directory) for config, directory in found]
     if json is not None:
         write_json(states if run_dir is None else states[0], json)
         return
-    table = Table("run", "driven", "step", "version", "reward", "held-out", box=None)
+    table = Table("run", "state", "version", "reward", "held-out", box=None)
     for state in states:
         held_out = "  ".join(f"{tag} {success:.0%}" for tag, success in state["held_out"].items())
         reward = "-" if state["reward"] is None else f"{state['reward']:.2f}"
-        driven = "yes" if state["driven"] else "no"
-        table.add_row(state["run"], driven, str(state["steps"]), state["version"] or "-", reward, held_out or "-")
-    console().print(table)
+        stands = f"{state['steps']} of {state['total_steps']}, {state['state']}"
+        table.add_row(state["run"], stands, state["version"] or "-", reward, held_out or "-")
+    show(table)
     for state in states:
         if state["held"]:
             say(f"{state['run']} holds its orders: {state['held']}")
@@ -194,8 +211,10 @@ def status(
         if state["checkpoints_left_out"]:
             names = ", ".join(state["checkpoints_left_out"])
             say(f"{state['run']} has damaged checkpoints: {names}; remove them once you have looked at them")
-    if run_dir is not None and (engines := read_roster(found[0].engines).engines):
-        console().print(engine_table(engines))
+    # Engines end with their run: how they were then is no news.
+    ended = states[0]["state"] in (RunState.FINISHED, RunState.DRAINED) if states else False
+    if run_dir is not None and not ended and (engines := read_roster(found[0][1].engines).engines):
+        show(engine_table(engines))
 
 
 @app.command()
@@ -210,7 +229,7 @@ def report(
     if json is not None:
         write_json(told.to_json(), json)
     else:
-        console().print(told.tables(), highlight=False)
+        show(told.tables())
 
 
 @app.command()
@@ -227,7 +246,7 @@ def doctor(json: Json = None) -> None:
     table = Table("guarantee", "", "detail", box=None)
     for guarantee in guarantees:
         table.add_row(guarantee.name, "[green]yes[/]" if guarantee.present else "[yellow]no[/]", guarantee.detail)
-    result_console().print(table)
+    show(table, result_console(), markup=True)
 
 
 app.command()(simulate)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 from rich.console import Console
+from rich.measure import Measurement
 
 from headrace.actors.errors import ConfigError
 from headrace.actors.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED, EXIT_FAILED, EXIT_TRANSIENT
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 EVERY_S = 5.0
 _PIPE_COLUMNS = 1000
@@ -25,18 +29,29 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No live progress.")]
 
 def console() -> Console:
     """For people: standard error, so that standard output is for results."""
-    return Console(stderr=True)
+    # No emoji: `name:key:max` is a line of a file.
+    return Console(stderr=True, emoji=False)
 
 
 def result_console() -> Console:
     """For results: standard output. In a pipe no line is cut or folded at the width of a terminal that is not there."""
-    return Console() if sys.stdout.isatty() else Console(width=_PIPE_COLUMNS)
+    return Console(emoji=False) if sys.stdout.isatty() else Console(width=_PIPE_COLUMNS, emoji=False)
+
+
+def show(document: RenderableType, to: Console | None = None, *, markup: bool = False) -> None:
+    """Tables and lines as wide as they are: cells that are cut tell nobody anything, and a terminal that is narrower
+    folds the lines. On standard error, unless told otherwise."""
+    screen = to or console()
+    # Whether it is a terminal or a pipe of 80 columns: a console cannot measure beyond its own width.
+    needed = Measurement.get(screen, screen.options.update(width=_PIPE_COLUMNS, markup=markup), document).maximum
+    screen.width = max(screen.width, needed)
+    screen.print(document, highlight=False, crop=False, markup=markup)
 
 
 def say(*lines: str) -> None:
     """As they are, one below the other."""
     for line in lines:
-        console().print(line, highlight=False, soft_wrap=True)
+        console().print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 class Steadily:
@@ -75,5 +90,6 @@ __all__ = [
     "Quiet",
     "console",
     "say",
+    "show",
     "write_json",
 ]

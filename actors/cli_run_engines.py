@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from headrace.actors.cli_output import Json, console, say, write_json
+from headrace.actors.cli_output import Json, say, show, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,7 +34,7 @@ def list_engines(run: Run, json: Json = None) -> None:
     if json is not None:
         write_json({"time_s": roster.time_s, "engines": [asdict(engine) for engine in roster.engines]}, json)
     else:
-        console().print(engine_table(roster.engines))
+        show(engine_table(roster.engines))
 
 
 def add_engine(

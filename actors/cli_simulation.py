@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress, TaskID
 
-from headrace.actors.cli_output import EXIT_DIRTY, Json, Quiet, console, say, write_json
+from headrace.actors.cli_output import EXIT_DIRTY, Json, Quiet, console, say, show, write_json
 
 __all__ = ["simulate", "tune"]
 
@@ -111,15 +111,15 @@ def tune(
     with Progress(console=screen, disable=quiet or not screen.is_terminal, transient=True) as progress:
         rounds: dict[int, TaskID] = {}
 
-        def show(number: int, done: int, of: int) -> None:
+        def advance(number: int, done: int, of: int) -> None:
             if number not in rounds:
                 rounds[number] = progress.add_task(f"round {number}", total=of)
             progress.update(rounds[number], completed=done)
 
-        tuned = run_tuning(prepared, show)
+        tuned = run_tuning(prepared, advance)
     if json is not None:
         write_json(tuned.to_json(), json)
-    screen.print(tuned.table())
+    show(tuned.table())
     say(*tuned.lines())
     # What is to be pasted goes where it can be caught, unless the JSON does.
     if json is None or str(json) != "-":

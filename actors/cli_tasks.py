@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 from headrace.actors.cli_ledger import Run, idle_store
-from headrace.actors.cli_output import Json, console, say, write_json
+from headrace.actors.cli_output import Json, say, show, write_json
 from headrace.buffer.outages import utc
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def parked(run_dir: AnyRun, json: Json = None) -> None:
     for task in found:
         since = "-" if task.parked_at_s is None else utc(task.parked_at_s)
         table.add_row(task.task_id, since, ", ".join(task.hosts) or "-", task.last_failure)
-    console().print(table, highlight=False, markup=False)
+    show(table)
 
 
 @tasks_app.command()

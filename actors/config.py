@@ -30,6 +30,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.learner import LearnerLoopConfig
 from headrace.actors.retry import DEFAULT_ABSENT_S
 from headrace.actors.rollout import RolloutConfig
+from headrace.actors.suggestions import suggestion
 from headrace.buffer.replay import BufferConfig
 from headrace.policies.megatron import LearnerConfig
 from headrace.policies.push.contract import PushConfig
@@ -444,16 +445,18 @@ def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
     try:
         return RunConfig.model_validate(document)
     except ValidationError as error:
-        raise ConfigError(f"{recipe}: {explain(error)}") from error
+        raise ConfigError(f"{recipe}: {explain(error, RunConfig)}") from error
 
 
-def explain(error: ValidationError, *, page: str = "docs/configuration.md") -> str:
-    """The first problem of a validation error: key, reason and, for an unknown key, what to do."""
+def explain(error: ValidationError, model: type[BaseModel], *, page: str = "docs/configuration.md") -> str:
+    """The first problem of a validation error of `model`: key, reason and, for an unknown key, what to do."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
     reason = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key}; remove it or check its spelling ({page} lists the keys)"
+        meant = suggestion(model, [str(part) for part in first["loc"]])
+        advice = f"did you mean {meant}?" if meant else "remove it or check its spelling"
+        return f"unknown key {key}; {advice} ({page} lists the keys)"
     if first["type"] == "missing":
         return f"{key} is missing; set it"
     given = "" if first["type"] == "value_error" else f" (given: {first['input']!r})"

@@ -17,19 +17,19 @@ import signal
 import time
 import uuid
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
+from pydantic import ValidationError
 
 from headrace.actors.choosing import make_agent
-from headrace.actors.config import AgentKind, RunConfig, SandboxKind, load_recipe
-from headrace.actors.engine_group.roster import read_roster
+from headrace.actors.config import AgentKind, RunConfig, SandboxKind, explain, load_recipe
 from headrace.actors.errors import ActorLost, ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.evaluators.repository import REPOSITORY_RUNS
 from headrace.actors.guarding import guard, keep_running
 from headrace.actors.held_out.overlap import refuse_overlap
-from headrace.actors.metrics import each_metric, last_metric, read_metrics
+from headrace.actors.metrics import read_metrics
 from headrace.actors.older_configs import upgraded
 from headrace.actors.retry import ABSENCE
 from headrace.actors.run_directory import RunDirectory
@@ -37,13 +37,9 @@ from headrace.actors.runtime import RayRuntime, check_ray_folder, start_local_ra
 from headrace.actors.service import Service
 from headrace.actors.simulation.tasks import simulated_tasks
 from headrace.actors.summary import RunSummary, summarize
-from headrace.buffer.condition import read_condition
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.durable_files import publish_folder, replace_file
-from headrace.buffer.errors import LedgerRefused
-from headrace.buffer.outages import utc
 from headrace.buffer.tasks import load_tasks, write_tasks
-from headrace.policies.checkpoints import ASIDE
 from headrace.policies.model_files import check_model_files
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.serve.observing.progress import ProgressDisplay
@@ -161,7 +157,8 @@ def reopen(path: Path) -> tuple[RunConfig, RunDirectory]:
             raise ValueError("tables are missing")
         return RunConfig.model_validate(placed(upgraded(document), directory)), directory
     except (KeyError, ValueError) as error:
-        raise RunMissing(f"{directory.config}: not the configuration of a run of this version: {error}") from error
+        reason = explain(error, RunConfig) if isinstance(error, ValidationError) else error
+        raise RunMissing(f"{directory.config}: not the configuration of a run of this version: {reason}") from error
 
 
 def placed(document: dict[str, Any], directory: RunDirectory) -> dict[str, Any]:
@@ -208,6 +205,9 @@ def drive(
     with sole_driver(directory):
         before()
         started = time.time()
+        directory.append_session(started, None)
+        # It told how the run stood before it went on.
+        directory.summary.unlink(missing_ok=True)
         start_local_ray(directory.path, object_store_bytes=config.service.object_store_bytes)
         try:
             completed = asyncio.run(_drive(config, directory, quiet=quiet, beside=beside))
@@ -319,31 +319,3 @@ def draw(directory: RunDirectory) -> None:
     from headrace.serve.observing.plots import reward_png
 
     reward_png(read_metrics(directory.metrics), directory.picture)
-
-
-def status_of(directory: RunDirectory) -> dict[str, Any]:
-    """What the run directory tells, without touching a process."""
-    step = last_metric(directory.metrics, "step")
-    evaluations = each_metric(directory.metrics, ("evaluation",))
-    return {
-        "run": str(directory.path),
-        "driven": directory.is_driven(),
-        "steps": step["step"] if step else 0,
-        "version": step["version"] if step else None,
-        "reward": step["reward"] if step else None,
-        "held_out": {record["tag"]: record["success"] for record in evaluations},
-        "engines": [asdict(engine) for engine in read_roster(directory.engines).engines],
-        "finished": directory.summary.exists(),
-        "checkpoints_left_out": sorted(path.name for path in directory.checkpoints.glob(f"{ASIDE}*")),
-        **_condition_of(directory),
-    }
-
-
-def _condition_of(directory: RunDirectory) -> dict[str, Any]:
-    """Why orders are held, and how many tasks are parked, as the ledger says; one that cannot be read says so."""
-    try:
-        condition = read_condition(directory.path)
-    except LedgerRefused as error:
-        return {"held": str(error), "parked": 0}
-    held = [f"{outage.reason}, since {utc(outage.since_s)}" for outage in condition.outages]
-    return {"held": "; ".join(held), "parked": len(condition.parked)}

@@ -159,13 +159,14 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _deciles(deciles: Sequence[DecileReport]) -> Table:
-    """Long rollouts must not vanish from training: the columns say where they went."""
-    table = Table(
-        "duration up to", *(f"{decile.longest_s:.3g} s" for decile in deciles), box=None, title_justify="left"
-    )
-    for name in ("finished", "trained", "evicted", "filtered", "held", "cancelled"):
-        table.add_row(name, *(str(getattr(decile, name)) for decile in deciles))
-    table.add_row("mean reward", *(_number(decile.mean_reward) for decile in deciles))
+    """Long rollouts must not vanish from training: the columns say where those of a line went."""
+    fates = ("finished", "trained", "evicted", "filtered", "held", "cancelled")
+    table = Table("duration up to", box=None, title_justify="left")
+    for name in (*fates, "mean reward"):
+        table.add_column(name, justify="right")
+    for decile in deciles:
+        counts = (str(getattr(decile, name)) for name in fates)
+        table.add_row(f"{decile.longest_s:.3g} s", *counts, _number(decile.mean_reward))
     return table
 
 

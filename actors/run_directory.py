@@ -79,7 +79,7 @@ class RunDirectory:
 
     @property
     def sessions(self) -> Path:
-        """One JSON object per driver that ran: start and end, Unix time."""
+        """One JSON object per driver that began, and one more when it ended: start and end (null), Unix time."""
         return self.path / "sessions.jsonl"
 
     @property
@@ -107,7 +107,8 @@ class RunDirectory:
                 f"{self.identity} cannot be read: {error.strerror}: the run was copied in part; copy all of it"
             ) from error
 
-    def append_session(self, started_s: float, ended_s: float) -> None:
+    def append_session(self, started_s: float, ended_s: float | None) -> None:
+        """Record when a driver began, and again when it ended."""
         with self.sessions.open("ab") as file:
             file.write(orjson.dumps({"started_s": started_s, "ended_s": ended_s}) + b"\n")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
+from headrace.actors.driven_time import read_driven_time
 from headrace.actors.metrics import read_metrics
 from headrace.actors.push_costs import push_costs
 from headrace.actors.utilisation import bottleneck, mean_in_flight, mean_loads
@@ -94,6 +93,7 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
         report = audit(evidence)
         offered, started_s = evidence.offered()
     commits_s = [commit.committed_at_s for commit in evidence.commits]
+    driven = read_driven_time(directory.sessions, (*commits_s, *(record["time_s"] for record in metrics)))
     base, final = evaluations.get("base"), evaluations.get("final")
     times = [sum(record[f"{part}_s"] for record in steps) for part in ("idle", "step", "push")]
     stations = [record for record in metrics if record["kind"] == "stations"]
@@ -121,16 +121,11 @@ def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
         learner_idle_share=times[0] / sum(times) if sum(times) else 0.0,
         utilisation={load.station.value: load.utilisation for load in loads if load.utilisation is not None},
         held_up_by=None if slowest is None else slowest.station.value,
-        train_wall_s=max(commits_s) - started_s if commits_s and started_s is not None else None,
-        total_wall_s=_total_wall_s(directory),
+        train_wall_s=driven.within_s(started_s, max(commits_s)) if commits_s and started_s is not None else None,
+        total_wall_s=driven.total_s(),
         ledger_clean=report.clean,
         problems=report.problems,
     )
-
-
-def _total_wall_s(directory: RunDirectory) -> float:
-    sessions = [orjson.loads(line) for line in directory.sessions.read_bytes().splitlines()]
-    return float(sum(session["ended_s"] - session["started_s"] for session in sessions))
 
 
 def _percent(share: float | None) -> str:

@@ -172,7 +172,7 @@ def _sampled_otherwise(config: RunConfig, asked: Asked) -> RunConfig:
     try:
         return RunConfig.model_validate(document)
     except ValidationError as error:
-        raise ConfigError(f"--set: {explain(error)}") from error
+        raise ConfigError(f"--set: {explain(error, RunConfig)}") from error
 
 
 def _checkpoint(run: RunDirectory, wanted: str | None) -> Path:

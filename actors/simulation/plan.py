@@ -135,7 +135,7 @@ class SimulationPlan(BaseModel):
         try:
             return BufferConfig.model_validate(keys | self.buffer)
         except ValidationError as error:
-            raise ConfigError(f"simulate: buffer: {explain(error)}") from error
+            raise ConfigError(f"simulate: buffer: {explain(error, BufferConfig)}") from error
 
     def dispatcher_config(self) -> DispatcherConfig:
         return DispatcherConfig(slots_per_worker=-(-self.slots // self.workers), pacing=self.pacing)
@@ -212,7 +212,7 @@ def make_plan(preset: str, changes: Mapping[str, Any], overrides: Sequence[str] 
     try:
         plan = SimulationPlan.model_validate(document)
     except ValidationError as error:
-        raise ConfigError(f"simulate: {explain(error, page=PAGE)}") from error
+        raise ConfigError(f"simulate: {explain(error, SimulationPlan, page=PAGE)}") from error
     plan.buffer_config()
     return plan
 

@@ -114,7 +114,7 @@ def _plan(recording: Recording, fitted: Fit, request: TuneRequest) -> Simulation
     try:
         return SimulationPlan.model_validate(document)
     except ValidationError as error:
-        raise ConfigError(f"tune: {explain(error, page=PAGE)}") from error
+        raise ConfigError(f"tune: {explain(error, SimulationPlan, page=PAGE)}") from error
 
 
 def _make(out: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import orjson
 from opentelemetry import trace
@@ -18,7 +19,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.serve.observing.tracing import root_trace_id
 
@@ -47,6 +48,21 @@ class TelemetryConfig(BaseModel):
     """Spans waiting for export; further ones are dropped."""
     flush_interval_s: float = Field(default=1.0, gt=0)
     """How long a finished span may wait in memory."""
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _full_url(cls, value: str | None) -> str | None:
+        """The exporter takes what it gets and logs, per batch, that it could not send: nobody sees that of an actor."""
+        if value is None:
+            return None
+        split = urlsplit(value)
+        if split.scheme in ("http", "https") and split.hostname and split.path.strip("/"):
+            return value
+        host = (split.hostname if "//" in value else value.partition("/")[0].rpartition(":")[0]) or "localhost"
+        raise ValueError(
+            f"{value!r} is not the full URL of an OTLP/HTTP trace receiver; set it to one like "
+            f'"http://{host}:4318/v1/traces" (4317 is the port of OTLP/gRPC, which is not spoken)'
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from headrace.actors.held_out.answers import read_answers
-from headrace.actors.launch import status_of
+from headrace.actors.launch import reopen
 from headrace.actors.metrics import read_metrics
 from headrace.actors.run_directory import RunDirectory
+from headrace.actors.run_status import status_of
 from headrace.buffer.evidence import read_evidence, read_only
 from headrace.buffer.tasks import load_tasks, tasks_digest
 from headrace.buffer.verify import verify
@@ -86,8 +87,8 @@ def test_the_summary_tells_what_the_ledger_tells(finished_run: RunDirectory) -> 
     assert summary["evaluation_answers"] == 4
     assert 0 < summary["train_wall_s"] < summary["total_wall_s"]
     assert finished_run.picture.read_bytes().startswith(b"\x89PNG")
-    state = status_of(finished_run)
-    assert (state["steps"], state["driven"], state["finished"]) == (6, False, True)
+    state = status_of(*reopen(finished_run.path))
+    assert (state["steps"], state["total_steps"], state["state"], state["finished"]) == (6, 6, "finished", True)
     assert set(state["held_out"]) == {"base", "final"}
 
 

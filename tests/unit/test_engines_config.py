@@ -18,7 +18,8 @@ from headrace.actors.engine_group.fleet import Fleet, Ground
 from headrace.actors.engine_group.registry import EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.roster import EngineStatus, Roster
 from headrace.actors.errors import ConfigError, RunMissing
-from headrace.actors.launch import RunRequest, prepare, status_of
+from headrace.actors.launch import RunRequest, prepare
+from headrace.actors.run_status import status_of
 from headrace.policies.engine import EngineId
 from headrace.policies.engine_process import EngineProcess
 from headrace.policies.push.contract import PushConfig
@@ -109,7 +110,7 @@ def test_a_push_s_deadlines_reach_the_engines_it_pushes_to(tiny_model_dir: Path,
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run that nobody drives, with one engine."""
-    _, directory = prepare(RunRequest(recipe=RECIPES / "simulated.toml", runs_dir=tmp_path, name="run"))
+    config, directory = prepare(RunRequest(recipe=RECIPES / "simulated.toml", runs_dir=tmp_path, name="run"))
     directory.engines.parent.mkdir()
     status = EngineStatus(
         engine_id=EngineId("h:1"),
@@ -123,7 +124,7 @@ def run(tmp_path: Path) -> Path:
         reason="it hangs",
     )
     Roster(engines=(status,)).write(directory.engines)
-    assert status_of(directory)["engines"][0]["state"] == "quarantined"
+    assert status_of(config, directory)["engines"][0]["state"] == "quarantined"
     return directory.path
 
 

@@ -1,0 +1,85 @@
+"""What `headrace status` says of a run that is new, running, drained, finished or was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+import pytest
+from typer.testing import CliRunner
+
+from headrace.actors.cli import app
+from headrace.actors.engine_group.registry import EngineState, Origin
+from headrace.actors.engine_group.roster import EngineStatus, Roster
+from headrace.actors.launch import RunRequest, prepare, sole_driver
+from headrace.actors.run_status import RunState, run_state
+from headrace.policies.engine import EngineId
+
+if TYPE_CHECKING:
+    from headrace.actors.run_directory import RunDirectory
+
+RECIPE = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "simulated.toml"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    request = RunRequest(recipe=RECIPE, runs_dir=tmp_path, name="run", overrides=["training.steps=60"])
+    return prepare(request)[1]
+
+
+def ended(run: RunDirectory, *, completed: bool, steps: int) -> None:
+    run.append_session(1.0, 2.0)
+    run.summary.write_bytes(orjson.dumps({"completed": completed}))
+    step = {"kind": "step", "time_s": 2.0, "step": steps, "version": f"1.{steps}", "reward": 0.5}
+    run.metrics.write_bytes(orjson.dumps(step) + b"\n")
+
+
+def told(run: RunDirectory) -> str:
+    result = CliRunner().invoke(app, ["status", str(run.path)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_a_drained_run_says_how_far_it_is(run: RunDirectory) -> None:
+    ended(run, completed=False, steps=6)
+    assert "6 of 60, drained" in told(run)
+
+
+def test_a_finished_run_is_finished_and_its_engines_serve_nothing(run: RunDirectory) -> None:
+    run.engines.parent.mkdir()
+    engine = EngineStatus(
+        engine_id=EngineId("engine-0"),
+        origin=Origin.ATTACHED,
+        place="h:1",
+        state=EngineState.SERVING,
+        url="http://h:1",
+        version="1.8",
+        running=0,
+        waiting=0,
+        reason="",
+    )
+    Roster(engines=(engine,)).write(run.engines)
+    assert "serving" in told(run), "as the group last said"
+    ended(run, completed=True, steps=60)
+    said = told(run)
+    assert "60 of 60, finished" in said
+    assert "serving" not in said
+
+
+def test_a_run_stands_where_its_lock_and_summary_say(run: RunDirectory) -> None:
+    assert run_state(run) is RunState.NEW
+    run.append_session(1.0, None)
+    assert run_state(run) is RunState.STOPPED
+    ended(run, completed=False, steps=6)
+    with sole_driver(run):
+        assert run_state(run) is RunState.RUNNING
+
+
+def test_a_run_of_another_version_hides_no_other_run(run: RunDirectory, tmp_path: Path) -> None:
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text("{}")
+    result = CliRunner().invoke(app, ["status", "--runs-dir", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "0 of 60, new" in result.output
+    assert "not the configuration of a run of this version" in result.output
