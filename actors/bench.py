@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -136,7 +137,9 @@ def outage(
         config = prepare_outage(directory, steps=steps)
         wait_s = config.engines.simulated.gate_wait_s
         outages = Outages(gate_wait_s=wait_s, gate_waits=gate_waits, buffer_away_s=buffer_away_s)
-        figures = measure_outage(directory, config, outages, say=lambda line: typer.echo(line, err=True))
+        # Ray tells of dead processes on standard output, which is for the figures.
+        with redirect_stdout(sys.stderr):
+            figures = measure_outage(directory, config, outages, say=typer.echo)
     _print(figures.to_json())
     if not figures.holds:
         raise typer.Exit(EXIT_DIRTY)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from headrace.actors.config import load_recipe, resolve
 from headrace.actors.errors import ActorLost, RunStalled
 from headrace.actors.launch import drive, lay_out
+from headrace.actors.replay import Replay
 from headrace.actors.retry import until_back
 from headrace.actors.runtime import RayRuntime
 from headrace.actors.simulation.engines import SimulatedEngineGroup
@@ -108,22 +109,21 @@ class Outages:
         self.down_s.append(time.time())
         await engines.come_back()
         if await until_back(lambda: service.reached(2 * BEFORE_STEPS)):
-            await self._keep_buffer_away(service)
+            await self._keep_away(runtime, await runtime.find(Replay, "replay"))
 
-    async def _keep_buffer_away(self, service: Service) -> None:
+    async def _keep_away(self, runtime: RayRuntime, replay: Replay) -> None:
         """Kill it whenever it is back."""
-        killed = 0
-        async with asyncio.timeout(None) as away:
-            away.reschedule(asyncio.get_running_loop().time() + self.buffer_away_s)
-            with suppress(TimeoutError):
-                while True:
-                    with suppress(ActorLost, ProcessLookupError):
-                        process_id = (await service.process_ids())["replay"]
-                        if process_id != killed:
-                            os.kill(process_id, signal.SIGKILL)
-                            killed = process_id
-                            self.kills += 1
-                    await asyncio.sleep(KILL_EVERY_S)
+        loop, killed = asyncio.get_running_loop(), 0
+        until_s = loop.time() + self.buffer_away_s
+        while loop.time() < until_s:
+            with suppress(ActorLost, ProcessLookupError, TimeoutError):
+                async with asyncio.timeout(KILL_EVERY_S):
+                    process_id, _ = await runtime.stats(replay)
+                if process_id != killed:
+                    os.kill(process_id, signal.SIGKILL)
+                    killed = process_id
+                    self.kills += 1
+            await asyncio.sleep(KILL_EVERY_S)
 
 
 def prepare_outage(directory: RunDirectory, *, steps: int = STEPS, minute_s: float = 60.0 / WORKLOAD) -> RunConfig:
