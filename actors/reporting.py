@@ -80,8 +80,10 @@ class RunReport:
         """For a person."""
         staleness = ", ".join(f"{staleness}: {count}" for staleness, count in self.staleness.items())
         causes = ", ".join(f"{cause} {count}" for cause, count in self.causes.items())
+        finished = sum(decile.evicted for decile in self.deciles)
         lines = [
-            f"{self.steps} steps; trained rollouts by staleness {staleness or '-'}; evictions {self.evicted}",
+            f"{self.steps} steps; trained rollouts by staleness {staleness or '-'}",
+            f"went over the staleness bound: {self.evicted}, of which {finished} had finished",
             f"ended attempts: {causes or '-'}",
         ]
         if self.early.groups:
@@ -160,7 +162,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _deciles(deciles: Sequence[DecileReport]) -> Table:
     """Long rollouts must not vanish from training: the columns say where those of a line went."""
-    fates = ("finished", "trained", "evicted", "filtered", "held", "cancelled")
+    fates = ("finished", "trained", "evicted", "undone", "filtered", "held", "cancelled")
     table = Table("duration up to", box=None, title_justify="left")
     for name in (*fates, "mean reward"):
         table.add_column(name, justify="right")

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from headrace.buffer.records import GroupState, RolloutState
+from headrace.buffer.records import Action, GroupState, RolloutState
 from headrace.buffer.types import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from headrace.buffer.evidence import Evidence, StreamedEvidence
     from headrace.buffer.joined_rows import GroupHistory
@@ -38,8 +38,9 @@ _FATES = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecileReport:
     """A tenth of the finished attempts, by duration from issue to offer. `finished` is the sum of `trained`,
-    `evicted` (over the bound, issued again or not), `filtered` and `held` (may still be trained). `cancelled` ones did
-    not finish. `mean_reward` is over the finished ones, None without any."""
+    `evicted` (over the bound, issued again or not), `undone` (issued again because the result was lost, or a resume
+    undid the steps that its policy came from), `filtered` and `held` (may still be trained). `cancelled` ones did not
+    finish. `mean_reward` is over the finished ones, None without any."""
 
     decile: int
     shortest_s: float
@@ -47,6 +48,7 @@ class DecileReport:
     finished: int
     trained: int
     evicted: int
+    undone: int
     filtered: int
     held: int
     cancelled: int
@@ -89,6 +91,7 @@ def acceptance(evidence: Evidence | StreamedEvidence) -> Acceptance:
     causes: Counter[str] = Counter()
     groups: list[tuple[int, LeftOut]] = []
     evicted = 0
+    lost = {(entry.subject, entry.attempt) for entry in evidence.interventions if entry.action is Action.RETRY_LOST}
     for history in evidence.histories():
         for rollout in history.members:
             evicted += rollout.evictions + (rollout.state is RolloutState.EVICTED)
@@ -96,7 +99,7 @@ def acceptance(evidence: Evidence | StreamedEvidence) -> Acceptance:
                 if attempt.cause is not None:
                     causes[attempt.cause.value] += 1
                 if attempt.reward is not None:
-                    finished.append((_duration_s(attempt), _fate(attempt, rollout), attempt.reward))
+                    finished.append((_duration_s(attempt), _fate(attempt, rollout, lost), attempt.reward))
                 if _cancelled_by_policy(attempt, rollout):
                     cancelled_s.append(_duration_s(attempt))
         if history.group.state is GroupState.SEALED and any(member.late for member in history.members):
@@ -134,6 +137,7 @@ def _decile(place: int, tenth: Sequence[_Finished], cancelled: int) -> DecileRep
         finished=len(tenth),
         trained=fates["trained"],
         evicted=fates["evicted"],
+        undone=fates["undone"],
         filtered=fates["filtered"],
         held=fates["held"],
         cancelled=cancelled,
@@ -161,9 +165,9 @@ def _left_out(history: GroupHistory) -> LeftOut:
     )
 
 
-def _fate(attempt: AttemptRecord, rollout: RolloutRecord) -> str:
+def _fate(attempt: AttemptRecord, rollout: RolloutRecord, lost: Container[tuple[str, int | None]]) -> str:
     if attempt.attempt != rollout.attempt or rollout.state is RolloutState.PENDING:
-        return "evicted"
+        return "evicted" if rollout.evictions and attempt.key not in lost else "undone"
     return _FATES.get(rollout.state, "held")
 
 

@@ -42,7 +42,7 @@ def test_deciles_add_up_and_show_what_became_of_long_ones(tmp_path):
     rows = acceptance(evidence_of(buffer, tmp_path)).deciles
     assert [row.decile for row in rows] == list(range(1, 11))
     assert [row.finished for row in rows] == [4] * 10
-    assert all(row.finished == row.trained + row.evicted + row.filtered + row.held for row in rows)
+    assert all(row.finished == row.trained + row.evicted + row.undone + row.filtered + row.held for row in rows)
     assert [row.trained for row in rows] == [4] * 5 + [0] * 5, "sealed first, trained first"
     assert (rows[0].shortest_s, rows[0].longest_s, rows[9].longest_s) == (1.0, 4.0, 40.0)
     assert (rows[9].filtered, rows[9].held) == (1, 3)
@@ -76,6 +76,18 @@ def test_what_is_issued_again_was_evicted(tmp_path):
     assert sum(row.trained for row in rows) == 8
     assert {row.longest_s for row in rows if row.evicted} == {600.0}
     assert sum(row.evicted for row in rows) == 4
+
+
+def test_what_was_lost_and_issued_again_was_not_evicted(tmp_path):
+    buffer = buffer_of(batch_size=8)
+    orders = buffer.issue(4, FIRST, 0.0)
+    for order in orders:
+        buffer.offer(cases.result(order, FIRST), 5.0)
+    again = buffer.retry_lost({orders[0].rollout_id: "its trajectory is missing"}, 6.0)
+    assert again == (orders[0].rollout_id,)
+    report = acceptance(evidence_of(buffer, tmp_path))
+    assert (report.evicted, sum(row.evicted for row in report.deciles)) == (0, 0)
+    assert (sum(row.undone for row in report.deciles), sum(row.held for row in report.deciles)) == (1, 3)
 
 
 def test_what_a_rule_left_out_is_told_for_each_group(tmp_path):
