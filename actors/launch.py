@@ -40,7 +40,9 @@ from headrace.actors.summary import RunSummary, summarize
 from headrace.buffer.datasets.terminal import Split, generate
 from headrace.buffer.durable_files import publish_folder, replace_file
 from headrace.buffer.tasks import load_tasks, write_tasks
+from headrace.policies.errors import EngineStartFailed
 from headrace.policies.model_files import check_model_files
+from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
 from headrace.serve.observing.progress import ProgressDisplay
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.runtime import Runtime
     from headrace.buffer.tasks import Task
     from headrace.serve.observing.progress import Progress
@@ -96,9 +99,23 @@ def check_parts(config: RunConfig) -> None:
     check_ray_folder()
     if not config.engines.is_simulated:
         check_model_files(config.model.path)
+    refuse_absent_sglang(config.engines)
     make_agent(config.agent)
     if config.sandbox.provider is SandboxKind.LOCAL:
         require_namespaces()
+
+
+def refuse_absent_sglang(engines: EnginesConfig) -> None:
+    """Servers that the run would start have an environment. Raises ConfigError."""
+    if engines.backend != "sglang" or not engines.count:
+        return
+    try:
+        find_python(engines.sglang.python)
+    except EngineStartFailed as error:
+        raise ConfigError(
+            f"engines.backend sglang: {error}, name another environment's in engines.sglang.python, or set "
+            "engines.backend to cpu"
+        ) from error
 
 
 def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...]]:

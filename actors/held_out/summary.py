@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from math import comb
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.held_out.answers import Answer
+
+MAX_REASONS: Final = 3
+MAX_REASON_CHARS: Final = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +55,8 @@ class PassRate:
 class EvaluationSummary:
     """`success` is the share of solved answers and `mean_reward` the mean, both over the answers that were scored and
     None when none was; `infra` answers are in neither. `versions` counts sampled tokens by policy version, `mixed` the
-    answers that more than one version sampled."""
+    answers that more than one version sampled. `infra_reasons` counts infra answers by what failed, commonest first,
+    at most MAX_REASONS of them."""
 
     tag: str
     answers: int
@@ -66,6 +70,7 @@ class EvaluationSummary:
     versions: dict[str, int]
     mixed: int
     pass_rates: tuple[PassRate, ...] = ()
+    infra_reasons: dict[str, int] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """For a person."""
@@ -79,6 +84,7 @@ class EvaluationSummary:
         versions = ", ".join(self.versions) or "none"
         return [
             f"success {success}, mean reward {reward}   ({scored} of {self.answers} scored, {self.infra} infra)",
+            *(f"infra: {reason} ({count} answers)" for reason, count in self.infra_reasons.items()),
             *rates,
             f"sampled by {versions}; {self.mixed} answers by more than one version",
         ]
@@ -92,6 +98,7 @@ class EvaluationSummary:
             "samples": self.samples,
             "n": self.answers,
             "n_infra": self.infra,
+            "infra_reasons": self.infra_reasons,
             "success": self.success,
             "mean_reward": self.mean_reward,
             "pass_at_k": {str(rate.k): rate.any_solved for rate in self.pass_rates},
@@ -123,7 +130,13 @@ def summarize_answers(
         versions=_tokens_by_version(answers),
         mixed=sum(len(answer.versions) > 1 for answer in answers),
         pass_rates=pass_rates(answers, samples) if samples > 1 else (),
+        infra_reasons=_infra_reasons(answers),
     )
+
+
+def _infra_reasons(answers: Iterable[Answer]) -> dict[str, int]:
+    details = (" ".join(answer.detail.split()) or answer.cause.value for answer in answers if answer.reward is None)
+    return dict(Counter(detail[:MAX_REASON_CHARS] for detail in details).most_common(MAX_REASONS))
 
 
 def pass_rates(answers: Iterable[Answer], samples: int) -> tuple[PassRate, ...]:

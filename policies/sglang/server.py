@@ -88,7 +88,7 @@ class SGLangProcess(ServerProcess):
             raise EngineStartFailed(f"engine {config.name}: there is no config.json in {config.model}")
         if config.port and is_taken(config.host, config.port):
             raise EngineStartFailed(f"engine {config.name}: port {config.port} of {config.host} is taken")
-        python = find_python(config)
+        python = find_python(config.python)
         version = await installed_version(python)
         watched = (sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()))
         served = (str(python), "-m", "sglang.launch_server", *server_arguments(config, self._port, version))
@@ -102,9 +102,10 @@ class SGLangProcess(ServerProcess):
         return url if await is_healthy(url) else None
 
 
-def find_python(config: SGLangServerConfig) -> Path:
-    """The interpreter to start. Raises EngineStartFailed, which says how to get one."""
-    python = config.python or environment_python()
+def find_python(named: Path | None) -> Path:
+    """The interpreter to start: the named one, or that of our own environment. Raises EngineStartFailed, which says how
+    to get one."""
+    python = named or environment_python()
     if python is None:
         raise EngineStartFailed(f"SGLang {DEFAULT_VERSION} is not installed: run `scripts/install_sglang`")
     if not os.access(python, os.X_OK):

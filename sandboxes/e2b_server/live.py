@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
+import orjson
+
 from headrace.sandboxes.e2b_server.accounts import Accounts
 from headrace.sandboxes.e2b_server.processes import ProcessTable
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     from headrace.sandboxes.e2b_server.table import Row
     from headrace.sandboxes.e2b_server.watchers import Watcher
 
+LEVEL: Final = "info"
+LOGGER: Final = "process"
+"""Of those that `e2b sandbox logs` shows when it is not told which."""
 _KEPT_EVENTS: Final = 256
 _FIRST_S: Final = -62_135_596_800.0
 """0001-01-01T00:00:00Z"""
@@ -32,7 +37,12 @@ class Event:
     message: str
 
     def to_json(self) -> dict[str, Any]:
-        return {"timestamp": timestamp(self.at), "message": self.message, "level": "info", "fields": {}}
+        return {"timestamp": timestamp(self.at), "message": self.message, "level": LEVEL, "fields": {"logger": LOGGER}}
+
+    def to_line(self) -> dict[str, Any]:
+        """An entry of the older route, whose line is JSON: E2B's command line parses it, and filters by its logger."""
+        line = {"level": LEVEL, "logger": LOGGER, "message": self.message}
+        return {"timestamp": timestamp(self.at), "line": orjson.dumps(line).decode()}
 
 
 @dataclass(slots=True, kw_only=True)

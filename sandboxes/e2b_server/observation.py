@@ -84,11 +84,15 @@ class Observation:
         return feature in self._sandboxes.backend.features
 
     async def _logs(self, request: web.Request, live: LiveSandbox) -> web.Response:
-        entries = [event.to_json() for event in live.events]
+        try:
+            since_s = int(request.query.get("start", "0")) / 1000
+        except ValueError as error:
+            raise ApiError(400, "start: write milliseconds since 1970") from error
+        events = [event for event in live.events if event.at >= since_s]
+        entries = [event.to_json() for event in events]
         if request.path.startswith("/v2"):
             return web.json_response({"logs": entries})
-        lines = [{"timestamp": entry["timestamp"], "line": entry["message"]} for entry in entries]
-        return web.json_response({"logs": lines, "logEntries": entries})
+        return web.json_response({"logs": [event.to_line() for event in events], "logEntries": entries})
 
     async def _network(self, request: web.Request, live: LiveSandbox) -> web.Response:
         body = await read_body(request, Network)

@@ -294,6 +294,13 @@ async def test_a_command_that_nobody_follows_goes_on(server: E2bServer, wire: Ca
     assert messages[-2]["event"]["end"]["exitCode"] == 3
     logs = (await box.call("GET", f"/v2/sandboxes/{box.id}/logs"))[1]["logs"]
     assert any("bytes of output unread" in entry["message"] for entry in logs)
+    # What `e2b sandbox logs` of E2B's command line does with each line of the older route.
+    lines = (await box.call("GET", f"/sandboxes/{box.id}/logs"))[1]["logs"]
+    parsed = [json.loads(line["line"]) for line in lines]
+    assert [one["message"] for one in parsed] == [entry["message"] for entry in logs]
+    assert {(one["level"].upper(), one["logger"]) for one in parsed} == {("INFO", "process")}
+    assert (await box.call("GET", f"/sandboxes/{box.id}/logs?start={10**14}"))[1]["logs"] == []
+    assert (await box.call("GET", f"/sandboxes/{box.id}/logs?start=now"))[0] == 400
 
 
 async def test_two_clients_follow_one_command(server: E2bServer, wire: Callable[..., Any]) -> None:

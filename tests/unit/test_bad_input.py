@@ -109,6 +109,15 @@ def test_a_wrong_override_is_one_line(
     assert says in refused(monkeypatch, capsys, recipe, "--set", option)
 
 
+def test_sglang_that_is_not_there_is_refused_before_the_run_has_a_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
+) -> None:
+    options = ("--set", "engines.backend=sglang", "--set", f"engines.sglang.python={tmp_path / 'none'}")
+    error = refused(monkeypatch, capsys, recipe, *options)
+    assert f"{tmp_path / 'none'} cannot be run" in error
+    assert "engines.sglang.python" in error
+
+
 @pytest.mark.parametrize("command", ["run", "eval", "doctor", "sandbox serve"])
 @pytest.mark.parametrize(
     ("name", "says"),

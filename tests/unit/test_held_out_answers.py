@@ -200,6 +200,7 @@ def test_infra_is_in_the_denominator_of_nothing_and_counted_apart(tmp_path: Path
     answers = [answer(), answer(sample=1, reward=0.0), answer("two", reward=None, versions=()), answer("two", 1)]
     summary = summarize_answers(answers, tag="base", tasks=2, samples=2, dataset_sha256="ab")
     assert (summary.answers, summary.infra, summary.success) == (4, 1, 2 / 3)
+    assert summary.infra_reasons == {"infra": 1}, "the cause, where an answer says nothing more"
     assert summary.versions == {"1.9": 9, "1.10": 12}, "oldest first, by number"
     assert summary.mixed == 3
     write_summary(tmp_path / "summary.json", summary, ABOUT)
@@ -209,6 +210,11 @@ def test_infra_is_in_the_denominator_of_nothing_and_counted_apart(tmp_path: Path
     assert document["pass_at_k"] == {"1": 0.75, "2": 1.0}
     assert document["pass_hat_k"] == {"1": 0.75, "2": 0.0}
     assert document["tasks_at_k"] == {"1": 2, "2": 1}
+    details = ["no image debian", "no image debian", "the\ngateway died", "a", "b"]
+    lost = [answer(sample=number, reward=None, detail=detail) for number, detail in enumerate(details)]
+    lost_summary = summarize_answers(lost, tag="base", tasks=1, samples=5, dataset_sha256="")
+    assert list(lost_summary.infra_reasons.items())[:2] == [("no image debian", 2), ("the gateway died", 1)]
+    assert "infra: no image debian (2 answers)" in lost_summary.lines()
     none = summarize_answers([answer(reward=None)], tag="base", tasks=1, samples=1, dataset_sha256="")
     assert (none.success, none.pass_rates) == (None, ())
 
