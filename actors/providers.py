@@ -59,14 +59,17 @@ async def start_provider(section: SandboxSection, directory: RunDirectory | None
             await hosts.start()
             return hosts
         case SandboxKind.LOCAL:
-            local = LocalProvider(await asyncio.to_thread(_local_config, section.local, label, directory))
+            local = LocalProvider(
+                await asyncio.to_thread(_local_config, section.local, section.pool.max_live, label, directory)
+            )
             await local.start()
             return local
 
 
-def _local_config(config: LocalSandboxConfig, label: str, directory: RunDirectory) -> LocalSandboxConfig:
+def _local_config(config: LocalSandboxConfig, max_live: int, label: str, directory: RunDirectory) -> LocalSandboxConfig:
     changes = {
         "label": label,
+        "max_live": config.max_live or max_live * 5 // 4 + 1,
         "stays_in": config.stays_in or runtime_folder(config.runtime_folder) / label,
         "owner_pid": config.owner_pid or directory.driver_pid() or os.getpid(),
     }

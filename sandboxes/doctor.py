@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace.sandboxes.errors import NamespacesUnavailable
+from headrace.sandboxes.launcher.host_limits import RESERVED_PROCESSES, HostLimits, default_live, share
 from headrace.sandboxes.launcher.stdlib_process import stdlib_command
+from headrace.sandboxes.local.provider import LocalSandboxConfig
 
 _PROBE_TIMEOUT_S: Final = 30.0
 
@@ -66,7 +68,8 @@ class Guarantee:
 
 def probe() -> tuple[Guarantee, ...]:
     """Try everything in a child process (about 0.1 s). Never raises for what the machine lacks."""
-    reasons = {**_kernel_reasons(), **_program_reasons()}
+    answer = _ask_kernel()
+    reasons = {**answer.reasons, **_program_reasons()}
     found = [
         Guarantee(name=name, present=not reasons[name], detail=reasons[name] or meaning, required=name not in _OPTIONAL)
         for name, meaning in _MEANING.items()
@@ -74,7 +77,7 @@ def probe() -> tuple[Guarantee, ...]:
     missing = [
         Guarantee(name=name, present=False, detail=detail, required=False) for name, detail in _NOT_BUILT.items()
     ]
-    return (*found, *missing)
+    return (*found, *_sums(answer), *missing)
 
 
 def require_namespaces() -> None:
@@ -84,16 +87,60 @@ def require_namespaces() -> None:
         raise NamespacesUnavailable("; ".join(f"{guarantee.name}: {guarantee.detail}" for guarantee in missing))
 
 
-def _kernel_reasons() -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    reasons: dict[str, str]
+    host: HostLimits | None = None
+    allowed: HostLimits | None = None
+
+
+def _sums(answer: _Answer) -> list[Guarantee]:
+    """What sandboxes with the default limits can take together, beside what they may."""
+    if answer.allowed is None or answer.host is None:
+        return []
+    allowed, host, config = answer.allowed, answer.host, LocalSandboxConfig()
+    sandboxes = config.max_live or default_live(allowed)
+    one = share(allowed, sandboxes, config.pids, config.open_files)
+    processes, open_files = one.of_all(sandboxes)
+    of_group = "" if not answer.reasons["cgroup memory"] else "no limit: " + answer.reasons["cgroup memory"]
+    memory = (
+        f"{sandboxes} sandboxes x {_gib(config.memory_bytes or 0)} = {_gib(sandboxes * (config.memory_bytes or 0))}; "
+        f"all together are kept below {_gib(allowed.memory_bytes)} of {_gib(host.memory_bytes)}"
+    )
+    taken = f"{sandboxes} sandboxes x ({one.processes} + {RESERVED_PROCESSES}) = {processes} of {allowed.processes}"
+    opened = f"{processes} processes x {one.open_files} = {open_files} of {allowed.open_files}"
+    fewer = "lower sandbox.local.max_live"
+    rows = (
+        ("all memory", not of_group, memory, of_group),
+        ("all processes", processes <= allowed.processes, f"{taken} (kernel.pid_max {host.processes})", fewer),
+        (
+            "all descriptors",
+            open_files <= allowed.open_files,
+            f"{opened} (fs.file-max {host.open_files})",
+            f"raise fs.file-max or {fewer}",
+        ),
+    )
+    return [
+        Guarantee(name=name, present=fits, detail=text if fits else f"{text}; {fix}", required=False)
+        for name, fits, text, fix in rows
+    ]
+
+
+def _gib(amount_bytes: int) -> str:
+    return f"{amount_bytes / (1 << 30):.1f} GiB"
+
+
+def _ask_kernel() -> _Answer:
     names = [name for name in _MEANING if name not in ("bash", "python3")]
     try:
         completed = subprocess.run(
             stdlib_command("launcher.probe"), capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True, cwd="/", env={}
         )
-        reasons = json.loads(completed.stdout)
+        document = json.loads(completed.stdout)
+        reasons = {name: str(document["reasons"].get(name, "not probed")) for name in names}
+        return _Answer(reasons, HostLimits(*document["host"]), HostLimits(*document["allowed"]))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return dict.fromkeys(names, f"the probe itself failed: {error}")
-    return {name: str(reasons.get(name, "not probed")) for name in names}
+        return _Answer(dict.fromkeys(names, f"the probe itself failed: {error}"))
 
 
 def _program_reasons() -> dict[str, str]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from headrace.sandboxes.launcher import requests, rootfs, syscalls
 from headrace.sandboxes.launcher.cgroups import GroupLimits
 from headrace.sandboxes.launcher.commands import Limits
+from headrace.sandboxes.launcher.host_limits import default_live, share
 from headrace.sandboxes.launcher.id_blocks import FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
 from headrace.sandboxes.launcher.id_maps import IdMaps
 from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
@@ -57,6 +58,8 @@ class Boots:
     ) -> None:
         self.groups = groups
         self._settings = settings
+        self.max_live = settings.max_live or default_live(groups.allowed)
+        self._share = share(groups.allowed, self.max_live, settings.processes, settings.open_files)
         self._host = host
         self._layers_folder = layers_folder
         self._own_pids = own_pids
@@ -125,8 +128,14 @@ class Boots:
             if value is not None and controller in self.groups.missing:
                 reason = self.groups.missing[controller]
                 raise Refused("SpecRefused", f"{controller} limit: {reason}; see headrace doctor")
-        memory_bytes = asked["memory"] or self._settings.memory_bytes
+        most = self.groups.allowed.memory_bytes
+        if asked["memory"] is not None:
+            _check_ceiling("memory_bytes", asked["memory"], most, "what this host leaves for all sandboxes")
+        default = self._settings.memory_bytes
+        memory_bytes = asked["memory"] or (None if default is None else min(default, most))
         cpus = asked["cpu"] or self._settings.cpus
+        # The kernel refuses absurd numbers, and more than there are is no limit anyway.
+        cpus = None if cpus is None else min(cpus, os.cpu_count() or cpus)
         return GroupLimits(
             None if memory_bytes is None else int(memory_bytes),
             None if cpus is None else float(cpus),
@@ -146,10 +155,14 @@ class Boots:
             if asked is not None and layer_bytes > room:
                 raise Refused("SpecRefused", f"disk_bytes={asked}: files lie in memory, of which {room} may hold them")
             layer_bytes = min(layer_bytes, room)
-        return Limits(self._processes(message), self._settings.open_files, layer_bytes, shared_bytes, self.single_id)
+        return Limits(self._processes(message), self._share.open_files, layer_bytes, shared_bytes, self.single_id)
 
     def _processes(self, message: Message) -> int:
-        return int(requests.amount("pids", message["pids"]) or self._settings.processes)
+        asked = requests.amount("pids", message["pids"])
+        if asked is not None:
+            most = self.groups.allowed.processes - RESERVED_PROCESSES - 1
+            _check_ceiling("pids", asked, most, "what this host leaves for all sandboxes (kernel.pid_max)")
+        return int(asked or self._share.processes)
 
     def _fork(self, sandbox: Record, root: rootfs.Root, limits: Limits) -> Channel:
         rootfs.make_layer(sandbox.id)
@@ -263,6 +276,12 @@ def _check_targets(targets: tuple[str, ...]) -> None:
             rootfs.check_target(target)
         except rootfs.MountRefused as error:
             raise Refused("SpecRefused", str(error)) from error
+
+
+def _check_ceiling(name: str, asked: float, most: int, why: str) -> None:
+    """Refuse for good what no waiting makes possible."""
+    if asked > most:
+        raise Refused("SpecRefused", f"{name}={asked:.0f} is above the ceiling {most}, {why}; ask for less")
 
 
 def _available_memory_bytes() -> int:

@@ -8,8 +8,10 @@ Invariants:
 - The launcher owns one group `headrace-<pid namespace>-<pid>-<start time>` below its own in each hierarchy, and below
   it one group for each sandbox. What a launcher killed with -9 left is removed by the next one: the name says whose it
   was. A name of another form, or of another pid namespace, is somebody else's.
-- The memory limit holds for a group below the sandbox's own, of its commands only: what they fill their memory with,
-  and however they ask the kernel to spare them, it never kills the sandbox's first process.
+- That group has limits below the host's, and below those of the groups around it: all sandboxes together leave
+  memory and processes for everybody else.
+- The memory limit of a sandbox holds for a group below the sandbox's own, of its commands only: what they fill their
+  memory with, and however they ask the kernel to spare them, it never kills the sandbox's first process.
 - All paths are relative to descriptors opened before the launcher leaves the host's file tree.
 - On version 2 `placement` says below which group that is.
 - A controller that cannot be had is named in `missing` with the reason: the error's name and the path that failed.
@@ -24,6 +26,7 @@ import signal
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from headrace.sandboxes.launcher import host_limits
 from headrace.sandboxes.launcher.placement import place
 from headrace.sandboxes.launcher.processes import parse_stat
 from headrace.sandboxes.launcher.reasons import reason_of
@@ -87,6 +90,7 @@ class _Hierarchy:
     def __init__(self, mount: Mount, controllers: frozenset[str], parent: str, name: str) -> None:
         self.version = mount.version
         self.controllers = controllers
+        self._totals: tuple[tuple[str, str], ...] = ()
         self._folder = parent
         self._parent = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._name = name
@@ -101,6 +105,17 @@ class _Hierarchy:
             raise self._named(error, self._name) from error
         if self.version == 2 and (wanted := self.controllers & _NAMES_V2.keys()):
             self.write(f"{self._name}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(wanted)))
+
+        for file, value in self._totals:
+            self.write(f"{self._name}/{file}", value)
+
+    def limit_all(self, totals: tuple[tuple[str, str], ...]) -> None:
+        """Files of our own group, which holds those of all sandboxes, and their values."""
+        self._totals = totals
+        self._make()
+
+    def lowest_above(self, file: str) -> int | None:
+        return host_limits.lowest_above(self._folder, file)
 
     def add(self, group: str) -> None:
         try:
@@ -231,6 +246,7 @@ class Cgroups:
             self.missing.pop("cpuacct", None)
         for controller in wanted:
             self.missing.setdefault(controller, "no control group hierarchy has this controller")
+        self.allowed = self._limit_all()
         for hierarchy in self._hierarchies:
             hierarchy.sweep()
 
@@ -255,6 +271,26 @@ class Cgroups:
         self._by_controller.update(dict.fromkeys(had, hierarchy))
         for controller in had:
             self.missing.pop(controller, None)
+
+    def _limit_all(self) -> host_limits.HostLimits:
+        """Limit what all sandboxes take together, where there are controllers for it."""
+        memory, pids = self._by_controller.get("memory"), self._by_controller.get("pids")
+        memory_file = "memory.max" if memory is not None and memory.version == 2 else "memory.limit_in_bytes"
+        allowed = host_limits.allowed_to_sandboxes(
+            host_limits.read_host(),
+            None if memory is None else memory.lowest_above(memory_file),
+            None if pids is None else pids.lowest_above("pids.max"),
+        )
+        totals: dict[_Hierarchy, tuple[tuple[str, str], ...]] = {}
+        if memory is not None:
+            # Before kernel 5.11 version 1 counts groups below only if told to (memory.rst, use_hierarchy).
+            tree = (("memory.use_hierarchy", "1"),) if memory.version == 1 else ()
+            totals[memory] = (*tree, (memory_file, str(allowed.memory_bytes)))
+        if pids is not None:
+            totals[pids] = (*totals.get(pids, ()), ("pids.max", str(allowed.processes)))
+        for hierarchy, files in totals.items():
+            hierarchy.limit_all(files)
+        return allowed
 
     def create(self, group: str, limits: GroupLimits) -> None:
         """Make a sandbox's group in each hierarchy. Raises OSError: `remove` then clears away what was made."""

@@ -206,6 +206,9 @@ class ForkServer:
             raise Refused("LauncherGone", "the launcher is closing")
         if len(self._sandboxes) >= self._settings.max_sandboxes:
             raise Refused("CapacityExceeded", f"{len(self._sandboxes)} sandboxes are alive: raise max_sandboxes")
+        live = sum(sandbox.state in ("booting", "running") for sandbox in self._sandboxes.values())
+        if live >= self._boots.max_live:
+            raise Refused("CapacityExceeded", f"{live} sandboxes run: raise max_live (each gets a smaller share then)")
         mounts = requests.mounts_of(message)
         sandbox = Record(key=key, ttl_s=requests.lease_s(message["ttl_s"]), labels=requests.labels_of(message))
         sandbox.control = self._boots.begin(sandbox, message, mounts, self._source_of(mounts))

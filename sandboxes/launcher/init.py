@@ -25,7 +25,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
-from headrace.sandboxes.launcher import commands, processes, rootfs, syscalls
+from headrace.sandboxes.launcher import commands, host_limits, processes, rootfs, syscalls
 from headrace.sandboxes.launcher.disk_layers import mount_disk_layer
 from headrace.sandboxes.launcher.wire import Channel, ChannelClosed, close_all
 
@@ -37,7 +37,7 @@ KEPT_CAPABILITIES: Final = (0, 1, 3, 4, 5, 6, 7)
 _NAMESPACES: Final = syscalls.CLONE_NEWNS | syscalls.CLONE_NEWNET | syscalls.CLONE_NEWIPC | syscalls.CLONE_NEWUTS
 _BACKLOG: Final = 128
 _OOM_SCORE: Final = b"500"
-RESERVED_PROCESSES: Final = 32
+RESERVED_PROCESSES: Final = host_limits.RESERVED_PROCESSES - 1
 """Above the limit of one user, so that a user who has reached it still gets commands to clean up with."""
 
 

@@ -4,7 +4,8 @@
 
 Invariants: nothing outlives a child; of the host nothing is changed, except that the processes of a group that is ours
 are moved into a leaf of it, as the launcher would do (`placement`); each check ends in its own process, so one that
-the kernel refuses spoils no other. Prints one line of JSON: name to an empty string (present) or the kernel's reason.
+the kernel refuses spoils no other. Prints one line of JSON: `reasons` (name to an empty
+string, which is present, or the kernel's reason), `host` and `allowed` (`host_limits`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.launcher import init, rootfs, seccomp, syscalls
 from headrace.sandboxes.launcher.cgroups import Cgroups, GroupLimits
+from headrace.sandboxes.launcher.host_limits import HostLimits, allowed_to_sandboxes, read_host
 from headrace.sandboxes.launcher.id_blocks import FIRST_ID, IDS_PER_SANDBOX
 from headrace.sandboxes.launcher.id_maps import IdMaps
 from headrace.sandboxes.launcher.reasons import reason_of
@@ -29,7 +31,18 @@ _AF_VSOCK: Final = 40
 
 
 def main() -> None:
-    os.write(1, json.dumps({name: _in_child(check) for name, check in CHECKS.items()}).encode() + b"\n")
+    reasons = {name: _in_child(check) for name, check in CHECKS.items()}
+    document = {"reasons": reasons, "host": read_host(), "allowed": _allowed()}
+    os.write(1, json.dumps(document).encode() + b"\n")
+
+
+def _allowed() -> HostLimits:
+    try:
+        groups = Cgroups.of_this_process()
+    except OSError:
+        return allowed_to_sandboxes(read_host(), None, None)
+    groups.close()
+    return groups.allowed
 
 
 def _in_child(check: Callable[[], None]) -> str:

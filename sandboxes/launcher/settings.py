@@ -18,14 +18,18 @@ class Settings(NamedTuple):
     ids_folder: str
     """Where all launchers of the host claim their user ids."""
     max_sandboxes: int
+    """Those that are frozen count too."""
+    max_live: int | None
+    """None for 64, or fewer where the host is small."""
     layer_bytes: int
     layers_in: str
     """A folder of the host's disk for file layers; empty: they lie in memory."""
     min_free_bytes: int
     memory_bytes: int | None
     cpus: float | None
-    processes: int
-    open_files: int
+    processes: int | None
+    open_files: int | None
+    """None for a share of what the host has (host_limits)."""
     boot_timeout_s: float
     label: str
 

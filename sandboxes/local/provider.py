@@ -66,6 +66,10 @@ class LocalSandboxConfig(BaseModel):
 
     max_sandboxes: int = Field(default=512, ge=1, le=16_000)
     """Live and frozen sandboxes at once; above it create raises CapacityExceeded."""
+    max_live: int | None = Field(default=None, ge=1, le=16_000)
+    """Sandboxes that boot or run at once; above it create raises CapacityExceeded. Each gets this part of the host's
+    processes and descriptors, where `pids` and `open_files` are not set. None: 64, or fewer on a small host; in a run
+    `sandbox.pool.max_live` and a quarter more, for those that are ending."""
     layer_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Size of a sandbox's file layer, where its spec names no `disk_bytes`; what exceeds it gets ENOSPC."""
     layers_in: Path | None = None
@@ -78,10 +82,12 @@ class LocalSandboxConfig(BaseModel):
     only where control groups are (headrace doctor)."""
     cpus: float | None = Field(default=None, gt=0)
     """Processors of a sandbox, where its spec names no `cpu`; None for a fair share."""
-    pids: int = Field(default=512, ge=8)
-    """Processes of one user in a sandbox, where its spec names no `pids`."""
-    open_files: int = Field(default=4096, ge=64)
-    """Descriptors of one process in a sandbox."""
+    pids: int | None = Field(default=None, ge=8)
+    """Processes of one user in a sandbox, where its spec names no `pids`. None: as many as fit kernel.pid_max and
+    fs.file-max in all `max_live` sandboxes, 64 to 512 (headrace doctor shows the sums)."""
+    open_files: int | None = Field(default=None, ge=64)
+    """Descriptors of one process in a sandbox. None: as many as fit fs.file-max in all processes of all `max_live`
+    sandboxes, 64 to 4096."""
     boot_timeout_s: float = Field(default=20.0, gt=0)
     """A sandbox that is not ready by then is killed: BootTimeout."""
     answer_timeout_s: float = Field(default=20.0, gt=0)
@@ -192,6 +198,7 @@ class LocalProvider:
             "owner_pid": self._config.owner_pid or (os.getpid() if tied else 0),
             "idle_exit_s": self._config.idle_exit_s,
             "max_sandboxes": self._config.max_sandboxes,
+            "max_live": self._config.max_live,
             "layer_bytes": self._config.layer_bytes,
             "layers_in": str(self._config.layers_in or ""),
             "min_free_bytes": self._config.min_free_bytes,
@@ -252,6 +259,11 @@ class LocalProvider:
         if folder is None:
             return spec.disk_bytes
         size_bytes = max(spec.disk_bytes or self._config.layer_bytes, _LEAST_DISK_BYTES)
+        status = await asyncio.to_thread(os.statvfs, folder)
+        if size_bytes > (most := status.f_blocks * status.f_frsize):
+            raise SpecRefused(
+                f"disk_bytes={size_bytes} is above the ceiling {most}, the size of {folder}; ask for less"
+            )
         size_bytes = -(-size_bytes // (1 << 20)) << 20
         async with self._making_templates:
             await asyncio.to_thread(make_template, folder, size_bytes)

@@ -544,3 +544,12 @@ def test_a_start_that_cannot_work_is_one_line(options: tuple[str, ...]) -> None:
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("headrace: "), done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("limit", [{"memory_bytes": 1 << 45}, {"pids": 10**9}])
+async def test_a_key_is_refused_for_good_what_is_above_the_ceiling(server: str, limit: dict[str, int]) -> None:
+    """A client that takes the refusal for a lack of room would ask for ever."""
+    async with aiohttp.ClientSession() as session, session.post(f"{server}/v1/sandboxes", json=limit) as response:
+        document = await response.json()
+    assert (response.status, document["error"], document["transient"]) == (422, "SpecRefused", False)
+    assert f"{next(iter(limit))}={next(iter(limit.values()))} is above the ceiling" in document["message"]

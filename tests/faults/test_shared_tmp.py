@@ -178,6 +178,7 @@ def test_sigterm_before_the_first_answer_leaves_no_control_group(shared: Path) -
         "label": "",
         "boot_timeout_s": 60.0,
         "max_sandboxes": 1,
+        "max_live": 1,
         "layer_bytes": 1 << 20,
         "layers_in": "",
         "min_free_bytes": 0,

@@ -14,8 +14,8 @@ import pytest
 
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.errors import ExecTimeout, NamespacesUnavailable, SandboxGone, SpecRefused
-from headrace.sandboxes.launcher import cgroups
+from headrace.sandboxes.errors import CapacityExceeded, ExecTimeout, NamespacesUnavailable, SandboxGone, SpecRefused
+from headrace.sandboxes.launcher import cgroups, host_limits
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
@@ -40,6 +40,13 @@ def _groups() -> None:
 @pytest.fixture
 async def provider() -> AsyncIterator[LocalProvider]:
     async with LocalProvider() as provider:
+        yield provider
+
+
+@pytest.fixture
+async def ample() -> AsyncIterator[LocalProvider]:
+    """With descriptors for what needs many, whatever this host has for the default number of sandboxes."""
+    async with LocalProvider(LocalSandboxConfig(open_files=4096)) as provider:
         yield provider
 
 
@@ -97,9 +104,9 @@ for (1 .. 1500) {
 
 
 @pytest.mark.timeout(400)
-async def test_a_small_process_that_fills_the_kernel_does_not_end_the_sandbox(provider: LocalProvider) -> None:
+async def test_a_small_process_that_fills_the_kernel_does_not_end_the_sandbox(ample: LocalProvider) -> None:
     """What lies in sockets does not make a process large: the kernel would choose the sandbox's first one."""
-    sandbox = await provider.attach(await provider.create(SandboxSpec(memory_bytes=64 << 20)))
+    sandbox = await ample.attach(await ample.create(SandboxSpec(memory_bytes=64 << 20)))
     hoard = await sandbox.exec("perl -", stdin=HOARD.encode(), user="agent", timeout_s=300)
     assert hoard.exit_code == 128 + signal.SIGKILL
     assert (await sandbox.exec("echo fine", timeout_s=30)).stdout == b"fine\n"
@@ -121,9 +128,9 @@ print(sum(int(row.split()[4].partition(":")[2], 16) for row in rows))
 """
 
 
-async def test_what_lies_in_sockets_is_limited(provider: LocalProvider) -> None:
+async def test_what_lies_in_sockets_is_limited(ample: LocalProvider) -> None:
     """All of the host share what it has for sockets."""
-    sandbox = await provider.attach(await provider.create(SandboxSpec(memory_bytes=64 << 20)))
+    sandbox = await ample.attach(await ample.create(SandboxSpec(memory_bytes=64 << 20)))
     result = await sandbox.exec("python3 -", stdin=QUEUE.encode(), user="agent", timeout_s=60)
     assert result.exit_code == 0, result
     assert 0 < int(result.stdout) < 80 << 20
@@ -256,6 +263,48 @@ async def test_a_limit_that_makes_no_sense_is_refused(provider: LocalProvider) -
     for spec in (SandboxSpec(memory_bytes=1), SandboxSpec(cpu=-1.0), SandboxSpec(pids=0), SandboxSpec(ttl_s=-1.0)):
         with pytest.raises(SpecRefused):
             await provider.create(spec)
+
+
+async def test_what_no_host_has_is_refused_for_good_and_the_ceiling_is_named(provider: LocalProvider) -> None:
+    for spec, name in ((SandboxSpec(memory_bytes=1 << 45), "memory_bytes"), (SandboxSpec(pids=10**9), "pids")):
+        with pytest.raises(SpecRefused, match=rf"{name}=\d+ is above the ceiling \d+") as refused:
+            await provider.create(spec)
+        assert not refused.value.transient
+    # More processors than there are is no limit at all: recipes are carried from large machines to small ones.
+    await (await provider.attach(await provider.create(SandboxSpec(cpu=1e12)))).kill()
+
+
+async def test_all_sandboxes_together_are_kept_below_what_the_host_has(provider: LocalProvider) -> None:
+    host = host_limits.read_host()
+    found = {
+        name: int((folder / name).read_text())
+        for folder in group_folders(provider.launcher_pid or 0, "headrace-*-{}-*/")
+        for name in ("memory.limit_in_bytes", "memory.max", "pids.max")
+        if (folder / name).exists() and (folder / name).read_text().strip() != "max"
+    }
+    memory_bytes = min(
+        found.get("memory.max", host.memory_bytes), found.get("memory.limit_in_bytes", host.memory_bytes)
+    )
+    assert memory_bytes < host.memory_bytes * 0.9
+    assert found["pids.max"] < host.processes
+
+
+async def test_default_descriptors_and_processes_of_all_slots_fit_the_host(sandbox: Sandbox) -> None:
+    host = host_limits.read_host()
+    told = await sandbox.exec("ulimit -n; ulimit -u", timeout_s=30)
+    open_files, processes = (int(line) for line in told.stdout.split())
+    live = host_limits.default_live(host_limits.allowed_to_sandboxes(host, None, None))
+    assert live * processes <= host.processes
+    assert live * processes * open_files <= host.open_files
+
+
+async def test_no_more_sandboxes_run_at_once_than_shares_were_made_for() -> None:
+    async with LocalProvider(LocalSandboxConfig(max_live=1)) as provider:
+        first = await provider.attach(await provider.create(SandboxSpec()))
+        with pytest.raises(CapacityExceeded, match="max_live"):
+            await provider.create(SandboxSpec())
+        await first.freeze()
+        await provider.create(SandboxSpec())
 
 
 async def test_groups_go_with_their_sandbox_and_their_launcher() -> None:
