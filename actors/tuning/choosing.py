@@ -4,7 +4,9 @@ The default preference: among the settings at most `within` (3 %) slower than th
 plus the share of the slowest decile that training misses, plus the shift of the mean reward; differences below one
 percentage point count as none); of these the one with the lowest mean staleness, then with the fewest slots.
 
-Invariant: a choice depends on the trials alone, not on their order.
+Invariants:
+- A choice depends on the trials alone, not on their order.
+- What other seeds do not confirm is not recommended: the recorded setting stays.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headrace.actors.tuning.searching import Prediction
     from headrace.actors.tuning.trial import Trial
 
 WITHIN: Final = 0.03
@@ -30,6 +33,15 @@ def choose(trials: Sequence[Trial], *, within: float = WITHIN) -> Trial:
         harmless,
         key=lambda trial: (round(trial.mean_staleness, 2), trial.candidate.slots, trial.step_s, trial.candidate),
     )
+
+
+def is_worth_it(recorded: Trial, chosen: Trial, before: Prediction, after: Prediction) -> bool:
+    """Whether to leave the recorded setting for the chosen one, by what other seeds predict of both: faster beyond the
+    spread of the seeds, or losing less, or as fast and fresher."""
+    faster = after.greatest_s < before.least_s
+    loses_less = chosen.loss < recorded.loss - EQUAL_LOSS
+    fresher = after.step_s <= before.step_s and round(chosen.mean_staleness, 2) < round(recorded.mean_staleness, 2)
+    return faster or loses_less or fresher
 
 
 def pareto_front(trials: Sequence[Trial]) -> list[Trial]:

@@ -72,6 +72,10 @@ class Tuned:
             f"recorded setting ({recorded.candidate.label()}): {_spread(before)} a step predicted{measured}",
             f"{chosen}, {before.step_s / after.step_s:.2f} times as fast",
         ]
+        if self.chosen == recorded:
+            said.append(
+                "no other setting is better than the recorded one by more than the spread of its seeds: keep it"
+            )
         if fit.beyond > 0.01:
             said.append(
                 f"{fit.beyond:.1%} of attempts take longer than any that ended: a lognormal stands for them; "

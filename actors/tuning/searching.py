@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.tuning.choosing import WITHIN, choose, pareto_front
+from headrace.actors.tuning.choosing import WITHIN, choose, is_worth_it, pareto_front
 from headrace.actors.tuning.trial import FailedTrial, Trial, run_trial
 
 if TYPE_CHECKING:
@@ -95,11 +95,14 @@ def search(
         chosen = choose(finals, within=effort.within)
         jobs = [Job(trial.candidate, again, effort.steps) for again in _reseeded(base) for trial in (recorded, chosen)]
         third = _round(pool, jobs, lambda *now: say(3, *now))
+    before, after = _prediction(third[0::2]), _prediction(third[1::2])
+    if not is_worth_it(recorded, chosen, before, after):
+        chosen, after = recorded, before
     return Searched(
         recorded=recorded,
         chosen=chosen,
-        recorded_prediction=_prediction(third[0::2]),
-        chosen_prediction=_prediction(third[1::2]),
+        recorded_prediction=before,
+        chosen_prediction=after,
         finals=finals,
         screened=tuple(trial for trial in trials if trial.candidate not in set(kept)),
         failed=failed,

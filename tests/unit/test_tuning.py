@@ -19,13 +19,13 @@ from headrace.actors.simulation.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.tuning.candidates import Candidate, Space, candidates, recorded_candidate
-from headrace.actors.tuning.choosing import choose, pareto_front
+from headrace.actors.tuning.choosing import choose, is_worth_it, pareto_front
 from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
 from headrace.actors.tuning.fitting import fit
 from headrace.actors.tuning.page import page
 from headrace.actors.tuning.recorded_run import read_run
 from headrace.actors.tuning.records import read_traces
-from headrace.actors.tuning.searching import survivors
+from headrace.actors.tuning.searching import Prediction, survivors
 from headrace.actors.tuning.trial import Trial, run_trial
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.replay import BufferConfig
@@ -295,3 +295,27 @@ def test_the_page_is_whole_and_escapes_what_it_shows(tuned: tuple[Tuned, Path]) 
     hostile = replace(found, recording=replace(found.recording, source="<script>alert('x')</script>"))
     assert "<script>" not in page(hostile, b"")
     assert "&lt;script&gt;" in page(hostile, b"")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "times_s", "worth"),
+    [
+        ({}, (9.0, 8.8, 9.2), True),
+        ({}, (9.9, 9.4, 10.4), False),
+        ({}, (10.2, 9.8, 10.6), False),
+        ({"waste": 0.0, "mean_staleness": 0.5}, (10.2, 9.8, 10.6), False),
+        ({"waste": 0.0, "mean_staleness": 0.5}, (10.0, 9.8, 10.6), True),
+    ],
+    ids=["faster", "faster within the noise", "slower within the noise", "fresher but slower", "fresher"],
+)
+def test_what_other_seeds_do_not_confirm_is_not_recommended(
+    chosen: dict[str, Any], times_s: tuple[float, float, float], worth: bool
+) -> None:
+    before = Prediction(step_s=10.0, least_s=9.6, greatest_s=10.4)
+    after = Prediction(step_s=times_s[0], least_s=times_s[1], greatest_s=times_s[2])
+    assert is_worth_it(trial(), trial(slots=6, **chosen), before, after) is worth
+
+
+def test_less_loss_is_worth_a_little_time() -> None:
+    before = after = Prediction(step_s=10.0, least_s=9.6, greatest_s=10.4)
+    assert is_worth_it(trial(waste=0.1), trial(slots=6), before, after)
