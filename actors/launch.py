@@ -44,6 +44,9 @@ from headrace.policies.errors import EngineStartFailed
 from headrace.policies.model_files import check_model_files
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
+from headrace.sandboxes.errors import PermanentSandboxError
+from headrace.sandboxes.images.store import check_reference
+from headrace.sandboxes.local.images import HOST
 from headrace.serve.observing.progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -131,8 +134,20 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
         train = generate(seed, section.train_count, Split.TRAIN)
         heldout = generate(seed, section.heldout_count, Split.HELD_OUT)
     refuse_overlap(train, heldout, "tasks.heldout")
+    if config.sandbox.provider is SandboxKind.LOCAL:
+        refuse_absent_images((*train, *heldout))
     refuse_short_evaluations((*train, *heldout), config.rollout.evaluate_timeout_s)
     return train, heldout
+
+
+def refuse_absent_images(tasks: Iterable[Task]) -> None:
+    """Each image may exist on this host. Raises ConfigError."""
+    images = {task.image: task for task in tasks if task.image != HOST}
+    for image, task in images.items():
+        try:
+            check_reference(image)
+        except PermanentSandboxError as error:
+            raise ConfigError(f"task {task.id}: {error}; mend its image in the task file") from error
 
 
 def refuse_short_evaluations(tasks: Iterable[Task], evaluate_timeout_s: float) -> None:

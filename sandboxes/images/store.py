@@ -215,6 +215,11 @@ def default_image_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace" / "images"
 
 
+def check_reference(reference: str) -> None:
+    """Refuse what can never be an image on this host, without unpacking anything. Raises ImageUnknown, ImageRefused."""
+    _locate(reference)
+
+
 def _locate(reference: str) -> _Located:
     """Raises ImageUnknown, ImageRefused."""
     if reference.startswith(_DEBOOTSTRAP):
