@@ -10,6 +10,7 @@ RunError
 ├── RunMissing          there is no such run, or it cannot be resumed
 ├── DiskFull            the run directory's disk has no room left
 ├── TasksParked         every training task is parked: nothing is left to train on
+├── RunInterrupted      it was interrupted while it started: there is nothing to sum up yet
 └── RunStalled          nothing progressed for too long: carries the diagnosis
 """
 
@@ -58,6 +59,10 @@ class TasksParked(RunError):
 
 class RunStalled(RunError):
     """No stage made progress for the configured time."""
+
+
+class RunInterrupted(RunError):
+    """The run was interrupted before its service was up; it can be resumed."""
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -12,7 +12,16 @@ from __future__ import annotations
 from typing import Final
 
 from headrace.actors.engine_group.errors import EngineGroupError, EngineNotServing
-from headrace.actors.errors import ActorError, ConfigError, DiskFull, RunError, RunExists, RunMissing, RunStalled
+from headrace.actors.errors import (
+    ActorError,
+    ConfigError,
+    DiskFull,
+    RunError,
+    RunExists,
+    RunInterrupted,
+    RunMissing,
+    RunStalled,
+)
 from headrace.buffer.errors import (
     BatchUntrainable,
     ExportRefused,
@@ -75,6 +84,8 @@ _ENDS_A_RUN_AGAIN: Final = (BatchUntrainable, LedgerRefused, LedgerMismatch, Non
 
 def exit_code(error: Exception) -> int:
     """Of a command that ended with this error."""
+    if isinstance(error, RunInterrupted):
+        return EXIT_DRAINED
     if isinstance(error, RequestInvalid) or not isinstance(error, _TRANSIENT):
         return EXIT_BAD_INPUT if isinstance(error, _BAD_INPUT) else EXIT_FAILED
     return EXIT_TRANSIENT

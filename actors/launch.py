@@ -13,7 +13,6 @@ import fcntl
 import os
 import re
 import shutil
-import signal
 import time
 import uuid
 from contextlib import contextmanager, suppress
@@ -25,10 +24,19 @@ from pydantic import ValidationError
 
 from headrace.actors.choosing import make_agent
 from headrace.actors.config import AgentKind, RunConfig, SandboxKind, explain, load_recipe
-from headrace.actors.errors import ActorLost, ConfigError, RunExists, RunMissing, first_cause
+from headrace.actors.errors import (
+    ActorLost,
+    ConfigError,
+    RunExists,
+    RunInterrupted,
+    RunMissing,
+    StartFailed,
+    first_cause,
+)
 from headrace.actors.evaluators.repository import REPOSITORY_RUNS
 from headrace.actors.guarding import guard, keep_running
 from headrace.actors.held_out.overlap import refuse_overlap
+from headrace.actors.interrupts import Interrupts
 from headrace.actors.metrics import read_metrics
 from headrace.actors.older_configs import upgraded
 from headrace.actors.retry import ABSENCE
@@ -47,7 +55,7 @@ from headrace.sandboxes.doctor import require_namespaces
 from headrace.sandboxes.errors import PermanentSandboxError
 from headrace.sandboxes.images.store import check_reference
 from headrace.sandboxes.local.images import HOST
-from headrace.serve.observing.progress import ProgressDisplay
+from headrace.serve.observing.progress import ProgressDisplay, starting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
@@ -59,9 +67,6 @@ if TYPE_CHECKING:
     from headrace.serve.observing.progress import Progress
 
 PROGRESS_S = 1.0
-SAME_INTERRUPT_S = 1.0
-"""Signals that come together are one: a scheduler signals each process of a group, and `--restarts` passes its own
-on."""
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -234,15 +239,16 @@ def drive(
     """Run or resume to the end; the summary is also written to summary.json. `before` is called as soon as nobody else
     drives the run; `beside` goes on beside the run, with its service, and is cancelled at the end. Raises RunError and
     what ended the run."""
-    with sole_driver(directory):
+    with sole_driver(directory), Interrupts() as interrupts:
         before()
         started = time.time()
         directory.append_session(started, None)
         # It told how the run stood before it went on.
         directory.summary.unlink(missing_ok=True)
-        start_local_ray(directory.path, object_store_bytes=config.service.object_store_bytes)
         try:
-            completed = asyncio.run(_drive(config, directory, quiet=quiet, beside=beside))
+            with interrupts_of_ray(interrupts), starting("Ray", quiet=quiet):
+                start_local_ray(directory.path, object_store_bytes=config.service.object_store_bytes)
+            completed = asyncio.run(_drive(config, directory, interrupts, quiet=quiet, beside=beside))
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
         except asyncio.CancelledError:
@@ -256,16 +262,33 @@ def drive(
         return summary
 
 
+@contextmanager
+def interrupts_of_ray(interrupts: Interrupts) -> Iterator[None]:
+    """Ray starts in this block. Its handlers exit the process in the middle of that, or dump native stacks."""
+    try:
+        yield
+    except SystemExit:
+        interrupts.note()
+    except StartFailed:
+        # A scheduler's signal ends Ray's processes too.
+        if not interrupts.count:
+            raise
+    finally:
+        interrupts.reclaim()
+
+
 async def _drive(
     config: RunConfig,
     directory: RunDirectory,
+    interrupts: Interrupts,
     *,
     quiet: bool,
     beside: Callable[[Service], Coroutine[Any, Any, None]] | None,
 ) -> bool:
     ABSENCE.seconds = config.cluster.absent_s
     runtime = RayRuntime()
-    service = await runtime.spawn(Service, config, directory, runtime, name="service")
+    with starting("engines, sandboxes, gateway and learner", quiet=quiet):
+        service = await _start(runtime, config, directory, interrupts)
     try:
         async with asyncio.TaskGroup() as tasks:
             draining = asyncio.Event()
@@ -273,7 +296,7 @@ async def _drive(
             aside = [tasks.create_task(watch(service, quiet=quiet))]
             if beside is not None:
                 aside.append(tasks.create_task(beside(service)))
-            with drain_on_interrupt(service, running, tasks, draining):
+            with drain_on_interrupt(service, running, tasks, draining, interrupts):
                 completed = await running
             for task in aside:
                 task.cancel()
@@ -283,6 +306,24 @@ async def _drive(
             async with asyncio.timeout(config.service.drain_s):
                 await runtime.stop(service)
     return completed
+
+
+async def _start(runtime: Runtime, config: RunConfig, directory: RunDirectory, interrupts: Interrupts) -> Service:
+    """The service with all that it starts. Raises RunInterrupted, after what had started was stopped in order (at the
+    second interrupt, or after `service.drain_s`, at once)."""
+    if interrupts.count == 0:
+        async with asyncio.TaskGroup() as tasks:
+            starting = tasks.create_task(runtime.spawn(Service, config, directory, runtime, name="service"))
+
+            def interrupted() -> None:
+                starting.cancel()
+                asyncio.get_running_loop().call_later(config.service.drain_s, starting.cancel)
+
+            with interrupts.listening(interrupted):
+                await asyncio.wait([starting])
+        if not starting.cancelled():
+            return starting.result()
+    raise RunInterrupted(f"interrupted while it started; continue with: headrace resume {directory.path}")
 
 
 async def run_guarded(runtime: Runtime, service: Service, hang_s: float, draining: asyncio.Event | None = None) -> bool:
@@ -303,29 +344,23 @@ async def run_guarded(runtime: Runtime, service: Service, hang_s: float, drainin
 
 @contextmanager
 def drain_on_interrupt(
-    service: Service, running: asyncio.Task[bool], tasks: asyncio.TaskGroup, draining: asyncio.Event
+    service: Service,
+    running: asyncio.Task[bool],
+    tasks: asyncio.TaskGroup,
+    draining: asyncio.Event,
+    interrupts: Interrupts,
 ) -> Iterator[None]:
     """First interrupt: drain, as soon as the service is there to be told. Second: cancel."""
-    loop = asyncio.get_running_loop()
-    first_s = 0.0
 
     def interrupted() -> None:
-        nonlocal first_s
-        if not draining.is_set():
-            first_s = loop.time()
-            draining.set()
-            tasks.create_task(keep_running(service.drain, service.progress))
-        elif loop.time() - first_s > SAME_INTERRUPT_S:
+        if draining.is_set():
             running.cancel()
+            return
+        draining.set()
+        tasks.create_task(keep_running(service.drain, service.progress))
 
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, interrupted)
-    try:
+    with interrupts.listening(interrupted):
         yield
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
 
 
 class Shown(Protocol):

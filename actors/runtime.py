@@ -413,8 +413,11 @@ class RayRuntime:
             raise StartFailed(f"actor {name} died while starting; see the Ray logs of this run") from error
         except asyncio.CancelledError:
             if not exists:
-                # Nobody has a proxy of it, and it may hold a device.
-                ray.kill(handle, no_restart=True)
+                # Nobody has a proxy of it, and it may hold a device, and actors of its own.
+                try:
+                    await self.stop(ActorProxy(name, handle))
+                finally:
+                    ray.kill(handle, no_restart=True)
             raise
         if exists:
             self._found.add(name)

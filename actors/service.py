@@ -18,7 +18,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import asdict
-from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from headrace.actors.errors import RunStalled
 from headrace.actors.guarding import AwakeClock, keep_running
@@ -36,6 +36,8 @@ from headrace.buffer.types import GroupId
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from headrace.actors.config import RunConfig
     from headrace.actors.run_directory import RunDirectory
     from headrace.actors.runtime import Runtime
@@ -59,7 +61,7 @@ class Service(ServiceParts):
         super().__init__(config, directory, runtime, evaluations=periodic_evaluations(config, directory))
         self._started_s = time.monotonic()
         self._phase = "starting"
-        self._draining = False
+        self._draining = asyncio.Event()
         self._step = 0
         self._no_more_steps = False
         self._moved = asyncio.Event()
@@ -127,8 +129,27 @@ class Service(ServiceParts):
 
     async def drain(self) -> None:
         """Stop issuing, save after the step under way, and let `run` return False."""
-        self._phase, self._draining = "draining", True
+        self._phase = "draining"
+        self._draining.set()
         await until_back(self._learner.drain)
+
+    async def _evaluated_base(self) -> bool:
+        """False when the run drains before it is done: the next one goes on with the answers that it has."""
+        if "base" not in await self._ended_evaluations():
+            return await self._unless_drained(self._evaluate_once("base", self._config.evaluation.samples))
+        # There may be steps, which the learner saves when it drains.
+        await self._evaluate_once("base", self._config.evaluation.samples)
+        return True
+
+    async def _unless_drained(self, evaluation: Coroutine[Any, Any, None]) -> bool:
+        """False when the evaluation was broken off."""
+        async with asyncio.TaskGroup() as tasks:
+            evaluating = tasks.create_task(evaluation)
+            draining = tasks.create_task(self._draining.wait())
+            await asyncio.wait([evaluating, draining], return_when=asyncio.FIRST_COMPLETED)
+            evaluating.cancel()
+            draining.cancel()
+        return not evaluating.cancelled()
 
     async def reached(self, step: int) -> bool:
         """True once the learner has committed so many optimizer updates, False when training ended before it had."""
@@ -140,7 +161,8 @@ class Service(ServiceParts):
     async def _train_and_evaluate(self, tasks: asyncio.TaskGroup) -> bool:
         await keep_running(self._learner.open, self._learner.status)
         self._phase = "base evaluation"
-        await self._evaluate_once("base", self._config.evaluation.samples)
+        if not await self._evaluated_base():
+            return False
         self._phase = "training"
         dispatching = tasks.create_task(keep_running(self._dispatcher.run, self._dispatcher.status))
         on_the_way = tasks.create_task(self._evaluate_on_the_way())
@@ -183,7 +205,7 @@ class Service(ServiceParts):
     async def _ready_learner(self) -> None:
         """A new incarnation of the learner knows nothing of a drain that was asked for before."""
         await self._learner.status()
-        if self._draining:
+        if self._draining.is_set():
             await self._learner.drain()
 
     async def _evaluate_on_the_way(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ from headrace.actors.held_out.folders import EvaluationFolders
 from headrace.actors.held_out.overlap import refuse_overlap
 from headrace.actors.held_out.service import EvaluationService
 from headrace.actors.held_out.summary import About
-from headrace.actors.launch import check_parts, load_task_sets, reopen, sole_driver, watch
+from headrace.actors.interrupts import Interrupts
+from headrace.actors.launch import check_parts, interrupts_of_ray, load_task_sets, reopen, sole_driver, watch
 from headrace.actors.parts import evaluation_terms, recipe_digest
 from headrace.actors.retry import ABSENCE
 from headrace.actors.run_directory import RunDirectory, free_folder
@@ -34,9 +35,10 @@ from headrace.buffer.tasks import load_tasks, tasks_digest
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.checkpoints import list_checkpoints
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.serve.observing.progress import starting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Coroutine, Iterator, Sequence
     from pathlib import Path
 
     from headrace.actors.held_out.summary import EvaluationSummary
@@ -227,14 +229,24 @@ def drive_evaluation(evaluation: Evaluation, *, quiet: bool = False) -> Evaluati
             stack.enter_context(_alone(evaluation.run))
         _make(evaluation)
         stack.enter_context(_alone(evaluation.directory))
-        start_local_ray(evaluation.directory.path, object_store_bytes=evaluation.config.service.object_store_bytes)
+        interrupts = stack.enter_context(Interrupts())
         stack.callback(stop_local_ray)
+        object_store_bytes = evaluation.config.service.object_store_bytes
+        with interrupts_of_ray(interrupts), starting("Ray", quiet=quiet):
+            start_local_ray(evaluation.directory.path, object_store_bytes=object_store_bytes)
         try:
-            return asyncio.run(_drive(evaluation, quiet=quiet))
+            return asyncio.run(_interruptible(_drive(evaluation, quiet=quiet), interrupts))
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
+
+
+async def _interruptible(work: Coroutine[Any, Any, EvaluationSummary], interrupts: Interrupts) -> EvaluationSummary:
+    """Interrupts cancel it: it closes what it has open, and what was answered is kept for the next."""
+    task = asyncio.ensure_future(work)
+    with interrupts.listening(task.cancel):
+        return await task
 
 
 async def _drive(evaluation: Evaluation, *, quiet: bool) -> EvaluationSummary:
@@ -246,7 +258,10 @@ async def _drive(evaluation: Evaluation, *, quiet: bool) -> EvaluationSummary:
         evaluations=EvaluationFolders(root=evaluation.out, about=evaluation.about, is_one=True),
         weights=await asyncio.to_thread(_weights, evaluation),
     )
-    async with service, asyncio.TaskGroup() as tasks:
+    async with AsyncExitStack() as stack:
+        with starting("engines, sandboxes and gateway", quiet=quiet):
+            await stack.enter_async_context(service)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
         watching = tasks.create_task(watch(service, quiet=quiet))
         summary = await service.run(evaluation.tasks, samples=evaluation.samples, tag=evaluation.tag)
         watching.cancel()

@@ -8,16 +8,20 @@ Invariants:
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import RenderableType
 
 PARSER_FAILS = "reads no calls"
@@ -152,3 +156,19 @@ class ProgressDisplay:
         elif self._last_plain_s is None or progress.elapsed_s - self._last_plain_s >= self._plain_interval_s:
             self._last_plain_s = progress.elapsed_s
             self._console.print(plain_line(progress), markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def starting(what: str, *, quiet: bool = False, console: Console | None = None) -> Iterator[None]:
+    """Say that something starts for as long as the block takes: a spinner on a terminal, else one line."""
+    screen, line = console or Console(stderr=True), f"starting {what} ..."
+    if quiet:
+        yield
+    elif screen.is_terminal and not screen.is_dumb_terminal:
+        with Live(Spinner("dots", text=line), console=screen, transient=True) as live:
+            # At once: the thread that redraws may have to wait for an import.
+            live.refresh()
+            yield
+    else:
+        screen.print(line, markup=False, highlight=False, soft_wrap=True)
+        yield

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from headrace.actors.interrupts import Interrupts
 from headrace.actors.launch import drain_on_interrupt, run_guarded
 from headrace.actors.metrics import read_metrics
 from headrace.actors.retry import until_back
@@ -124,7 +125,7 @@ async def test_an_interrupt_while_the_service_is_dead_drains(rig: Any, tmp_path:
     ):
         draining = asyncio.Event()
         running = tasks.create_task(run_guarded(RayRuntime(), service, rig.HANG_S, draining))
-        with drain_on_interrupt(service, running, tasks, draining):
+        with Interrupts() as interrupts, drain_on_interrupt(service, running, tasks, draining, interrupts):
             await until_reached(service, 1, running)
             (await find_process(service, "service")).kill()
             signal.raise_signal(signal.SIGINT)
@@ -290,6 +291,29 @@ def test_an_interrupted_run_drains_and_can_be_resumed(rig: Any, tmp_path: Path) 
     assert 1 <= report.steps < 200
     assert report.checkpoints >= 1, "draining saves"
     assert sandboxes_left(directory.path) == 0
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("driver.lock", marks=pytest.mark.slow),
+        "gateway.json",
+        pytest.param("engines", marks=pytest.mark.slow),
+    ],
+)
+def test_sigterm_while_a_run_starts_stops_it_in_order(rig: Any, tmp_path: Path, moment: str) -> None:
+    """Before Ray is up, while the first actors start, and while engines do."""
+    driver, directory = start_run(rig, tmp_path, "early")
+    wait_for((directory.path / moment).exists, driver)
+    family = psutil.Process(driver.pid).children(recursive=True)
+    driver.send_signal(signal.SIGTERM)
+    _, errors = driver.communicate(timeout=DEADLINE_S)
+    assert driver.returncode == 4, errors.decode()
+    [line] = errors.decode().splitlines()[1:] if b"run " in errors else errors.decode().splitlines()
+    assert line.endswith(f"continue with: headrace resume {directory.path}")
+    assert not psutil.wait_procs(family, timeout=90)[1]
+    assert sandboxes_left(directory.path) == 0
+    assert not directory.is_driven()
 
 
 def start_run(rig: Any, folder: Path, name: str, *options: str) -> tuple[subprocess.Popen[bytes], RunDirectory]:

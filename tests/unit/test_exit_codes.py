@@ -15,12 +15,20 @@ from headrace.actors.errors import (
     ConfigError,
     DiskFull,
     RunExists,
+    RunInterrupted,
     RunMissing,
     RunStalled,
     StartFailed,
     TasksParked,
 )
-from headrace.actors.exit_codes import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_TRANSIENT, exit_code, exit_code_of_run
+from headrace.actors.exit_codes import (
+    EXIT_BAD_INPUT,
+    EXIT_DRAINED,
+    EXIT_FAILED,
+    EXIT_TRANSIENT,
+    exit_code,
+    exit_code_of_run,
+)
 from headrace.buffer.errors import LedgerBroken, LedgerMismatch, LedgerRefused
 from headrace.buffer.task_errors import TaskFileError
 from headrace.policies.errors import EngineUnavailable, ModelInvalid, SenderFailed
@@ -36,6 +44,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "reliability.md"
         (ConfigError("x"), EXIT_BAD_INPUT, EXIT_BAD_INPUT),
         (RunExists("x"), EXIT_BAD_INPUT, EXIT_BAD_INPUT),
         (RunMissing("x"), EXIT_BAD_INPUT, EXIT_BAD_INPUT),
+        (RunInterrupted("x"), EXIT_DRAINED, EXIT_DRAINED),
         (EngineUnknown("x"), EXIT_BAD_INPUT, EXIT_TRANSIENT),
         (TaskFileError("x"), EXIT_BAD_INPUT, EXIT_TRANSIENT),
         (LedgerRefused("x"), EXIT_BAD_INPUT, EXIT_BAD_INPUT),

@@ -7,11 +7,12 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from headrace.serve.observing.plots import draw_success, reward_png
-from headrace.serve.observing.progress import Progress, ProgressDisplay, panel, plain_line, sparkline
+from headrace.serve.observing.progress import Progress, ProgressDisplay, panel, plain_line, sparkline, starting
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,3 +114,13 @@ def test_a_picture_is_drawn_from_any_part_of_the_metrics(tmp_path: Path) -> None
         data = out.read_bytes()
         assert data.startswith(b"\x89PNG")
         assert struct.unpack(">II", data[16:24]) == (1650, 525)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_start_is_said_before_it_is_over(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out = io.StringIO()
+    with starting("Ray", console=Console(file=out, force_terminal=terminal)):
+        assert "starting Ray" in out.getvalue()
+    with starting("Ray", quiet=True, console=Console(file=(silent := io.StringIO()), force_terminal=terminal)):
+        assert not silent.getvalue()

@@ -158,6 +158,22 @@ async def test_a_drained_run_does_not_wait_for_an_evaluation(open_run: Any, capl
         assert evaluations(directory) == [("base", 0)]
 
 
+async def test_a_run_that_drains_breaks_its_base_evaluation_off(open_run: Any) -> None:
+    """Held-out tasks take as long as agents do; a scheduler waits 30 s."""
+    long = ("agent.simulated.durations.mean_s=50", "agent.simulated.durations.cap_s=50")
+    async with open_run(*long, "agent.simulated.durations.median_s=50") as (service, directory):
+        async with asyncio.timeout(WAIT_S / 2), asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(service.run())
+            while (await service.progress()).rollouts_in_flight == 0:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.01)
+            await service.drain()
+            assert not await running
+        assert evaluations(directory) == []
+    assert verify(directory.path).clean
+    async with open_run() as (service, directory), asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+        assert (await service.progress()).phase == "starting", "it can be resumed"
+
+
 def test_parked_tasks_beside_others_are_no_error() -> None:
     parked = {TaskId("a"): "no image", TaskId("b"): "no network"}
     refuse_all_parked(parked, tasks=3, step=2)
