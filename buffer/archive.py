@@ -103,8 +103,9 @@ class Archive:
             self._ledger.execute(f"DELETE FROM groups WHERE {_THESE}", (ids,))
         return True
 
-    def move_steps(self) -> int:
-        """Move the steps before the first that must stay, which is returned, with their batches and checkpoints."""
+    def move_steps(self) -> tuple[int, list[str]]:
+        """Move the steps before the first that must stay, with their batches and checkpoints; returns that step, and
+        the versions of the checkpoints that went."""
         first: int = self._ledger.execute(FIRST_OPEN_STEP.format(of="")).fetchone()[0] or 0
         before = "sequence < ?"
         (steps,) = self._ledger.execute(f"SELECT count(*) FROM commits WHERE {before}", (first,)).fetchone()
@@ -113,15 +114,22 @@ class Archive:
             "AND batch_id NOT IN (SELECT batch_id FROM commits WHERE sequence >= ?)"
         )
         if not steps:
-            return first
-        old = "chain NOT IN (SELECT chain FROM commits WHERE sequence >= ?)"
+            return first, []
+        # A checkpoint of the start policy belongs to no step, and stays.
+        old = (
+            "chain IN (SELECT chain FROM commits WHERE sequence < ?1) "
+            "AND chain NOT IN (SELECT chain FROM commits WHERE sequence >= ?1)"
+        )
+        versions = [
+            version for (version,) in self._ledger.execute(f"SELECT version FROM checkpoints WHERE {old}", (first,))
+        ]
         self._copy({"commits": before, "batches": loose, "checkpoints": old}, first)
         with transaction(self._ledger):
             self._count_steps(before, first, 1)
             self._ledger.execute(f"DELETE FROM checkpoints WHERE {old}", (first,))
             self._ledger.execute(f"DELETE FROM commits WHERE {before}", (first,))
             self._ledger.execute(f"DELETE FROM batches WHERE {loose}", (first,))
-        return first
+        return first, versions
 
     def move_evaluations(self) -> list[tuple[RolloutId, int]]:
         """Move the answers of evaluations that have ended; their rollouts and attempts."""

@@ -42,6 +42,7 @@ from headrace.buffer.records import OUTAGES_KEPT, EvaluationRecord, RolloutState
 from headrace.buffer.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
 from headrace.buffer.splitting import is_whole, split
 from headrace.buffer.types import RolloutId
+from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -198,10 +199,15 @@ class Ledger:
         """Move some closed groups to the archive; False when none is left. Raises sqlite3.Error, OSError."""
         return self._archive.move_groups()
 
-    def archive_rest(self) -> tuple[int, list[tuple[RolloutId, int]]]:
-        """Move steps and evaluations to the archive: the first step that stays, and the answers that went. Raises
-        sqlite3.Error, OSError."""
-        return self._archive.move_steps(), self._archive.move_evaluations()
+    def archive_steps(self) -> tuple[int, list[PolicyVersion]]:
+        """Move covered steps to the archive: the first that stays, and the checkpoints that went. Raises sqlite3.Error,
+        OSError."""
+        first, versions = self._archive.move_steps()
+        return first, [PolicyVersion.parse(version) for version in versions]
+
+    def archive_evaluations(self) -> list[tuple[RolloutId, int]]:
+        """Move the answers of ended evaluations to the archive; those that went. Raises sqlite3.Error, OSError."""
+        return self._archive.move_evaluations()
 
     def archive_is_lost(self) -> bool:
         """Whether there are steps that `recall` cannot bring back."""

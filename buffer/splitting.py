@@ -35,7 +35,7 @@ _STAYS = {
     "groups": "closed = 0",
     "rollouts": _OPEN,
     "attempts": f"rollout_id IN (SELECT rollout_id FROM old.rollouts WHERE {_OPEN})",
-    "checkpoints": "chain IN (SELECT chain FROM old.commits WHERE sequence >= :first)",
+    "checkpoints": "chain = '' OR chain IN (SELECT chain FROM old.commits WHERE sequence >= :first)",
     "evaluations": "tag NOT IN (SELECT tag FROM main.ended_evaluations)",
     "totals": "false",
     "ended_evaluations": "false",

@@ -249,16 +249,13 @@ class ReplayState:
                     self.put(replace(self.batches[batch_id], closed=True))
                     del self.batches[batch_id], self._batches[state][batch_id]
 
-    def forget_steps(self, before: int) -> None:
-        """Steps that the ledger moved to its archive, and the checkpoints there; only their number stays."""
-        moved = [sequence for sequence in self.commits if sequence < before]
-        if not moved:
-            return
-        for sequence in moved:
+    def forget_steps(self, before: int, checkpoints: Collection[PolicyVersion]) -> None:
+        """Steps and checkpoints that the ledger moved to its archive; of the steps only their number stays."""
+        for sequence in [sequence for sequence in self.commits if sequence < before]:
             del self.commits[sequence]
-        self.steps_closed += len(moved)
-        chains = {commit.chain for commit in self.commits.values()}
-        self.checkpoints = {version: known for version, known in self.checkpoints.items() if known.chain in chains}
+            self.steps_closed += 1
+        for version in checkpoints:
+            self.checkpoints.pop(version, None)
 
     def forget_evaluations(self, keys: Collection[tuple[RolloutId, int]]) -> None:
         """Answers that the ledger moved to its archive; only their number stays."""

@@ -210,9 +210,8 @@ class ReplayStore:
         """Move what the checkpoint closed to the archive, a little at a time: offers go on in between."""
         while await self._write_alone(self._ledger.archive_groups):
             pass
-        first_step, answers = await self._write_alone(self._ledger.archive_rest)
-        self._core.state.forget_steps(first_step)
-        self._core.state.forget_evaluations(answers)
+        self._core.state.forget_steps(*await self._write_alone(self._ledger.archive_steps))
+        self._core.state.forget_evaluations(await self._write_alone(self._ledger.archive_evaluations))
 
     async def _write_alone(self, work: Callable[[], T]) -> T:
         """Work on the ledger between two transactions."""

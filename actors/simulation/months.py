@@ -476,7 +476,8 @@ class _NewLedger:
         self._ledger.write(records, stored)
         while self._ledger.archive_groups():
             pass
-        self._ledger.archive_rest()
+        self._ledger.archive_steps()
+        self._ledger.archive_evaluations()
 
     def ended(self, tag: str, step: int, summary: dict[str, Any]) -> None:
         self._ledger.end_evaluation(tag, step, summary, time.time())

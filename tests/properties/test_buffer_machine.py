@@ -354,9 +354,8 @@ class BufferMachine(RuleBasedStateMachine):
             self.persist()
             while self.ledger.archive_groups():
                 pass
-            first_step, answers = self.ledger.archive_rest()
-            self.core.state.forget_steps(first_step)
-            self.core.state.forget_evaluations(answers)
+            self.core.state.forget_steps(*self.ledger.archive_steps())
+            self.core.state.forget_evaluations(self.ledger.archive_evaluations())
 
     @precondition(lambda self: self.path or self.leases)
     @rule(back=st.integers(0, 2), driver=st.booleans())
