@@ -24,7 +24,7 @@ from headrace.buffer.suspects import HostRecords
 from headrace.buffer.types import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from headrace.buffer.history import TaskHistory
     from headrace.buffer.records import AttemptRecord
@@ -109,6 +109,13 @@ class Outages:
         if self._open(Component.SYSTEM) is not None:
             self._recent.probed_s = now
 
+    def to_spare(self) -> Collection[TaskId]:
+        """Tasks that a probe says less with than with others: their failures are why the system counts as failing, and
+        may be their own."""
+        if self._open(Component.SYSTEM) is None:
+            return ()
+        return {end.task_id for end in self._recent.ends if end.failed}
+
     def wakes_at(self, now: float) -> float | None:
         """When the next probe may begin; None when nothing waits for one."""
         if self._open(Component.ENGINES) is not None or self._open(Component.SYSTEM) is None:
@@ -187,7 +194,8 @@ class Outages:
         return any(
             outage.component is component
             and outage.began_at_s <= (attempt.ended_at_s or 0.0)
-            and (outage.ended_at_s is None or outage.ended_at_s >= attempt.issued_at_s)
+            # What an outage's end lets begin has its time.
+            and (outage.ended_at_s is None or outage.ended_at_s > attempt.issued_at_s)
             for outage in self._state.outages.values()
         )
 

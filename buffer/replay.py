@@ -198,7 +198,7 @@ class ReplayBuffer:
             return ()
         orders: list[RolloutOrder] = []
         for _ in range(min(limit, self.admit(), limit if allowed is None else allowed)):
-            rollout = self.state.next_pending() or self._open_group(now)
+            rollout = self._next_rollout(now)
             if rollout is None:
                 break
             avoid = self._outages.avoided(self.state.attempts.get(rollout.rollout_id), now)
@@ -401,6 +401,16 @@ class ReplayBuffer:
         )
         left = self._cursor.left()
         return room if left is None else min(room, left)
+
+    def _next_rollout(self, now: float) -> RolloutRecord | None:
+        """The one whose attempt is next. A probe is of a task that did not fail lately, if there is one."""
+        spared = self._outages.to_spare()
+        if not spared:
+            return self.state.next_pending() or self._open_group(now)
+        fresh = self.state.next_pending_but(spared)
+        if fresh is None and self._groups_to_open(self.inventory()) and self._open_group(now) is not None:
+            fresh = self.state.next_pending_but(spared)
+        return fresh or self.state.next_pending()
 
     def _open_group(self, now: float) -> RolloutRecord | None:
         """The first rollout of a new group; None at the end of the data."""

@@ -138,6 +138,16 @@ class ReplayState:
             heappop(self._pending)
         return None
 
+    def next_pending_but(self, spared: Collection[TaskId]) -> RolloutRecord | None:
+        """As `next_pending`, of another task than these. Looks at all that are pending."""
+        pending = (self.rollouts[rollout_id] for rollout_id in self.by_state[RolloutState.PENDING])
+        others = (rollout for rollout in pending if self.groups[rollout.group_id].task_id not in spared)
+        return min(others, key=self._place, default=None)
+
+    def _place(self, rollout: RolloutRecord) -> tuple[bool, int, int]:
+        """Among those that are pending: the lowest goes first."""
+        return rollout.evictions == 0, self.groups[rollout.group_id].ordinal, rollout.member
+
     @property
     def in_flight_by_version(self) -> Mapping[PolicyVersion, Mapping[RolloutId, None]]:
         """Rollouts in flight by the version their attempt was issued at."""
@@ -329,8 +339,7 @@ class ReplayState:
         self.by_state[record.state][record.rollout_id] = None
         self.members.setdefault(record.group_id, {})[record.member] = record.rollout_id
         if record.state is RolloutState.PENDING and (known is None or known.state is not RolloutState.PENDING):
-            place = (record.evictions == 0, self.groups[record.group_id].ordinal, record.member)
-            heappush(self._pending, (*place, record.rollout_id))
+            heappush(self._pending, (*self._place(record), record.rollout_id))
         elif record.state is RolloutState.IN_FLIGHT:
             version = self.attempts[record.rollout_id].version
             self._in_flight.setdefault(version, {})[record.rollout_id] = None

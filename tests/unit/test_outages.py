@@ -142,6 +142,14 @@ def failing():
     return buffer
 
 
+def failing_with_no_room(**changes):
+    """As `failing`, with a stock that only rollouts of failing tasks fill."""
+    buffer = buffer_of(batch_size=4, **changes)
+    break_down(buffer, tasks=8)
+    assert buffer.status().held
+    return buffer
+
+
 def test_a_probe_that_goes_well_ends_the_hold():
     buffer = failing()
     assert buffer.issue(9, FIRST, 100.0 + PROBE_S - 1) == ()
@@ -159,6 +167,36 @@ def test_a_hold_ends_with_its_window():
     buffer = failing()
     assert len(buffer.issue(9, FIRST, 100.0 + WINDOW_S + 1)) == 9
     assert buffer.status().held == ""
+
+
+def test_what_begins_at_the_end_of_an_outage_did_not_run_through_it():
+    buffer = failing()
+    orders = buffer.issue(9, FIRST, 100.0 + WINDOW_S + 1)
+    assert fail(buffer, orders[0], 800.0, host="b") is Charge.HOST
+
+
+def test_a_probe_is_of_a_task_that_did_not_fail():
+    buffer = failing()
+    failed = {f"g{ordinal:06d}" for ordinal in range(8)}
+    (probe,) = buffer.issue(9, FIRST, 100.0 + PROBE_S)
+    assert probe.group_id not in failed, "whose rollouts are pending, and may fail for reasons of their own"
+    fail(buffer, probe, 165.0, host="a")
+    (another,) = buffer.issue(9, FIRST, 100.0 + 2 * PROBE_S)
+    assert another.group_id not in failed | {probe.group_id}
+
+
+def test_a_probe_is_of_any_task_where_all_failed():
+    buffer = failing_with_no_room()
+    assert len(buffer.issue(9, FIRST, 100.0 + PROBE_S)) == 1
+
+
+def test_broken_tasks_do_not_hold_all_others_for_ever():
+    buffer, now = failing_with_no_room(max_attempts=5), 100.0
+    while not buffer.state.by_state[RolloutState.POISON]:
+        now += PROBE_S
+        for order in buffer.issue(1000, FIRST, now):
+            fail(buffer, order, now + 1, host="a")
+        assert now < 6 * WINDOW_S, "no broken rollout ends"
 
 
 def test_a_clock_that_is_set_back_holds_nothing_for_longer():
