@@ -67,6 +67,8 @@ def stage_timeout_s(config: RunConfig) -> float:
 
 def stall_s(config: RunConfig) -> float:
     phase_s = max(longest_phase(config)[1], config.service.hang_s)
+    if not config.engines.is_simulated:
+        phase_s = max(phase_s, unhealthy_s(config))
     return max(STALLED_PHASES * phase_s, STALLED_ABSENCES * config.cluster.absent_s)
 
 

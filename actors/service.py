@@ -28,8 +28,7 @@ from headrace.actors.parking import parked_line, refuse_all_parked
 from headrace.actors.parts import ServiceParts, periodic_evaluations
 from headrace.actors.replay import Replay
 from headrace.actors.retry import until_back
-from headrace.actors.signs import signs_of, work_clocks
-from headrace.actors.stall_detector import StallDetector
+from headrace.actors.signs import signs_of, stall_detector, work_clocks
 from headrace.actors.supervision import STATUS_TIMEOUT_S, Supervision, or_none
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import GroupId
@@ -261,7 +260,7 @@ class Service(ServiceParts):
     async def _supervise(self) -> NoReturn:
         """Notice steps and stalls: a run that gets nowhere ends with what each part was doing."""
         clock = AwakeClock(2 * STATUS_TIMEOUT_S)
-        detector = StallDetector(clock.read(time.monotonic()), self._config.service.stall_s)
+        detector = stall_detector(self._config, clock.read(time.monotonic()))
         longest = work_clocks(self._config)
         while True:
             await asyncio.sleep(SUPERVISION_S)

@@ -2,6 +2,7 @@
 
 Invariants:
 - Only what succeeded counts: a turn that was recorded, a rollout that was scored, a judging step that ended well.
+- Turns, tokens and judging steps lead to a result, or to nothing: they count while results come (`RESULT_ROLLOUTS`).
 - The opening of a learner counts as work under way and not as progress: one that dies again and again opens again and
   again.
 """
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from headrace.actors import clocks
 from headrace.actors.engine_group.registry import EngineState
 from headrace.actors.learner import Stage
-from headrace.actors.stall_detector import Signs
+from headrace.actors.stall_detector import Signs, StallDetector
 
 if TYPE_CHECKING:
     from headrace.actors.config import RunConfig
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 ENDING_STAGES = frozenset({Stage.OPENING, Stage.STEPPING, Stage.SAVING})
 """Stages that end by themselves, unless the learner hangs."""
+RESULT_ROLLOUTS = 2.0
+"""Some rollout has a result in so many times the longest that one may take; turns alone are no progress after that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +48,23 @@ def work_clocks(config: RunConfig) -> WorkClocks:
     )
 
 
+def stall_detector(config: RunConfig, now_s: float) -> StallDetector:
+    """That of a run, from `now_s` (seconds of any clock)."""
+    return StallDetector(now_s, config.service.stall_s, RESULT_ROLLOUTS * config.rollout.guard_s)
+
+
 def signs_of(look: Look, longest: WorkClocks) -> Signs:
     """What one look at the parts says of progress."""
+    results, on_the_way = _results(look), _on_the_way(look)
     return Signs(
-        counts=_counts(look),
+        counts=results | on_the_way,
+        on_the_way=on_the_way.keys(),
         under_way=_under_way(look, longest),
         version=None if look.learner is None else look.learner.version,
     )
 
 
-def _counts(look: Look) -> dict[str, int]:
+def _results(look: Look) -> dict[str, int]:
     counts: dict[str, int] = {}
     if look.learner is not None:
         counts |= {"stages": look.learner.stages, "trained tokens": look.learner.tokens}
@@ -62,6 +72,11 @@ def _counts(look: Look) -> dict[str, int]:
             counts["steps"] = look.learner.version.step
     if look.dispatcher is not None:
         counts |= {"scored rollouts": look.dispatcher.scored, "answers": look.dispatcher.answered}
+    return counts
+
+
+def _on_the_way(look: Look) -> dict[str, int]:
+    counts: dict[str, int] = {}
     if look.gateway is not None:
         counts |= {"turns": look.gateway.turns, "sampled tokens": look.gateway.sampled_tokens}
     for number, worker in enumerate(look.workers):

@@ -17,8 +17,7 @@ from headrace.actors.guarding import AwakeClock, keep_running
 from headrace.actors.held_out.records import EvaluationRecords
 from headrace.actors.parts import ServiceParts
 from headrace.actors.retry import until_back
-from headrace.actors.signs import signs_of, work_clocks
-from headrace.actors.stall_detector import StallDetector
+from headrace.actors.signs import signs_of, stall_detector, work_clocks
 from headrace.actors.supervision import STATUS_TIMEOUT_S, look_at, or_none
 from headrace.serve.observing.progress import Progress
 
@@ -88,7 +87,7 @@ class EvaluationService(ServiceParts):
 
     async def _supervise(self) -> NoReturn:
         clock = AwakeClock(2 * STATUS_TIMEOUT_S)
-        detector = StallDetector(clock.read(time.monotonic()), self._config.service.stall_s)
+        detector = stall_detector(self._config, clock.read(time.monotonic()))
         longest = work_clocks(self._config)
         while True:
             await asyncio.sleep(SUPERVISION_S)

@@ -19,7 +19,7 @@ from headrace.actors.clocks import STALLED_PHASES
 from headrace.actors.errors import ConfigError, RunStalled, first_cause
 from headrace.actors.parking import refuse_all_parked
 from headrace.actors.runtime import InlineRuntime
-from headrace.actors.signs import WorkClocks, signs_of
+from headrace.actors.signs import RESULT_ROLLOUTS, WorkClocks, signs_of
 from headrace.actors.simulation.account import history_digest, read_account
 from headrace.actors.simulation.plan import MINUTE_S, Mode
 from headrace.actors.simulation.stage import open_stage
@@ -210,7 +210,8 @@ async def _look(plan: SimulationPlan, stage: Stage) -> None:
         evaluator=stage.evaluator,
         workers=stage.workers,
     )
-    detector = StallDetector(asyncio.get_running_loop().time(), stall_s)
+    rollout_s = BOOT_TAIL * plan.boot_s + plan.longest_s + plan.evaluate_s
+    detector = StallDetector(asyncio.get_running_loop().time(), stall_s, RESULT_ROLLOUTS * max(rollout_s, LOOK_S))
     while True:
         await asyncio.sleep(LOOK_S)
         look = await look_at(parts)

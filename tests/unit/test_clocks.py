@@ -99,3 +99,8 @@ def test_a_push_is_bounded_by_all_its_buckets() -> None:
     config = config_of("claude_code", "push.transfer_timeout_s=20", "push.bucket_bytes=1000000")
     one, ten = clocks.push_s(config, 1), clocks.push_s(config, 10_000_000)
     assert ten - one == 9 * 20
+
+
+def test_an_engine_that_is_given_long_to_answer_is_no_stall() -> None:
+    config = config_of("quickstart", "engines.health_timeout_s=90")
+    assert config.service.stall_s == clocks.STALLED_PHASES * clocks.unhealthy_s(config) > 180

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.actors.config import load_recipe
 from headrace.actors.runtime import InlineRuntime
-from headrace.actors.signs import signs_of, work_clocks
+from headrace.actors.signs import signs_of, stall_detector, work_clocks
 from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual
@@ -40,7 +40,7 @@ async def evaluate_watched(plan: SimulationPlan, stall_s: float | None) -> list[
             workers=stage.workers,
         )
         await stage.learner.open()
-        detector = StallDetector(clock(), config.service.stall_s if stall_s is None else stall_s)
+        detector = stall_detector(config, clock()) if stall_s is None else StallDetector(clock(), stall_s)
 
         async def watch() -> None:
             while True:

@@ -59,6 +59,7 @@ def test_everything_that_is_done_is_counted() -> None:
         "turns of worker 0": 11,
         "judged steps": 4,
     }
+    assert set(signs.on_the_way) == {"turns", "sampled tokens", "turns of worker 0", "judged steps"}
 
 
 @pytest.mark.parametrize(

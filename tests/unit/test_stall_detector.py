@@ -38,6 +38,50 @@ def test_a_run_that_makes_no_progress_ends(still) -> None:
     assert reasons[-1].startswith("nothing moved for 10 s (service.stall_s)")
 
 
+def watched(result_s: float, *, scored_every: int | None) -> list[str | None]:
+    """Turns go on for ever; a rollout is scored every so many seconds."""
+    detector = StallDetector(0.0, STALL_S, result_s)
+    told = []
+    for second in range(1, 200):
+        counts = {"turns": second, "scored": second // scored_every if scored_every else 0}
+        told.append(detector.stalled(float(second), Signs(counts=counts, on_the_way={"turns"})))
+    return told
+
+
+def test_turns_without_any_result_are_no_progress_for_ever() -> None:
+    """Rollouts that fail after their turns are issued again and again, as long as nobody is charged with them."""
+    told = watched(60.0, scored_every=None)
+    assert set(told[: 60 + int(STALL_S)]) == {None}
+    reason = told[60 + int(STALL_S)]
+    assert reason is not None
+    assert reason.startswith("no rollout had a result for 71 s, and turns alone were no progress for 10 s")
+
+
+def test_boots_that_never_end_excuse_turns_without_results_only_for_a_time() -> None:
+    detector = StallDetector(0.0, STALL_S, 60.0)
+    working = [
+        detector.stalled(float(second), Signs(counts={"turns": second}, on_the_way={"turns"}, under_way={"boots": 5.0}))
+        for second in range(1, 200)
+    ]
+    assert None in working
+    assert working[-1] is not None
+
+
+def test_a_long_start_of_an_engine_leaves_time_for_a_result() -> None:
+    detector = StallDetector(0.0, STALL_S, 60.0)
+    for second in range(1, 100):
+        assert detector.stalled(float(second), Signs(under_way={"engine start": 300.0})) is None
+    told = {
+        detector.stalled(float(second), Signs(counts={"turns": second}, on_the_way={"turns"}))
+        for second in range(100, 150)
+    }
+    assert told == {None}
+
+
+def test_turns_hold_a_stall_up_while_results_come() -> None:
+    assert set(watched(60.0, scored_every=59)) == {None}
+
+
 def test_the_reason_names_the_clock_of_each_count() -> None:
     detector = StallDetector(0.0, STALL_S)
     detector.stalled(1.0, signs(turns=1))
@@ -60,7 +104,8 @@ def test_work_under_way_has_a_clock_of_its_own() -> None:
     detector = StallDetector(0.0, STALL_S)
     detector.stalled(0.0, signs(turns=1))
     assert detector.stalled(60.0, signs(turns=1, under_way={"boots": 30.0})) is None
-    assert detector.stalled(61.0, signs(turns=1)) is not None
+    assert detector.stalled(61.0, signs(turns=1)) is None, "what was waited for has only just ended"
+    assert detector.stalled(60.0 + STALL_S + 1, signs(turns=1)) is not None
 
 
 def test_work_that_begins_again_and_again_holds_a_stall_up_only_for_a_time() -> None:
