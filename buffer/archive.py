@@ -41,10 +41,8 @@ _NEXT: Final = {
     "next_commit": ("commits", "sequence", 1),
 }
 """Table, column and first value of each number that is given out in order."""
-_UNDONE: Final = (
-    "SELECT batch_id, members FROM batches WHERE batch_id IN "
-    "(SELECT batch_id FROM commits WHERE sequence > ? AND rolled_back_by IS NULL)"
-)
+_TRAINED: Final = "SELECT batch_id FROM commits WHERE sequence > ? AND rolled_back_by IS NULL"
+_UNDONE: Final = f"SELECT batch_id, members FROM batches WHERE batch_id IN ({_TRAINED})"
 _GROUPS_OF: Final = "SELECT DISTINCT group_id FROM rollouts WHERE rollout_id IN (SELECT value FROM json_each(?))"
 FIRST_OPEN_STEP: Final = """
 SELECT min(sequence) FROM (
@@ -83,9 +81,22 @@ class Archive:
             self._database.close()
             self._database = None
 
-    def is_lost(self) -> bool:
-        """Whether the ledger counts steps in an archive that is not there."""
-        return self._database is None and totals_of(self._ledger).get(STEPS, 0) > 0
+    def lacks(self, chain: str) -> bool:
+        """Whether some of what a return to the step with this hash chain undoes is in no file any more: the archive was
+        lost, or begun anew since."""
+        sequence = self.sequence_of(chain)
+        if sequence is None:
+            return self._database is None and totals_of(self._ledger).get(STEPS, 0) > 0
+        later = {number for (number,) in self._both("SELECT sequence FROM commits WHERE sequence > ?", sequence)}
+        undone = self._undone(sequence)
+        trained = self._ledger.execute(_TRAINED, (sequence,))
+        members = json.dumps(_members(undone))
+        rollouts = "SELECT rollout_id FROM rollouts WHERE rollout_id IN (SELECT value FROM json_each(?))"
+        return (
+            len(later) < next_numbers(self._ledger)["next_commit"] - 1 - sequence
+            or any(batch_id not in undone for (batch_id,) in trained)
+            or len(set(self._both(rollouts, members))) < len(set(_members(undone)))
+        )
 
     def move_groups(self) -> bool:
         """Move some closed groups with all that is theirs; False when none is left."""
@@ -156,9 +167,11 @@ class Archive:
         if not chain:
             return 0
         query = "SELECT sequence FROM commits WHERE chain = ? AND rolled_back_by IS NULL"
-        for database in self._databases():
-            if found := database.execute(query, (chain,)).fetchone():
-                return int(found[0])
+        newest = "SELECT chain, rolled_back_by FROM commits WHERE sequence = ?"
+        for (sequence,) in self._both(query, chain):
+            # What the archive has may have been undone since, in the ledger.
+            if self._ledger.execute(newest, (sequence,)).fetchone() in (None, (chain, None)):
+                return int(sequence)
         return None
 
     def recall(self, sequence: int) -> None:
@@ -168,16 +181,12 @@ class Archive:
         commits = self._archived(
             "commits", "sequence >= ? AND sequence NOT IN (SELECT value FROM json_each(?))", sequence, here
         )
-        undone: dict[str, str] = {}
-        # The ledger last: it overrules the archive.
-        for database in self._databases()[::-1]:
-            undone |= dict(database.execute(_UNDONE, (sequence,)))
-        members = [rollout_id for text in undone.values() for rollout_id, *_ in json.loads(text)]
+        undone = self._undone(sequence)
         with transaction(self._ledger):
             self._put_back("batches", "batch_id IN (SELECT batch_id FROM commits WHERE sequence >= ?)", sequence)
             _insert(self._ledger, "commits", *commits)
             self._put_back("checkpoints", "chain IN (SELECT chain FROM commits WHERE sequence >= ?)", sequence)
-            self._open_groups_of(members)
+            self._open_groups_of(_members(undone))
             _open_again(self._ledger, "batches", "batch_id", undone)
             back = json.dumps([row[commits[0].index("sequence")] for row in commits[1]])
             self._count_steps("sequence IN (SELECT value FROM json_each(?))", back, -1)
@@ -186,6 +195,11 @@ class Archive:
         """Bring back, and open, the groups of these rollouts."""
         with transaction(self._ledger):
             self._open_groups_of(rollouts)
+
+    def _undone(self, sequence: int) -> dict[str, str]:
+        """The batches of later steps that survive, with their members as JSON."""
+        # The ledger last: it overrules the archive.
+        return dict(self._both(_UNDONE, sequence)[::-1])
 
     def _open_groups_of(self, rollouts: Iterable[str]) -> None:
         groups = {group_id for (group_id,) in self._both(_GROUPS_OF, json.dumps(sorted(rollouts)))}
@@ -209,13 +223,10 @@ class Archive:
         return [row for database in self._databases() for row in database.execute(query, values)]
 
     def checkpoint_step(self, version: str) -> int | None:
-        """The last step that a recorded checkpoint covers; None when it is not on the surviving path."""
-        query = (
-            "SELECT sequence FROM checkpoints JOIN commits USING (chain) "
-            "WHERE checkpoints.version = ? AND rolled_back_by IS NULL"
-        )
-        found = self._both(query, version)
-        return int(found[0][0]) if found else None
+        """The last step that a recorded checkpoint covers, 0 for one of the start; None when it is not on the surviving
+        path."""
+        found = self._both("SELECT chain FROM checkpoints WHERE version = ?", version)
+        return self.sequence_of(found[0][0]) if found else None
 
     def _databases(self) -> list[sqlite3.Connection]:
         return [self._ledger] if self._database is None else [self._ledger, self._database]
@@ -249,12 +260,14 @@ class Archive:
 
     def _open(self) -> None:
         """Raises LedgerRefused."""
-        database = connect(self._path, foreign_keys=False)
+        database = None
         try:
+            database = connect(self._path, foreign_keys=False)
             _prepare(database, dict(self._ledger.execute("SELECT key, value FROM meta")))
             _drop_what_comes(database, next_numbers(self._ledger))
         except (sqlite3.DatabaseError, ValueError) as error:
-            database.close()
+            if database is not None:
+                database.close()
             raise LedgerRefused(
                 f"{self._path} is not the archive of the ledger beside it: {error}; put back the one that belongs to "
                 "it, or move it away: the run goes on, without its history"
@@ -337,6 +350,11 @@ def _insert(
     if columns:
         places = ", ".join("?" * len(columns))
         database.executemany(f"{verb} INTO {table} ({', '.join(columns)}) VALUES ({places})", rows)
+
+
+def _members(batches: Mapping[str, str]) -> list[str]:
+    """Rollouts of these batches, whose members are JSON."""
+    return [rollout_id for text in batches.values() for rollout_id, *_ in json.loads(text)]
 
 
 def _open_again(ledger: sqlite3.Connection, table: str, key: str, ids: Iterable[str]) -> None:

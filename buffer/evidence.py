@@ -40,7 +40,7 @@ from headrace.buffer.types import BatchId, RolloutId, batch_digest
 from headrace.buffer.versions import PolicyVersion, VersionTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from headrace.buffer.joined_rows import GroupHistory
@@ -81,6 +81,11 @@ class Steps:
     def surviving(self) -> list[CommitRecord]:
         """The steps that no resume undid, in their order."""
         return [commit for commit in self.commits if commit.rolled_back_by is None]
+
+    @property
+    def undone(self) -> list[CommitRecord]:
+        """The steps of the surviving path that a return to the newest checkpoint undoes; none without a checkpoint."""
+        return _undone(self.commits, self.witnesses)
 
     def tree(self) -> VersionTree:
         """All epochs with their forks; the caller's own."""
@@ -277,23 +282,45 @@ def _steps(
     damage += [f"ledger.db: {row[0]}" for row in database.execute("PRAGMA main.quick_check") if row[0] != "ok"]
     dangling = database.execute("PRAGMA main.foreign_key_check")
     damage += [f"ledger.db: dangling reference in {row[0]}" for row in dangling]
+    commits = tuple(rows.of(CommitRecord, "sequence"))
     return {
         "run_dir": run_dir,
         "epochs": tuple(rows.of(EpochRecord, "epoch")),
-        "commits": tuple(rows.of(CommitRecord, "sequence")),
+        "commits": commits,
         "checkpoints": tuple(rows.of(CheckpointRecord, "version")),
         "tasks": tuple(rows.of(TaskRecord, "task_id")),
         "interventions": tuple(rows.of(InterventionRecord, "sequence")),
-        # What is closed is in no file that must be there.
-        "files": _files(JoinedRows(database, attached=False)),
+        # What else is closed is in no file that must be there.
+        "files": _files(JoinedRows(database, attached=False)) | _files_of(rows, _undone(commits, witnesses)),
         "witnesses": tuple(witnesses),
         "damage": tuple(damage),
     }
 
 
-def _files(rows: JoinedRows) -> dict[tuple[RolloutId, int], int]:
+def _undone(commits: Sequence[CommitRecord], witnesses: Sequence[Witness]) -> list[CommitRecord]:
+    path = [commit for commit in commits if commit.rolled_back_by is None]
+    newest = max(witnesses, key=lambda witness: witness.version, default=None)
+    if newest is None:
+        return []
+    places = [place for place, commit in enumerate(path, start=1) if commit.chain == newest.chain]
+    if newest.chain and not places:
+        return []
+    return path[places[0] :] if places else path
+
+
+def _files_of(rows: JoinedRows, steps: Sequence[CommitRecord]) -> dict[tuple[RolloutId, int], int]:
+    """Of the rollouts that these steps trained."""
+    if not steps:
+        return {}
+    these = "batch_id IN (SELECT value FROM json_each(?))"
+    found = rows.select("batches", ("members",), where=these, values=(json.dumps([step.batch_id for step in steps]),))
+    members = json.dumps([rollout_id for (text,) in found for rollout_id, *_ in json.loads(text)])
+    return _files(rows, "rollout_id IN (SELECT value FROM json_each(?))", (members,))
+
+
+def _files(rows: JoinedRows, where: str = "true", values: tuple[object, ...] = ()) -> dict[tuple[RolloutId, int], int]:
     columns = ("rollout_id", "attempt", "trajectory_file")
-    stored = rows.select("attempts", columns, where="trajectory_file IS NOT NULL")
+    stored = rows.select("attempts", columns, where=f"trajectory_file IS NOT NULL AND {where}", values=values)
     return {(RolloutId(rollout), attempt): number for rollout, attempt, number in stored}
 
 

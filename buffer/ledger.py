@@ -97,6 +97,7 @@ class Ledger:
                 f"{run_dir} cannot be written: {error.strerror}: choose a run directory on a disk that can"
             ) from error
         try:
+            _refuse_lost(run_dir)
             database = connect(run_dir / "ledger.db")
             _prepare(database, identity, run_dir / "ledger.db")
             if is_whole(database):
@@ -104,13 +105,13 @@ class Ledger:
                 split(run_dir / "ledger.db")
                 database = connect(run_dir / "ledger.db")
             blobs = BlobFiles(run_dir / "trajectories", trajectory_file_bytes)
+            fsync(run_dir)
+            return cls(database, blobs, lock, run_dir / "ledger.db")
         except BaseException as error:
             os.close(lock)
             if isinstance(error, sqlite3.DatabaseError):
                 raise unreadable(run_dir / "ledger.db", error) from error
             raise
-        fsync(run_dir)
-        return cls(database, blobs, lock, run_dir / "ledger.db")
 
     @classmethod
     def in_memory(cls, identity: Mapping[str, str]) -> Self:
@@ -209,9 +210,9 @@ class Ledger:
         """Move the answers of ended evaluations to the archive; those that went. Raises sqlite3.Error, OSError."""
         return self._archive.move_evaluations()
 
-    def archive_is_lost(self) -> bool:
-        """Whether there are steps that `recall` cannot bring back."""
-        return self._archive.is_lost()
+    def archive_lacks(self, chain: str) -> bool:
+        """Whether a return to the step with this hash chain undoes what `recall` cannot bring back."""
+        return self._archive.lacks(chain)
 
     def recall(self, chain: str) -> None:
         """Bring back and open what a return to the step with this hash chain undoes; nothing when there is none."""
@@ -384,6 +385,16 @@ class BlobFiles:
                 fsync(self._directory)
             self._open[number] = database
         return self._open[number]
+
+
+def _refuse_lost(run_dir: Path) -> None:
+    """A new ledger would empty the archive of the one that is gone. Raises LedgerRefused."""
+    path, archive = run_dir / "ledger.db", run_dir / ARCHIVE
+    if archive.exists() and not (path.exists() and path.stat().st_size):
+        raise LedgerRefused(
+            f"{path} is missing or empty, but there is {archive}: put the ledger back; the newest checkpoint has a "
+            "copy, ledger.db"
+        )
 
 
 def _prepare(database: sqlite3.Connection, identity: Mapping[str, str], path: Path) -> None:

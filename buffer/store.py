@@ -477,13 +477,14 @@ class ReplayStore:
 
     async def _recall_steps_after(self, checkpoint: CheckpointRef | None) -> None:
         """Raises LedgerMismatch when the archive was lost."""
-        if await self._write_alone(self._ledger.archive_is_lost):
+        chain = checkpoint.chain if checkpoint else ""
+        if await self._write_alone(lambda: self._ledger.archive_lacks(chain)):
             wanted = checkpoint.path if checkpoint else "the start"
             raise LedgerMismatch(
-                f"a return to {wanted} undoes steps that are in archive.db, which is missing: put it back, e.g. from a "
-                "copy of the run, or resume from the newest checkpoint"
+                f"a return to {wanted} undoes steps that are in archive.db, which is missing or was begun anew: put it "
+                "back, e.g. from a copy of the run, or resume from the newest checkpoint"
             )
-        await self._recall(lambda: self._ledger.recall(checkpoint.chain if checkpoint else ""))
+        await self._recall(lambda: self._ledger.recall(chain))
 
     async def _recall(self, recall: Callable[[], None]) -> None:
         """Fold the core again with what this brings back from the archive. It blocks: nothing may change meanwhile."""

@@ -128,6 +128,7 @@ class _Audit:
             (entry.subject, entry.attempt) for entry in evidence.interventions if entry.action is Action.RETRY_LOST
         }
         self.lost: dict[RolloutId, str] = {}
+        self.again: set[RolloutId] = set()
         self.digests: dict[BatchId, bytes] = {}
         self.held: dict[BatchState, set[RolloutId]] = {
             state: set() for state in (BatchState.LEASED, BatchState.QUEUED, BatchState.DROPPED)
@@ -213,7 +214,10 @@ class _Audit:
         steps: dict[BatchId, list[CommitRecord]] = {}
         for commit in self.path:
             steps.setdefault(commit.batch_id, []).append(commit)
+        undone = {commit.batch_id for commit in self.evidence.undone}
         for batch in self.evidence.batches:
+            if batch.batch_id in undone:
+                self.again.update(member.rollout_id for member in batch.members)
             self.digests[batch.batch_id] = _digest(batch)
             if batch.state in self.held:
                 self.held[batch.state].update(member.rollout_id for member in batch.members)
@@ -272,7 +276,8 @@ class _Audit:
             for rollout in history.members:
                 self._check_rollout(rollout, history)
                 attempt = history.current(rollout)
-                closed = history.group.closed or self._known_lost(rollout)
+                covered = history.group.closed and rollout.rollout_id not in self.again
+                closed = covered or self._known_lost(rollout)
                 if rollout.state in _LIVE and not closed and attempt is not None and attempt.trained:
                     wanted[attempt.key] = attempt
             self.problems += by_group.check(history)
