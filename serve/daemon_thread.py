@@ -14,6 +14,7 @@ import asyncio
 import queue
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -38,9 +39,11 @@ class DaemonThread:
 
     def stop(self) -> None:
         """End after the call under way, without waiting for it; calls that have not begun are cancelled."""
-        while not self._calls.empty():
-            if (call := self._calls.get()) is not None:
-                call[0].cancel()
+        # Not by `empty`: the thread may take the last one in between, and this would wait for another for ever.
+        with suppress(queue.Empty):
+            while True:
+                if (call := self._calls.get_nowait()) is not None:
+                    call[0].cancel()
         self._calls.put(None)
 
     def _work(self) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import subprocess
 import sys
 import threading
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -55,3 +57,21 @@ async def test_a_call_that_nobody_waits_for_does_not_begin() -> None:
         assert await thread.run(lambda: list(ran)) == []
     finally:
         thread.stop()
+
+
+class LooksFull(SimpleQueue[Any]):
+    """The thread takes the last call just after somebody looked."""
+
+    def empty(self) -> bool:
+        return False
+
+
+def test_stopping_does_not_wait_for_a_call_that_the_thread_has_taken() -> None:
+    thread = DaemonThread("render")
+    thread.stop()
+    thread._thread.join(10)
+    thread._calls = LooksFull()
+    stopping = threading.Thread(target=thread.stop, daemon=True)
+    stopping.start()
+    stopping.join(10)
+    assert not stopping.is_alive()
