@@ -56,11 +56,14 @@ class Resuming:
         """The report as JSON, once told."""
 
     def tell(self) -> None:
-        """Read, say and keep the report. Raises LedgerRefused, BatchUntrainable, OSError."""
+        """Read, say and keep the report. Raises LedgerRefused, LedgerMismatch, BatchUntrainable, OSError."""
         if not has_begun(self._directory.path):
             self._say("nothing was recorded yet: the run begins")
             return
         self._bring_up_to_date()
+        if self._from_start:
+            # Before any checkpoint gets another name: where this fails, the run goes on from the newest.
+            asyncio.run(self._refuse_lost_history())
         aside = self._set_aside()
         for one in aside:
             self._say(f"CHECKPOINT {one.name} IS LEFT OUT: {one.reason}; it is kept as {one.kept_as}")
@@ -131,6 +134,10 @@ class Resuming:
     async def _try_again(self) -> None:
         async with await self._open_store() as store:
             await store.retry_batches()
+
+    async def _refuse_lost_history(self) -> None:
+        async with await self._open_store() as store:
+            await store.refuse_lost_history(None)
 
     async def _begin_again(self) -> int:
         """Undo all steps in the ledger; returns how many rollouts must be run again."""

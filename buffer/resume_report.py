@@ -220,7 +220,9 @@ class _Plan:
         return total
 
     def _members_over(self, batch: BatchRecord, trained_at: PolicyVersion, tree: VersionTree) -> int:
-        attempts = [self.attempts[member.rollout_id, member.attempt] for member in batch.members]
+        # Of an archive that is lost nothing is known.
+        keys = ((member.rollout_id, member.attempt) for member in batch.members)
+        attempts = [self.attempts[key] for key in keys if key in self.attempts]
         stalest = [
             max((tree.staleness(trained_at, part.version) for part in attempt.trained), default=0)
             for attempt in attempts

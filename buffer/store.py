@@ -475,8 +475,8 @@ class ReplayStore:
             lease=BatchLease(batch_id=record.batch_id, epoch=record.epoch), version=record.version, items=items
         )
 
-    async def _recall_steps_after(self, checkpoint: CheckpointRef | None) -> None:
-        """Raises LedgerMismatch when the archive was lost."""
+    async def refuse_lost_history(self, checkpoint: CheckpointRef | None) -> None:
+        """Raises LedgerMismatch when a return to `checkpoint` undoes what was lost with the archive."""
         chain = checkpoint.chain if checkpoint else ""
         if await self._write_alone(lambda: self._ledger.archive_lacks(chain)):
             wanted = checkpoint.path if checkpoint else "the start"
@@ -484,7 +484,11 @@ class ReplayStore:
                 f"a return to {wanted} undoes steps that are in archive.db, which is missing or was begun anew: put it "
                 "back, e.g. from a copy of the run, or resume from the newest checkpoint"
             )
-        await self._recall(lambda: self._ledger.recall(chain))
+
+    async def _recall_steps_after(self, checkpoint: CheckpointRef | None) -> None:
+        """Raises LedgerMismatch when the archive was lost."""
+        await self.refuse_lost_history(checkpoint)
+        await self._recall(lambda: self._ledger.recall(checkpoint.chain if checkpoint else ""))
 
     async def _recall(self, recall: Callable[[], None]) -> None:
         """Fold the core again with what this brings back from the archive. It blocks: nothing may change meanwhile."""

@@ -14,8 +14,9 @@ import pytest
 
 from headrace.actors.resuming import Resuming
 from headrace.actors.run_directory import RunDirectory
-from headrace.buffer.errors import CheckpointMissing, LedgerRefused
+from headrace.buffer.errors import CheckpointMissing, LedgerMismatch, LedgerRefused
 from headrace.buffer.evidence import read_evidence
+from headrace.buffer.ledger import bring_up_to_date
 from headrace.buffer.records import RolloutState
 from headrace.buffer.resume_report import decile_edges, resume_report
 from headrace.buffer.store import ReplayStore
@@ -225,6 +226,23 @@ def test_from_the_start_all_steps_are_undone(run_dir):
     again = [rollout for rollout in evidence.rollouts if rollout.rollout_id.startswith("g000000-")]
     assert {rollout.state for rollout in again} == {RolloutState.PENDING}
     resuming(run_dir, said).tell()
+
+
+def test_a_run_that_cannot_begin_again_keeps_its_checkpoints(run_dir):
+    bring_up_to_date(run_dir)
+    (run_dir / "archive.db").unlink()
+    with pytest.raises(LedgerMismatch, match=r"archive\.db, which is missing"):
+        resuming(run_dir, [], from_start=True).tell()
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["1.2"]
+    resuming(run_dir, []).tell()
+
+
+def test_a_run_without_checkpoints_and_archive_is_refused_in_one_line(run_dir):
+    bring_up_to_date(run_dir)
+    (run_dir / "archive.db").unlink()
+    lose(run_dir / "checkpoints")
+    with pytest.raises(LedgerRefused, match=r"holds no checkpoint that can be used"):
+        resuming(run_dir, []).tell()
 
 
 def test_a_damaged_checkpoint_is_left_out_by_name(run_dir):
