@@ -446,7 +446,7 @@ def untrainable(batch: BatchRecord, attempts: Mapping[RolloutId, AttemptRecord])
             if member.rollout_id in attempts
         }
         largest = max(sizes, key=lambda rollout_id: sizes[rollout_id], default=None)
-        reason = "the learner's process died in the step, for example killed for memory"
+        reason = "the learner's process died in the step (out of memory, or killed after training.stage_timeout_s)"
         if largest is not None:
             reason += f" (its largest rollout is {largest} with {sizes[largest]} trained tokens)"
     return (

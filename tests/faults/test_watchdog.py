@@ -110,6 +110,8 @@ async def test_a_learner_that_always_hangs_ends_the_run_which_names_it(open_run:
         "service.stall_s=25",
         "learner.simulated.hang_at_step=3",
         "learner.simulated.hangs_again=true",
+        # Otherwise two hung learners end the run as one whose batch cannot be trained.
+        "buffer.batch_tries=100",
     )
     async with open_run("stuck", *options) as (service, directory):
         with pytest.raises(RunStalled, match=r"nothing moved for 25 s .*steps \d+ s ago.*learner \d+% of 1"):
