@@ -276,7 +276,9 @@ class _Audit:
             for rollout in history.members:
                 self._check_rollout(rollout, history)
                 attempt = history.current(rollout)
-                covered = history.group.closed and rollout.rollout_id not in self.again
+                # Files of what a checkpoint covers may be gone, also where a return to an earlier step opened a group.
+                trained = rollout.state is RolloutState.TRAINED and bool(self.evidence.witnesses)
+                covered = (history.group.closed or trained) and rollout.rollout_id not in self.again
                 closed = covered or self._known_lost(rollout)
                 if rollout.state in _LIVE and not closed and attempt is not None and attempt.trained:
                     wanted[attempt.key] = attempt

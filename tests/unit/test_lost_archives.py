@@ -31,10 +31,10 @@ from headrace.policies.checkpoints import (
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 
 
-async def open_store(run_dir):
+async def open_store(run_dir, config=cases.SMALL):
     """With a trajectory file for each write."""
     return await ReplayStore.open(
-        run_dir, cases.SMALL, cases.tasks(), run_id="run", seed=3, clock=lambda: 100.0, trajectory_file_bytes=1
+        run_dir, config, cases.tasks(), run_id="run", seed=3, clock=lambda: 100.0, trajectory_file_bytes=1
     )
 
 
@@ -46,7 +46,8 @@ async def train(store, version, steps):
             orders = await store.issue(1000, version)
             assert orders
             results = [cases.result(order, version, reward=float(n % 2)) for n, order in enumerate(orders)]
-            await store.offer_many(results)
+            for result in results:
+                await store.offer_many([result])
         version = PolicyVersion(version.epoch, version.step + 1)
         await store.commit(batch.lease, StepReport(batch_id=batch.lease.batch_id, version=version, skipped=False))
         batches.append(batch)
@@ -101,7 +102,7 @@ async def test_lost_trajectories_of_steps_that_a_damaged_checkpoint_covered_are_
     assert verify(tmp_path).lost == 0
     with closing(sqlite3.connect(tmp_path / "archive.db")) as archive:
         query = "SELECT trajectory_file FROM attempts WHERE rollout_id = ?"
-        (number,) = archive.execute(query, (batches[-1].items[0].rollout_id,)).fetchone()
+        [(number,)] = archive.execute(query, (batches[-1].items[0].rollout_id,))
     (tmp_path / "trajectories" / f"{number:06d}.db").unlink()
     assert verify(tmp_path).lost == 0, "the newest checkpoint covers them"
     set_aside(Path(damaged.path), "damaged")
@@ -111,10 +112,26 @@ async def test_lost_trajectories_of_steps_that_a_damaged_checkpoint_covered_are_
         with streamed(tmp_path) as evidence:
             lost = lost_rollouts(evidence)
         again = await store.retry_lost(lost, kept)
-        assert set(again) == set(lost) >= {item.rollout_id for item in batches[-1].items}
+        assert set(again) == set(lost) >= {batches[-1].items[0].rollout_id}
         await store.keep_in_flight(())
         await train(store, await store.open_epoch(kept), 4)
         assert verify(tmp_path).problems == ()
+
+
+async def test_what_an_older_checkpoint_covers_is_not_lost_when_its_group_is_opened_again(tmp_path):
+    """The second group is trained in both steps; the file of its first member goes with the second checkpoint."""
+    store = await open_store(tmp_path, cases.SMALL.model_copy(update={"batch_size": 3}))
+    async with store:
+        batches, version = await train(store, await store.open_epoch(None), 1)
+        first = await save(store, tmp_path, version, batches)
+        batches, version = await train(store, version, 1)
+        second = await save(store, tmp_path, version, batches, first)
+        assert not (tmp_path / "trajectories" / "000003.db").exists()
+        set_aside(Path(second.path), "damaged")
+        version = await store.open_epoch(first)
+        assert verify(tmp_path).problems == ()
+        assert resume_report(tmp_path, max_staleness=2).lost == 0
+        assert await store.take(version, version.epoch, timeout_s=0.0)
 
 
 async def test_no_new_ledger_is_made_beside_an_archive(tmp_path):
