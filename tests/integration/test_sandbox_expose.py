@@ -12,7 +12,7 @@ from headrace.sandboxes import doctor
 from headrace.sandboxes.base import HostPort, SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable, SandboxGone, SpecRefused
 from headrace.sandboxes.local.exposed import MAX_CONNECTIONS, is_below
-from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -109,7 +109,8 @@ async def sandbox() -> AsyncIterator[Sandbox]:
         await asyncio.to_thread(doctor.require_namespaces)
     except NamespacesUnavailable as error:
         pytest.skip(str(error))
-    async with LocalProvider() as provider:
+    # One client holds more connections than the default of a small host lets it open.
+    async with LocalProvider(LocalSandboxConfig(open_files=1024)) as provider:
         yield await provider.attach(await provider.create(SandboxSpec()))
 
 

@@ -109,8 +109,10 @@ def test_training_and_evaluations_are_sampled_each_in_its_own_way(finished_run: 
     traces = spans_of(finished_run)
     attempts = [attempt for attempt in read_evidence(finished_run.path).attempts if attempt.turns and attempt.trained]
     assert {temperature for attempt in attempts for temperature in temperatures(traces[attempt.trace_id])} == {1.0}
-    with closing(read_only(finished_run.path / "ledger.db")) as database:
-        sampled = database.execute("SELECT sampled FROM evaluations WHERE reward IS NOT NULL").fetchall()
+    sampled = []
+    for name in ("ledger.db", "archive.db"):  # evaluations that have ended are moved
+        with closing(read_only(finished_run.path / name)) as database:
+            sampled += database.execute("SELECT sampled FROM evaluations WHERE reward IS NOT NULL").fetchall()
     assert len(sampled) == 8
     assert all(json.loads(versions) for (versions,) in sampled), "greedy tokens are never trained and were sampled"
     document = json.loads((finished_run.path / "evaluations" / "base" / "summary.json").read_bytes())

@@ -11,7 +11,7 @@ import pytest
 from headrace.actors.batching import Batcher
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError
 from headrace.actors.operations import OperationCalls, Operations, Results
-from headrace.actors.retry import until_back
+from headrace.actors.retry import ABSENCE, until_back
 from headrace.actors.runtime import Host, InlineRuntime, require_async
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class FailsOnce:
 
 async def test_an_actor_whose_entering_failed_is_entered_again_by_who_asks_for_it() -> None:
     FailsOnce.tried = asyncio.Event()
-    host = Host(pickle.dumps((FailsOnce, (), {})))
+    host = Host(pickle.dumps((ABSENCE.seconds, FailsOnce, (), {})))
     await host.stats(begin=True)
     await FailsOnce.tried.wait()
     await host.stats(begin=True)

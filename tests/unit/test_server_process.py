@@ -73,4 +73,5 @@ async def test_what_nobody_reaps_is_not_waited_for(tmp_path: Path, caplog: pytes
         assert reaped == (child, signal.SIGKILL)
     finally:
         assert libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0) == 0
-    assert not caplog.records
+    # asyncio warns of its own when it comes to the shell's end late.
+    assert not [record for record in caplog.records if record.name.startswith("headrace")]
