@@ -33,7 +33,7 @@ from headrace.buffer.errors import (
     TaskNotParked,
 )
 from headrace.buffer.task_errors import TaskFileError
-from headrace.policies.errors import EngineError, ModelInvalid, PushError, RequestInvalid
+from headrace.policies.errors import EngineError, EngineSettingsInvalid, ModelInvalid, PushError, RequestInvalid
 from headrace.policies.learner_errors import NonFiniteRun, RowUnusable
 from headrace.sandboxes.errors import PermanentSandboxError, TransientSandboxError
 from headrace.serve.errors import GatewayUnreachable, InfraError, ServeError
@@ -72,6 +72,7 @@ _BAD_INPUT: Final = (
     TaskFileError,
     ModelInvalid,
     RequestInvalid,
+    EngineSettingsInvalid,
     LedgerRefused,
     ExportRefused,
     LeaseError,
@@ -86,7 +87,7 @@ def exit_code(error: Exception) -> int:
     """Of a command that ended with this error."""
     if isinstance(error, RunInterrupted):
         return EXIT_DRAINED
-    if isinstance(error, RequestInvalid) or not isinstance(error, _TRANSIENT):
+    if isinstance(error, (RequestInvalid, EngineSettingsInvalid)) or not isinstance(error, _TRANSIENT):
         return EXIT_BAD_INPUT if isinstance(error, _BAD_INPUT) else EXIT_FAILED
     return EXIT_TRANSIENT
 

@@ -15,6 +15,7 @@ PolicyError
 |  |- EngineReplyInvalid   a reply without the keys of the contract
 |  |- RequestInvalid       our own check refused the request; nothing was sent
 |  `- EngineStartFailed    an engine process did not announce itself
+|     `- EngineSettingsInvalid  no process was started: port, environment or model
 `- PushError               a weight push failed
    |- GroupFailed          a process group could not be formed or used
    |- SenderFailed         the sender process died or reported an error
@@ -92,6 +93,10 @@ class RequestInvalid(EngineError):
 
 class EngineStartFailed(EngineError):
     """An engine process ended or stayed silent before it announced its address."""
+
+
+class EngineSettingsInvalid(EngineStartFailed):
+    """No engine process was started: its port is taken, or its environment or model is missing."""
 
 
 class PushError(PolicyError):

@@ -20,7 +20,7 @@ import psutil
 from pydantic import Field
 
 from headrace.policies import parent_death
-from headrace.policies.errors import EngineStartFailed
+from headrace.policies.errors import EngineSettingsInvalid, EngineStartFailed
 from headrace.policies.server_process import ServerCommand, ServerConfig, ServerProcess, option_list
 from headrace.policies.sglang.installing import SHIMS, environment_python
 from headrace.policies.sglang.versions import DEFAULT_VERSION, release
@@ -85,9 +85,9 @@ class SGLangProcess(ServerProcess):
     async def _prepare(self) -> ServerCommand:
         config = self._config
         if not (config.model / "config.json").is_file():
-            raise EngineStartFailed(f"engine {config.name}: there is no config.json in {config.model}")
+            raise EngineSettingsInvalid(f"engine {config.name}: there is no config.json in {config.model}")
         if config.port and is_taken(config.host, config.port):
-            raise EngineStartFailed(f"engine {config.name}: port {config.port} of {config.host} is taken")
+            raise EngineSettingsInvalid(f"engine {config.name}: port {config.port} of {config.host} is taken")
         python = find_python(config.python)
         version = await installed_version(python)
         watched = (sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid()))
@@ -107,9 +107,9 @@ def find_python(named: Path | None) -> Path:
     to get one."""
     python = named or environment_python()
     if python is None:
-        raise EngineStartFailed(f"SGLang {DEFAULT_VERSION} is not installed: run `scripts/install_sglang`")
+        raise EngineSettingsInvalid(f"SGLang {DEFAULT_VERSION} is not installed: run `scripts/install_sglang`")
     if not os.access(python, os.X_OK):
-        raise EngineStartFailed(f"{python} cannot be run: name the python of an environment with SGLang")
+        raise EngineSettingsInvalid(f"{python} cannot be run: name the python of an environment with SGLang")
     return python
 
 
@@ -129,7 +129,7 @@ async def installed_version(python: Path) -> str:
             await process.wait()
     if process.returncode != 0:
         reason = (errors.decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
-        raise EngineStartFailed(f"{python} has no SGLang: {reason}")
+        raise EngineSettingsInvalid(f"{python} has no SGLang: {reason}")
     return output.decode().strip()
 
 
