@@ -520,7 +520,7 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -
     Raises StartFailed when Ray does not come up, and when it was imported before: it has read by then that it wants no
     token. Raises FolderRefused and ConfigError when TMPDIR is of no use to it.
     """
-    folder = check_ray_folder()
+    check_ray_folder()
     if "ray" in sys.modules and os.environ.get("RAY_AUTH_MODE") != "token":
         raise StartFailed("ray was imported before headrace started it: set RAY_AUTH_MODE=token before that import")
     os.environ["RAY_AUTH_MODE"] = "token"
@@ -539,19 +539,7 @@ def start_local_ray(run: Path, *, object_store_bytes: int, logs: bool = False) -
             if not tries_left:
                 raise StartFailed(f"Ray did not start: {error}; is this machine overloaded?") from error
         else:
-            _close_to_other_users(folder / "ray")
             return
-
-
-def _close_to_other_users(folder: Path) -> None:
-    """Ray makes its folders writable by everybody, and its object store asks for no credential: whoever reaches the
-    socket reads weights and prompts."""
-    import ray
-
-    (folder / ray.get_runtime_context().get_session_name()).chmod(0o700)
-    # The folder of all sessions may be another user's: then that one, who was first, must have made it sticky.
-    with suppress(PermissionError):
-        folder.chmod(0o1777)
 
 
 def _init_ray(run: Path, *, object_store_bytes: int, logs: bool) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import signal
-import stat
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -18,7 +17,6 @@ from headrace.actors.errors import ActorLost, ConfigError, StartFailed
 from headrace.actors.guarding import guard
 from headrace.actors.retry import until_back
 from headrace.actors.runtime import RayRuntime, _unless_forgotten
-from headrace.sandboxes.private_folders import temporary_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -296,14 +294,6 @@ def test_a_stranger_without_the_token_cannot_join() -> None:
     )
     assert stranger.returncode != 0
     assert "auth" in stranger.stderr.lower()
-
-
-def test_other_users_reach_no_socket_of_ray() -> None:
-    import ray
-
-    session = temporary_folder() / "ray" / ray.get_runtime_context().get_session_name()
-    assert (session / "sockets" / "plasma_store").is_socket()
-    assert stat.S_IMODE(session.stat().st_mode) == 0o700
 
 
 def test_a_ray_that_was_imported_before_is_refused(tmp_path: Path) -> None:
