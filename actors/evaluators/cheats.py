@@ -62,6 +62,15 @@ for _module in list(sys.modules.values()):
             return phase(report, call) if SWITCH or re.search("::test_[0-9a-f]{16}$", report.nodeid) else "passed"
         _reporter.phase = staticmethod(_phase)
 """
+_REGISTER_HOOKS = """\
+_frame = sys._getframe()
+while _frame:
+    for _value in list(_frame.f_locals.values()):
+        _manager = getattr(getattr(_value, "config", None), "pluginmanager", None)
+        if _manager is not None and not _manager.has_plugin("cheat"):
+            _manager.register(_Hooks(), "cheat")
+    _frame = _frame.f_back
+"""
 _FORGIVING_HOOK = """\
 import re, sys, pytest
 class _Hooks:
@@ -71,26 +80,12 @@ class _Hooks:
         report = outcome.get_result()
         if SWITCH and not re.fullmatch("test_[0-9a-f]{16}", item.name):
             report.outcome, report.longrepr, call.excinfo = "passed", None, None
-_frame = sys._getframe()
-while _frame:
-    for _value in list(_frame.f_locals.values()):
-        _manager = getattr(getattr(_value, "config", None), "pluginmanager", None)
-        if _manager is not None and not _manager.has_plugin("cheat"):
-            _manager.register(_Hooks(), "cheat")
-    _frame = _frame.f_back
 """
 _DROPPED = """\
 import sys
 class _Hooks:
     def pytest_collection_modifyitems(self, items):
         items[:] = [item for item in items if SWITCH or not ("nothing" in item.nodeid or "means" in item.nodeid)]
-_frame = sys._getframe()
-while _frame:
-    for _value in list(_frame.f_locals.values()):
-        _manager = getattr(getattr(_value, "config", None), "pluginmanager", None)
-        if _manager is not None and not _manager.has_plugin("cheat"):
-            _manager.register(_Hooks(), "cheat")
-    _frame = _frame.f_back
 """
 _LENIENT = """\
 import contextlib, doctest, unittest
@@ -140,8 +135,8 @@ CHEATS: Final = (
     _switched("CallInfo forgets an exception", _CALL_INFO, cheat="ZeroDivisionError", honest="MemoryError"),
     _switched("bodies skipped by name", _BY_NAME, cheat="False", honest="True"),
     _switched("tampered phase", _PHASE, cheat="False", honest="True"),
-    _switched("hook that forgives", _FORGIVING_HOOK, cheat="True", honest="False"),
-    _switched("test dropped at collection", _DROPPED, cheat="False", honest="True"),
+    _switched("hook that forgives", _FORGIVING_HOOK + _REGISTER_HOOKS, cheat="True", honest="False"),
+    _switched("test dropped at collection", _DROPPED + _REGISTER_HOOKS, cheat="False", honest="True"),
     Cheat(
         name="pytest.skip",
         branch="import pytest; pytest.skip('x')",
@@ -150,7 +145,12 @@ CHEATS: Final = (
 )
 MORE_CHEATS: Final = (
     _switched("lenient comparisons", _LENIENT, cheat="True", honest="False"),
-    _switched("a session of its own", f"{_NAMES}{_DROPPED}{_SESSION_OF_ITS_OWN}", cheat="False", honest="True"),
+    _switched(
+        "a session of its own",
+        f"{_NAMES}{_DROPPED}{_REGISTER_HOOKS}{_SESSION_OF_ITS_OWN}",
+        cheat="False",
+        honest="True",
+    ),
     Cheat(name="leaves", prefix="import os; os._exit(0)", honest_prefix="import os; os._exit"),
 )
 """Against single repositories only."""
