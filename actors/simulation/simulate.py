@@ -25,7 +25,7 @@ from headrace.actors.simulation.plan import MINUTE_S, Mode
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.actors.stall_detector import StallDetector
-from headrace.actors.supervision import Parts, look_at
+from headrace.actors.supervision import look_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -203,18 +203,11 @@ async def _look(plan: SimulationPlan, stage: Stage) -> None:
         stage_s=plan.learner_s, engine_start_s=0.0, boot_s=BOOT_TAIL * plan.boot_s, push_s=plan.longest_s + plan.push_s
     )
     stall_s = STALLED_PHASES * max(plan.longest_s, plan.evaluate_s, LOOK_S)
-    parts = Parts(
-        learner=stage.learner,
-        dispatcher=stage.dispatcher,
-        pool=stage.pool,
-        evaluator=stage.evaluator,
-        workers=stage.workers,
-    )
     rollout_s = BOOT_TAIL * plan.boot_s + plan.longest_s + plan.evaluate_s
     detector = StallDetector(asyncio.get_running_loop().time(), stall_s, RESULT_ROLLOUTS * max(rollout_s, LOOK_S))
     while True:
         await asyncio.sleep(LOOK_S)
-        look = await look_at(parts)
+        look = await look_at(stage.parts)
         if detector.stalled(asyncio.get_running_loop().time(), signs_of(look, longest)) is not None:
             step = look.learner.version.step if look.learner and look.learner.version else 0
             raise RunStalled(

@@ -19,6 +19,7 @@ from headrace.actors.observing import Observing
 from headrace.actors.replay import Replay
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.simulation.engines import SimulatedEngineGroup
+from headrace.actors.supervision import Parts
 from headrace.actors.worker import RolloutWorker, WorkerParts
 from headrace.serve.capture.session import Budgets, Sampling
 from headrace.serve.observing.telemetry import TelemetryConfig
@@ -47,6 +48,17 @@ class Stage:
     workers: tuple[RolloutWorker, ...]
     dispatcher: Dispatcher
     learner: LearnerLoop
+
+    @property
+    def parts(self) -> Parts:
+        """What supervision looks at."""
+        return Parts(
+            learner=self.learner,
+            dispatcher=self.dispatcher,
+            pool=self.pool,
+            evaluator=self.evaluator,
+            workers=self.workers,
+        )
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.actors.stall_detector import StallDetector
-from headrace.actors.supervision import Parts, look_at
+from headrace.actors.supervision import look_at
 
 if TYPE_CHECKING:
     from headrace.actors.simulation.plan import SimulationPlan
@@ -32,20 +32,13 @@ async def evaluate_watched(plan: SimulationPlan, stall_s: float | None) -> list[
     said: list[str] = []
     clock = asyncio.get_running_loop().time
     async with open_stage(plan, InlineRuntime(), clock=clock) as stage, asyncio.TaskGroup() as tasks:
-        parts = Parts(
-            learner=stage.learner,
-            dispatcher=stage.dispatcher,
-            pool=stage.pool,
-            evaluator=stage.evaluator,
-            workers=stage.workers,
-        )
         await stage.learner.open()
         detector = stall_detector(config, clock()) if stall_s is None else StallDetector(clock(), stall_s)
 
         async def watch() -> None:
             while True:
                 await asyncio.sleep(LOOK_S)
-                signs = signs_of(await look_at(parts), work_clocks(config))
+                signs = signs_of(await look_at(stage.parts), work_clocks(config))
                 lines = (detector.stalled(clock(), signs), detector.warning(clock()))
                 said.extend(line for line in lines if line is not None)
 

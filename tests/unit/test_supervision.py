@@ -14,7 +14,7 @@ from headrace.actors.simulation.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.actors.supervision import Parts, Supervision
+from headrace.actors.supervision import Supervision
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,14 +36,7 @@ def watched(load_support: Callable[[str], Any], tmp_path: Path) -> Any:
         runtime, config = InlineRuntime(), load_recipe(recipe, (), tmp_path)
         clock = asyncio.get_running_loop().time
         async with open_stage(PLAN, runtime, clock=clock) as stage, asyncio.TaskGroup() as tasks:
-            parts = Parts(
-                learner=stage.learner,
-                dispatcher=stage.dispatcher,
-                pool=stage.pool,
-                evaluator=stage.evaluator,
-                workers=stage.workers,
-            )
-            supervision = Supervision(config, runtime, MetricsLog(path), parts)
+            supervision = Supervision(config, runtime, MetricsLog(path), stage.parts)
             running = [tasks.create_task(call) for call in begin(stage)]
             for _ in range(600):
                 await asyncio.sleep(1.0)
