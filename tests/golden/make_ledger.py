@@ -1,7 +1,7 @@
-"""Makes a golden run directory: `python tests/golden/make_ledger.py tests/golden/ledger_v2`.
+"""Makes a golden run directory: `python tests/golden/make_ledger.py tests/golden/ledger_v3`.
 
-Run it once for each schema version, never again for an old one: its files must go on loading. `ledger_v1` was made by
-an earlier version of this script.
+Run it once for each schema version, never again for an old one: its files must go on loading. `ledger_v1` and
+`ledger_v2` were made by earlier versions of this script.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay
 async def step(store, version):
     orders = await store.issue(1000, version)
     await store.offer_many(
-        [cases.result(order, version, reward=float(position % 2)) for position, order in enumerate(orders)]
+        [
+            cases.result(order, version, reward=(0.1, 1.0)[position % 2], solved=position % 2 == 1)
+            for position, order in enumerate(orders)
+        ]
     )
     batch = await store.take(version, version.epoch, timeout_s=1.0)
     after = PolicyVersion(version.epoch, version.step + 1)

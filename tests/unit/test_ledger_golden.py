@@ -96,6 +96,26 @@ async def test_a_run_of_schema_2_goes_on(golden):
     assert report.sealed == 8 + 3
 
 
+async def test_a_run_of_schema_3_goes_on(golden):
+    """With an archive; a reward above 0 solves nothing by itself."""
+    run_dir = golden("ledger_v3")
+    report = verify(run_dir)
+    assert report.problems == ()
+    assert (report.issued, report.trained, report.leased, report.poison) == (48, 24, 8, 1)
+    verdicts = {(attempt.reward, attempt.solved) for attempt in read_evidence(run_dir).attempts}
+    assert {(0.1, False), (1.0, True)} <= verdicts
+    with closing(sqlite3.connect(run_dir / "archive.db")) as archive:
+        assert archive.execute("SELECT count(*) FROM groups").fetchone() == (4,)
+    async with await open_run(run_dir, EARLY) as store:
+        version = PolicyVersion(2, 3)
+        again = await store.issue(3, version)
+        assert {(order.attempt, order.group_id) for order in again} == {(2, "g000010")}
+        await store.offer_many([cases.result(order, version, reward=0.0) for order in again])
+    report = verify(run_dir)
+    assert report.problems == ()
+    assert report.sealed == 8 + 3
+
+
 def test_a_reader_leaves_an_old_ledger_as_it_is(golden):
     run_dir = golden("ledger_v1")
     before = (run_dir / "ledger.db").read_bytes()
@@ -122,7 +142,7 @@ def test_a_migration_that_breaks_off_leaves_schema_1(golden):
         assert database.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
 
 
-@pytest.mark.parametrize("name", ["ledger_v1", "ledger_v2"])
+@pytest.mark.parametrize("name", ["ledger_v1", "ledger_v2", "ledger_v3"])
 def test_a_migrated_ledger_has_the_tables_of_a_new_one(golden, tmp_path, name):
     migrated = golden(name)
     Ledger.open(migrated, {"run_id": "golden"}).close()
