@@ -2,7 +2,7 @@
 
 The ordinary actors run over simulated backends, with a real ledger, real checkpoints and a real sandbox ledger in a
 folder. Actors and drivers are killed; calls are delayed, lost, repeated and reordered; parts are cut off or slowed;
-hosts and engines go down, the disk is full, the wall clock jumps.
+hosts and engines go down, the disk is full, the wall clock jumps, files are lost, damaged or foreign.
 
 Invariants:
 - The same seed is the same history: chance comes from the seed alone, time from the event loop.
@@ -34,6 +34,7 @@ from headrace.actors.simulation.durations import DurationsConfig
 from headrace.actors.simulation.faulty_runtime import CallFaults, FaultyRuntime
 from headrace.actors.simulation.faulty_world import FaultyLoop, Line, WallClock
 from headrace.actors.simulation.plan import LEASE_S, SimulationPlan
+from headrace.actors.simulation.spoilt_files import FOREIGN, Damage, leave_foreign, spoil_checkpoint, spoil_served
 from headrace.actors.simulation.stage import open_stage
 from headrace.buffer.errors import ReplayError
 from headrace.buffer.verify import verify
@@ -398,29 +399,44 @@ async def _clock_jump(history: History, runtime: FaultyRuntime) -> None:
     history.clock.jump(by_s)
 
 
-async def _spoil_file(history: History, runtime: FaultyRuntime) -> None:
-    """A file of the run is lost or damaged, and who reads it is killed; or one turns up that is nobody's."""
-    path = history.directory.path
-    served, kind = path / "served.json", history.chance.choice(("lost", "empty", "torn", "foreign", "foreign"))
-    history.note("file spoilt", kind, "")
-    if kind == "foreign":
-        name = history.chance.choice(("notes.txt", "checkpoints/7.x", "checkpoints/.unfinished", "trajectories/9.old"))
-        (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_bytes(b"not ours")
-        return
-    if not served.exists():
-        return
-    if kind == "lost":
-        served.unlink()
-    else:
-        served.write_bytes(b"" if kind == "empty" else served.read_bytes()[:-3])
+async def _leave_foreign(history: History, runtime: FaultyRuntime) -> None:
+    """A file turns up that is nobody's."""
+    name = history.chance.choice(FOREIGN)
+    history.note("file appeared", name, "")
+    leave_foreign(history.directory.path, name)
+
+
+async def _spoil_served(history: History, runtime: FaultyRuntime) -> None:
+    """What engines served is lost or damaged, and who reads it is killed."""
+    damage = history.chance.choice(tuple(Damage))
     # Engines that know nothing wait for a push; a run that stalls by that is resumed, and the next learner pushes.
-    for name in ("engines", "learner"):
-        if name in runtime.cells:
-            runtime.cells[name].kill("a file is spoilt")
+    _spoil(history, runtime, "served", damage, spoil_served, ("engines", "learner"))
+
+
+async def _spoil_checkpoint(history: History, runtime: FaultyRuntime) -> None:
+    """The newest checkpoint is lost or damaged, and the learner is killed."""
+    damage = history.chance.choice(tuple(Damage))
+    _spoil(history, runtime, "checkpoint", damage, spoil_checkpoint, ("learner",))
+
+
+def _spoil(
+    history: History,
+    runtime: FaultyRuntime,
+    what: str,
+    damage: Damage,
+    spoil: Callable[[Path, Damage], bool],
+    readers: tuple[str, ...],
+) -> None:
+    """Nothing is spoilt that nobody would read again."""
+    if not runtime.cells.keys() >= set(readers) or not spoil(history.directory.path, damage):
+        return
+    history.note(f"{what} spoilt", damage, "")
+    for name in readers:
+        runtime.cells[name].kill("a file is spoilt")
 
 
 STRIKES: Final = (
     *(_kill, _kill, _kill),
-    *(_cut_off, _slow_down, _host_down, _engines_down, _disk_full, _clock_jump, _spoil_file),
+    *(_cut_off, _slow_down, _host_down, _engines_down, _disk_full, _clock_jump),
+    *(_leave_foreign, _spoil_served, _spoil_checkpoint),
 )

@@ -1,11 +1,13 @@
 """`scripts/soak --kills N`: runs of the real service over real Ray, with simulated backends, whose processes are killed
-with -9 one after the other; what must hold is checked after each kill.
+with -9 one after the other; what must hold is checked after each kill. After every tenth comes a fault that is no kill:
+engines that are away for minutes, a process that stands still for minutes, a file that is lost, damaged or foreign.
 
 Invariants:
 - A process is killed by its id, and only if the driver that was started here is its ancestor.
-- The same seed chooses the same victims and pauses; what they hit is a matter of timing.
+- The same seed chooses the same victims, pauses and faults; what they hit is a matter of timing.
 - What is checked is read from files and from the system: the ledger while the run goes on, what a dead driver leaves,
-  the memory of processes that live on. A run that ends otherwise than with all its steps is a problem.
+  the memory of processes that live on. A run that ends otherwise than with all its steps is a problem; one that ends
+  for a reason that may pass is resumed, as `--restarts` does it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import os
 import random
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +23,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -27,7 +31,9 @@ import orjson
 import psutil
 import typer
 
+from headrace.actors.exit_codes import EXIT_TRANSIENT
 from headrace.actors.launch import RunRequest, prepare
+from headrace.actors.simulation.spoilt_files import FOREIGN, Damage, leave_foreign, spoil_checkpoint, spoil_served
 from headrace.buffer.evidence import has_begun
 from headrace.buffer.verify import verify
 
@@ -52,6 +58,11 @@ GROWTH_BYTES: Final = 64 << 20
 """More than this is a leak in a run of minutes."""
 RAY_AGENTS: Final = ("ray::RuntimeEnvAgent", "ray::DashboardAgent")
 """They try for a minute to reach a dead head, then end."""
+MOST_RESTARTS: Final = 10
+"""Of one run, after failures that may pass."""
+FAULT_EVERY: Final = 10
+"""Kills from one other fault to the next."""
+OUTAGE_S: Final = (60.0, 150.0)
 MAX_STALENESS: Final = 2
 RECIPE: Final = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "simulated.toml"
 RULES: Final = ("all", "count(3)", "fraction(0.5) & grace(0.5)", "all | expiring(1)")
@@ -77,25 +88,40 @@ QUICK: Final = (
 )
 
 
+class Fault(StrEnum):
+    """What happens beside kills."""
+
+    ENGINES_AWAY = "engines away"
+    STANDS_STILL = "stands still"
+    """A process is stopped for minutes; its guard may kill it meanwhile."""
+    SERVED_SPOILT = "served spoilt"
+    CHECKPOINT_SPOILT = "checkpoint spoilt"
+    FOREIGN_FILE = "foreign file"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakPlan:
-    """`kills` over as many runs as it takes, each of `steps` steps."""
+    """`kills` in as many runs as it takes, each of `steps` steps; one of `faults` after each `fault_every` kills."""
 
     folder: Path
     kills: int
     seed: int = 0
     steps: int = 60
+    faults: tuple[Fault, ...] = tuple(Fault)
+    fault_every: int = FAULT_EVERY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakReport:
-    """`problems` is empty when everything held. `growth_mib` is the most that a process of this name grew after its
-    first seconds, `watched_s` how long the longest of them was watched."""
+    """`problems` is empty when everything held. `restarts` came after failures that may pass. `growth_mib` is the most
+    that a process of this name grew after its first seconds, `watched_s` how long the longest of them was watched."""
 
     seed: int
     kills: dict[str, int]
+    faults: dict[str, int]
     runs: int
     drivers: int
+    restarts: int
     steps: int
     steps_undone: int
     rollouts: int
@@ -208,9 +234,13 @@ class Soak:
         self._plan, self._say = plan, say
         self._chance = random.Random(f"soak {plan.seed}")
         self._kills: Counter[str] = Counter()
+        # Faults have a chance of their own: how many there are changes no victim.
+        self._fault_chance = random.Random(f"soak faults {plan.seed}")
+        self._faults: Counter[str] = Counter()
+        self._due: list[Fault] = []
         self._memory = Memory()
         self._problems: list[str] = []
-        self._runs = self._drivers = self._highest_staleness = 0
+        self._runs = self._drivers = self._restarts = self._highest_staleness = 0
         self._ended: Counter[str] = Counter()
 
     def run(self) -> SoakReport:
@@ -222,8 +252,10 @@ class Soak:
         return SoakReport(
             seed=self._plan.seed,
             kills=dict(sorted(self._kills.items())),
+            faults=dict(sorted(self._faults.items())),
             runs=self._runs,
             drivers=self._drivers,
+            restarts=self._restarts,
             steps=self._ended["steps"],
             steps_undone=self._ended["undone"],
             rollouts=self._ended["rollouts"],
@@ -241,17 +273,29 @@ class Soak:
         request = RunRequest(recipe=RECIPE, runs_dir=self._plan.folder, name=name, overrides=overrides)
         _, directory = prepare(request)
         self._say(f"run {name}, rule {rule}")
+        code, restarts = self._life(directory), 0
+        while code == EXIT_TRANSIENT and restarts < MOST_RESTARTS:
+            restarts += 1
+            self._say(f"{name} is resumed: it ended with {code}")
+            code = self._life(directory)
+        self._restarts += restarts
+        self._check_end(directory, code)
+
+    def _life(self, directory: RunDirectory) -> int | None:
+        """From a driver to the first that is not killed; its exit code, None when it was stuck."""
         driver = self._start(directory)
         try:
-            while self._kills.total() < self._plan.kills and self._pause(driver, directory):
+            while self._has_more_to_do() and self._pause(driver, directory):
                 driver = self._strike(driver, directory)
-            code = driver.end()
+            return driver.end()
         except TimeoutError as error:
-            self._problem(f"{name}: {error}")
-            code = None
+            self._problem(f"{directory.path.name}: {error}")
+            return None
         finally:
             driver.kill()
-        self._check_end(directory, code)
+
+    def _has_more_to_do(self) -> bool:
+        return self._kills.total() < self._plan.kills or bool(self._due)
 
     def _start(self, directory: RunDirectory) -> Driver:
         self._drivers += 1
@@ -268,21 +312,81 @@ class Soak:
         return bool(driver.ask(f"reached {step + 1}"))
 
     def _strike(self, driver: Driver, directory: RunDirectory) -> Driver:
-        """Kill one; the driver that the run has afterwards."""
+        """Kill one, or do what else is due; the driver that the run has afterwards."""
         found: dict[str, int] | None = driver.ask("processes")
         if found is None:
             return driver
         self._watch(driver, found)
+        if self._due and self._happens(self._due[0], driver, directory, found):
+            fault = self._due.pop(0)
+            self._faults[fault] += 1
+            self._check(directory, fault)
+            return driver
+        return self._kill(driver, directory, found) if self._kills.total() < self._plan.kills else driver
+
+    def _kill(self, driver: Driver, directory: RunDirectory, found: dict[str, int]) -> Driver:
         victim = DRIVER if self._chance.random() < DRIVER_SHARE else self._chance.choice(sorted(found))
         if victim == DRIVER:
             if left := driver.kill():
                 self._problem(f"a dead driver left {[process.pid for process in left]}")
             driver = self._start(directory)
-        elif not _kill_ours(driver, found[victim]):
+        elif not _signal_ours(driver, found[victim], signal.SIGKILL):
             return driver
         self._kills[victim] += 1
+        if self._kills.total() % self._plan.fault_every == 0:
+            # In turn, from a first one that is drawn.
+            order = random.Random(f"order {self._plan.seed}").sample(self._plan.faults, len(self._plan.faults))
+            self._due.append(order[self._kills.total() // self._plan.fault_every % len(order)])
         self._check(directory, victim)
         return driver
+
+    def _happens(self, fault: Fault, driver: Driver, directory: RunDirectory, found: dict[str, int]) -> bool:
+        """False when it could not happen yet."""
+        chance = self._fault_chance
+        match fault:
+            case Fault.ENGINES_AWAY:
+                return self._engines_away(driver)
+            case Fault.STANDS_STILL:
+                return self._stands_still(driver, found[chance.choice(sorted(found))])
+            case Fault.SERVED_SPOILT:
+                return self._spoil(driver, directory, found, spoil_served, "engines", "learner")
+            case Fault.CHECKPOINT_SPOILT:
+                return self._spoil(driver, directory, found, spoil_checkpoint, "learner")
+            case Fault.FOREIGN_FILE:
+                leave_foreign(directory.path, chance.choice(FOREIGN))
+                return True
+
+    def _engines_away(self, driver: Driver) -> bool:
+        if not driver.ask("engines down"):
+            return False
+        time.sleep(self._fault_chance.uniform(*OUTAGE_S))
+        return bool(driver.ask("engines up"))
+
+    def _stands_still(self, driver: Driver, process_id: int) -> bool:
+        if not _signal_ours(driver, process_id, signal.SIGSTOP):
+            return False
+        time.sleep(self._fault_chance.uniform(*OUTAGE_S))
+        _signal_ours(driver, process_id, signal.SIGCONT)
+        return True
+
+    def _spoil(
+        self,
+        driver: Driver,
+        directory: RunDirectory,
+        found: dict[str, int],
+        spoil: Callable[[Path, Damage], bool],
+        *readers: str,
+    ) -> bool:
+        """Whoever wrote the file stands still meanwhile, so that no newer one comes, and then dies."""
+        damage = self._fault_chance.choice(tuple(Damage))
+        if not all(name in found and _signal_ours(driver, found[name], signal.SIGSTOP) for name in readers):
+            spoilt = False
+        else:
+            spoilt = spoil(directory.path, damage)
+        for name in readers:
+            if name in found:
+                _signal_ours(driver, found[name], signal.SIGKILL if spoilt else signal.SIGCONT)
+        return spoilt
 
     def _watch(self, driver: Driver, found: dict[str, int]) -> None:
         """Note the memory of all that live."""
@@ -325,12 +429,12 @@ class Soak:
         self._say(f"PROBLEM: {problem}")
 
 
-def _kill_ours(driver: Driver, process_id: int) -> bool:
+def _signal_ours(driver: Driver, process_id: int, number: signal.Signals) -> bool:
     """False when it is not, or no longer, a process of this driver."""
     for process in driver.descendants():
         if process.pid == process_id:
             with suppress(psutil.NoSuchProcess):
-                process.kill()
+                process.send_signal(number)
                 return True
     return False
 
@@ -351,7 +455,8 @@ def main(
     ] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
 ) -> None:
-    """Kill actors, learner and driver of simulated runs over real Ray, and check after each kill."""
+    """Kill actors, learner and driver of simulated runs over real Ray, take engines away, stop processes and spoil
+    files, and check after each."""
     if days:
         from headrace.actors.simulation.months_soak import main as soak_months
 

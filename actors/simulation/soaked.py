@@ -2,13 +2,17 @@
 answers each line on its standard input with a JSON line on the open file DESCRIPTOR (Ray prints on standard output).
 
 `processes`: the process ids of service and actors by name. `reached N`: whether the run has made, or makes, step N.
+`engines down` and `engines up`: that no turn of an agent can begin, until it can again; true once it is so.
 
-Invariant: it does nothing to the run but drive it; who asks may kill what it names.
+Invariants:
+- It does nothing to the run but drive it and what it is asked to do; who asks may kill what it names.
+- Its exit code is that of `headrace resume`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from contextlib import suppress
@@ -18,10 +22,12 @@ from typing import TYPE_CHECKING, BinaryIO
 import orjson
 
 from headrace.actors.errors import ActorLost
+from headrace.actors.exit_codes import exit_code_of_run
 from headrace.actors.launch import drive, reopen
 from headrace.actors.resuming import Resuming
 from headrace.actors.retry import until_back
 from headrace.actors.runtime import RayRuntime
+from headrace.actors.simulation.engines import SimulatedEngineGroup
 
 if TYPE_CHECKING:
     from headrace.actors.service import Service
@@ -35,6 +41,8 @@ async def answer(service: Service, answers: BinaryIO) -> None:
         word, *rest = question.decode().split()
         if word == "processes":
             found: object = await processes(service)
+        elif word == "engines":
+            found = await move_engines(rest[0])
         else:
             found = await until_back(lambda: service.reached(int(rest[0])))  # noqa: B023
         answers.write(orjson.dumps(found) + b"\n")
@@ -49,7 +57,25 @@ async def processes(service: Service) -> dict[str, int]:
     return found
 
 
+async def move_engines(where: str) -> bool:
+    """As often as it takes: they may be down for another reason. One that is started anew is up."""
+    engines = await RayRuntime().find(SimulatedEngineGroup, "engines")
+    await until_back(engines.go_down if where == "down" else engines.come_back)
+    return True
+
+
 def main(run_dir: Path, descriptor: int) -> None:
+    """Raises SystemExit."""
+    try:
+        drive_and_answer(run_dir, descriptor)
+    except Exception as error:
+        # As at the command line: each error has an exit code.
+        logging.getLogger(__name__).error("the run ended", exc_info=error)
+        sys.exit(exit_code_of_run(error))
+
+
+def drive_and_answer(run_dir: Path, descriptor: int) -> None:
+    """One life of a run. Raises what ends it."""
     config, directory = reopen(run_dir)
     with os.fdopen(descriptor, "wb", buffering=0) as answers:
         # As `headrace resume` does it.

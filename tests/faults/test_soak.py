@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.simulation.soak import DRIVER, Soak, SoakPlan, SoakReport
+from headrace.actors.simulation.soak import DRIVER, Fault, Soak, SoakPlan
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def soak(folder: Path, *, kills: int, seed: int, steps: int) -> SoakReport:
-    return Soak(SoakPlan(folder=folder, kills=kills, seed=seed, steps=steps), print).run()
-
-
 @pytest.mark.timeout(900)
 def test_engines_learner_and_driver_of_one_run_may_be_killed(tmp_path: Path) -> None:
-    report = soak(tmp_path, kills=3, seed=2834, steps=12)
+    """And its newest checkpoint may be lost."""
+    plan = SoakPlan(folder=tmp_path, kills=3, seed=2834, steps=12, faults=(Fault.CHECKPOINT_SPOILT,), fault_every=3)
+    report = Soak(plan, print).run()
     assert report.problems == ()
+    assert report.faults == {Fault.CHECKPOINT_SPOILT: 1}
+    assert list((tmp_path / "soak-1" / "checkpoints").glob("aside-*")) != []
     assert report.kills == {DRIVER: 1, "engines": 1, "learner": 1}
     assert (report.runs, report.drivers, report.steps) == (1, 2, 12)
     assert report.max_staleness_seen <= report.max_staleness
@@ -28,8 +28,9 @@ def test_engines_learner_and_driver_of_one_run_may_be_killed(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_fifty_kills(tmp_path: Path) -> None:
-    report = soak(tmp_path, kills=50, seed=2, steps=40)
+    report = Soak(SoakPlan(folder=tmp_path, kills=50, seed=2, steps=40), print).run()
     assert report.problems == ()
+    assert set(report.faults) == set(Fault)
     assert sum(report.kills.values()) == 50
     assert report.steps == 40 * report.runs
     assert report.max_staleness_seen <= report.max_staleness
