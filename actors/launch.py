@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 from pydantic import ValidationError
 
+from headrace.actors.absent_images import refuse_absent_images
 from headrace.actors.choosing import make_agent
 from headrace.actors.config import AgentKind, RunConfig, SandboxKind, explain, load_recipe
 from headrace.actors.errors import (
@@ -52,9 +53,6 @@ from headrace.policies.errors import EngineStartFailed
 from headrace.policies.model_files import check_model_files
 from headrace.policies.sglang.server import find_python
 from headrace.sandboxes.doctor import require_namespaces
-from headrace.sandboxes.errors import PermanentSandboxError
-from headrace.sandboxes.images.store import check_reference
-from headrace.sandboxes.local.images import HOST
 from headrace.serve.observing.progress import ProgressDisplay, starting
 
 if TYPE_CHECKING:
@@ -127,7 +125,8 @@ def refuse_absent_sglang(engines: EnginesConfig) -> None:
 
 
 def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
-    """Training and held-out tasks, read or generated; an overlap is refused. Raises TaskFileError, ConfigError."""
+    """Training and held-out tasks, read or generated; an overlap is refused. Raises TaskFileError, ConfigError and
+    what hosts of `sandbox.remote.urls` refuse."""
     section, seed = config.tasks, config.service.seed
     if section.train is not None and section.heldout is not None:
         train, heldout = load_tasks(section.train), load_tasks(section.heldout)
@@ -139,20 +138,9 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
         train = generate(seed, section.train_count, Split.TRAIN)
         heldout = generate(seed, section.heldout_count, Split.HELD_OUT)
     refuse_overlap(train, heldout, "tasks.heldout")
-    if config.sandbox.provider is SandboxKind.LOCAL:
-        refuse_absent_images((*train, *heldout))
+    refuse_absent_images(config.sandbox, (*train, *heldout))
     refuse_short_evaluations((*train, *heldout), config.rollout.evaluate_timeout_s)
     return train, heldout
-
-
-def refuse_absent_images(tasks: Iterable[Task]) -> None:
-    """Each image may exist on this host. Raises ConfigError."""
-    images = {task.image: task for task in tasks if task.image != HOST}
-    for image, task in images.items():
-        try:
-            check_reference(image)
-        except PermanentSandboxError as error:
-            raise ConfigError(f"task {task.id}: {error}; mend its image in the task file") from error
 
 
 def refuse_short_evaluations(tasks: Iterable[Task], evaluate_timeout_s: float) -> None:

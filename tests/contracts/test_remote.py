@@ -17,9 +17,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from headrace.actors.absent_images import refuse_absent_images
+from headrace.actors.config import RemoteSection, SandboxKind, SandboxSection
+from headrace.actors.errors import ConfigError
 from headrace.actors.exit_codes import EXIT_TRANSIENT
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes import doctor
-from headrace.sandboxes.base import HostPort, SandboxId, SandboxRef, SandboxSpec
+from headrace.sandboxes.base import HostPort, ImageRef, SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.e2b_server.images import ImageMap
 from headrace.sandboxes.e2b_server.keys import load_keys
 from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
@@ -276,6 +280,29 @@ async def test_no_path_of_the_host_is_booted_by_a_client(remote: RemoteProvider,
     for image in ("/", str(tmp_path), "debootstrap:bookworm", "snapshot:other"):
         with pytest.raises(ImageUnknown):
             await remote.create(SandboxSpec(image=image))
+
+
+async def test_images_that_no_host_has_are_refused_when_a_run_starts(local: LocalProvider) -> None:
+    def refuse(*urls: str) -> None:
+        section = SandboxSection(provider=SandboxKind.REMOTE, remote=RemoteSection(urls=urls))
+        refuse_absent_images(section, [task_in("host"), task_in("task")])
+
+    async with serving(local) as without, serving(local, images=ImageMap({"task": "host"})) as having:
+        with pytest.raises(ConfigError, match=r"task in task: image 'task': no host .* has it, they have base"):
+            await asyncio.to_thread(refuse, without)
+        await asyncio.to_thread(refuse, without, having)
+    # Nobody answers: it may be there.
+    await asyncio.to_thread(refuse, without)
+
+
+def task_in(image: str) -> Task:
+    return Task(
+        id=TaskId(f"in {image}"),
+        family="f",
+        instruction="do",
+        image=ImageRef(image),
+        evaluator=EvaluatorSpec(kind=EvaluatorKind.NONE),
+    )
 
 
 @asynccontextmanager

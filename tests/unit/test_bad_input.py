@@ -225,15 +225,31 @@ def test_a_task_file_with_a_bad_line_is_named_with_its_line(
     assert "imag" in error
 
 
-@pytest.mark.parametrize("image", ["/no/such/image.tar", "debian:12", "debootstrap:no suite", "/"])
+@pytest.mark.parametrize(
+    ("provider", "image"),
+    [
+        ("local", "/no/such/image.tar"),
+        ("local", "debian:12"),
+        ("local", "debootstrap:no suite"),
+        ("local", "/"),
+        ("oci", "debian:12"),
+        ("subprocess", "debootstrap:bookworm"),
+    ],
+)
 def test_an_image_that_can_never_exist_is_refused_before_the_base_evaluation(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path, image: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    recipe: Path,
+    tmp_path: Path,
+    provider: str,
+    image: str,
 ) -> None:
     for name, said in (("train", image), ("heldout", "host")):
         task = {"id": name, "family": "f", "instruction": name, "image": said, "evaluator": {"kind": "none"}}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(task) + "\n")
     files = ("--set", "tasks.train=train.jsonl", "--set", "tasks.heldout=heldout.jsonl")
-    error = refused(monkeypatch, capsys, recipe, *files, "--set", "evaluation.tasks=1")
+    settings = ("--set", "evaluation.tasks=1", "--set", f"sandbox.provider={provider}")
+    error = refused(monkeypatch, capsys, recipe, *files, *settings)
     assert f"task train: image {image!r}" in error
 
 
