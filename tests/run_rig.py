@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,10 @@ from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import RayRuntime
 from headrace.actors.service import Service
 from headrace.buffer.verify import verify
+from headrace.sandboxes.launcher import syscalls
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
 
 RECIPE = Path(__file__).resolve().parents[1] / "scripts" / "recipes" / "quickstart.toml"
@@ -135,3 +136,22 @@ __all__ = [
     "small_arguments",
     "start_driver",
 ]
+
+
+@contextmanager
+def small_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
+    """`folder`, on a file system of its own with so much room. Needs root."""
+    folder.mkdir()
+    options = f"size={mebibytes}m,mode=700"
+    syscalls.mount("tmpfs", str(folder), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
+    try:
+        yield folder
+    finally:
+        syscalls.detach(str(folder))
+
+
+def fill(path: Path) -> None:
+    """Write until the disk has not one page left."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(b"x" * 4096):
+            pass

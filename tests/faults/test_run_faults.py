@@ -279,6 +279,36 @@ def test_a_killed_driver_leaves_nothing_of_ray_either(rig: Any, tmp_path: Path) 
     assert not alive, [process.cmdline() for process in alive]
 
 
+@pytest.mark.slow
+def test_restarts_take_a_run_to_its_end(rig: Any, tmp_path: Path) -> None:
+    """Though its driver is killed, and then its disk is full for a while."""
+    with rig.small_disk(tmp_path / "disk", 512) as disk:
+        loop, directory = start_run(rig, disk, "again", "--restarts", "5")
+        wait_for(lambda: steps_of(directory) >= 2, loop)
+        the_try(loop).kill()
+        wait_for(lambda: epoch_of(directory) == 2 and steps_of(directory) >= 4, loop)
+        full = the_try(loop)
+        rig.fill(disk / "of somebody else")
+        full.wait(DEADLINE_S)
+        (disk / "of somebody else").unlink()
+        _, errors = loop.communicate(timeout=DEADLINE_S)
+        assert loop.returncode == 0, errors.decode()
+        assert_whole(directory)
+        assert epoch_of(directory) == 3
+    told = [line for line in errors.decode().splitlines() if line.startswith("ended with")]
+    assert [line.split(":")[0] for line in told] == ["ended with SIGKILL", "ended with exit code 75"]
+
+
+def the_try(loop: subprocess.Popen[bytes]) -> psutil.Process:
+    """The one that the loop of `--restarts` waits for."""
+    [tried] = psutil.Process(loop.pid).children()
+    return tried
+
+
+def epoch_of(directory: RunDirectory) -> int:
+    return int(max(commit.version for commit in read_evidence(directory.path).commits).epoch)
+
+
 def test_an_interrupted_run_drains_and_can_be_resumed(rig: Any, tmp_path: Path) -> None:
     # More steps than it can take: it must not be over before it is interrupted.
     driver, directory = start_run(rig, tmp_path, "drained", "--set", "training.steps=200")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +15,6 @@ from headrace.actors.runtime import RayRuntime
 from headrace.actors.service import Service
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.verify import verify
-from headrace.sandboxes.launcher import syscalls
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -50,9 +49,14 @@ QUICK = (
 )
 
 
+@pytest.fixture(scope="module")
+def rig(load_support: Callable[[str], Any]) -> Any:
+    return load_support("run_rig")
+
+
 @pytest.fixture
-def open_run(load_support: Callable[[str], Any], tmp_path: Path) -> Any:
-    recipe = load_support("run_rig").RECIPE.with_name("simulated.toml")
+def open_run(rig: Any, tmp_path: Path) -> Any:
+    recipe = rig.RECIPE.with_name("simulated.toml")
 
     @asynccontextmanager
     async def open_run(
@@ -74,15 +78,10 @@ def open_run(load_support: Callable[[str], Any], tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(rig: Any, tmp_path: Path) -> Iterator[Path]:
     """A small one: room for the run, and for what a service wants to see free."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    syscalls.mount("tmpfs", str(folder), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=96m,mode=700")
-    try:
+    with rig.small_disk(tmp_path / "disk", 96) as folder:
         yield folder
-    finally:
-        syscalls.detach(str(folder))
 
 
 def epochs_of(directory: RunDirectory) -> set[str]:
@@ -152,12 +151,14 @@ async def test_engines_that_fail_every_turn_end_the_run(open_run: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.namespaces
 @pytest.mark.timeout(900)
-async def test_a_run_whose_disk_is_full_ends_and_goes_on_when_there_is_room(open_run: Any, disk: Path) -> None:
+async def test_a_run_whose_disk_is_full_ends_and_goes_on_when_there_is_room(
+    rig: Any, open_run: Any, disk: Path
+) -> None:
     """Not one page is left, from one moment to the next: every part of the run fails to write at once."""
     async with open_run("full", "training.steps=40", folder=disk) as (service, directory), asyncio.TaskGroup() as tasks:
         running = tasks.create_task(raises_disk_full(service))
         assert await service.reached(2)
-        fill(disk / "of somebody else")
+        rig.fill(disk / "of somebody else")
         told = await running
     assert "free some space, then resume the run" in told
     report = verify(directory.path)
@@ -174,9 +175,3 @@ async def raises_disk_full(service: Service) -> str:
     with pytest.raises(DiskFull) as full:
         await service.run()
     return str(full.value)
-
-
-def fill(path: Path) -> None:
-    with path.open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(b"x" * 4096):
-            pass
