@@ -186,19 +186,6 @@ async def test_an_actor_whose_background_task_fails_starts_again() -> None:
     await runtime.stop(fragile)
 
 
-async def test_an_actor_that_hangs_is_killed_and_back() -> None:
-    runtime = RayRuntime("hanging-")
-    counter = await runtime.spawn(Counter, 7, name="counter")
-    before = await counter.pid()
-    os.kill(before, signal.SIGSTOP)
-    call = asyncio.ensure_future(counter.add(1))
-    await runtime.restart(counter, before)
-    with pytest.raises(ActorLost):
-        await call
-    assert await until_back(counter.pid) != before
-    await runtime.stop(counter)
-
-
 class Asking(RayRuntime):
     """Tells when it has had an answer."""
 
