@@ -424,7 +424,7 @@ def _spoil(
     runtime: FaultyRuntime,
     what: str,
     damage: Damage,
-    spoil: Callable[[Path, Damage], bool],
+    spoil: Callable[[Path, Damage], Path | None],
     readers: tuple[str, ...],
 ) -> None:
     """Nothing is spoilt that nobody would read again."""

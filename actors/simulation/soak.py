@@ -349,9 +349,13 @@ class Soak:
             case Fault.STANDS_STILL:
                 return self._stands_still(driver, found[chance.choice(sorted(found))])
             case Fault.SERVED_SPOILT:
-                return self._spoil(driver, directory, found, spoil_served, "engines", "learner")
+                return self._spoil(driver, directory, found, spoil_served, "engines", "learner") is not None
             case Fault.CHECKPOINT_SPOILT:
-                return self._spoil(driver, directory, found, spoil_checkpoint, "learner")
+                manifest = self._spoil(driver, directory, found, spoil_checkpoint, "learner")
+                if manifest is not None:
+                    # Until the next learner has looked at it the damage is there for all to see.
+                    self._until_gone(manifest.parent)
+                return manifest is not None
             case Fault.FOREIGN_FILE:
                 leave_foreign(directory.path, chance.choice(FOREIGN))
                 return True
@@ -374,19 +378,25 @@ class Soak:
         driver: Driver,
         directory: RunDirectory,
         found: dict[str, int],
-        spoil: Callable[[Path, Damage], bool],
+        spoil: Callable[[Path, Damage], Path | None],
         *readers: str,
-    ) -> bool:
+    ) -> Path | None:
         """Whoever wrote the file stands still meanwhile, so that no newer one comes, and then dies."""
-        damage = self._fault_chance.choice(tuple(Damage))
-        if not all(name in found and _signal_ours(driver, found[name], signal.SIGSTOP) for name in readers):
-            spoilt = False
-        else:
+        damage, spoilt = self._fault_chance.choice(tuple(Damage)), None
+        if all(name in found and _signal_ours(driver, found[name], signal.SIGSTOP) for name in readers):
             spoilt = spoil(directory.path, damage)
         for name in readers:
             if name in found:
-                _signal_ours(driver, found[name], signal.SIGKILL if spoilt else signal.SIGCONT)
+                _signal_ours(driver, found[name], signal.SIGCONT if spoilt is None else signal.SIGKILL)
         return spoilt
+
+    def _until_gone(self, path: Path) -> None:
+        """Raises TimeoutError."""
+        deadline_s = time.monotonic() + ANSWER_S
+        while path.exists():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{path} was not set aside in {ANSWER_S:g} s")
+            time.sleep(0.05)
 
     def _watch(self, driver: Driver, found: dict[str, int]) -> None:
         """Note the memory of all that live."""

@@ -34,22 +34,22 @@ def leave_foreign(run: Path, name: str) -> None:
     (run / name).write_bytes(b"not ours")
 
 
-def spoil_served(run: Path, damage: Damage) -> bool:
-    """What the engines served is spoilt; False when there is nothing yet."""
+def spoil_served(run: Path, damage: Damage) -> Path | None:
+    """What the engines served is spoilt; None when there is nothing yet."""
     return _spoil(run / "served.json", damage)
 
 
-def spoil_checkpoint(run: Path, damage: Damage) -> bool:
-    """The newest checkpoint is spoilt; False when there is none before it that a learner could go back to."""
+def spoil_checkpoint(run: Path, damage: Damage) -> Path | None:
+    """The newest checkpoint is spoilt; None when there is none before it that a learner could go back to."""
     checkpoints = list_checkpoints(run / "checkpoints")
-    return len(checkpoints) > 1 and _spoil(checkpoints[-1] / MANIFEST, damage)
+    return _spoil(checkpoints[-1] / MANIFEST, damage) if len(checkpoints) > 1 else None
 
 
-def _spoil(path: Path, damage: Damage) -> bool:
+def _spoil(path: Path, damage: Damage) -> Path | None:
     if not path.exists():
-        return False
+        return None
     if damage is Damage.LOST:
         path.unlink()
     else:
         path.write_bytes(b"" if damage is Damage.EMPTY else path.read_bytes()[:-CUT_BYTES])
-    return True
+    return path
