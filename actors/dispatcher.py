@@ -113,8 +113,11 @@ class _Slot:
 
     worker: RolloutWorker
     incarnation: str = ""
+    """Names its process: what that one leased is released with it."""
+    assignment: str = ""
+    """Names what it serves us for; with another one all that it carried is gone."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while this incarnation answers."""
+    """Set while it answers, and serves us."""
     seen: int = 0
     """The number of the last end that this worker told."""
     receiving: int = 0
@@ -357,12 +360,12 @@ class Dispatcher:
 
     async def _start(self, slot: _Slot, orders: list[RolloutOrder]) -> None:
         """Returns when the worker has the orders, or is another one: its watcher gives up all that it carried."""
-        incarnation = slot.incarnation
+        assignment = slot.assignment
         slot.receiving += 1
         try:
-            while slot.ready.is_set() and slot.incarnation == incarnation:
+            while slot.ready.is_set() and slot.assignment == assignment:
                 try:
-                    await slot.worker.start(orders, incarnation)
+                    await slot.worker.start(orders, assignment)
                 except ActorLost:
                     # Dead, or only the call was lost.
                     await asyncio.sleep(START_AGAIN_S)
@@ -392,9 +395,7 @@ class Dispatcher:
         await self._attend(slot)
         while True:
             try:
-                ended = await slot.worker.finished(
-                    self._incarnation, slot.incarnation, after=slot.seen, timeout_s=POLL_S
-                )
+                ended = await slot.worker.finished(slot.assignment, after=slot.seen, timeout_s=POLL_S)
                 for finished in ended:
                     slot.seen = finished.number
                     self._ends(slot, finished)
@@ -407,10 +408,11 @@ class Dispatcher:
         actors ends the run when it does not come back."""
         while True:
             try:
-                slot.incarnation = (await until_back(lambda: slot.worker.reset(self._incarnation))).incarnation
+                status = await until_back(lambda: slot.worker.reset())
                 break
             except ActorGone as error:
                 logger.warning("a worker is still away: %s", error)
+        slot.incarnation, slot.assignment = status.incarnation, status.assignment
         slot.seen = 0
         slot.ready.set()
         self._slot_freed.set()

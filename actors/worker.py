@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter, deque
-from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -68,9 +68,11 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """`incarnation` names this process: what an earlier incarnation leased is nobody's."""
+    """`incarnation` names this process: what an earlier incarnation leased is nobody's. `assignment` names what it was
+    last reset for: whoever knows another one has lost all that it had started here."""
 
     incarnation: str
+    assignment: str
     running: int
     phases: dict[str, int]
     """Rollouts by the phase they are in."""
@@ -136,7 +138,7 @@ class RolloutWorker:
         self._offering: set[tuple[RolloutId, int]] = set()
         self._answers: dict[tuple[RolloutId, int], Answer] = {}
         self._occupied: Counter[str] = Counter()
-        self._dispatcher = ""
+        self._assignment = ""
         self._finished: deque[Finished] = deque()
         self._ends = 0
         """Attempts that have ended, of all dispatchers."""
@@ -157,11 +159,11 @@ class RolloutWorker:
         self._cancel_all()
         await self._stack.aclose()
 
-    async def start(self, orders: list[RolloutOrder], incarnation: str) -> None:
+    async def start(self, orders: list[RolloutOrder], assignment: str) -> None:
         """Begin these attempts; an attempt that runs already is left alone. Returns at once.
 
-        Nothing begins when another `incarnation` of this worker was meant: the dispatcher gives them up with it."""
-        if incarnation != self._incarnation:
+        Nothing begins when another `assignment` of this worker was meant: the dispatcher gives them up with it."""
+        if assignment != self._assignment:
             return
         for order in orders:
             key = (order.rollout_id, order.attempt)
@@ -169,22 +171,23 @@ class RolloutWorker:
                 task = self._running[key] = self._tasks.create_task(self._run(order))
                 task.add_done_callback(partial(self._ended, key))
 
-    async def finished(self, dispatcher: str, incarnation: str, *, after: int, timeout_s: float) -> list[Finished]:
+    async def finished(self, assignment: str, *, after: int, timeout_s: float) -> list[Finished]:
         """What ended with a number above `after`, which says that the caller has what came before; waits up to
-        `timeout_s` for the first. Whoever lost an answer asks again. Nothing for a dispatcher that is not served any
-        more.
+        `timeout_s` for the first. Whoever lost an answer asks again.
 
-        Raises ActorLost when another `incarnation` was meant: that one died unnoticed, with all it carried."""
-        if incarnation != self._incarnation:
-            raise ActorLost("this worker is another one by now")
-        if dispatcher == self._dispatcher:
-            self._forget(after)
-        try:
+        Raises ActorLost for any `assignment` but the last: the process died unnoticed, or was reset since, and what it
+        carried is gone."""
+        self._require(assignment)
+        self._forget(after)
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._has_finished.wait()
-        except TimeoutError:
-            return []
-        return list(self._finished) if dispatcher == self._dispatcher else []
+        self._require(assignment)
+        return list(self._finished)
+
+    def _require(self, assignment: str) -> None:
+        if assignment != self._assignment:
+            raise ActorLost("this worker is another one by now, or serves another dispatcher")
 
     def _forget(self, upto: int) -> None:
         while self._finished and self._finished[0].number <= upto:
@@ -198,20 +201,27 @@ class RolloutWorker:
             if key not in self._offering and (task := self._running.get(key)):
                 task.cancel()
 
-    async def reset(self, dispatcher: str) -> WorkerStatus:
-        """Serve this dispatcher from now on: end everything, and forget what was not fetched. Returns when all has
-        ended, so that the same attempts may be started again."""
-        self._dispatcher = dispatcher
+    async def reset(self) -> WorkerStatus:
+        """Serve the caller from now on: end everything, and forget what was not fetched. Returns when all has ended, so
+        that the same attempts may be started again.
+
+        The call makes a new assignment however late it comes, also that of a dead dispatcher or one that was made
+        twice: whom it takes the worker from sees so, and resets it again."""
+        assignment = self._assignment = uuid.uuid4().hex
+        # Whoever waits for the assignment before this one is told now.
+        self._has_finished.set()
         self._cancel_all()
         if self._running:
             await asyncio.wait(self._running.values())
-        self._finished.clear()
-        self._has_finished.clear()
-        return await self.status()
+        if assignment == self._assignment:
+            self._finished.clear()
+            self._has_finished.clear()
+        return replace(await self.status(), assignment=assignment)
 
     async def status(self) -> WorkerStatus:
         return WorkerStatus(
             incarnation=self._incarnation,
+            assignment=self._assignment,
             running=len(self._running),
             phases=dict(self._occupied),
             turns=self._stations.turns,

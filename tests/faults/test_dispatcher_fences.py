@@ -22,10 +22,10 @@ from headrace.buffer.replay import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable
     from pathlib import Path
 
-    from headrace.buffer.types import RolloutId, RolloutOrder
+    from headrace.buffer.types import Outcome, RolloutId, RolloutOrder
 
 WAIT_S = 30.0
 
@@ -82,32 +82,70 @@ async def test_an_order_that_a_dead_dispatcher_waits_for_is_never_given_out(acto
 
 async def test_what_a_worker_finishes_goes_to_the_dispatcher_it_serves(actors: Actors) -> None:
     worker, replay = actors.worker, actors.replay
-    incarnation = (await worker.reset("dead")).incarnation
+    dead = (await worker.reset()).assignment
     orders = list((await replay.issue(3, "next", timeout_s=1)).orders)
     async with asyncio.TaskGroup() as tasks, asyncio.timeout(WAIT_S):
-        orphan = tasks.create_task(worker.finished("dead", incarnation, after=0, timeout_s=WAIT_S))
+        orphan = tasks.create_task(raises_actor_lost(worker.finished(dead, after=0, timeout_s=WAIT_S)))
         await asyncio.wait([orphan], timeout=0.2)
-        incarnation = (await worker.reset("next")).incarnation
-        await worker.start(orders, incarnation)
+        assignment = (await worker.reset()).assignment
+        await orphan
+        await worker.start(orders, assignment)
         ended: set[tuple[RolloutId, int]] = set()
         seen = 0
         while len(ended) < 3:
-            finished = await worker.finished("next", incarnation, after=seen, timeout_s=WAIT_S)
-            lost = await worker.finished("next", incarnation, after=seen, timeout_s=WAIT_S)
+            finished = await worker.finished(assignment, after=seen, timeout_s=WAIT_S)
+            lost = await worker.finished(assignment, after=seen, timeout_s=WAIT_S)
             assert lost[: len(finished)] == finished, "whoever lost an answer asks again"
             seen = finished[-1].number
             ended |= {(item.rollout_id, item.attempt) for item in finished}
-        assert await orphan == []
-        with pytest.raises(ActorLost):
-            await worker.finished("next", "one that died unnoticed", after=0, timeout_s=WAIT_S)
+        await raises_actor_lost(worker.finished(dead, after=0, timeout_s=WAIT_S))
     assert ended == {(order.rollout_id, order.attempt) for order in orders}
     assert (await worker.status()).running == 0
 
 
-async def test_orders_for_an_earlier_incarnation_of_a_worker_begin_nowhere(actors: Actors) -> None:
-    await actors.worker.reset("next")
+async def raises_actor_lost(call: Awaitable[object]) -> None:
+    with pytest.raises(ActorLost):
+        await call
+
+
+async def test_orders_for_an_earlier_assignment_of_a_worker_begin_nowhere(actors: Actors) -> None:
+    await actors.worker.reset()
     await actors.worker.start(list((await actors.replay.issue(2, "next", timeout_s=1)).orders), "an earlier one")
     assert (await actors.worker.status()).running == 0
+
+
+class Waits(RolloutWorker):
+    """Its first orders never end by themselves."""
+
+    begun = 0
+
+    async def _run(self, order: RolloutOrder) -> Outcome:
+        self.begun += 1
+        if self.begun <= 2:
+            await asyncio.Event().wait()
+        return await super()._run(order)
+
+
+async def test_a_reset_that_arrives_twice_costs_what_it_ends_and_no_slot(actors: Actors) -> None:
+    """The second time the worker carries orders. Their slots were taken for ever: the end of none was ever told."""
+    worker = await actors.runtime.spawn(Waits, actors.parts, name="waits")
+    try:
+        async with (
+            asyncio.timeout(WAIT_S),
+            Dispatcher(
+                DispatcherConfig(slots_per_worker=2), replay=actors.replay, pool=actors.pool, workers=[worker]
+            ) as dispatcher,
+            asyncio.TaskGroup() as tasks,
+        ):
+            running = tasks.create_task(dispatcher.run())
+            while worker.begun < 2:  # noqa: ASYNC110 - as an operator asks
+                await asyncio.sleep(0.05)
+            await worker.reset()
+            while (await dispatcher.status()).finished < 6:  # noqa: ASYNC110 - as an operator asks
+                await asyncio.sleep(0.05)
+            running.cancel()
+    finally:
+        await actors.runtime.stop(worker)
 
 
 async def test_a_new_dispatcher_takes_over_and_an_evaluation_goes_on_from_the_ledger(actors: Actors) -> None:
@@ -136,11 +174,11 @@ class LosesItsFirstOrders(RolloutWorker):
 
     lost = False
 
-    async def start(self, orders: list[RolloutOrder], incarnation: str) -> None:
+    async def start(self, orders: list[RolloutOrder], assignment: str) -> None:
         if not self.lost:
             self.lost = True
             raise ActorLost("the call was lost on its way")
-        await super().start(orders, incarnation)
+        await super().start(orders, assignment)
 
 
 async def test_orders_that_were_lost_on_their_way_to_a_living_worker_are_handed_out_again(actors: Actors) -> None:
@@ -168,13 +206,13 @@ class Hangs(RolloutWorker):
         if name == self.call:
             await asyncio.Event().wait()
 
-    async def start(self, orders: list[RolloutOrder], incarnation: str) -> None:
+    async def start(self, orders: list[RolloutOrder], assignment: str) -> None:
         await self._stop_at("start")
-        await super().start(orders, incarnation)
+        await super().start(orders, assignment)
 
-    async def reset(self, dispatcher: str) -> WorkerStatus:
+    async def reset(self) -> WorkerStatus:
         await self._stop_at("reset")
-        return await super().reset(dispatcher)
+        return await super().reset()
 
 
 @pytest.mark.parametrize("call", ["start", "reset"])

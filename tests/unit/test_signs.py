@@ -44,7 +44,7 @@ def test_everything_that_is_done_is_counted() -> None:
     dispatcher = DispatcherStatus(
         in_flight=1, evaluating=1, finished=9, scored=3, answered=2, infra=6, mean_reward=None
     )
-    worker = WorkerStatus(incarnation="x", running=1, phases={}, ended_turns=11)
+    worker = WorkerStatus(incarnation="x", assignment="y", running=1, phases={}, ended_turns=11)
     parts = {"learner": learner(), "dispatcher": dispatcher, "gateway": gateway(), "judged_steps": 4}
     signs = signs_of(look(**parts, workers=(worker, None)), LONGEST)
     assert signs.version == PolicyVersion(2, 7)
