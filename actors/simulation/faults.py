@@ -20,6 +20,7 @@ import tempfile
 import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -416,7 +417,8 @@ async def _spoil_served(history: History, runtime: FaultyRuntime) -> None:
 async def _spoil_checkpoint(history: History, runtime: FaultyRuntime) -> None:
     """The newest checkpoint is lost or damaged, and the learner is killed."""
     damage = history.chance.choice(tuple(Damage))
-    _spoil(history, runtime, "checkpoint", damage, spoil_checkpoint, ("learner",))
+    spoil = partial(spoil_checkpoint, steps=history.storm.plan.steps)
+    _spoil(history, runtime, "checkpoint", damage, spoil, ("learner",))
 
 
 def _spoil(

@@ -24,6 +24,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -351,7 +352,8 @@ class Soak:
             case Fault.SERVED_SPOILT:
                 return self._spoil(driver, directory, found, spoil_served, "engines", "learner") is not None
             case Fault.CHECKPOINT_SPOILT:
-                manifest = self._spoil(driver, directory, found, spoil_checkpoint, "learner")
+                spoil = partial(spoil_checkpoint, steps=self._plan.steps)
+                manifest = self._spoil(driver, directory, found, spoil, "learner")
                 if manifest is not None:
                     # Until the next learner has looked at it the damage is there for all to see.
                     self._until_gone(manifest.parent)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
+from headrace.buffer.versions import PolicyVersion
 from headrace.policies.checkpoints import MANIFEST, list_checkpoints
 
 if TYPE_CHECKING:
@@ -39,10 +40,13 @@ def spoil_served(run: Path, damage: Damage) -> Path | None:
     return _spoil(run / "served.json", damage)
 
 
-def spoil_checkpoint(run: Path, damage: Damage) -> Path | None:
-    """The newest checkpoint is spoilt; None when there is none before it that a learner could go back to."""
+def spoil_checkpoint(run: Path, damage: Damage, *, steps: int) -> Path | None:
+    """The newest checkpoint of a run of so many steps is spoilt; None when there is none before it that a learner could
+    go back to, or none would: the run has made its last step."""
     checkpoints = list_checkpoints(run / "checkpoints")
-    return _spoil(checkpoints[-1] / MANIFEST, damage) if len(checkpoints) > 1 else None
+    if len(checkpoints) < 2 or PolicyVersion.parse(checkpoints[-1].name).step >= steps:
+        return None
+    return _spoil(checkpoints[-1] / MANIFEST, damage)
 
 
 def _spoil(path: Path, damage: Damage) -> Path | None:
