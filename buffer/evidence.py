@@ -16,7 +16,7 @@ import re
 import sqlite3
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from headrace.buffer.archive import ARCHIVE, SKIPPED, STEPS, closed_rollouts, totals_of
 from headrace.buffer.codec import decode
@@ -40,7 +40,7 @@ from headrace.buffer.types import BatchId, RolloutId, batch_digest
 from headrace.buffer.versions import PolicyVersion, VersionTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from headrace.buffer.joined_rows import GroupHistory
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from headrace.buffer.types import Trajectory
 
 _COMPLETE = re.compile(r"\d+\.\d+")
+READINGS: Final = 20
+"""Of the checkpoints, until none is saved or removed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +192,10 @@ def read_open(run_dir: Path) -> Evidence:
     newest checkpoint. Everything, where that checkpoint goes back to steps in the archive, or there is none yet.
     Raises LedgerRefused."""
     with _reading(run_dir) as database:
-        database.execute("BEGIN")
+        newest = _at_one_moment(database, run_dir, _newest_witness, attached=False)
         totals = totals_of(database)
         if totals.get(STEPS):
             rows = JoinedRows(database, attached=False)
-            newest = _newest_witness(run_dir / "checkpoints")
             steps = _steps(run_dir, database, rows, newest, [])
             if newest[0] and newest[0][0].chain in {commit.chain for commit in steps["commits"]}:
                 updates = totals[STEPS] - totals.get(SKIPPED, 0)
@@ -222,15 +223,36 @@ def streamed(run_dir: Path) -> Iterator[StreamedEvidence]:
     path = run_dir / "ledger.db"
     with _reading(run_dir) as database:
         attached, damage = attach_archive(database, path.with_name(ARCHIVE))
-        # One read transaction: a live buffer may go on writing.
-        database.execute("BEGIN")
+        witnesses = _at_one_moment(database, run_dir, _witnesses, attached=attached)
         rows = JoinedRows(database, attached=attached)
         if attached:
             checks = database.execute("PRAGMA archive.quick_check")
             damage += [f"{ARCHIVE}: {row[0]}" for row in checks if row[0] != "ok"]
-        yield StreamedEvidence(
-            **_steps(run_dir, database, rows, _witnesses(run_dir / "checkpoints"), damage), rows=rows
-        )
+        yield StreamedEvidence(**_steps(run_dir, database, rows, witnesses, damage), rows=rows)
+
+
+def _at_one_moment(
+    database: sqlite3.Connection,
+    run_dir: Path,
+    read: Callable[[Path], tuple[list[Witness], list[str]]],
+    *,
+    attached: bool,
+) -> tuple[list[Witness], list[str]]:
+    """Begin one read transaction, for a live buffer may go on writing, and read the checkpoints that belong to it: with
+    one that is saved meanwhile, or removed, both are read again."""
+    root = run_dir / "checkpoints"
+    for left in reversed(range(READINGS)):
+        before = _checkpoints(root)
+        database.execute("BEGIN")
+        # The first read fixes what all others see.
+        database.execute("SELECT count(*) FROM main.sqlite_master").fetchone()
+        if attached:
+            database.execute("SELECT count(*) FROM archive.sqlite_master").fetchone()
+        witnesses = read(root)
+        if left == 0 or _checkpoints(root) == before:
+            break
+        database.execute("ROLLBACK")
+    return witnesses
 
 
 @contextmanager

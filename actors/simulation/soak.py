@@ -320,8 +320,8 @@ class Soak:
         self._watch(driver, found)
         if self._due and self._happens(self._due[0], driver, directory, found):
             fault = self._due.pop(0)
-            self._faults[fault] += 1
-            self._check(directory, fault)
+            self._faults[fault.value] += 1
+            self._check(directory, fault.value)
             return driver
         return self._kill(driver, directory, found) if self._kills.total() < self._plan.kills else driver
 
