@@ -384,6 +384,10 @@ async def _engines_down(history: History, runtime: FaultyRuntime) -> None:
         # A new life of the group knows nothing of it; one that lives must be told.
         with suppress(ActorError):
             await until_back(engines.come_back)
+    # Who told them to go down may be heard a second time, after that.
+    await asyncio.sleep(history.storm.calls.slow_s)
+    with suppress(ActorError):
+        await until_back(engines.come_back)
 
 
 async def _disk_full(history: History, runtime: FaultyRuntime) -> None:
