@@ -213,14 +213,19 @@ class EngineWatch(Owning):
         await self._tell_if_idle()
 
     async def _watch(self) -> None:
-        """Hear of changes until cancelled; an actor that is gone for good is met by whoever pushes."""
-        with suppress(ActorGone):
-            while True:
-                after = self.engine.served.number
+        """Hear of changes until cancelled, however long the actor is away: who watched no more would never hear that
+        it came back, and its rollouts would wait for ever."""
+        while True:
+            after = self.engine.served.number
+            try:
                 self.engine.tell(await until_back(lambda: self._group.watch(self._load(), after=after)))  # noqa: B023
-                await self._tell_if_idle()
+            except ActorGone as error:
+                logger.warning("the simulated engines are still away: %s", error)
+                continue
+            await self._tell_if_idle()
 
     async def _tell_if_idle(self) -> None:
+        """What cannot be told now is told after the next change that is heard."""
         if self._rollouts or self.engine.served.admitting:
             return
         with suppress(ActorGone):
