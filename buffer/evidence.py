@@ -16,7 +16,7 @@ import re
 import sqlite3
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from headrace.buffer.archive import ARCHIVE, SKIPPED, STEPS, closed_rollouts, totals_of
 from headrace.buffer.codec import decode
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from headrace.buffer.types import Trajectory
 
 _COMPLETE = re.compile(r"\d+\.\d+")
+B = TypeVar("B")
 READINGS: Final = 20
 """Of the checkpoints, until none is saved or removed meanwhile."""
 
@@ -192,7 +193,7 @@ def read_open(run_dir: Path) -> Evidence:
     newest checkpoint. Everything, where that checkpoint goes back to steps in the archive, or there is none yet.
     Raises LedgerRefused."""
     with _reading(run_dir) as database:
-        newest = _at_one_moment(database, run_dir, _newest_witness, attached=False)
+        _, newest = _at_one_moment(database, run_dir, _newest_witness, lambda: begin(database))
         totals = totals_of(database)
         if totals.get(STEPS):
             rows = JoinedRows(database, attached=False)
@@ -222,8 +223,10 @@ def streamed(run_dir: Path) -> Iterator[StreamedEvidence]:
     this headrace reads."""
     path = run_dir / "ledger.db"
     with _reading(run_dir) as database:
-        attached, damage = attach_archive(database, path.with_name(ARCHIVE))
-        witnesses = _at_one_moment(database, run_dir, _witnesses, attached=attached)
+        archive = path.with_name(ARCHIVE)
+        (attached, damage), witnesses = _at_one_moment(
+            database, run_dir, _witnesses, lambda: begin_with_archive(database, archive)
+        )
         rows = JoinedRows(database, attached=attached)
         if attached:
             checks = database.execute("PRAGMA archive.quick_check")
@@ -235,24 +238,68 @@ def _at_one_moment(
     database: sqlite3.Connection,
     run_dir: Path,
     read: Callable[[Path], tuple[list[Witness], list[str]]],
-    *,
-    attached: bool,
-) -> tuple[list[Witness], list[str]]:
+    begin_reading: Callable[[], B],
+) -> tuple[B, tuple[list[Witness], list[str]]]:
     """Begin one read transaction, for a live buffer may go on writing, and read the checkpoints that belong to it: with
     one that is saved meanwhile, or removed, both are read again."""
     root = run_dir / "checkpoints"
     for left in reversed(range(READINGS)):
         before = _checkpoints(root)
-        database.execute("BEGIN")
-        # The first read fixes what all others see.
-        database.execute("SELECT count(*) FROM main.sqlite_master").fetchone()
-        if attached:
-            database.execute("SELECT count(*) FROM archive.sqlite_master").fetchone()
+        begun = begin_reading()
         witnesses = read(root)
         if left == 0 or _checkpoints(root) == before:
             break
         database.execute("ROLLBACK")
-    return witnesses
+    return begun, witnesses
+
+
+def begin(database: sqlite3.Connection) -> None:
+    """Begin one read transaction over a ledger alone."""
+    database.execute("BEGIN")
+    # The first read fixes what all others see.
+    database.execute("SELECT count(*) FROM main.sqlite_master").fetchone()
+
+
+def begin_with_archive(database: sqlite3.Connection, path: Path) -> tuple[bool, list[str]]:
+    """Begin one read transaction over a ledger and the archive beside it: whether there is one that fits the ledger,
+    as `archive`, and what is wrong with it. A live buffer may begin its archive meanwhile."""
+    while True:
+        there = path.is_file()
+        damage = _attach(database, path) if there else []
+        # The ledger first: what has left it by then is in the archive.
+        begin(database)
+        if there or not path.is_file():
+            return (False, damage) if damage else _fits(database, there=there)
+        database.execute("ROLLBACK")
+
+
+def _attach(database: sqlite3.Connection, path: Path) -> list[str]:
+    """What is wrong with it."""
+    attached = {name for _, name, _ in database.execute("PRAGMA database_list")}
+    try:
+        if "archive" not in attached:
+            database.execute("ATTACH ? AS archive", (_uri(path),))
+    except sqlite3.DatabaseError as error:
+        return [f"{ARCHIVE} is not readable: {error}"]
+    return []
+
+
+def _fits(database: sqlite3.Connection, *, there: bool) -> tuple[bool, list[str]]:
+    closed = sum(closed_rollouts(totals_of(database)).values())
+    missing = [f"{ARCHIVE} is missing: {closed} rollouts of closed groups are in it"] if closed else []
+    if not there:
+        return False, missing
+    try:
+        (tables,) = database.execute("SELECT count(*) FROM archive.sqlite_master").fetchone()
+        (schema,) = database.execute("PRAGMA archive.user_version").fetchone()
+    except sqlite3.DatabaseError as error:
+        return False, [f"{ARCHIVE} is not readable: {error}"]
+    if not tables and not schema:
+        # It is being begun just now, or whoever began it died.
+        return False, missing
+    if schema != SCHEMA_VERSION:
+        return False, [f"{ARCHIVE} has schema {schema}, the ledger {SCHEMA_VERSION}"]
+    return True, []
 
 
 @contextmanager
@@ -273,22 +320,6 @@ def _reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
                 yield copy
     except sqlite3.DatabaseError as error:
         raise unreadable(path, error) from error
-
-
-def attach_archive(database: sqlite3.Connection, path: Path) -> tuple[bool, list[str]]:
-    """Attach it as `archive`, where there is one that fits the ledger: whether it is attached, and what is wrong."""
-    closed = sum(closed_rollouts(totals_of(database)).values())
-    if not path.is_file():
-        return False, [f"{ARCHIVE} is missing: {closed} rollouts of closed groups are in it"] if closed else []
-    try:
-        database.execute("ATTACH ? AS archive", (_uri(path),))
-        (schema,) = database.execute("PRAGMA archive.user_version").fetchone()
-    except sqlite3.DatabaseError as error:
-        return False, [f"{ARCHIVE} is not readable: {error}"]
-    if schema != SCHEMA_VERSION:
-        database.execute("DETACH archive")
-        return False, [f"{ARCHIVE} has schema {schema}, the ledger {SCHEMA_VERSION}"]
-    return True, []
 
 
 def _steps(

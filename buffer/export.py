@@ -23,7 +23,7 @@ from headrace.buffer.archive import ARCHIVE
 from headrace.buffer.codec import decode
 from headrace.buffer.durable_files import publish_folder
 from headrace.buffer.errors import CodecError, ExportRefused, LedgerRefused
-from headrace.buffer.evidence import attach_archive, read_only
+from headrace.buffer.evidence import begin, begin_with_archive, read_only
 from headrace.buffer.joined_rows import JoinedRows
 from headrace.buffer.ledger import check_schema
 from headrace.buffer.schema import SCHEMA_VERSION
@@ -62,9 +62,12 @@ def export(run_dir: Path, folder: Path) -> ExportReport:
             (application,) = database.execute("PRAGMA application_id").fetchone()
             check_schema(schema, application, path)
             staged.mkdir(parents=True)
-            attached = schema == SCHEMA_VERSION and attach_archive(database, path.with_name(ARCHIVE))[0]
             # One read transaction: a live buffer may go on writing.
-            database.execute("BEGIN")
+            if schema == SCHEMA_VERSION:
+                attached, _ = begin_with_archive(database, path.with_name(ARCHIVE))
+            else:
+                attached = False
+                begin(database)
             tables = JoinedRows(database, attached=attached)
             rows = {name: _write_table(database, tables, name, staged) for name in _tables(database)}
             rows["trajectories"], unreadable = _write_trajectories(tables, run_dir, staged)

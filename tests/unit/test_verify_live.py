@@ -6,11 +6,14 @@ import asyncio
 import runpy
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from headrace.buffer.archive import ARCHIVE
+from headrace.buffer.database import connect
 from headrace.buffer.store import ReplayStore
 from headrace.buffer.types import CheckpointRef
 from headrace.buffer.verify import verify
@@ -51,11 +54,17 @@ class Saving:
         self.version = asyncio.run_coroutine_threadsafe(step, self.loop).result(30)
 
 
+@pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("saves", [1, 2, 3])
-async def test_what_is_saved_while_verify_reads_is_no_contradiction(tmp_path, saves):
+async def test_what_is_saved_while_verify_reads_is_no_contradiction(tmp_path, before, saves):
+    """With nothing saved before, the archive is begun while it reads."""
     run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
     async with await ReplayStore.open(run_dir, cases.SMALL, cases.tasks(), run_id="live", seed=3) as store:
-        version = await save_a_step(store, run_dir, await store.open_epoch(None))
+        version = await store.open_epoch(None)
+        for _ in range(before):
+            version = await save_a_step(store, run_dir, version)
+        assert (run_dir / ARCHIVE).exists() == bool(before)
         loop = asyncio.get_running_loop()
 
         def look():
@@ -66,4 +75,19 @@ async def test_what_is_saved_while_verify_reads_is_no_contradiction(tmp_path, sa
         report, saving = await asyncio.to_thread(look)
     assert saving.times == 0
     assert report.problems == ()
-    assert report.steps == report.checkpoints == 1 + saves
+    assert (run_dir / ARCHIVE).exists()
+    assert report.steps == report.checkpoints == before + saves
+
+
+@pytest.mark.parametrize("closed", [False, True])
+async def test_an_archive_that_is_just_begun_is_none(tmp_path, closed):
+    run_dir = tmp_path / "run"
+    async with await ReplayStore.open(run_dir, cases.SMALL, cases.tasks(), run_id="live", seed=3) as store:
+        version = await store.open_epoch(None)
+        if closed:
+            await save_a_step(store, run_dir, version)
+    for file in run_dir.glob(f"{ARCHIVE}*"):
+        file.unlink()
+    with closing(connect(run_dir / ARCHIVE)):
+        problems = verify(run_dir).problems
+    assert any(f"{ARCHIVE} is missing" in problem for problem in problems) if closed else problems == ()
