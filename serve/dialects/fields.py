@@ -221,10 +221,14 @@ def result_text(content: object, where: str) -> str:
     if not isinstance(content, list):
         return joined(content, where)
     shown = [
-        {"type": "text", "text": MEDIA_LEFT_OUT} if isinstance(part, dict) and part.get("type") in _MEDIA else part
+        {"type": "text", "text": MEDIA_LEFT_OUT} if isinstance(part, dict) and _is_media(part.get("type")) else part
         for part in content
     ]
     return joined(shown, where)
+
+
+def _is_media(kind: object) -> bool:
+    return isinstance(kind, str) and kind in _MEDIA
 
 
 def joined(content: object, where: str, separator: str = "\n") -> str:

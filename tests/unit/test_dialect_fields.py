@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from headrace.serve.conversation import Role, Text, TurnAnswer, TurnEnd, say
+from headrace.serve.dialects import fields
 from headrace.serve.dialects.anthropic import AnthropicMessages
 from headrace.serve.dialects.chat import ChatCompletions
 from headrace.serve.dialects.responses import Responses
@@ -65,6 +66,12 @@ def nested(levels: int) -> dict[str, Any]:
 def test_a_body_that_says_nothing_is_refused(dialect: Dialect, data: bytes) -> None:
     with pytest.raises(BadRequest):
         dialect.parse(data, {})
+
+
+@pytest.mark.parametrize("kind", [[], {}, 7])
+def test_a_part_whose_type_is_no_text_is_refused(kind: object) -> None:
+    with pytest.raises(BadRequest, match=r"there\[0\]\.type must be a string"):
+        fields.result_text([{"type": kind, "text": "out"}], "there")
 
 
 @pytest.mark.parametrize("dialect", WIRES)
