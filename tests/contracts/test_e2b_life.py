@@ -23,7 +23,7 @@ from headrace.sandboxes import doctor
 from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
 from headrace.sandboxes.e2b_server.table import SandboxTable, State
 from headrace.sandboxes.errors import BootFailed, NamespacesUnavailable, SandboxError
-from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.local.sandbox import LocalSandbox
 
 if TYPE_CHECKING:
@@ -346,9 +346,10 @@ async def crowd(server: E2bServer, client: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
-async def test_many_at_once(server: E2bServer, local: LocalProvider, wire: Callable[..., Any], count: int) -> None:
-    await crowd(server, wire(server.url), count)
-    assert await local.list() == []
+async def test_many_at_once(wire: Callable[..., Any], count: int) -> None:
+    async with LocalProvider(LocalSandboxConfig(max_live=count)) as local, E2bServer(local) as server:
+        await crowd(server, wire(server.url), count)
+        assert await local.list() == []
 
 
 def test_the_program_ends_in_order_on_a_signal(tmp_path: Path) -> None:
