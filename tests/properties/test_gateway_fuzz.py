@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import errno
 import gzip
 import http.client
 import json
@@ -179,6 +180,11 @@ def exchange(address: tuple[str, int], request: bytes, *, hang_up: bool = False)
             answer.begin()
             return Answer(answer.status, answer.headers.get_content_type(), answer.read())
         except (ConnectionError, http.client.HTTPException):
+            return None
+        except OSError as error:
+            # It had hung up before the client ended its half.
+            if error.errno != errno.ENOTCONN:
+                raise
             return None
 
 
