@@ -290,6 +290,11 @@ class Host:
         return self._life
 
 
+def _host_of(cls: type) -> type[Host]:
+    """With the actor's own name, for `ps` and Ray's pages."""
+    return type(cls.__name__, (Host,), {})
+
+
 class ActorProxy:
     """Stands for a named actor in another process: attribute access gives an async callable. Pickled by name."""
 
@@ -390,7 +395,7 @@ class RayRuntime:
         name = self._prefix + name
         exists = await asyncio.to_thread(_exists, name)
         handle = (
-            ray.remote(Host)
+            ray.remote(_host_of(cls))
             .options(
                 name=name,
                 num_cpus=resources.cpus,
