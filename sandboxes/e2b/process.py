@@ -25,6 +25,9 @@ MARK: Final = "HEADRACE_EXEC"
 _PIECES: Final = 16
 _PIECE_BYTES: Final = 1 << 16
 _SWEEP_TIMEOUT_S: Final = 30.0
+_SWEEPS: Final = 5
+_SWEPT_S: Final = 0.5
+"""How long a swept command may take to be told as ended, before it is swept again."""
 _SIGKILL: Final = 9
 _SIGNALED: Final = {"killed": 137, "terminated": 143, "interrupt": 130, "hangup": 129, "segmentation fault": 139}
 _SWEEP: Final = """for _ in 1 2 3 4 5 6 7 8 9; do
@@ -159,7 +162,11 @@ class E2bProcess:
         if self._result.done():
             return
         if number == _SIGKILL:
-            await sweep(self._sandbox, self._mark)
+            for _ in range(_SWEEPS):
+                await sweep(self._sandbox, self._mark)
+                # One that has no program yet, between fork and execve, has no mark either.
+                if (await asyncio.wait([self._result], timeout=_SWEPT_S))[0]:
+                    return
             return
         with typed(Step.SANDBOX):
             await self._sandbox.commands.run(f"kill -{int(number)} {self.pid} 2>/dev/null || true", user="root")
