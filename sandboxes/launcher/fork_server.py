@@ -19,9 +19,6 @@ import os
 import resource
 import signal
 import time
-
-# hmac.compare_digest is this function, but hmac loads OpenSSL, and every sandbox would carry its pages.
-from _operator import _compare_digest as compare_digest
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -39,6 +36,7 @@ if TYPE_CHECKING:
 
     from headrace.sandboxes.launcher.boots import Boots
     from headrace.sandboxes.launcher.executions import Execution
+    from headrace.sandboxes.launcher.keeping import Secrets
     from headrace.sandboxes.launcher.settings import Settings
     from headrace.sandboxes.launcher.wire import Channel, Message
 
@@ -50,8 +48,9 @@ _IDLE: Final = "idle"
 class ForkServer:
     """The event loop and the table of sandboxes."""
 
-    def __init__(self, settings: Settings, boots: Boots, listener: socket.socket) -> None:
+    def __init__(self, settings: Settings, secrets: Secrets, boots: Boots, listener: socket.socket) -> None:
         self._settings = settings
+        self._secrets = secrets
         self._board = Switchboard(listener, self._on_message, self._on_client_gone)
         self._sandboxes: dict[str, Record] = {}
         self._by_key: dict[str, str] = {}
@@ -171,8 +170,8 @@ class ForkServer:
     def _handle(self, waiter: Waiter, message: Message, descriptors: list[int]) -> None:
         """Check the secret and do it. An operation that keeps descriptors takes them out of the list."""
         operation = str(message["op"])
-        given = str(message["secret"]).encode()
-        is_admin = compare_digest(given, self._settings.admin_secret.encode())
+        given = str(message["secret"])
+        is_admin = self._secrets.is_admin(given)
         if operation in self._admin:
             if not is_admin:
                 raise Refused("SecretRefused", f"{operation} needs the admin secret of the launcher")
@@ -181,7 +180,7 @@ class ForkServer:
         if operation not in self._direct:
             raise Refused("SpecRefused", f"unknown operation {operation!r}")
         sandbox = self._find(str(message["sandbox"]))
-        if not is_admin and not compare_digest(given, sandbox.secret.encode()):
+        if not is_admin and not self._secrets.fits(sandbox.id, given):
             raise Refused("SecretRefused", f"wrong secret for sandbox {sandbox.id}")
         self._direct[operation](waiter, sandbox, message, descriptors)
 
@@ -200,7 +199,7 @@ class ForkServer:
             known.creators.append(waiter)
             return
         if known is not None and known.state != "ending":
-            self._board.answer(waiter, {"sandbox": known.id, "secret": known.secret})
+            self._board.answer(waiter, {"sandbox": known.id, "secret": self._secrets.of(known.id)})
             return
         if self._closing:
             raise Refused("LauncherGone", "the launcher is closing")
@@ -445,7 +444,7 @@ class ForkServer:
             if sandbox.state == "booting":
                 sandbox.state = "running"
                 self._deadlines.set(sandbox.id, time.monotonic() + sandbox.ttl_s)
-                self._answer_creators(sandbox, {"sandbox": sandbox.id, "secret": sandbox.secret})
+                self._answer_creators(sandbox, {"sandbox": sandbox.id, "secret": self._secrets.of(sandbox.id)})
         elif message.get("event") == "failed":
             sandbox.failure = (str(message["error"]), str(message["message"]))
         else:

@@ -24,6 +24,7 @@ from headrace.sandboxes.launcher import rootfs, syscalls
 from headrace.sandboxes.launcher.boots import Boots
 from headrace.sandboxes.launcher.cgroups import Cgroups
 from headrace.sandboxes.launcher.fork_server import ForkServer
+from headrace.sandboxes.launcher.keeping import Secrets
 from headrace.sandboxes.launcher.reasons import reason_of
 from headrace.sandboxes.launcher.settings import Settings
 
@@ -32,11 +33,13 @@ _BACKLOG: Final = 1024
 
 def main() -> None:
     """Entry of the exec'd process: settings on standard input, one line of JSON on standard output when it serves."""
-    settings = Settings(**json.loads(_read_line(0)))
+    document = json.loads(_read_line(0))
+    secrets = Secrets(document.pop("admin_secret"))
+    settings = Settings(**document)
     # From here on it leaves control groups behind if it just dies. The server unblocks the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        server = _prepare(settings)
+        server = _prepare(settings, secrets)
     except OSError as error:
         os.write(1, json.dumps({"error": reason_of(error)}).encode() + b"\n")
         sys.exit(1)
@@ -58,7 +61,7 @@ def _read_line(descriptor: int) -> bytes:
     return line
 
 
-def _prepare(settings: Settings) -> ForkServer:
+def _prepare(settings: Settings, secrets: Secrets) -> ForkServer:
     os.umask(0o022)
     # A sandbox may take some 40: its channel, results of commands, maps of ids.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -76,7 +79,7 @@ def _prepare(settings: Settings) -> ForkServer:
     gc.collect()
     gc.freeze()
     gc.disable()
-    return ForkServer(settings, boots, listener)
+    return ForkServer(settings, secrets, boots, listener)
 
 
 def _make_boots(settings: Settings, groups: Cgroups) -> Boots:

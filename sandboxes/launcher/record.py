@@ -35,7 +35,6 @@ class Record:
         "paused_s",
         "pending",
         "pid",
-        "secret",
         "state",
         "ttl_s",
     )
@@ -43,7 +42,6 @@ class Record:
     def __init__(self, *, key: str, ttl_s: float, labels: dict[str, str]) -> None:
         self.id = os.urandom(8).hex()
         self.key = key
-        self.secret = os.urandom(16).hex()
         self.base_id = 0
         self.ttl_s = ttl_s
         self.labels = labels

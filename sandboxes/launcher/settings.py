@@ -8,7 +8,6 @@ from typing import NamedTuple
 class Settings(NamedTuple):
     """What the owner sends as one line of JSON on standard input."""
 
-    admin_secret: str
     owner_pid: int
     """0 for none."""
     tied: bool

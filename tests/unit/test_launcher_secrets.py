@@ -1,0 +1,32 @@
+"""The launcher's secrets: what proves itself, and that no child has them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from headrace.sandboxes.launcher.keeping import Secrets
+
+
+def test_only_the_right_secret_fits() -> None:
+    secrets = Secrets("the owner's")
+    assert secrets.is_admin("the owner's")
+    assert secrets.fits("one", secrets.of("one"))
+    for wrong in ("", "the owner", secrets.of("one"), "ä"):
+        assert not secrets.is_admin(wrong)
+    for wrong in ("", secrets.of("two"), "the owner's", secrets.of("one")[:-1], "ä"):
+        assert not secrets.fits("one", wrong)
+    assert Secrets("the owner's").of("one") != secrets.of("one")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_has_none_of_them() -> None:
+    secrets = Secrets("the owner's")
+    known = secrets.of("one")
+    child = os.fork()
+    if child == 0:
+        os._exit(secrets.is_admin("the owner's") or secrets.of("one") == known)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert secrets.fits("one", known)
