@@ -35,6 +35,17 @@ def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1)] = 5)
 
 
 @app.command()
+def rollout(json: Json = True, rollouts: Annotated[int, typer.Option(min=50)] = 500) -> None:
+    """CPU of one rollout of the quickstart over Ray, all processes together, split by what it was for."""
+    from headrace.actors.rollout_costs import measure
+    from headrace.actors.run_directory import RunDirectory
+
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder, redirect_stdout(sys.stderr):
+        figures = measure(RunDirectory(path=Path(folder) / "rollout"), QUICKSTART, rollouts=rollouts)
+    _print(figures)
+
+
+@app.command()
 def orchestration(json: Json = True, rollouts: Annotated[int, typer.Option(min=200)] = 2048) -> None:
     """Ray's CPU and calls per rollout: real dispatcher, worker, pool, evaluator and buffer, an agent that returns at
     once; then 1,024 rollouts of 20 simulated turns, 512 in flight, with learner; then the memory of the whole service

@@ -15,6 +15,7 @@ from headrace.actors.operations import Operations
 from headrace.actors.owning import Owning
 from headrace.actors.providers import start_hosts
 from headrace.sandboxes.leftovers import run_label
+from headrace.sandboxes.local.provider import LocalProvider
 from headrace.sandboxes.pool.ledger import SandboxLedger
 from headrace.sandboxes.pool.pool import Pool
 
@@ -53,6 +54,7 @@ class SandboxPool(Owning):
         self._stack.callback(ledger.close)
         given = self._provider and {self._section.provider.value: self._provider}
         hosts = given or await start_hosts(self._section, self._directory)
+        self._local = [host for host in hosts.values() if isinstance(host, LocalProvider)]
         label = "" if self._directory is None else run_label(self._directory.path)
         enter = self._stack.enter_async_context
         self._pool = await enter(Pool(hosts, self._section.pool, ledger=ledger, owner=label, clock=self._clock))
@@ -97,6 +99,11 @@ class SandboxPool(Owning):
 
     async def status(self) -> PoolStatus:
         return await self._pool.status()
+
+    async def command_costs(self) -> dict[str, tuple[int, float]]:
+        """Commands that ended in local sandboxes, and their CPU seconds, by purpose and operation; see
+        `LocalProvider.command_costs`."""
+        return {name: cost for host in self._local for name, cost in (await host.command_costs()).items()}
 
     async def _open_ledger(self) -> SandboxLedger:
         if self._directory is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, NewType, Protocol
+from typing import TYPE_CHECKING, Final, NewType, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -306,6 +306,26 @@ class Sandbox(Protocol):
 
     async def kill(self) -> None:
         """End the whole tree and drop the layer. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class ProgramRunner(Protocol):
+    """A sandbox that runs programs of ours without an interpreter of its image."""
+
+    async def run_program(
+        self,
+        program: str,
+        arguments: Sequence[str] = (),
+        *,
+        user: str = "root",
+        stdin: bytes = b"",
+        timeout_s: float,
+        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
+    ) -> ExecResult:
+        """Run a Python text as `python -I -S -c program arguments...` would, in `/`, in a process that has the
+        interpreter of headrace already; it may import what `launcher.commands.PRELOADED` names, and nothing of the
+        image. Raises ExecTimeout, SandboxGone."""
         ...
 
 

@@ -1,9 +1,10 @@
 # ruff: noqa: PTH103, PTH120
 # (pathlib stays out of the launcher: what is not imported is not copied at a fork)
-"""What a freshly forked child inside a sandbox does: become a user, then run a command or move a file.
+"""What a freshly forked child inside a sandbox does: become a user, then run a command or move a file. (A few files
+that come before any command are written by the first process itself.)
 
 Invariants:
-- Runs after the fork, never returns, and ends the process with `os._exit` or `execve`.
+- Runs after the fork, never returns, and ends the process with `os._exit` or `execve`, but for `write_now`.
 - Files are opened with the powers of the sandbox's user, by a process inside: a link or path of the agent's reaches
   only what the agent could reach itself. Only regular files are read or written; FIFOs and devices are refused without
   waiting.
@@ -12,20 +13,28 @@ Invariants:
 
 from __future__ import annotations
 
+import errno  # noqa: F401 - PRELOADED
 import fcntl
+import gc
+import json  # noqa: F401 - PRELOADED
 import os
+import re  # noqa: F401 - PRELOADED
 import resource
 import signal
 import socket
 import stat
 import struct
+import sys
 import termios
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from headrace.sandboxes.launcher import syscalls
 
 if TYPE_CHECKING:
+    from types import CodeType
+
     from headrace.sandboxes.launcher.rootfs import Image
 
 SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -36,6 +45,10 @@ EXIT_FILE_ERROR: Final = 3
 
 _MAX_ACCOUNT_FILE_BYTES: Final = 1 << 20
 _COPY_BYTES: Final = 1 << 18
+PRELOADED: Final = frozenset({"errno", "json", "os", "re", "stat", "sys", "time"})
+"""What a program in a fork of the launcher may import: no library folder is to be seen from there."""
+_HANDLED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SMALL_BYTES: Final = 1 << 20
 
 
 class Account(NamedTuple):
@@ -92,7 +105,9 @@ def _account_file(path: str) -> str:
 
 def become(user: str, limits: Limits) -> Account:
     """Take on the user's ids. Root keeps the few capabilities of the sandbox's init, others have none."""
-    account = find_account(user, _account_file("/etc/passwd"), _account_file("/etc/group"))
+    # Most commands are root's, who is the same in every image.
+    texts = ("", "") if user == "root" else (_account_file("/etc/passwd"), _account_file("/etc/group"))
+    account = find_account(user, *texts)
     if limits.single_id:
         return account
     os.setgroups(account.groups)
@@ -150,6 +165,61 @@ def run_command(message: dict[str, Any], limits: Limits, image: Image) -> NoRetu
         _execute(message["command"], environment)
     except (OSError, ValueError, OverflowError, FileProblem) as error:
         fail(f"cannot run the command: {error}", EXIT_CANNOT_RUN)
+
+
+def run_program(message: dict[str, Any], limits: Limits) -> NoReturn:
+    """Run a program of ours, Python of the standard library, in this process: no interpreter has to start, and the
+    image need not have one. It may import what the launcher had imported (`PRELOADED`).
+
+    Ends as Python ends: with the status of SystemExit, or 1 and a traceback. A wrong user ends with status 126.
+    """
+    try:
+        os.setsid()
+        syscalls.become_subreaper()
+        account = become(str(message["user"]), limits)
+        _apply_limits(limits)
+        os.environ.clear()
+        os.environ.update(PATH=SEARCH_PATH, HOME=account.home, USER=account.name, LANG="C.UTF-8")
+        os.chdir("/")
+        code = compile(message["program"], "<program>", "exec", dont_inherit=True)
+        arguments = [str(argument) for argument in message["arguments"]]
+    except (OSError, ValueError, SyntaxError, FileProblem) as error:
+        fail(f"cannot run the program: {error}", EXIT_CANNOT_RUN)
+    os._exit(_run_code(code, arguments))
+
+
+def _run_code(code: CodeType, arguments: list[str]) -> int:
+    """The exit status."""
+    gc.enable()
+    sys.argv = ["-c", *arguments]
+    sys.path.clear()
+    for number in _HANDLED_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    sys.stdin, sys.stdout = open(0, encoding="utf-8"), open(1, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+    module = sys.modules["__main__"] = type(sys)("__main__")
+    status = 1
+    try:
+        exec(code, module.__dict__)
+        status = 0
+    except SystemExit as end:
+        status = _status_of(end.code)
+    except BaseException:  # noqa: BLE001 - whatever it is, the program ended with it
+        sys.__excepthook__(*sys.exc_info())
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    return status
+
+
+def _status_of(code: object) -> int:
+    """As Python takes the argument of sys.exit."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    sys.stderr.write(f"{code}\n")
+    return 1
 
 
 def _execute(command: str | list[str], environment: dict[str, str]) -> NoReturn:
@@ -231,7 +301,29 @@ def write_files(message: dict[str, Any], limits: Limits) -> NoReturn:
     os._exit(0)
 
 
-def _write_regular(path: str, size: int) -> None:
+def is_small_write(message: dict[str, Any], source: int) -> bool:
+    """Whether its contents are all there, and few; as root, so that no other user need be become."""
+    status = os.fstat(source)
+    return message["user"] == "root" and stat.S_ISREG(status.st_mode) and status.st_size <= _SMALL_BYTES
+
+
+def write_now(message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+    """`write_files` in this process: its exit code and seconds; what is wrong goes to standard error."""
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
+    source, _, error_output = descriptors
+    exit_code = 0
+    try:
+        for path, size in message["files"]:
+            _write_regular(path, int(size), source)
+    except (OSError, ValueError, OverflowError, FileProblem) as error:
+        exit_code = EXIT_FILE_ERROR
+        with suppress(OSError):
+            os.write(error_output, _describe(error).encode(errors="replace")[:4096] + b"\n")
+    cost = ("write", time.process_time() - began_cpu_s)
+    return {"exit_code": exit_code, "duration_s": time.monotonic() - began_s, "cost": cost}
+
+
+def _write_regular(path: str, size: int, source: int = 0) -> None:
     if not path.startswith("/"):
         raise FileProblem(f"{path}: not an absolute path")
     os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -241,7 +333,7 @@ def _write_regular(path: str, size: int) -> None:
         _regular(descriptor, path)
         os.ftruncate(descriptor, 0)
         while size > 0:
-            part = memoryview(os.read(0, min(_COPY_BYTES, size)))
+            part = memoryview(os.read(source, min(_COPY_BYTES, size)))
             if not part:
                 raise FileProblem(f"{path}: contents ended early")
             size -= len(part)

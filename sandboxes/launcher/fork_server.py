@@ -23,6 +23,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.launcher import requests, rootfs, syscalls
+from headrace.sandboxes.launcher.costs import Costs
 from headrace.sandboxes.launcher.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.launcher.leases import Deadlines
 from headrace.sandboxes.launcher.reasons import reason_of
@@ -59,6 +60,7 @@ class ForkServer:
         self._boots = boots
         self._groups = boots.groups
         self._shelf = boots.shelf
+        self._costs = Costs()
         self._last_tag = 0
         self._closing = False
         self._admin = {
@@ -74,6 +76,7 @@ class ForkServer:
             "exec": self._exec,
             "keep": self._keep,
             "spawn": self._forward,
+            "run": self._forward,
             "signal": self._signal,
             "listen": self._forward,
             "read": self._forward,
@@ -259,10 +262,11 @@ class ForkServer:
         self._board.answer(waiter, {"sandboxes": rows})
 
     def _usage(self, waiter: Waiter, _message: Message, _descriptors: list[int]) -> None:
-        """CPU seconds of the launcher and of all its children that have ended."""
+        """CPU seconds of the launcher and of all its children that have ended, and of commands by their purpose."""
         usages = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
         cpu_s = sum(usage.ru_utime + usage.ru_stime for usage in usages)
-        self._board.answer(waiter, {"cpu_s": cpu_s, "pid": os.getpid(), "missing": self.missing})
+        usage = {"cpu_s": cpu_s, "commands": self._costs.to_json(), "pid": os.getpid(), "missing": self.missing}
+        self._board.answer(waiter, usage)
 
     def _discard(self, waiter: Waiter, message: Message, _descriptors: list[int]) -> None:
         """A create was given up: end what it made."""
@@ -449,6 +453,9 @@ class ForkServer:
             sandbox.failure = (str(message["error"]), str(message["message"]))
         else:
             tag = int(message.pop("tag"))
+            if "cost" in message:
+                operation, cpu_s = message.pop("cost")
+                self._costs.add(sandbox.labels.get("purpose", ""), operation, cpu_s)
             waiter = sandbox.pending.get(tag) if "started" in message else sandbox.pending.pop(tag, None)
             if waiter is not None:
                 self._board.answer(waiter, message, descriptors)

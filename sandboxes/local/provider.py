@@ -293,6 +293,11 @@ class LocalProvider:
         """CPU seconds, user and system, of the launcher and of all its sandboxes that have ended."""
         return float((await self._admin({"op": "usage"}))["cpu_s"])
 
+    async def command_costs(self) -> dict[str, tuple[int, float]]:
+        """`PURPOSE.OPERATION` -> how many commands ended, and their CPU seconds: purpose is the sandbox's label of that
+        name, operation is exec, spawn, read or write."""
+        return {name: (row[0], row[1]) for name, row in (await self._admin({"op": "usage"}))["commands"].items()}
+
     async def images(self) -> tuple[ImageRef, ...]:
         """What the launcher has ready to boot beside `host`: digests, and snapshots by what `snapshot` returned."""
         return tuple(ImageRef(name) for name in (await self._admin({"op": "images"}))["images"])

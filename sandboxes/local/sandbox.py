@@ -51,6 +51,16 @@ class _Done(NamedTuple):
     truncated: bool
 
 
+def _result(done: _Done) -> ExecResult:
+    return ExecResult(
+        exit_code=done.answer["exit_code"],
+        stdout=done.stdout,
+        stderr=done.stderr,
+        truncated=done.truncated,
+        duration_s=done.answer["duration_s"],
+    )
+
+
 def _kept_result(answer: Message) -> _Done:
     """What the first caller of an exec_id left: its standard output and error in one file."""
     [descriptor] = answer["descriptors"]
@@ -93,13 +103,24 @@ class LocalSandbox:
             done = await self._run_once(message, exec_id, stdin, timeout_s, max_output_bytes)
         if done.answer["timed_out"]:
             raise ExecTimeout(f"command ran longer than timeout_s={timeout_s} and was killed: {command[:200]!r}")
-        return ExecResult(
-            exit_code=done.answer["exit_code"],
-            stdout=done.stdout,
-            stderr=done.stderr,
-            truncated=done.truncated,
-            duration_s=done.answer["duration_s"],
-        )
+        return _result(done)
+
+    async def run_program(
+        self,
+        program: str,
+        arguments: Sequence[str] = (),
+        *,
+        user: str = "root",
+        stdin: bytes = b"",
+        timeout_s: float,
+        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
+    ) -> ExecResult:
+        """See `ProgramRunner.run_program`."""
+        message = {"op": "run", "program": program, "arguments": list(arguments), "user": user}
+        done = await self._run(message, stdin, timeout_s, max_output_bytes)
+        if done.answer["timed_out"]:
+            raise ExecTimeout(f"a program ran longer than timeout_s={timeout_s} and was killed")
+        return _result(done)
 
     async def _run_once(
         self, message: Message, exec_id: str, stdin: bytes | None, timeout_s: float, max_output_bytes: int

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from headrace.sandboxes.launcher.costs import Costs
 from headrace.sandboxes.launcher.keeping import Secrets
 
 
@@ -30,3 +31,14 @@ def test_a_child_has_none_of_them() -> None:
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert secrets.fits("one", known)
+
+
+def test_costs_are_bounded_in_their_names() -> None:
+    costs = Costs()
+    for number in range(200):
+        costs.add(f"purpose-{number}", "exec", 0.5)
+    costs.add("", "write", 1.0)
+    rows = costs.to_json()
+    assert len(rows) <= 65
+    assert sum(count for count, _ in rows.values()) == 201
+    assert sum(seconds for _, seconds in rows.values()) == pytest.approx(101.0)

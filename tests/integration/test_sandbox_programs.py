@@ -1,0 +1,167 @@
+"""Programs of ours that run in a fork of the launcher, inside a sandbox: no interpreter of its image has to start."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import pytest_asyncio
+
+from headrace.sandboxes.base import ProgramRunner, SandboxSpec
+from headrace.sandboxes.errors import ExecTimeout, SandboxFileError
+from headrace.sandboxes.launcher.commands import PRELOADED
+from headrace.sandboxes.local.provider import LocalProvider
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+    from types import ModuleType
+
+    from headrace.sandboxes.base import ExecResult
+    from headrace.sandboxes.local.sandbox import LocalSandbox
+
+pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def provider() -> AsyncIterator[LocalProvider]:
+    async with LocalProvider() as provider:
+        yield provider
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sandbox(provider: LocalProvider) -> AsyncIterator[LocalSandbox]:
+    sandbox = await provider.attach(await provider.create(SandboxSpec()))
+    yield sandbox
+    await sandbox.kill()
+
+
+async def run(sandbox: LocalSandbox, program: str, *arguments: str, **options: Any) -> ExecResult:
+    return await sandbox.run_program(program, arguments, **{"timeout_s": 20.0, **options})
+
+
+async def test_it_runs_as_python_runs_a_text(sandbox: LocalSandbox) -> None:
+    assert isinstance(sandbox, ProgramRunner)
+    program = (
+        "import os, sys; print(sys.argv[1:], sys.stdin.read(), __name__, os.getcwd()); sys.stderr.write('\\ud800')"
+    )
+    result = await run(sandbox, program, "a b", "'", stdin="ä".encode())
+    assert (result.exit_code, result.stdout.decode()) == (0, "['a b', \"'\"] ä __main__ /\n")
+    assert result.stderr == b"\\ud800"
+
+
+@pytest.mark.parametrize(
+    ("program", "exit_code", "said"),
+    [
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit()", 0, ""),
+        ("import sys; sys.exit('no')", 1, "no\n"),
+        ("raise SystemExit(256 + 3)", 3, ""),
+        ("raise ValueError('wrong')", 1, "ValueError: wrong\n"),
+        ("1 +", 126, "cannot run the program: invalid syntax"),
+        ("import os; os.kill(os.getpid(), 9)", 137, ""),
+        ("import hashlib", 1, "No module named 'hashlib'"),
+    ],
+)
+async def test_it_ends_as_python_ends(sandbox: LocalSandbox, program: str, exit_code: int, said: str) -> None:
+    result = await run(sandbox, program)
+    assert result.exit_code == exit_code
+    assert said in result.stderr.decode()
+    assert bool(result.stderr) == bool(said)
+
+
+async def test_what_is_promised_can_be_imported(sandbox: LocalSandbox) -> None:
+    result = await run(sandbox, f"import {', '.join(sorted(PRELOADED))}\nprint(json.dumps(re.findall('a', 'aa')))")
+    assert (result.stdout, result.stderr) == (b'["a", "a"]\n', b"")
+
+
+async def test_it_has_its_users_powers_and_limits_and_none_of_the_launchers_surroundings(sandbox: LocalSandbox) -> None:
+    program = "import os, json; print(json.dumps([os.getuid(), os.getgid(), dict(os.environ), os.getpid() > 1]))"
+    for user in ("root", "agent"):
+        uid, gid, environment, is_child = json.loads((await run(sandbox, program, user=user)).stdout)
+        told = await sandbox.exec("id -u; id -g; ulimit -n; ulimit -u", user=user, timeout_s=20)
+        assert told.stdout.split()[:2] == [str(uid).encode(), str(gid).encode()]
+        assert environment.keys() == {"PATH", "HOME", "USER", "LANG"}
+        assert is_child
+    descriptors = await run(sandbox, "import os, json; print(json.dumps(os.listdir('/proc/self/fd')))")
+    # The last is the folder that is listed.
+    assert sorted(map(int, json.loads(descriptors.stdout)))[:3] == [0, 1, 2]
+    assert len(json.loads(descriptors.stdout)) == 4
+
+
+async def test_it_ends_at_its_timeout_with_all_its_children(sandbox: LocalSandbox) -> None:
+    program = "import os, time\nif os.fork() == 0:\n    os.setsid()\ntime.sleep(600)"
+    with pytest.raises(ExecTimeout):
+        await run(sandbox, program, timeout_s=0.5)
+    left = await sandbox.exec("ls -d /proc/[0-9]*", timeout_s=20)
+    # The first process, and those of this command.
+    assert len(left.stdout.split()) <= 3
+
+
+async def test_an_image_without_python_will_do(
+    provider: LocalProvider, tmp_path: Path, load_support: Callable[[str], ModuleType]
+) -> None:
+    kit = load_support("image_kit")
+    image = kit.Layout().image([kit.tar(kit.base_entries())]).write(tmp_path / "layout")
+    sandbox = await provider.attach(await provider.create(SandboxSpec(image=str(image))))
+    assert (await sandbox.exec("command -v python3", timeout_s=20)).exit_code == 1
+    assert (await run(sandbox, "print(6 * 7)")).stdout == b"42\n"
+    await sandbox.kill()
+
+
+async def test_it_has_no_secret_of_the_launcher(provider: LocalProvider, sandbox: LocalSandbox) -> None:
+    """Neither the launcher's own nor another sandbox's is an object of the fork. The secrets come in disguise, for the
+    arguments are objects too."""
+    other = await provider.create(SandboxSpec())
+    program = (
+        "import sys, json\n"
+        "import gc\n"
+        "gc.unfreeze()\n"
+        "wanted = set(sys.argv[1:])\n"
+        "texts = [value for thing in gc.get_objects() for value in gc.get_referents(thing) if type(value) is str]\n"
+        "print(json.dumps([len(texts), [text for text in texts if text[::-1] in wanted]]))\n"
+    )
+    disguised = [secret[::-1] for secret in (other.secret, sandbox._ref.secret)]
+    count, found = json.loads((await run(sandbox, program, *disguised, timeout_s=60)).stdout)
+    assert count > 1000
+    assert found == []
+
+
+@pytest.mark.parametrize("path", ["relative", "/proc/version", "/etc", "/dev/null/x"])
+async def test_a_first_write_that_cannot_be_is_refused_like_a_later_one(sandbox: LocalSandbox, path: str) -> None:
+    with pytest.raises(SandboxFileError) as first:
+        await sandbox.write_many({"/workspace/before": b"1", path: b"2"})
+    await sandbox.exec("true", timeout_s=20)
+    with pytest.raises(SandboxFileError) as later:
+        await sandbox.write_many({"/workspace/before": b"1", path: b"2"})
+    assert str(first.value) == str(later.value)
+    assert await sandbox.read("/workspace/before", max_bytes=10) == b"1"
+
+
+async def test_a_first_write_makes_what_a_later_one_makes(sandbox: LocalSandbox) -> None:
+    listing = "stat -c '%a %u %g %s %n' /workspace/{0} /workspace/{0}/deep /workspace/{0}/deep/file"
+    told = []
+    for name in ("a", "b"):
+        await sandbox.write_many({f"/workspace/{name}/deep/file": b"x" * 70_000})
+        told.append(
+            (await sandbox.exec(listing.format(name), timeout_s=20)).stdout.replace(b"/workspace/" + name.encode(), b"")
+        )
+    assert told[0] == told[1]
+    assert len(told[0].splitlines()) == 3
+
+
+async def test_the_launcher_tells_what_commands_cost(provider: LocalProvider) -> None:
+    sandbox = await provider.attach(await provider.create(SandboxSpec(labels={"purpose": "busy"})))
+    await sandbox.write_many({"/workspace/a": b"1"})
+    await sandbox.exec("n=0; while ((n < 200000)); do ((n += 1)); done", timeout_s=60)
+    await run(sandbox, "sum(range(3_000_000))")
+    costs = await provider.command_costs()
+    await sandbox.kill()
+    assert {name: count for name, (count, _) in costs.items() if name.startswith("busy.")} == {
+        "busy.write": 1,
+        "busy.exec": 1,
+        "busy.run": 1,
+    }
+    assert costs["busy.exec"][1] > costs["busy.write"][1]
+    assert costs["busy.run"][1] > costs["busy.write"][1]
