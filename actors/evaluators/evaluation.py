@@ -15,9 +15,10 @@ Invariants:
 
 from __future__ import annotations
 
-import json
+import ast
 import shlex
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from headrace.actors.evaluators.baselines import Baselines
@@ -41,24 +42,22 @@ from headrace.actors.evaluators.verdict import (
     solved,
     told,
 )
+from headrace.actors.in_sandbox import ISOLATED, source
 from headrace.actors.in_sandbox import check as check_program
-from headrace.actors.in_sandbox import source
 from headrace.buffer.cleaning import clean_text
-from headrace.buffer.tasks import EvaluatorKind
+from headrace.buffer.tasks import PYTHON, EvaluatorKind
 from headrace.buffer.types import Cause
-from headrace.sandboxes.base import FrozenMount, SandboxSpec
+from headrace.sandboxes.base import FrozenMount, ProgramRunner, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, FrozenPathRefused, SandboxError, SandboxFileError
+from headrace.sandboxes.launcher.commands import PRELOADED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headrace.buffer.tasks import Task
+    from headrace.buffer.tasks import EvaluatorSpec, Task
     from headrace.sandboxes.base import ExecResult, Sandbox
 
 __all__ = ["CleanRooms", "EvaluationRequest", "Verdict", "evaluate"]
-
-ISOLATED = "-I -S"
-"""Options of Python: no environment variables, no user site, no site customisation."""
 
 
 async def evaluate(request: EvaluationRequest, rooms: CleanRooms, baselines: Baselines | None = None) -> Verdict:
@@ -175,13 +174,37 @@ async def run_check(task: Task, room: Sandbox) -> Verdict:
     python = f"{spec.python} {ISOLATED}"
     if spec.kind is EvaluatorKind.COMPARE:
         return await compare(room, spec.check, spec.expected, python=f"{python} -B", timeout_s=spec.timeout_s)
-    result = await room.exec(
-        f"{python} -c {shlex.quote(source('check'))} {shlex.quote(json.dumps(spec.data_paths))}",
-        stdin=spec.check.encode(),
-        cwd="/",
-        timeout_s=spec.timeout_s,
-    )
+    result = None
+    if spec.python == PYTHON and isinstance(room, ProgramRunner) and imports_only(spec.check, PRELOADED):
+        result = await _run_plainly(spec, room)
+    if result is None or result.exit_code == check_program.UNAVAILABLE:
+        result = await room.exec(
+            shlex.join([*python.split(), "-c", source("check"), check_program.PACKAGES, *spec.data_paths]),
+            stdin=spec.check.encode(),
+            cwd="/",
+            timeout_s=spec.timeout_s,
+        )
     return replace(_verdict(result), log=printed(result.stderr))
+
+
+async def _run_plainly(spec: EvaluatorSpec, room: ProgramRunner) -> ExecResult:
+    """A check that needs nothing of the image needs no interpreter of it either: to start one costs more than the
+    check."""
+    arguments = (check_program.PLAIN, *spec.data_paths)
+    return await room.run_program(source("check"), arguments, stdin=spec.check.encode(), timeout_s=spec.timeout_s)
+
+
+@lru_cache(maxsize=1024)
+def imports_only(check: str, modules: frozenset[str]) -> bool:
+    """Whether all that a check imports, as far as its text tells, is among `modules`."""
+    try:
+        nodes = list(ast.walk(ast.parse(check)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    imported |= {"." * node.level + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)}
+    named = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return imported <= modules and not named & {"__import__", "__builtins__", "__loader__"}
 
 
 def _verdict(result: ExecResult) -> Verdict:

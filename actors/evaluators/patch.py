@@ -11,12 +11,12 @@ Invariants:
 from __future__ import annotations
 
 import json
-import shlex
 from dataclasses import dataclass
 from difflib import unified_diff
 from typing import TYPE_CHECKING
 
 from headrace.actors.evaluators.diff_filter import Dropped, reason_for_path
+from headrace.actors.in_sandbox import run_program
 from headrace.sandboxes.errors import SandboxError
 
 if TYPE_CHECKING:
@@ -28,33 +28,6 @@ if TYPE_CHECKING:
 MAX_FILES, MAX_FOLDERS, MAX_BYTES = 50, 1000, 1 << 20
 MAX_COMPARED_LINES = 200
 
-# Runs in a clean sandbox over read-only data: prints {path: text} of the regular files. Without recursion, and a path
-# that the kernel refuses as too long is not passed over: what is not seen would count as deleted.
-_COLLECT = """
-import errno, json, os, stat, sys
-paths, max_files, max_folders, max_bytes = json.loads(sys.argv[1])
-found, folders, size = {}, 0, 0
-try:
-    while paths:
-        path = paths.pop()
-        status = os.lstat(path)
-        if stat.S_ISDIR(status.st_mode):
-            folders += 1
-            paths += [os.path.join(path, name) for name in os.listdir(path)]
-        elif stat.S_ISREG(status.st_mode):
-            size += status.st_size
-            if size > max_bytes or len(found) >= max_files:
-                sys.exit(3)
-            with open(path, encoding="utf-8", newline="") as file:
-                found[path] = file.read()
-        if folders > max_folders:
-            sys.exit(3)
-except UnicodeDecodeError:
-    sys.exit(4)
-except OSError as error:
-    sys.exit(5 if error.errno == errno.ENAMETOOLONG else repr(error))
-json.dump(found, sys.stdout)
-"""
 _REFUSALS = {
     3: f"more than {MAX_FILES} files, {MAX_FOLDERS} folders or {MAX_BYTES} bytes",
     4: "a file is not UTF-8 text",
@@ -103,10 +76,11 @@ async def collect_patch(task: Task, room: Sandbox) -> Patch:
     """Read the patch out of a clean sandbox in which the frozen data paths are mounted. Raises PatchRefused,
     SandboxError."""
     argument = json.dumps([task.evaluator.data_paths, MAX_FILES, MAX_FOLDERS, MAX_BYTES])
-    result = await room.exec(
-        f"{task.evaluator.python} -I -S - {shlex.quote(argument)}",
-        stdin=_COLLECT.encode(),
-        cwd="/",
+    result = await run_program(
+        room,
+        "collect_files",
+        [argument],
+        python=task.evaluator.python,
         timeout_s=task.evaluator.timeout_s,
         max_output_bytes=8 * MAX_BYTES,
     )

@@ -3,9 +3,48 @@ ours."""
 
 from __future__ import annotations
 
+import shlex
+from functools import cache
 from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ProgramRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.sandboxes.base import ExecResult, Sandbox
+
+ISOLATED = "-I -S"
+"""Options of Python: no environment variables, no user site, no site customisation."""
 
 
+@cache
 def source(name: str) -> str:
     """Text of one of the programs of this folder."""
     return files(__name__).joinpath(f"{name}.py").read_text(encoding="utf-8")
+
+
+async def run_program(
+    room: Sandbox,
+    name: str,
+    arguments: Sequence[str] = (),
+    *,
+    python: str,
+    stdin: bytes = b"",
+    timeout_s: float,
+    max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
+) -> ExecResult:
+    """Run one of the programs of this folder that need nothing of the image, as root: without a new interpreter where
+    the sandbox can, else with the image's `python`. Raises ExecTimeout, SandboxError."""
+    if isinstance(room, ProgramRunner):
+        return await room.run_program(
+            source(name), arguments, stdin=stdin, timeout_s=timeout_s, max_output_bytes=max_output_bytes
+        )
+    return await room.exec(
+        shlex.join([*shlex.split(f"{python} {ISOLATED}"), "-c", source(name), *arguments]),
+        stdin=stdin,
+        cwd="/",
+        timeout_s=timeout_s,
+        max_output_bytes=max_output_bytes,
+    )

@@ -1,24 +1,31 @@
 """Runs a check on what the agent left, with the packages of the image, and prints the reward that it binds.
 
-Run as `python -I -S -c PROGRAM DATA_PATHS` with the check on standard input. Site folders are added here and not by
-Python itself, because one below a data path holds what the agent put there: it is left out, and no `.pth` file or
-`sitecustomize` runs. What the check prints goes to standard error. Exit codes 0 and 1 are the check's own.
+Run as `python -I -S -c PROGRAM packages DATA_PATH...` with the check on standard input. Site folders are added here and
+not by Python itself, because one below a data path holds what the agent put there: it is left out, and no `.pth` file
+or `sitecustomize` runs. What the check prints goes to standard error. Exit codes 0 and 1 are the check's own.
+
+With `plain` instead of `packages` it runs without an interpreter of the image, and a check that turns out to need a
+module that is not there ends with UNAVAILABLE.
+
+It runs for every rollout: what few checks need (json, site, traceback) is imported for those alone, by the path as it
+was before the check could change it.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import site
 import sys
-import traceback
-from types import ModuleType
 
-REPORTED, RAISED = 64, 65
+REPORTED, RAISED, UNAVAILABLE = 64, 65, 66
+PLAIN, PACKAGES = "plain", "packages"
+PATH: list[str] = []
+"""Where modules are looked for, as it was before the check."""
 
 
 def site_folders() -> list[str]:
     """Where the packages of this interpreter lie, also in a virtual environment: with -S Python sees none."""
+    import site
+
     home = os.path.dirname(os.path.dirname(os.path.abspath(sys.executable)))
     try:
         with open(os.path.join(home, "pyvenv.cfg"), encoding="utf-8") as file:
@@ -35,20 +42,26 @@ def is_below(path: str, folders: list[str]) -> bool:
     return any(resolved == folder or resolved.startswith(folder.rstrip("/") + "/") for folder in folders)
 
 
-def run(check: bytes, names: dict[str, object]) -> object:
+def run(check: bytes, names: dict[str, object], mode: str) -> object:
     """The exit code of the check, as `sys.exit` takes it."""
     try:
         exec(compile(check, "check", "exec"), names)
     except SystemExit as end:
         return end.code
-    except BaseException:  # noqa: BLE001 - whatever it is, the check broke
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the check broke
+        if mode == PLAIN and isinstance(error, ImportError):
+            return UNAVAILABLE
+        sys.path[:] = PATH
+        sys.__excepthook__(*sys.exc_info())
         return RAISED
     return 0
 
 
 def report(names: dict[str, object], is_failed: bool) -> str:
     """The reward that the check bound. `solved` is null where the check does not say."""
+    sys.path[:] = PATH
+    import json
+
     solved = False if is_failed else names.get("solved")
     answer: dict[str, object] = {"solved": None if solved is None else bool(solved)}
     try:
@@ -59,13 +72,15 @@ def report(names: dict[str, object], is_failed: bool) -> str:
 
 
 def main() -> None:
-    data_paths = json.loads(sys.argv[1])
+    mode, data_paths = sys.argv[1], sys.argv[2:]
     sys.argv[1:] = []
-    sys.path += [folder for folder in site_folders() if not is_below(folder, data_paths)]
+    if mode == PACKAGES:
+        sys.path += [folder for folder in site_folders() if not is_below(folder, data_paths)]
+    PATH.extend(sys.path)
     channel = os.dup(1)
     os.dup2(2, 1)
-    module = sys.modules["__main__"] = ModuleType("__main__")
-    code = run(sys.stdin.buffer.read(), module.__dict__)
+    module = sys.modules["__main__"] = type(sys)("__main__")
+    code = run(sys.stdin.buffer.read(), module.__dict__, mode)
     if "reward" in module.__dict__ and code in (None, 0, 1):
         os.write(channel, report(module.__dict__, code == 1).encode())
         code = REPORTED

@@ -6,17 +6,31 @@ printed is judged elsewhere: whoever takes this process over can print what it l
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from typing import Any
+
+try:
+    # What json.dumps ends in, without what it needs to read: regular expressions take longer to import than all else.
+    from _json import encode_basestring_ascii, make_encoder
+
+    def refuse(value: object) -> object:
+        raise TypeError(type(value).__name__)
+
+    encode = make_encoder({}, refuse, encode_basestring_ascii, None, ": ", ", ", False, False, True)
+
+    def dumps(value: object) -> str:
+        return "".join(encode(value, 0))
+
+    dumps({"": [0]})
+except Exception:  # noqa: BLE001 - another Python: it may not have them, or have others
+    from json import dumps  # type: ignore[assignment]
 
 channel = os.dup(1)
 os.dup2(2, 1)
-names: dict[str, Any] = {"__name__": "__check__"}
+names: dict[str, object] = {"__name__": "__check__"}
 try:
     exec(compile(sys.stdin.read(), "check", "exec"), names)
-    answer = json.dumps({"result": names["result"]})
+    answer = dumps({"result": names["result"]})
 except BaseException as error:  # noqa: BLE001 - SystemExit of the agent's code is an answer too
-    answer = json.dumps({"error": repr(type(error).__name__)[:100]})
+    answer = dumps({"error": repr(type(error).__name__)[:100]})
 os.write(channel, b"\n" + answer.encode())

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate, imports_only
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.launcher.commands import PRELOADED
 from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
@@ -92,9 +93,13 @@ BOUND = {
 }
 
 
+@pytest.mark.parametrize("python", ["/usr/bin/python3", "/bin/python3"])
 @pytest.mark.parametrize("check", BOUND)
-async def test_a_check_binds_its_reward_and_says_what_is_solved(provider: LocalProvider, check: str) -> None:
-    verdict = await verdict_on(provider, check)
+async def test_a_check_binds_its_reward_and_says_what_is_solved(
+    provider: LocalProvider, check: str, python: str
+) -> None:
+    """Without an interpreter of its own, and in one that the task names."""
+    verdict = await verdict_on(provider, check, python=python)
     assert (verdict.reward, verdict.solved) == BOUND[check], verdict
     assert verdict.cause is (Cause.SOLVED if verdict.solved else Cause.FAILED)
 
@@ -109,6 +114,13 @@ async def test_a_reward_that_is_no_bounded_number_is_the_evaluators_fault(provid
     verdict = await verdict_on(provider, check, "echo 2 > answer")
     assert (verdict.reward, verdict.solved, verdict.cause) == (None, False, Cause.EVALUATOR)
     assert verdict.detail.startswith("the evaluator is at fault: the reward"), verdict
+
+
+async def test_a_check_that_turns_out_to_need_more_gets_an_interpreter(provider: LocalProvider) -> None:
+    late = "hashlib = sys.modules['builtins'].__import__('hashlib')"
+    check = f"import sys; {late}; sys.exit(not hashlib.sha256(b'').hexdigest().startswith('e3b0'))"
+    assert imports_only(check, PRELOADED)
+    assert (await verdict_on(provider, check)).solved
 
 
 async def test_a_check_that_raises_after_binding_a_reward_has_none(provider: LocalProvider) -> None:
