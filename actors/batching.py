@@ -1,6 +1,8 @@
-"""One call for all requests that are ready within a short window.
+"""One call for all requests that are ready within a short window, or while the call before is under way.
 
 Invariants:
+- A busy machine answers late, so that more travels together just when each call costs others time; but no request waits
+  longer than `TOGETHER_S` for those before it.
 - Every request gets exactly one answer: its result, its own error, or the error of the call that carried it.
 - A cancelled request does not disturb the others of its batch. Calls that make something, or of which one may be far
   slower than another, are operations (`operations.py`).
@@ -20,6 +22,8 @@ R = TypeVar("R")
 
 DEFAULT_WINDOW_S = 0.01
 """DESIGN 2: all rollouts ready within 10 ms travel together."""
+TOGETHER_S = 0.1
+"""How long something waits for more to travel with it: a message costs more than this delay does."""
 
 
 class Batcher(Generic[Q, R]):
@@ -35,6 +39,7 @@ class Batcher(Generic[Q, R]):
         self._window_s = window_s
         self._pending: list[tuple[Q, asyncio.Future[R]]] = []
         self._tasks = asyncio.TaskGroup()
+        self._flushing: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -49,11 +54,13 @@ class Batcher(Generic[Q, R]):
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._pending.append((request, answer))
         if len(self._pending) == 1:
-            self._tasks.create_task(self._flush())
+            self._flushing = self._tasks.create_task(self._flush(self._flushing))
         return await answer
 
-    async def _flush(self) -> None:
+    async def _flush(self, before: asyncio.Task[None] | None) -> None:
         await asyncio.sleep(self._window_s)
+        if before is not None:
+            await asyncio.wait([before], timeout=TOGETHER_S)
         batch, self._pending = self._pending, []
         live = [(request, answer) for request, answer in batch if not answer.done()]
         if not live:

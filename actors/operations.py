@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Generic, Protocol, Self, TypeVar
 
-from headrace.actors.batching import DEFAULT_WINDOW_S
+from headrace.actors.batching import DEFAULT_WINDOW_S, TOGETHER_S
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 Q = TypeVar("Q")
 R = TypeVar("R")
 
-TOGETHER_S: Final = 0.1
-"""How long a call that has a result waits for more: a message costs more than this delay does."""
 FETCH_S: Final = 10.0
 """How long a call waits for a first result before it says that there is none."""
 KEPT_S: Final = 120.0
@@ -151,6 +149,8 @@ class OperationCalls(Generic[Q, R]):
         self._pending: dict[str, tuple[Q, asyncio.Future[R]]] = {}
         self._tasks = asyncio.TaskGroup()
         self._batches: set[asyncio.Task[None]] = set()
+        self._beginning: asyncio.Future[None] | None = None
+        """Done once the newest batch has begun."""
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -166,7 +166,8 @@ class OperationCalls(Generic[Q, R]):
         answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._pending[key] = (request, answer)
         if len(self._pending) == 1:
-            batch = self._tasks.create_task(self._carry())
+            before, self._beginning = self._beginning, asyncio.get_running_loop().create_future()
+            batch = self._tasks.create_task(self._carry(before, self._beginning))
             self._batches.add(batch)
             batch.add_done_callback(self._batches.discard)
         try:
@@ -192,9 +193,11 @@ class OperationCalls(Generic[Q, R]):
         except ActorGone:
             return
 
-    async def _carry(self) -> None:
+    async def _carry(self, before: asyncio.Future[None] | None, begun: asyncio.Future[None]) -> None:
         """One batch, from its first request until the last has its answer."""
         await asyncio.sleep(self._window_s)
+        if before is not None:
+            await asyncio.wait([before], timeout=TOGETHER_S)
         batch, self._pending = self._pending, {}
         waiting = {key: answer for key, (_, answer) in batch.items()}
         to_begin = list(batch)
@@ -202,6 +205,8 @@ class OperationCalls(Generic[Q, R]):
             while waiting := {key: answer for key, answer in waiting.items() if not answer.done()}:
                 requests = {key: batch[key][0] for key in to_begin if key in waiting}
                 results = await self._ask(requests, list(waiting))
+                if not begun.done():
+                    begun.set_result(None)
                 to_begin = list(waiting) if results is None else list(results.unknown)
                 if results is not None:
                     await self._settle(batch, results)
@@ -213,6 +218,8 @@ class OperationCalls(Generic[Q, R]):
             for answer in waiting.values():
                 answer.cancel()
             raise
+        finally:
+            begun.cancel()
 
     async def _ask(self, requests: dict[str, Q], keys: list[str]) -> Results[R] | None:
         """The next results; None when the actor was lost with all that it had begun."""

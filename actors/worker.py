@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 
 from opentelemetry import trace
 
-from headrace.actors.batching import Batcher
+from headrace.actors.batching import TOGETHER_S, Batcher
 from headrace.actors.errors import ActorLost
 from headrace.actors.held_out.answers import answer_of
 from headrace.actors.held_out.keeping import KeepingStations
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 tracer = trace.get_tracer("headrace.actors.worker")
 
+MANY = 8
 CANCELLED = Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)
 
 
@@ -182,6 +183,9 @@ class RolloutWorker:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._has_finished.wait()
+                if len(self._running) >= MANY:
+                    # Where many run, more end soon, and their slots are filled by one call too.
+                    await asyncio.sleep(TOGETHER_S)
         self._require(assignment)
         return list(self._finished)
 
