@@ -52,6 +52,7 @@ PURPOSES: Final = {
     "train.write": "prepare",
     "train.exec": "agent commands",
     "evaluate.write": "hidden files",
+    "evaluate.run": "check",
     "evaluate.exec": "check",
     "evaluate.read": "check",
 }

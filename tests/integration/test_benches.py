@@ -31,6 +31,18 @@ def test_a_sandbox_costs_little() -> None:
     assert figures["peers"].keys() == {"bwrap", "runc"}
 
 
+def test_what_a_rollout_costs_is_told_by_its_parts() -> None:
+    figures = bench("rollout", "--rollouts", "200")
+    assert sum(figures["parts_ms"].values()) == pytest.approx(figures["cpu_ms_per_rollout"])
+    # The machine's own count is of another source, and of the few processes that are not the run's too.
+    assert figures["cpu_ms_per_rollout"] <= 1.05 * figures["machine_cpu_ms_per_rollout"]
+    assert {"boot", "launcher", "agent commands", "check", "engine", "ray", "actor gateway"} <= figures[
+        "parts_ms"
+    ].keys()
+    assert min(figures["parts_ms"].values()) >= 0
+    assert figures["commands_per_rollout"]["train.write"] == pytest.approx(1.0, abs=0.2)
+
+
 def test_orchestration_costs_little() -> None:
     result = bench("orchestration")
     assert result["rollouts"] >= 2000
