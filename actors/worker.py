@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 tracer = trace.get_tracer("headrace.actors.worker")
 
 MANY = 8
+"""Rollouts of one worker, of which another may be expected to end within `TOGETHER_S`."""
 CANCELLED = Outcome(reward=None, trainable=False, cause=Cause.CANCELLED)
 
 

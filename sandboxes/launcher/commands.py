@@ -49,6 +49,7 @@ PRELOADED: Final = frozenset({"errno", "json", "os", "re", "stat", "sys", "time"
 """What a program in a fork of the launcher may import: no library folder is to be seen from there."""
 _HANDLED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SMALL_BYTES: Final = 1 << 20
+_FEW_FILES: Final = 1000
 
 
 class Account(NamedTuple):
@@ -303,8 +304,9 @@ def write_files(message: dict[str, Any], limits: Limits) -> NoReturn:
 
 def is_small_write(message: dict[str, Any], source: int) -> bool:
     """Whether its contents are all there, and few; as root, so that no other user need be become."""
-    status = os.fstat(source)
-    return message["user"] == "root" and stat.S_ISREG(status.st_mode) and status.st_size <= _SMALL_BYTES
+    files, status = message.get("files"), os.fstat(source)
+    is_few = isinstance(files, list) and len(files) <= _FEW_FILES and status.st_size <= _SMALL_BYTES
+    return is_few and message.get("user") == "root" and stat.S_ISREG(status.st_mode)
 
 
 def write_now(message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
@@ -315,7 +317,8 @@ def write_now(message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]
     try:
         for path, size in message["files"]:
             _write_regular(path, int(size), source)
-    except (OSError, ValueError, OverflowError, FileProblem) as error:
+    except (OSError, ValueError, OverflowError, TypeError, AttributeError, FileProblem) as error:
+        # Nothing that a request says may end the first process.
         exit_code = EXIT_FILE_ERROR
         with suppress(OSError):
             os.write(error_output, _describe(error).encode(errors="replace")[:4096] + b"\n")
@@ -343,7 +346,7 @@ def _write_regular(path: str, size: int, source: int = 0) -> None:
         os.close(descriptor)
 
 
-def _describe(error: OSError | ValueError | OverflowError | FileProblem) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

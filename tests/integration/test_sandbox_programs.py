@@ -139,6 +139,13 @@ async def test_a_first_write_that_cannot_be_is_refused_like_a_later_one(sandbox:
     assert await sandbox.read("/workspace/before", max_bytes=10) == b"1"
 
 
+@pytest.mark.parametrize("files", [None, 7, [7], [["/workspace/a"]], [["/workspace/a", "x"]], [[1, 1]], [[None, None]]])
+async def test_a_first_write_that_makes_no_sense_ends_no_sandbox(sandbox: LocalSandbox, files: object) -> None:
+    with pytest.raises(SandboxFileError):
+        await sandbox._file_operation({"op": "write", "files": files, "user": "root"}, b"1", 4096)
+    assert (await sandbox.exec("echo alive", timeout_s=20)).stdout == b"alive\n"
+
+
 async def test_a_first_write_makes_what_a_later_one_makes(sandbox: LocalSandbox) -> None:
     listing = "stat -c '%a %u %g %s %n' /workspace/{0} /workspace/{0}/deep /workspace/{0}/deep/file"
     told = []
