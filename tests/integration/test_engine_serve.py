@@ -84,8 +84,11 @@ async def test_a_second_signal_while_it_ends_changes_nothing(tiny_model_dir: Pat
         [engine] = psutil.Process(process.pid).children()
         # It cannot end by itself: there is time for more signals.
         engine.suspend()
-        process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(60):
+            while engine.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110
+                # Until it stands still it would take a SIGTERM before the signal that stops it.
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
             while not is_pending(engine.pid, signal.SIGTERM):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             process.send_signal(signal.SIGTERM)
