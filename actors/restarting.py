@@ -9,11 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import subprocess
-import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -53,7 +54,9 @@ class Restarting:
 
     def __init__(self, policy: RestartPolicy, say: Callable[[str], object]) -> None:
         self._policy, self._say = policy, say
-        self._interrupted = threading.Event()
+        self._interrupted = False
+        # No threading.Event: its lock may be held by the very code that the signal broke into.
+        self._wakes, self._wake = -1, -1
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self, first: Sequence[str], again: Sequence[str]) -> int:
@@ -64,20 +67,19 @@ class Restarting:
             while True:
                 began_s = time.monotonic()
                 code = self._try(command)
-                wait_s = (
-                    None if self._interrupted.is_set() else self._policy.wait_after(code, time.monotonic() - began_s)
-                )
+                wait_s = None if self._interrupted else self._policy.wait_after(code, time.monotonic() - began_s)
                 if wait_s is None:
                     return code if code >= 0 else 128 - code
                 how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
                 self._say(f"ended with {how}: resumed in {wait_s:g} s ({self._policy.restarts} restarts are left then)")
-                if self._interrupted.wait(wait_s):
+                select.select([self._wakes], [], [], wait_s)
+                if self._interrupted:
                     return EXIT_DRAINED
                 command = again
 
     def _try(self, command: Sequence[str]) -> int:
         with subprocess.Popen(command) as self._child:
-            if self._interrupted.is_set():
+            if self._interrupted:
                 # The signal came before there was anybody to pass it on to.
                 self._child.send_signal(signal.SIGTERM)
             return self._child.wait()
@@ -88,13 +90,18 @@ class Restarting:
         come together as one."""
 
         def interrupted(number: int, _: FrameType | None) -> None:
-            self._interrupted.set()
+            self._interrupted = True
+            with suppress(BlockingIOError):
+                os.write(self._wake, b"!")
             if self._child is not None and self._child.poll() is None:
                 self._child.send_signal(number)
 
+        self._wakes, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         before = {number: signal.signal(number, interrupted) for number in SIGNALS}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            os.close(self._wakes)
+            os.close(self._wake)

@@ -101,3 +101,41 @@ def test_an_interrupt_between_two_tries_ends_the_loop() -> None:
         assert "resumed in 200 s" in loop.stdout.readline()
         os.kill(loop.pid, signal.SIGTERM)
         assert loop.wait(30) == 4
+
+
+AT_LINE = """
+import os, signal, sys, threading
+from headrace.actors.restarting import Restarting, RestartPolicy
+failing = ["/bin/bash", "-c", "exit 75"]
+def strike():
+    os.kill(os.getpid(), signal.SIGTERM)
+def ended_by_a_strike_at(number):
+    lines = None
+    later = threading.Timer(0.2, strike)
+    def said(_):
+        nonlocal lines
+        lines = 0
+        later.start()
+    def trace(frame, event, _):
+        nonlocal lines
+        if lines is not None and event == "line":
+            lines += 1
+            if lines == number:
+                strike()
+        return trace
+    loop = Restarting(RestartPolicy(restarts=1, first_wait_s=200.0), said)
+    sys.settrace(trace)
+    try:
+        return loop.run(failing, failing)
+    finally:
+        sys.settrace(None)
+        later.cancel()
+        later.join()
+print({ended_by_a_strike_at(number) for number in range(1, 40)})
+"""
+
+
+def test_an_interrupt_at_any_line_of_the_wait_ends_the_loop() -> None:
+    """Also one that comes while the wait begins, and holds what a handler must not wait for."""
+    ended = subprocess.run([sys.executable, "-c", AT_LINE], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "{4}\n"), ended.stderr
