@@ -55,9 +55,9 @@ async def busy_sandbox(provider: LocalProvider) -> Sandbox:
 def family(root: int) -> set[int]:
     """`root` and its descendants now."""
     parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
     found = {root}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more

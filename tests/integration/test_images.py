@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -309,13 +310,18 @@ def endless(tmp_path: Path, base: bytes) -> Iterator[Path]:
 
 def workers_of(folder: Path) -> list[int]:
     """Unpacking processes of a store: they hold one of its locks."""
+    others = (process for process in Path("/proc").glob("[0-9]*") if process.name != str(os.getpid()))
+    locks = folder / "locks"
+    return [int(other.name) for other in others if any(file.is_relative_to(locks) for file in files_of(other))]
+
+
+def files_of(process: Path) -> list[Path]:
+    """Open files of a process, which may end or close them while we look."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if entry.readlink().is_relative_to(folder / "locks") and entry.parts[2] != str(os.getpid()):
-                found.append(int(entry.parts[2]))
-        except OSError:
-            continue
+    with suppress(OSError):
+        for entry in (process / "fd").iterdir():
+            with suppress(OSError):
+                found.append(entry.readlink())
     return found
 
 

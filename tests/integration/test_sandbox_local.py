@@ -822,9 +822,9 @@ def host_mounts() -> str:
 
 def descendants(root: int | None) -> list[int]:
     parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
     found: set[int | None] = {root}
