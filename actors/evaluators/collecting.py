@@ -6,14 +6,13 @@ Invariant: the frozen tree is read-only data beside a pristine one; see `in_sand
 from __future__ import annotations
 
 import json
-import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluators.diff_filter import Dropped, DropReason
 from headrace.actors.evaluators.unified_diff import DiffRefused
 from headrace.actors.evaluators.verdict import LABELS
-from headrace.actors.in_sandbox import source
+from headrace.actors.in_sandbox import ISOLATED, program_command
 from headrace.actors.preparing import lay_out
 from headrace.sandboxes.base import FrozenMount, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
@@ -47,8 +46,7 @@ async def collect_diff(request: EvaluationRequest, repository: RepositorySpec, r
     async with rooms.clean(SandboxSpec(image=request.task.image, mounts=(mount,), labels=LABELS)) as room:
         await lay_out(request.task, room)
         result = await room.exec(
-            f"{repository.python} -I -S - {shlex.quote(argument)}",
-            stdin=source("collect").encode(),
+            program_command(f"{repository.python} {ISOLATED}", "collect", argument),
             cwd="/",
             timeout_s=request.task.evaluator.timeout_s,
             max_output_bytes=MAX_DIFF_BYTES,
@@ -59,7 +57,10 @@ async def collect_diff(request: EvaluationRequest, repository: RepositorySpec, r
         raise DiffRefused(f"the diff is larger than {MAX_DIFF_BYTES} bytes")
     if result.exit_code != 0:
         raise SandboxError(f"collecting the diff ended with {result.exit_code}: {result.stderr[-200:]!r}")
-    return _parse(result.stdout)
+    try:
+        return _parse(result.stdout)
+    except ValueError as error:
+        raise SandboxError(f"collecting the diff: {repository.python} printed {result.stdout[:200]!r}") from error
 
 
 def _parse(output: bytes) -> LeftDiff:

@@ -8,12 +8,11 @@ Invariants:
 from __future__ import annotations
 
 import json
-import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.evaluators.verdict import Verdict, broken, failed, printed, solved
-from headrace.actors.in_sandbox import source
+from headrace.actors.in_sandbox import program_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +35,7 @@ async def compare(
 ) -> Verdict:
     """Run `check` and compare its `result` with the JSON text `expected`. Raises ExecTimeout, SandboxGone."""
     result = await room.exec(
-        f"{python} -c {shlex.quote(source('compute'))}",
+        program_command(python, "compute"),
         user=user,
         stdin=check.encode(),
         cwd=cwd,

@@ -16,7 +16,6 @@ Invariants:
 from __future__ import annotations
 
 import ast
-import shlex
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -42,7 +41,7 @@ from headrace.actors.evaluators.verdict import (
     solved,
     told,
 )
-from headrace.actors.in_sandbox import ISOLATED, source
+from headrace.actors.in_sandbox import ISOLATED, program_command, source
 from headrace.actors.in_sandbox import check as check_program
 from headrace.buffer.cleaning import clean_text
 from headrace.buffer.tasks import PYTHON, EvaluatorKind
@@ -179,7 +178,7 @@ async def run_check(task: Task, room: Sandbox) -> Verdict:
         result = await _run_plainly(spec, room)
     if result is None or result.exit_code == check_program.UNAVAILABLE:
         result = await room.exec(
-            shlex.join([*python.split(), "-c", source("check"), check_program.PACKAGES, *spec.data_paths]),
+            program_command(python, "check", check_program.PACKAGES, *spec.data_paths),
             stdin=spec.check.encode(),
             cwd="/",
             timeout_s=spec.timeout_s,
@@ -210,6 +209,8 @@ def imports_only(check: str, modules: frozenset[str]) -> bool:
 def _verdict(result: ExecResult) -> Verdict:
     """By the exit code and the report of `in_sandbox.check`. Raises EvaluatorFault."""
     detail = result.stderr.decode(errors="replace")[-MAX_DETAIL_CHARACTERS:]
+    if not result.stdout.startswith(check_program.BEGUN):
+        return broken(f"the check was not begun ({result.exit_code}): {detail}")
     match result.exit_code:
         case 0:
             return solved()

@@ -31,7 +31,7 @@ from headrace.actors.evaluators.report import (
 from headrace.actors.evaluators.running import RunBroken, TestRun, parse_logs, run_tests
 from headrace.actors.evaluators.unified_diff import DiffRefused, parse_diff
 from headrace.actors.evaluators.verdict import LABELS, Verdict, broken, failed, invalid, printed, solved, told
-from headrace.actors.in_sandbox import source
+from headrace.actors.in_sandbox import ISOLATED, program_command
 from headrace.actors.preparing import ANY_OWNER, GIT, lay_out
 from headrace.buffer.repositories import RepositorySpec, Swepro, TestIds, required_ids
 from headrace.buffer.types import Cause
@@ -271,8 +271,7 @@ async def _apply(room: Sandbox, repository: RepositorySpec, diff: bytes, timeout
     folder = f"/opt/{secrets.token_hex(8)}"
     await room.write_many({f"{folder}/agent.diff": diff, f"{folder}/tests.diff": test_patch.encode()})
     result = await room.exec(
-        f"{repository.python} -I -S - {folder}",
-        stdin=source("apply").encode(),
+        program_command(f"{repository.python} {ISOLATED}", "apply", folder),
         cwd=repository.workdir,
         timeout_s=timeout_s,
     )

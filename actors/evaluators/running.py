@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluators.report import Session
-from headrace.actors.in_sandbox import source
+from headrace.actors.in_sandbox import ISOLATED, program_command, source
 from headrace.actors.preparing import ANY_OWNER
 from headrace.buffer.repositories import Command, RepositorySpec, Script, Swepro, TestIds, required_ids
 from headrace.sandboxes.errors import SandboxError
@@ -93,15 +93,17 @@ async def run_tests(
     files |= {f"{place.plugin}.py": source("canary_plugin"), "settings": json.dumps(settings)}
     await room.write_many({f"{place.folder}/{name}": text.encode() for name, text in files.items()})
     result = await room.exec(
-        f"{repository.python} -I -S - {place.folder}/settings",
-        stdin=source("monitor").encode(),
+        program_command(f"{repository.python} {ISOLATED}", "monitor", f"{place.folder}/settings"),
         cwd="/",
         timeout_s=timeout_s + _CUT_S * cut,
         max_output_bytes=6 * (2 * MAX_LOG_BYTES + MAX_REPORT_BYTES),
     )
     if result.exit_code != 0:
         raise RunBroken(f"the tests could not be run ({result.exit_code}): {result.stderr[-200:]!r}")
-    left = json.loads(result.stdout)
+    try:
+        left = json.loads(result.stdout)
+    except ValueError as error:
+        raise RunBroken(f"the tests could not be run: {repository.python} printed {result.stdout[:200]!r}") from error
     return TestRun(**{**left, "sessions": tuple(Session(**session) for session in left["sessions"])})
 
 

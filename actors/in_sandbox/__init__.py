@@ -1,12 +1,12 @@
 """Programs that run inside clean sandboxes, sent as text: standard library only, Python 3.7 or later, no imports of
-ours."""
+ours. With an older Python they end with TOO_OLD and a line that says so."""
 
 from __future__ import annotations
 
 import shlex
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ProgramRunner
 
@@ -15,8 +15,23 @@ if TYPE_CHECKING:
 
     from headrace.sandboxes.base import ExecResult, Sandbox
 
-ISOLATED = "-I -S"
+ISOLATED: Final = "-I -S"
 """Options of Python: no environment variables, no user site, no site customisation."""
+TOO_OLD: Final = 67
+_START: Final = f"""\
+import sys
+if sys.version_info < (3, 7):
+    sys.stderr.write("needs Python 3.7 or later, and this is " + sys.version.split()[0] + "\\n")
+    sys.exit({TOO_OLD})
+exec(sys.argv.pop(1))
+"""
+"""Python of any version can read this, and says what is wrong; in our programs it would find errors of syntax, and end
+with 1 as a failed check does."""
+
+
+def program_command(python: str, name: str, *arguments: str) -> str:
+    """Shell text that runs one of the programs with `python`, itself shell text that may have options."""
+    return f"{python} {shlex.join(['-c', _START, source(name), *arguments])}"
 
 
 @cache
@@ -42,7 +57,7 @@ async def run_program(
             source(name), arguments, stdin=stdin, timeout_s=timeout_s, max_output_bytes=max_output_bytes
         )
     return await room.exec(
-        shlex.join([*shlex.split(f"{python} {ISOLATED}"), "-c", source(name), *arguments]),
+        program_command(f"{python} {ISOLATED}", name, *arguments),
         stdin=stdin,
         cwd="/",
         timeout_s=timeout_s,

@@ -1,6 +1,6 @@
 """Applies an agent's filtered patch, then the task's test patch, to the clean repository in the current folder.
 
-Runs as root: `python -I -S - FOLDER` with this file on standard input; FOLDER holds `agent.diff` and `tests.diff`.
+Runs as root; its argument is a folder that holds `agent.diff` and `tests.diff`.
 Invariant: a patch applies whole or the program says which one did not.
 """
 

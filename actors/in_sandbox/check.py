@@ -1,8 +1,9 @@
 """Runs a check on what the agent left, with the packages of the image, and prints the reward that it binds.
 
-Run as `python -I -S -c PROGRAM packages DATA_PATH...` with the check on standard input. Site folders are added here and
+Its arguments are `packages` and the data paths, the check comes on standard input. Site folders are added here and
 not by Python itself, because one below a data path holds what the agent put there: it is left out, and no `.pth` file
-or `sitecustomize` runs. What the check prints goes to standard error. Exit codes 0 and 1 are the check's own.
+or `sitecustomize` runs. What the check prints goes to standard error. Exit codes 0 and 1 are the check's own where
+BEGUN stands on standard output: an interpreter that cannot start ends with 1 too.
 
 With `plain` instead of `packages` it runs without an interpreter of the image, and a check that turns out to need a
 module that is not there ends with UNAVAILABLE.
@@ -18,6 +19,7 @@ import sys
 
 REPORTED, RAISED, UNAVAILABLE = 64, 65, 66
 PLAIN, PACKAGES = "plain", "packages"
+BEGUN = b"begun\n"
 PATH: list[str] = []
 """Where modules are looked for, as it was before the check."""
 
@@ -79,6 +81,7 @@ def main() -> None:
     PATH.extend(sys.path)
     channel = os.dup(1)
     os.dup2(2, 1)
+    os.write(channel, BEGUN)
     module = sys.modules["__main__"] = type(sys)("__main__")
     code = run(sys.stdin.buffer.read(), module.__dict__, mode)
     if "reward" in module.__dict__ and code in (None, 0, 1):

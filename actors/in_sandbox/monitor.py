@@ -1,6 +1,6 @@
 """Runs the tests as an unprivileged user and keeps what pytest reports, out of that user's reach.
 
-Runs as root: `python -I -S - < PROGRAM`, with its settings as one line of JSON in a file named by the first argument.
+Runs as root; its argument names a file with its settings, one line of JSON.
 Invariants:
 - Standard output is this program's alone: the tests write to pipes that it reads and caps.
 - The report comes through a socket that only the process of pytest and the shell that starts it hold. Each session of

@@ -128,6 +128,53 @@ async def test_a_check_that_raises_after_binding_a_reward_has_none(provider: Loc
     assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID)
 
 
+OLD_PYTHON = """\
+#!/usr/bin/python3 -IS
+import sys
+
+del sys.argv[: sys.argv.index("-c")]
+program = sys.argv.pop(1)
+sys.version_info, sys.version = (3, 6, 15), "3.6.15 (default)"
+if "\\nfrom __future__ import annotations" in program:
+    sys.exit("SyntaxError: future feature annotations is not defined")
+exec(program)
+"""
+INTERPRETERS = {
+    "old": (OLD_PYTHON, "needs Python 3.7 or later, and this is 3.6.15"),
+    "absent": (None, "No such file or directory"),
+    "damaged": ("#!/bin/sh\necho Fatal Python error: init_fs_encoding >&2\nexit 1\n", "init_fs_encoding"),
+    "nothing": ("#!/bin/sh\n", ""),
+}
+
+
+class ImageWithAnotherPython(Rooms):  # type: ignore[misc, valid-type]
+    """Clean rooms of an image whose /opt/python3 is `text`."""
+
+    text: str | None
+
+    @asynccontextmanager
+    async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        async with super().clean(spec) as room:
+            if self.text is not None:
+                await room.write("/opt/python3", self.text.encode())
+                await room.exec("chmod 755 /opt/python3", timeout_s=20)
+            yield room
+
+
+@pytest.mark.parametrize("name", INTERPRETERS)
+@pytest.mark.parametrize("kind", [EvaluatorKind.STATE, EvaluatorKind.COMPARE])
+async def test_an_interpreter_that_cannot_run_the_check_fails_nobody(
+    provider: LocalProvider, kind: EvaluatorKind, name: str
+) -> None:
+    """Python ends with 1 where it cannot start, and so does a failed check."""
+    text, said = INTERPRETERS[name]
+    rooms = type("Rooms", (ImageWithAnotherPython,), {"text": text})
+    evaluator = {"kind": kind, "expected": "1", "python": "/opt/python3"}
+    verdict = await verdict_on(provider, "result = 1", "echo 2 > answer", rooms, **evaluator)
+    assert (verdict.reward, verdict.cause) == (None, Cause.EVALUATOR), verdict
+    assert said in verdict.detail
+
+
 PYTEST_CHECK = "import sys, pytest; sys.exit(pytest.main(['-q', '/tests/test_state.py']))"
 STATE_TESTS = {
     "/tests/test_state.py": "from pathlib import Path\n\n\ndef test_answer():\n"
