@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import pytest_asyncio
 
-from headrace.sandboxes.base import ProgramRunner, SandboxSpec
+from headrace.sandboxes.base import ExecResult, ProgramRunner, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, SandboxFileError
 from headrace.sandboxes.launcher.commands import PRELOADED
 from headrace.sandboxes.local.provider import LocalProvider
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
-    from headrace.sandboxes.base import ExecResult
     from headrace.sandboxes.local.sandbox import LocalSandbox
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
@@ -108,6 +108,58 @@ async def test_an_image_without_python_will_do(
     assert (await sandbox.exec("command -v python3", timeout_s=20)).exit_code == 1
     assert (await run(sandbox, "print(6 * 7)")).stdout == b"42\n"
     await sandbox.kill()
+
+
+ATTACKER = """
+import ctypes, os, resource, signal, sys
+libc = ctypes.CDLL(None, use_errno=True)
+done = []
+def attack(way, pid):
+    try:
+        done.append(way(pid))
+    except OSError:
+        done.append(False)
+def trace(pid):
+    return libc.ptrace(16, pid, 0, 0) == 0
+def stop(pid):
+    os.kill(pid, signal.SIGSTOP)
+    while not (is_stopped := "State:\\tT" in open(f"/proc/{pid}/status").read()) and pid != 1:
+        pass
+    return is_stopped
+def limit(pid):
+    return resource.prlimit(pid, resource.RLIMIT_CPU, (1, 1)) is not None
+def rewrite(pid):
+    return os.open(f"/proc/{pid}/mem", os.O_RDWR) >= 0
+def forks():  # of the first process that have not become another program
+    pids = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and pid != "1"]
+    return [pid for pid in pids if open(f"/proc/{pid}/comm").read() == open("/proc/1/comm").read()]
+target = 1
+while sys.argv[1] == "fork" and target == 1:
+    target = max(forks(), default=1)
+for way in (trace, stop, limit, rewrite):
+    attack(way, target)
+print(done)
+"""
+
+
+@pytest.mark.parametrize("user", ["root", "agent"])
+async def test_the_first_process_cannot_be_kept_from_running_programs(sandbox: LocalSandbox, user: str) -> None:
+    attacked = await sandbox.exec(["/usr/bin/python3", "-c", ATTACKER, "first"], user=user, timeout_s=20)
+    assert attacked.stdout == b"[False, False, False, False]\n", attacked
+    assert (await run(sandbox, "print(6 * 7)")).stdout == b"42\n"
+
+
+async def test_a_program_can_be_stopped_by_its_user_but_not_read_or_rewritten(sandbox: LocalSandbox) -> None:
+    """What it prints is its own; one that is stopped ends at its timeout."""
+    program = "import os\nwhile not os.path.exists('/tmp/attacked'):\n    pass"
+    [attacked, outcome] = await asyncio.gather(
+        sandbox.exec(["/usr/bin/python3", "-c", f"{ATTACKER}open('/tmp/attacked', 'w')", "fork"], timeout_s=20),
+        run(sandbox, program, timeout_s=5),
+        return_exceptions=True,
+    )
+    assert isinstance(attacked, ExecResult)
+    assert attacked.stdout == b"[False, True, True, False]\n", attacked
+    assert isinstance(outcome, ExecTimeout)
 
 
 async def test_it_has_no_secret_of_the_launcher(provider: LocalProvider, sandbox: LocalSandbox) -> None:
