@@ -54,7 +54,8 @@ class Restarting:
 
     def __init__(self, policy: RestartPolicy, say: Callable[[str], object]) -> None:
         self._policy, self._say = policy, say
-        self._interrupted = False
+        self._interrupted = 0
+        """By this signal."""
         # No threading.Event: its lock may be held by the very code that the signal broke into.
         self._wakes, self._wake = -1, -1
         self._child: subprocess.Popen[bytes] | None = None
@@ -81,7 +82,7 @@ class Restarting:
         with subprocess.Popen(command) as self._child:
             if self._interrupted:
                 # The signal came before there was anybody to pass it on to.
-                self._child.send_signal(signal.SIGTERM)
+                self._child.send_signal(self._interrupted)
             return self._child.wait()
 
     @contextmanager
@@ -90,7 +91,7 @@ class Restarting:
         come together as one."""
 
         def interrupted(number: int, _: FrameType | None) -> None:
-            self._interrupted = True
+            self._interrupted = number
             with suppress(BlockingIOError):
                 os.write(self._wake, b"!")
             if self._child is not None and self._child.poll() is None:

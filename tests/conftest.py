@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hypothesis  # noqa: F401 - imported late, deep in pytest's stack, Python 3.11 cannot compile it for the first time
+import hypothesis  # imported late, deep in pytest's stack, Python 3.11 cannot compile it for the first time
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
+
+# A busy machine is no defect: neither an example nor its drawing has a clock.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
+
+# A lost query to a name server costs torch's store one second, and not five.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 RAY_FIXTURES = {"ray_cluster", "finished_run"}
 
@@ -26,6 +35,12 @@ def load_support(name: str) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def pytest_collection_finish() -> None:
+    """What was collected lives as long as the process: a full collection would stand still for a second over it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

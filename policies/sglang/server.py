@@ -77,7 +77,7 @@ class SGLangProcess(ServerProcess):
             try:
                 return await super().start()
             except EngineStartFailed as error:
-                lost = not self._config.port and "address already in use" in str(error)
+                lost = not self._config.port and "address already in use" in str(error).lower()
                 if not lost or attempt == PORT_ATTEMPTS:
                     raise
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -104,15 +105,28 @@ def test_others_wait_until_the_prompt_is_computed_and_then_go_on(runner: Runner,
         assert item.output_ids == expected_ids(runner, item)
 
 
-def test_the_engine_answers_while_a_long_prompt_is_computed(runner: Runner, scheduler: Scheduler) -> None:
+def test_the_engine_answers_while_a_long_prompt_is_computed(
+    runner: Runner, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, asked, step = threading.Event(), threading.Event(), runner.step
+
+    def held_up(core: Scheduler) -> list[Generation]:
+        """The first portion ends after somebody has asked."""
+        began.set()
+        assert asked.wait(60)
+        return step(core)
+
+    monkeypatch.setattr(runner, "step", held_up)
     thread = EngineThread(runner, scheduler)
     thread.start()
     try:
         item = generation("long", LONG)
         _, [answer] = thread.generate([item.prompt])
-        seen = set()
-        while not answer.done():
-            seen.add(thread.submit(lambda: tuple(len(each.output_ids) for each in scheduler.running)).result())
-        assert (0,) in seen, "it runs, and has sampled nothing yet"
+        assert began.wait(60)
+        seen = thread.submit(lambda: tuple(len(each.output_ids) for each in scheduler.running))
+        asked.set()
+        assert seen.result(60) == (0,), "it runs, and has sampled nothing yet"
+        answer.result(60)
     finally:
+        asked.set()
         thread.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,10 +18,10 @@ from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ImageUnknown, QueueTimeout
 from headrace.sandboxes.pool.booting import HOLDER_LABEL, LeaseRequest
 from headrace.sandboxes.pool.pool import PoolConfig
+from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
 PLAIN = LeaseRequest(spec=SandboxSpec())
 
@@ -87,21 +88,25 @@ async def test_a_lease_that_was_given_up_while_its_pool_was_away_is_released(tmp
 
 
 async def test_a_holder_keeps_what_it_has_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases_module, "HEARTBEATS", 20)
+    monkeypatch.setattr(leases_module, "HEARTBEATS", 600)
     beats = asyncio.Event()
-    async with opened(tmp_path, lease_s=2.0) as (pool, leases):
+    async with opened(tmp_path) as (pool, leases):
         lease = await leases.lease(PLAIN)
+        folder = SandboxFolder(Path(lease.ref.endpoint))
+        first_s = folder.deadline()
         renew, count = pool.renew_holder, 0
 
         async def counting(holder: str, ttl_s: float) -> list[object]:
             nonlocal count
+            lost = list(await renew(holder, ttl_s))
             count += 1
-            if count == 30:
+            if count == 3:
                 beats.set()
-            return list(await renew(holder, ttl_s))
+            return lost
 
         monkeypatch.setattr(pool, "renew_holder", counting)
         await beats.wait()
+        assert folder.deadline() > first_s
         result = await (await leases.attach(lease.ref)).exec("echo here", timeout_s=30)
         assert result.stdout == b"here\n"
         assert (await pool.status()).reaped_total == 0

@@ -25,9 +25,9 @@ def listening(pid: int | None = None) -> set[str]:
 
 def test_the_senders_store_listens_on_its_own_address_only() -> None:
     before = listening()
-    store = host_store("127.0.0.1", 2, 10.0)
+    store = host_store("127.0.0.1", 2, 30.0)
     assert listening() - before == {"127.0.0.1"} - before
-    other = join_store("127.0.0.1", store.port, 1, 10.0)
+    other = join_store("127.0.0.1", store.port, 1, 30.0)
     other.set("key", "value")
     assert store.get("key") == b"value"
 

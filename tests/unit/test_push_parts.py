@@ -37,8 +37,8 @@ def test_whoever_waits_for_an_nccl_transfer_waits_for_its_end(monkeypatch: pytes
     """As torch spells it; that it is read there, at the making of a group, only a build with NCCL can show."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     monkeypatch.setenv(name, "0")
-    store = host_store("127.0.0.1", 1, 5.0)
-    settings: dict[str, Any] = {"name": "g", "rank": 0, "world_size": 1, "timeout_s": 5.0}
+    store = host_store("127.0.0.1", 1, 30.0)
+    settings: dict[str, Any] = {"name": "g", "rank": 0, "world_size": 1, "timeout_s": 30.0}
     destroy_group(form_group(store, backend="gloo", **settings))
     assert os.environ[name] == "0"
     if not is_nccl_available():

@@ -76,10 +76,10 @@ sys.exit(Restarting(policy, lambda line: print(line, flush=True)).run(child, chi
 """
 DRAINS = """
 import signal, sys, os
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print("group", os.getpgid(0), os.getpgid(os.getppid()), flush=True)
-while True:
-    signal.pause()
+signal.sigwait({signal.SIGTERM})
+sys.exit(4)
 """
 
 
@@ -121,6 +121,7 @@ def ended_by_a_strike_at(number):
         if lines is not None and event == "line":
             lines += 1
             if lines == number:
+                later.cancel()
                 strike()
         return trace
     loop = Restarting(RestartPolicy(restarts=1, first_wait_s=200.0), said)

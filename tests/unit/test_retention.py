@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 import pytest
@@ -68,7 +69,8 @@ def append_some(path: Path, process: int) -> None:
 
 def test_processes_that_append_together_lose_no_record(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with ProcessPoolExecutor(3) as pool:
+    # No fork of this process: Ray may have threads in it.
+    with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as pool:
         list(pool.map(partial(append_some, path), range(3)))
     records = read_metrics(path)
     assert sorted((record["process"], record["number"]) for record in records) == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -176,13 +177,12 @@ async def test_a_failing_service_is_an_error(
 
 
 async def test_an_absent_service_is_an_error() -> None:
-    service = Service([])
-    async with serving(service) as chat:
-        pass
-    async with aiohttp.ClientSession() as session:
-        gone = ChatClient(session, chat.url.removesuffix("/v1/chat/completions"), timeout_s=0.5)
-        with pytest.raises(ChatFailed, match="no answer"):
-            await gone([])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        async with aiohttp.ClientSession() as session:
+            gone = ChatClient(session, f"http://127.0.0.1:{taken.getsockname()[1]}", timeout_s=0.5)
+            with pytest.raises(ChatFailed, match="no answer"):
+                await gone([])
 
 
 @pytest.mark.parametrize("command", ["exit", "echo a > b; exit", "true && exit ", "cat a;exit"])

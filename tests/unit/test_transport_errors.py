@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
@@ -14,13 +15,16 @@ from headrace.policies.transport_errors import reason
 from headrace.serve.client import GatewayClient
 from headrace.serve.errors import GatewayUnreachable
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 @pytest.fixture
-def closed_url() -> str:
-    """Nothing listens there."""
+def closed_url() -> Iterator[str]:
+    """Nothing listens there, and nobody else gets the port."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 async def test_an_engine_that_is_not_there_is_said_in_words(closed_url: str) -> None:
