@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import sys
@@ -146,8 +147,10 @@ class Ran:
 
     async def check_quiet(self) -> None:
         """Nothing of the agent runs on: the sandbox has its first process and the question."""
-        names = (await self.out("cat /proc/[0-9]*/comm")).split("\n")
-        assert sorted(names) == ["cat", "headrace-launch"], names
+        async with asyncio.timeout(30):
+            # What was killed may be listed a moment longer.
+            while sorted((await self.out("cat /proc/[0-9]*/comm")).split("\n")) != ["cat", "headrace-launch"]:
+                pass
 
 
 @dataclass
@@ -239,7 +242,7 @@ async def open_rig(tokenizer_dir: Path, *scripts: Any, **config: Any) -> AsyncIt
             await stack.enter_async_context(scripted.serving(scripted.ScriptedEngine.of(tokenizer_dir, STOP, script)))
             for script in scripts
         ]
-        gateway = Gateway(GatewayConfig(tokenizer_dir=tokenizer_dir, abort_grace_s=1.0, **config), ADMIN)
+        gateway = Gateway(GatewayConfig(tokenizer_dir=tokenizer_dir, abort_grace_s=10.0, **config), ADMIN)
         url = await gateway.start()
         stack.push_async_callback(gateway.stop)
         routes = tuple(EngineRoute(engine_id=EngineId(f"e{n}"), url=engine.url) for n, engine in enumerate(engines))

@@ -31,7 +31,7 @@ def engine_process(
 ) -> ServerProcess:
     """Not started yet. Skips the test where SGLang is not installed."""
     if kind == "cpu":
-        config = EngineProcessConfig(model=model, directory=directory, max_running=max_running, group_timeout_s=2.0)
+        config = EngineProcessConfig(model=model, directory=directory, max_running=max_running, group_timeout_s=8.0)
         return EngineProcess(config)
     python = environment_python(SGLANG_VERSION)
     if python is None:

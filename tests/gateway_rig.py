@@ -431,7 +431,7 @@ async def world(
     **config: Any,
 ) -> AsyncIterator[World]:
     """A gateway and an engine for each script (one that says `ls` for ever when there is none)."""
-    settings = GatewayConfig(**{"tokenizer_dir": model_dir, "abort_grace_s": 1.0} | config)
+    settings = GatewayConfig(**{"tokenizer_dir": model_dir, "abort_grace_s": 10.0} | config)
     engines = [engine_type.of(model_dir, end, script) for script in scripts or (Lines("ls"),)]
     gateway = Gateway(settings, ADMIN, renderer=renderer or renderer_of(model_dir), tracer=tracer)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=GUARD_S)) as http, _all_serving(engines):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from headrace.actors.engine_group.roster import EngineStatus
     from headrace.policies.push.machine import Phase, Step
+    from headrace.policies.sglang.client import SGLangEngine
 
 TINY = Path(__file__).resolve().parents[1] / "scripts" / "models" / "tiny"
 GUARD_S = 60.0
@@ -89,6 +90,15 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             if await condition():
                 return
             await asyncio.sleep(0.02)
+
+
+async def until_running(client: SGLangEngine, count: int) -> None:
+    """Wait until an engine itself says that so many requests run: what its group knows is older."""
+
+    async def runs() -> bool:
+        return (await client.load()).running >= count
+
+    await until(runs)
 
 
 @asynccontextmanager

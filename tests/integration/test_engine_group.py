@@ -144,7 +144,7 @@ async def test_engines_are_added_and_removed_while_turns_go_on(kit: Any, models:
         [first] = await rig.until_serving(1, "1.1")
         async with asyncio.TaskGroup() as tasks:
             turns = [tasks.create_task(rig.turn(900)) for _ in range(4)]
-            await rig.until(lambda engines: engines[first].running == 4)
+            await kit.until_running(rig.group._fleet[first].client, 4)
             second = await rig.group.add(servers["b"].url)
             assert await rig.group.add(servers["b"].url + "/") == second
             # Its turns do not end within the drain: they go on at the other one.
@@ -171,9 +171,9 @@ async def test_a_push_does_not_wait_for_an_engine_that_drains(kit: Any, models: 
         await rig.push(models[1], 1)
         [first] = await rig.until_serving(1, "1.1")
         async with asyncio.TaskGroup() as tasks:
-            turn = tasks.create_task(rig.turn(400))
-            await rig.until(lambda engines: engines[first].running == 1)
             client = rig.group._fleet[first].client
+            turn = tasks.create_task(rig.turn(900))
+            await kit.until_running(client, 1)
             await client.pause(PauseMode.RETRACT)
             second = await rig.group.add(servers["b"].url)
             removing = tasks.create_task(rig.group.remove(first))
@@ -220,17 +220,23 @@ async def test_a_push_in_place_goes_through_the_group_and_its_gateway(
         routed: list[str | None] = []
         pool = rig.group._gate._gateway._gateway._pool
 
+        turns: list[asyncio.Task[Any]] = []
+
         async def look() -> None:
             routed.append(pool.router.namespace(name))
 
         async with asyncio.TaskGroup() as tasks:
-            turn = tasks.create_task(rig.turn(900))
-            await rig.until(lambda engines: engines[name].running == 1)
+
+            async def begin_a_turn() -> None:
+                turns.append(tasks.create_task(rig.turn(900)))
+                await kit.until_running(rig.group._fleet[name].client, 1)
+
+            rig.before(0, Phase.GATE, begin_a_turn)
             rig.before(0, Phase.DISBAND, look)
             await rig.push(models[2], 2)
             meanwhile = await rig.turn()
         assert routed == ["1.2"], "nothing new shares what the older weights cached"
-        assert kit.flags_of(turn.result()) == [("1.1", False), ("1.2", True)]
+        assert kit.flags_of(turns[0].result()) == [("1.1", False), ("1.2", True)]
         assert kit.flags_of(meanwhile) == [("1.2", False)]
         assert kit.flags_of(await rig.turn()) == [("1.2", False)]
 

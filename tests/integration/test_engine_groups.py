@@ -94,10 +94,17 @@ def held() -> tuple[int, int]:
     return psutil.Process().num_fds(), psutil.Process().num_threads()
 
 
+async def until_no_more_than(first: tuple[int, int]) -> None:
+    """A thread of the system ends a moment after that of Python."""
+    async with asyncio.timeout(60):
+        while any(now > before for now, before in zip(held(), first, strict=True)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
 async def test_a_group_that_is_formed_after_its_client_left_is_left_too(
     updater: Callable[[float], WeightUpdater],
 ) -> None:
-    updates, counts = updater(30.0), []
+    updates = updater(30.0)
     async with leader() as rank_0:
         for number in range(ROUNDS):
             await rank_0.say("open")
@@ -111,9 +118,10 @@ async def test_a_group_that_is_formed_after_its_client_left_is_left_too(
             await until_transfers(0)
             await rank_0.say("leave")
             del asked
-            counts.append(held())
+            if number == 0:
+                first = held()
     # The first round may start what stays.
-    assert counts[-1] == counts[0], counts
+    await until_no_more_than(first)
     with pytest.raises(RequestInvalid, match="does not exist"):
         await updates.destroy_group("late0")
 
@@ -121,15 +129,16 @@ async def test_a_group_that_is_formed_after_its_client_left_is_left_too(
 async def test_a_group_that_nobody_leads_fails_in_time_and_leaves_nothing(
     updater: Callable[[float], WeightUpdater],
 ) -> None:
-    updates, counts = updater(0.5), []
+    updates = updater(0.5)
     for number in range(ROUNDS):
         store = host_store("127.0.0.1", 2, 30.0)
         with pytest.raises(GroupFailed, match="within"):
             await updates.init_group(joining(store.port, f"never{number}"))
         await until_transfers(0)
         del store
-        counts.append(held())
-    assert counts[-1] == counts[0], counts
+        if number == 0:
+            first = held()
+    await until_no_more_than(first)
 
 
 async def test_store_and_group_together_take_no_longer_than_the_timeout(

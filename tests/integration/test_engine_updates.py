@@ -148,7 +148,7 @@ def sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trainer]:
     config = EngineProcessConfig(
-        model=models[0], directory=tmp_path_factory.mktemp("engine"), max_running=4, group_timeout_s=5.0
+        model=models[0], directory=tmp_path_factory.mktemp("engine"), max_running=4, group_timeout_s=8.0
     )
     async with EngineProcess(config) as process, aiohttp.ClientSession() as session:
         yield Trainer(session=session, url=process.url)
@@ -349,7 +349,7 @@ async def test_a_flush_that_running_requests_prevent_is_told_after_the_update(
 
 
 async def test_weights_from_disk(trainer: Trainer, models: list[Path]) -> None:
-    running = trainer.long("running", tokens=200)
+    running = trainer.long("running", tokens=900)
     await trainer.until(running=1)
     body = {"model_path": str(models[1]), "weight_version": "1"}
     status, reply = await trainer.post("/update_weights_from_disk", body)
@@ -360,7 +360,7 @@ async def test_weights_from_disk(trainer: Trainer, models: list[Path]) -> None:
         "num_paused_requests": 0,
     }
     # Without a pause it waits for what runs.
-    assert (await running)[1]["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 200}]
+    assert (await running)[1]["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 900}]
     assert await trainer.checksums() == sums(tensors_of(models[1]))
     info = await trainer.get("/model_info")
     assert (info["weight_version"], info["model_path"]) == ("1", str(models[1]))
@@ -400,7 +400,7 @@ async def test_a_directory_that_does_not_fit_changes_nothing(
 
 
 async def test_a_pause_holds_requests_while_weights_come_from_disk(trainer: Trainer, models: list[Path]) -> None:
-    held = trainer.long("held", tokens=300)
+    held = trainer.long("held", tokens=900)
     await trainer.until(running=1)
     await trainer.post("/pause_generation", {"mode": "retract"})
     status, reply = await trainer.post("/update_weights_from_disk", {"model_path": str(models[1])})

@@ -49,7 +49,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def successor(w: World, model_dir: Path, log: Path, **config: Any) -> AsyncIterator[World]:
     """The gateway that comes back at the address of one that ended."""
     port = int(w.url.rsplit(":", 1)[1])
-    settings = GatewayConfig(tokenizer_dir=model_dir, session_log_dir=log, abort_grace_s=1.0, **config)
+    settings = GatewayConfig(tokenizer_dir=model_dir, session_log_dir=log, abort_grace_s=10.0, **config)
     gateway = Gateway(settings, ADMIN, renderer=renderer_of(model_dir))
     try:
         assert await gateway.start(port=port) == w.url

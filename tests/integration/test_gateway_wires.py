@@ -279,7 +279,7 @@ async def test_the_end_of_the_wall_ends_a_running_turn_normally_and_aborts_it(
 ) -> None:
     async with world(model_dir, Lines(Fault.HANG), ping_s=0.05) as w:
         [engine] = w.engines
-        client = await w.client(wire, stream=stream, spec={"budgets": Budgets(wall_s=0.5)})
+        client = await w.client(wire, stream=stream, spec={"budgets": Budgets(wall_s=1.5)})
         reply = await client.say("go")
         assert (reply.status, reply.text, reply.end) == (200, FINAL_TEXT, WORDS[wire.name]["stop"])
         assert engine.aborted[engine.requests[0]["rid"]].is_set()

@@ -90,7 +90,7 @@ LIES = {
 @pytest.mark.parametrize("source", LIES.values(), ids=LIES)
 async def test_code_that_lies_about_itself_earns_nothing(provider: LocalProvider, source: str) -> None:
     task = REPAIR.task()
-    spec = replace(task.evaluator, timeout_s=3.0)
+    spec = replace(task.evaluator, timeout_s=6.0)
     command = f"printf '%s' {shlex.quote(source.replace('VALUE', REPAIR.finding))} > calc.py"
     verdict = await verdict_on(provider, replace(task, evaluator=spec), command)
     assert (verdict.reward, verdict.cause in (Cause.FAILED, Cause.INVALID)) == (0.0, True), verdict
@@ -107,7 +107,7 @@ async def test_a_repair_counts_and_what_is_left_beside_it_is_recorded(provider: 
 
 def task_with(kind: EvaluatorKind, check: str, **evaluator: object) -> Task:
     """Somebody's own task about /workspace/answer.py, with a check that trusts the agent."""
-    spec = EvaluatorSpec(kind=kind, check=check, timeout_s=2.0, **evaluator)  # type: ignore[arg-type]
+    spec = EvaluatorSpec(kind=kind, check=check, **{"timeout_s": 20.0, **evaluator})  # type: ignore[arg-type]
     files = {"/workspace/answer.py": "value = 1\n", "/home/agent/kept.txt": "kept\n"}
     return Task(id=TaskId("own"), family="own", instruction="make value 2", evaluator=spec, files=files)
 
@@ -125,7 +125,7 @@ BREAKING = {
 
 @pytest.mark.parametrize("source", BREAKING.values(), ids=BREAKING)
 async def test_whoever_breaks_the_check_gets_the_zero(provider: LocalProvider, source: str) -> None:
-    task = task_with(EvaluatorKind.PATCH, IMPORTING)
+    task = task_with(EvaluatorKind.PATCH, IMPORTING, timeout_s=5.0)
     verdict = await verdict_on(provider, task, f"printf '%b' {shlex.quote(source)} > answer.py")
     assert (verdict.reward, verdict.cause) == (0.0, Cause.INVALID), verdict
 

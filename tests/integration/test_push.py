@@ -90,7 +90,7 @@ async def sample(pool: EnginePool, name: str, tokens: int) -> list[Completion]:
 async def test_versions_change_in_mid_request_and_every_token_matches_its_version(rig, models: list[Path]) -> None:
     async with asyncio.TaskGroup() as tasks:
         running = [
-            tasks.create_task(rig.generate(name, f"{name}{index}", 600)) for name in rig.engines for index in range(8)
+            tasks.create_task(rig.generate(name, f"{name}{index}", 1000)) for name in rig.engines for index in range(8)
         ]
         for name in rig.engines:
             await rig.until_busy(name, 8)
@@ -218,7 +218,7 @@ async def test_a_report_tells_what_the_push_cost(rig, models: list[Path]) -> Non
     async with asyncio.TaskGroup() as tasks:
         for name in rig.engines:
             for index in range(4):
-                tasks.create_task(rig.generate(name, f"cost-{name}{index}", 600))
+                tasks.create_task(rig.generate(name, f"cost-{name}{index}", 1000))
         for name in rig.engines:
             await rig.until_busy(name, 4)
         report = await rig.push(models[1], 10)
@@ -265,7 +265,7 @@ async def test_a_push_in_place_flags_what_it_makes_stale(rig, models: list[Path]
         rig.attach(name, in_place=True)
     async with asyncio.TaskGroup() as tasks:
         asked = [(name, f"stay-{name}{index}") for name in rig.engines for index in range(4)]
-        running = [tasks.create_task(rig.generate(name, request_id, 600, "1.20")) for name, request_id in asked]
+        running = [tasks.create_task(rig.generate(name, request_id, 1000, "1.20")) for name, request_id in asked]
         for name in rig.engines:
             await rig.until_busy(name, 4)
         report = await rig.push(models[1], 21, pause_mode="in_place")

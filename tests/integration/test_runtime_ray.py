@@ -205,7 +205,7 @@ async def test_a_guard_kills_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None
     counter = await runtime.spawn(Counter, 7, name="counter")
     before = await counter.pid()
     async with asyncio.TaskGroup() as tasks, asyncio.timeout(60):
-        guarding = tasks.create_task(guard(runtime, "counter", counter, 1.0))
+        guarding = tasks.create_task(guard(runtime, "counter", counter, 5.0))
         await runtime.answered.wait()
         os.kill(before, signal.SIGSTOP)
         with pytest.raises(ActorLost):

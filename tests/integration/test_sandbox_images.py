@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import tarfile
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import FrozenMount, ImageRef, SandboxSpec
-from headrace.sandboxes.errors import ImageRefused, ImageUnknown, NamespacesUnavailable, SandboxGone, SpecRefused
+from headrace.sandboxes.errors import (
+    ImagePending,
+    ImageRefused,
+    ImageUnknown,
+    NamespacesUnavailable,
+    SandboxGone,
+    SpecRefused,
+)
 from headrace.sandboxes.launcher import rootfs
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
@@ -66,7 +74,9 @@ async def provider(tmp_path: Path) -> AsyncIterator[LocalProvider]:
 
 
 async def boot(provider: LocalProvider, image: str, **spec: Any) -> Sandbox:
-    return await provider.attach(await provider.create(SandboxSpec(image=image, **spec)))
+    while True:
+        with suppress(ImagePending):  # a busy disk takes its time to unpack one
+            return await provider.attach(await provider.create(SandboxSpec(image=image, **spec)))
 
 
 async def output(sandbox: Sandbox, command: str, *, user: str = "root") -> str:
