@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, SandboxId, Stream
 from headrace.sandboxes.e2b.errors import Step, typed
-from headrace.sandboxes.e2b.process import MARK, E2bProcess, wrap
+from headrace.sandboxes.e2b.process import MARK, E2bProcess, sweep, wrap
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError, SandboxGone, SpecRefused, Unsupported
 from headrace.sandboxes.partial import PartialSandbox
 
@@ -142,18 +142,23 @@ class E2bSandbox(PartialSandbox):
             path = f"/tmp/.headrace-{mark}"
             await self.write(path, stdin, user=user)
         process = E2bProcess(self._sandbox, mark, stdin=stdin is True)
-        with typed(Step.SANDBOX), _cannot_run():
-            handle = await self._sandbox.commands.run(
-                wrap(command, cwd, path),
-                background=True,
-                envs={**(env or {}), MARK: mark},
-                user=user,
-                stdin=stdin is True,
-                timeout=timeout_s or 0,
-                on_stdout=process.take_stdout,
-                on_stderr=process.take_stderr,
-                **self._without_retained_output(),
-            )
+        try:
+            with typed(Step.SANDBOX), _cannot_run():
+                handle = await self._sandbox.commands.run(
+                    wrap(command, cwd, path),
+                    background=True,
+                    envs={**(env or {}), MARK: mark},
+                    user=user,
+                    stdin=stdin is True,
+                    timeout=timeout_s or 0,
+                    on_stdout=process.take_stdout,
+                    on_stderr=process.take_stderr,
+                    **self._without_retained_output(),
+                )
+        except (ExecTimeout, asyncio.CancelledError):
+            # It may have begun, though we were not told.
+            await asyncio.shield(sweep(self._sandbox, mark))
+            raise
         process.follow(handle)
         return process
 

@@ -97,7 +97,7 @@ async def strike(rigs: Any, tokenizer_dir: Path, agent: str, blow: Callable[[Any
         [sandbox] = rig.attached
         request = rig.engine.requests[-1]["rid"]
         await blow(rig, sandbox)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await rig.engine.aborted[request].wait()
         result, stations = await running
         [record] = stations.records

@@ -277,7 +277,7 @@ python3 -c "import sys, urllib.request; urllib.request.urlopen(sys.argv[1])" "$1
         await running
     # Who is killed takes a moment to be gone.
     await world.until_running("sleep|pyth|prob", 0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await world.service.left.wait()
 
 

@@ -75,7 +75,7 @@ def _namespaces() -> None:
         pytest.skip(str(error))
 
 
-LEASE_S = 1.5
+LEASE_S = 5.0
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ async def test_a_timeout_kills_the_tree(client: Client) -> None:
     lease = await client.lease()
     reply = await client.post("/exec", lease_id=lease, command="setsid sleep 1000 & sleep 1000", timeout=1)
     assert reply == {"ok": True, "returncode": -1, "output": "Command timed out after 1s"}
-    assert await client.output(lease, "pgrep -c sleep || true") == "0"
+    await client.output(lease, "while pgrep sleep > /dev/null; do sleep 0.05; done")
 
 
 async def test_output_is_capped_and_drained(client: Client) -> None:

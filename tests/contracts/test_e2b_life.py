@@ -72,8 +72,10 @@ async def none_left(local: LocalProvider) -> bool:
 async def test_a_sandbox_ends_at_its_time(server: E2bServer, local: LocalProvider, wire: Callable[..., Any]) -> None:
     kept = await wire(server.url).create(timeout=60)
     await kept.call("POST", f"/sandboxes/{kept.id}/timeout", {"timeout": 100})
-    box = await wire(server.url).create(timeout=3)
+    box = await wire(server.url).create(timeout=60)
     async with box.stream(START, bash("sleep 68")) as frames:
+        assert "start" in (await anext(frames))["event"]
+        await box.call("POST", f"/sandboxes/{box.id}/timeout", {"timeout": 1})
         assert [item async for item in frames][-1]["end"]["error"]["code"] == "unavailable"
     assert (await box.call("GET", f"/sandboxes/{box.id}"))[0] == 404
     status, answer, _ = await box.rpc("process.Process/List", {})
@@ -170,7 +172,9 @@ async def test_sandboxes_and_their_times_live_through_a_restart(
         assert again[1] == made[1]
 
         async def ended() -> bool:
-            return (await client.call("GET", f"/sandboxes/{short.id}"))[0] == 404
+            # To clients it is dead as soon as the server begins to kill it.
+            told = await client.call("GET", f"/sandboxes/{short.id}")
+            return told[0] == 404 and short.id not in {info.labels["e2b_sandbox"] for info in await local.list()}
 
         await until(ended)
     async with E2bServer(local, replace(settings, keep_sandboxes=False)):
@@ -396,7 +400,7 @@ async def test_a_killed_program_is_followed_by_one_that_finds_its_sandboxes(
         assert server.stdout is not None
         url = (await server.stdout.readline()).decode().strip()
         if box is None:
-            box = await wire(url).create(timeout=60)
+            box = await wire(url).create(timeout=600)
             await box.run("echo kept > /tmp/file")
         box.url = url
         if number:

@@ -340,7 +340,7 @@ async def test_quiet_streams_show_signs_of_life(box: Any) -> None:
 
 
 async def test_deadlines_end_streams_and_commands(box: Any) -> None:
-    out, end = await box.run("echo before; sleep 66", **{"Connect-Timeout-Ms": "2000"})
+    out, end = await box.run("echo before; sleep 66", **{"Connect-Timeout-Ms": "5000"})
     assert (out, end["error"]["code"]) == (b"before\n", "deadline_exceeded")
     start = {"process": {"cmd": "/bin/bash", "args": ["-c", "sleep 67"]}, "stdin": False, "tag": "long"}
     async with box.stream(START, start) as frames:

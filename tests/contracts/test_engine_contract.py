@@ -326,7 +326,7 @@ async def test_pause_abort(wire: Wire) -> None:
 
 
 async def test_pause_retract_continues_with_the_same_tokens(wire: Wire) -> None:
-    params = {"max_new_tokens": 200, "ignore_eos": True, "temperature": 0}
+    params = {"max_new_tokens": 900, "ignore_eos": True, "temperature": 0}
     free = await wire.generate(**params)
     body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True, "rid": "x"}
     task = asyncio.get_running_loop().create_task(wire.post("/generate", body))
@@ -440,20 +440,20 @@ async def test_garbage_does_not_hurt(wire: Wire) -> None:
 
 
 async def test_duplicate_request_id_is_refused_and_the_first_lives(wire: Wire) -> None:
-    task = wire.long("twice", tokens=300)
+    task = wire.long("twice")
     await wire.until(running=1)
     assert "twice" in await wire.refused("/generate", {"input_ids": PROMPT, "rid": "twice"})
-    assert (await task)[1]["meta_info"]["completion_tokens"] == 300
+    assert (await task)[1]["meta_info"]["completion_tokens"] == 900
 
 
 async def test_begin_waits_for_what_runs_and_holds_what_comes(wire: Wire) -> None:
     if not wire.dialect.update_session:
         pytest.skip(f"SGLang {wire.dialect.version} has no sessions")
-    first = wire.long("first", tokens=400)
+    first = wire.long("first")
     await wire.until(running=1)
     assert (await wire.post("/begin_weight_update", {}))[0] == 200
     assert first.done() or (await wire.get("/v1/loads"))[1]["loads"][0]["num_running_reqs"] == 0
-    assert (await first)[1]["meta_info"]["completion_tokens"] == 400
+    assert (await first)[1]["meta_info"]["completion_tokens"] == 900
     second = wire.long("second", tokens=3)
     # SGLang does not count what waits for a session's end.
     await wire.until(waiting=0 if wire.genuine else 1)
@@ -547,7 +547,7 @@ async def test_client_errors_are_typed(wire: Wire) -> None:
             await engine.generate(request)
     long = GenerateRequest(request_id=RequestId("l"), input_ids=(1,), max_new_tokens=5000)
     with pytest.raises(EngineRefused, match="context length") as refused:
-        await engine.generate(long)
+        await client(wire).generate(long)
     assert refused.value.status == 400
     await engine.pause(PauseMode.RETRACT)
     with pytest.raises(EngineTimeout, match=r"0\.3 s"):

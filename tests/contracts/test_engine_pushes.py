@@ -29,16 +29,17 @@ from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.versions import release
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
     from pathlib import Path
     from types import ModuleType
 
     from headrace.policies.engine import Completion
+    from headrace.policies.push.machine import Step
     from headrace.policies.server_process import ServerProcess
     from headrace.policies.sglang.dialects import Dialect
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
-VOCABULARY, TOKENS = 258, 400
+VOCABULARY, TOKENS = 258, 900
 FLOAT32_ERROR = 1e-3
 BFLOAT16_MEAN, BFLOAT16_MAX = 0.02, 0.1
 
@@ -71,7 +72,8 @@ class Rig:
         self.served[version] = model
         return version, self.models[model]
 
-    async def push(self, mode: PauseMode) -> PolicyVersion:
+    async def push(self, mode: PauseMode, **before: Callable[[], Awaitable[None]]) -> PolicyVersion:
+        """`before`, by phase: what to do when the journal has been told of it."""
         version, model = self.next_version()
         # Before 0.5.22 SGLang tells no checksums without CUDA.
         verify = "engines" if self.tells_checksums else "off"
@@ -79,7 +81,12 @@ class Rig:
             {"pause_mode": mode, "bucket_bytes": 200_000, "verify": verify, "phase_timeout_s": 30.0}
         )
         snapshot = self.support.snapshot(model, version.step)
-        report = await push(snapshot, [self.engine], [self.sender], self.gate, _ignore, config)
+
+        async def journal(_: object, step: Step) -> None:
+            if (action := before.pop(step.phase.value, None)) is not None:
+                await action()
+
+        report = await push(snapshot, [self.engine], [self.sender], self.gate, journal, config)
         assert [part.outcome for part in report.engines] == [PushOutcome.UPDATED], report
         assert snapshot.version == version
         return version
@@ -100,10 +107,6 @@ class Rig:
         async with asyncio.timeout(30):
             while (await self.engine._transport.get("/v1/loads"))["loads"][0]["num_used_tokens"] < tokens:
                 pass
-
-
-async def _ignore(*_: object) -> None:
-    """No journal."""
 
 
 @pytest.fixture(scope="module")
@@ -199,10 +202,14 @@ async def test_tokens_are_of_the_version_that_their_span_names(
     prompts = [(10 + index, 20, 30) for index in range(4)]
     errors = Errors(rig)
     before = await rig.generate(*prompts[0], tokens=60)
+    running: list[asyncio.Task[Completion]] = []
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(rig.generate(*prompt)) for prompt in prompts]
-        await rig.until_sampling(400)
-        version = await rig.push(mode)
+
+        async def ask() -> None:
+            running.extend(tasks.create_task(rig.generate(*prompt)) for prompt in prompts)
+            await rig.until_sampling(400)
+
+        version = await rig.push(mode, pause=ask)
     after = await rig.generate(*prompts[0], tokens=60)
     assert [span.version for span in after.spans] == [version]
     errors.add(prompts[0], before)
@@ -230,12 +237,19 @@ async def test_in_place_every_token_off_its_version_is_flagged(
     old = max(rig.served)
     await rig.engine.flush()
     prompts = [(100 + index, 20, 30, 40) for index in range(4)]
+    running: list[asyncio.Task[Completion]] = []
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(rig.generate(*prompt, namespace=str(old))) for prompt in prompts]
-        await rig.until_sampling(400)
-        version = await rig.push(PauseMode.IN_PLACE)
-        with pytest.raises(FlushRefused):
-            await rig.engine.flush()
+
+        async def ask() -> None:
+            running.extend(tasks.create_task(rig.generate(*prompt, namespace=str(old))) for prompt in prompts)
+            await rig.until_sampling(400)
+
+        async def flush() -> None:
+            with pytest.raises(FlushRefused):
+                await rig.engine.flush()
+
+        # While they are held in place they cannot end.
+        version = await rig.push(PauseMode.IN_PLACE, pause=ask, resume=flush)
     assert rig.gate.namespaces == {"e": str(version)}, "the push could not flush either"
     errors = Errors(rig)
     for prompt, task in zip(prompts, running, strict=True):
@@ -298,7 +312,7 @@ async def test_a_relabelled_engine_goes_on(rig: Rig) -> None:
     old = max(rig.served)
     version = PolicyVersion(old.epoch, old.step + 1)
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(rig.generate(7, 8, 9, tokens=200))
+        running = tasks.create_task(rig.generate(7, 8, 9, tokens=900))
         await rig.until_sampling(50)
         await rig.engine.relabel(version)
     assert running.result().finish is FinishReason.LENGTH

@@ -70,6 +70,7 @@ def test_everything_holds_under_faults(first: int) -> None:
     assert broken(quietly(seed) for seed in range(first, first + 10)) == []
 
 
+@pytest.mark.timeout(300)
 def test_everything_holds_where_it_once_did_not() -> None:
     assert broken(map(quietly, FOUND)) == []
 
@@ -237,12 +238,14 @@ def digests(hash_seed: int, *seeds: int) -> list[str]:
     return told.stdout.split()
 
 
+@pytest.mark.timeout(300)
 def test_the_same_seed_is_the_same_history_in_another_process() -> None:
     [expected] = digests(12345, 11)
     _, same, other = digests(1, 3, 11, 12)
     assert same == expected != other
 
 
+@pytest.mark.timeout(300)
 def test_the_command_says_what_happened() -> None:
     logging.disable(logging.CRITICAL)
     try:

@@ -168,7 +168,7 @@ async def storm(model_dir: Path, folder: Path, *, seed: int, kills: int) -> None
             engine.chance.seed(seed)
         logs = folder / "state"
         program = await stack.enter_async_context(gateway_program(model_dir, logs, [one.url for one in engines]))
-        patient = aiohttp.ClientTimeout(total=4 * GUARD_S)
+        patient = aiohttp.ClientTimeout(total=2 * GUARD_S)
         http = await stack.enter_async_context(
             aiohttp.ClientSession(timeout=patient, connector=aiohttp.TCPConnector(limit=0))
         )

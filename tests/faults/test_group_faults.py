@@ -44,8 +44,8 @@ async def rig(kit: Any, models: list[Path], tmp_path_factory: pytest.TempPathFac
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headrace.actors.engine_group.group.SUPERVISION_S", 0.2)
         patch.setattr(CircuitBreaker, "allows", lambda *_: True)
-        options = {"count": 2, "health_timeout_s": 1.0}
-        push = {"phase_timeout_s": 4.0, "transfer_timeout_s": 5.0}
+        options = {"count": 2, "health_timeout_s": 3.0}
+        push = {"phase_timeout_s": 8.0, "transfer_timeout_s": 10.0}
         folder = tmp_path_factory.mktemp("run")
         async with kit.open_group(models[0], folder, push=push, **options) as rig:
             await rig.push(models[0], 0)
@@ -207,6 +207,7 @@ async def test_health_checks_that_time_out_in_a_pause_kill_nobody(
             os.kill(engine.process_id, signal.SIGSTOP)
             await rig.until(lambda now: now[name].misses >= 3)
             os.kill(engine.process_id, signal.SIGCONT)
+            await rig.until(lambda now: now[name].misses == 0)
 
         rig.before(0, Phase.BEGIN, stall)
         await rig.push(models[1], 1)

@@ -131,7 +131,7 @@ async def open_scene(kit: Any, folder: Path, *attached: str) -> AsyncIterator[Sc
         urls = [process.url for process in servers.values()]
         gateway = await runtime.spawn(
             GatewayActor,
-            GatewayConfig(tokenizer_dir=models[0], gate_wait_s=20.0, turn_timeout_s=30.0),
+            GatewayConfig(tokenizer_dir=models[0], gate_wait_s=50.0, turn_timeout_s=55.0),
             address_file=folder / "gateway.json",
             observing=kit.observing(folder),
             name="gateway",

@@ -55,7 +55,7 @@ def _namespaces() -> None:
 @pytest.fixture
 async def config(tmp_path: Path) -> AsyncIterator[LocalSandboxConfig]:
     """Of a launcher that is ended in any case."""
-    config = LocalSandboxConfig(stays_in=tmp_path / "stays", label=run_label(tmp_path), idle_exit_s=0.5)
+    config = LocalSandboxConfig(stays_in=tmp_path / "stays", label=run_label(tmp_path), idle_exit_s=2.0)
     yield config
     with suppress(SandboxError):
         async with LocalProvider(config):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -215,10 +216,13 @@ async def test_sender_killed_in_mid_bucket(tmp_path: Path, write_model, open_rig
                 while not await asyncio.to_thread(sending, rig.sender.pid):
                     pass
             os.kill(rig.sender.pid, signal.SIGKILL)
+            os.kill(rig.processes["one"].pid, signal.SIGCONT)
 
         async with asyncio.TaskGroup() as tasks:
 
             async def watch() -> None:
+                # It takes nothing any more, so that the bytes stay on their way.
+                os.kill(rig.processes["one"].pid, signal.SIGSTOP)
                 watching.append(tasks.create_task(kill_in_mid_bucket()))
 
             report = await rig.push(model, 1, bucket_bytes=2**30, before=at(Phase.BROADCAST, watch))
@@ -296,7 +300,10 @@ def sending(pid: int) -> bool:
 
 def tcp_sockets(pid: int) -> list[list[str]]:
     """Those of a process, as the kernel lists them."""
-    own = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    own = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            own.add(str(path.readlink()))
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     return [fields for fields in lines if f"socket:[{fields[9]}]" in own]
 

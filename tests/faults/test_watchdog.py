@@ -89,7 +89,7 @@ def epochs_of(directory: RunDirectory) -> set[str]:
 
 
 async def test_a_learner_whose_step_never_ends_is_killed_and_the_run_goes_on(open_run: Any) -> None:
-    async with open_run("hung", "learner.simulated.hang_at_step=4", "training.stage_timeout_s=3") as (
+    async with open_run("hung", "learner.simulated.hang_at_step=4", "training.stage_timeout_s=10") as (
         service,
         directory,
     ):
