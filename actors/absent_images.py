@@ -11,7 +11,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
-from headrace.actors.config import SandboxKind
+from headrace.actors.config_sections import SandboxKind
 from headrace.actors.errors import ConfigError
 from headrace.sandboxes.errors import ImageUnknown, PermanentSandboxError, ProviderUnreachable
 from headrace.sandboxes.images.store import check_reference
@@ -20,7 +20,7 @@ from headrace.sandboxes.local.images import HOST
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from headrace.actors.config import SandboxSection
+    from headrace.actors.config_sections import SandboxSection
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.remote.provider import RemoteProvider
 

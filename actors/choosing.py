@@ -13,12 +13,12 @@ from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
 from headrace.actors.agents.shell import ShellAgent
 from headrace.actors.agents.simulated import SimulatedAgent
-from headrace.actors.config import AgentKind
+from headrace.actors.config_sections import AgentKind
 from headrace.actors.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace.actors.agents.agent import Agent
-    from headrace.actors.config import AgentSection
+    from headrace.actors.config_sections import AgentSection
 
 
 def make_agent(section: AgentSection) -> Agent:

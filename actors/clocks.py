@@ -11,15 +11,25 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
+
+from headrace.actors.rollout import ANSWER_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from headrace.actors.config import RunConfig
+    from headrace.actors.config_sections import (
+        ClusterSection,
+        GatewaySection,
+        SandboxSection,
+        ServiceSection,
+    )
+    from headrace.actors.engine_group.config import EnginesConfig
+    from headrace.actors.learner import LearnerLoopConfig
+    from headrace.actors.rollout import RolloutConfig
+    from headrace.policies.learner_config import LearnerConfig
+    from headrace.policies.push.contract import PushConfig
 
-ANSWER_S: Final = 5.0
-"""How much later than its own clocks a pool may say so."""
 HEALTH_LOOK_S: Final = 2.0
 """Between two health checks of an engine."""
 TURNS_OF_AN_AGENT: Final = 3
@@ -35,7 +45,30 @@ PUSH_PHASES: Final = 12
 `push.transfer_timeout_s` instead."""
 
 
-def guard_s(config: RunConfig) -> float:
+class Clocked(Protocol):
+    """The sections of a run's configuration that have clocks: `config.RunConfig`, which is built on this module."""
+
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def gateway(self) -> GatewaySection: ...
+    @property
+    def sandbox(self) -> SandboxSection: ...
+    @property
+    def training(self) -> LearnerLoopConfig: ...
+    @property
+    def learner(self) -> LearnerConfig: ...
+    @property
+    def engines(self) -> EnginesConfig: ...
+    @property
+    def push(self) -> PushConfig: ...
+    @property
+    def service(self) -> ServiceSection: ...
+    @property
+    def cluster(self) -> ClusterSection: ...
+
+
+def guard_s(config: Clocked) -> float:
     """Every phase of a rollout at its limit. Three phases have the clock of the preparation: attaching to the sandbox,
     writing the task's files, closing the session."""
     rollout = config.rollout
@@ -43,36 +76,36 @@ def guard_s(config: RunConfig) -> float:
     return before_s + 3 * rollout.prepare_timeout_s + rollout.agent_timeout_s + rollout.evaluate_timeout_s
 
 
-def turn_timeout_s(config: RunConfig) -> float:
+def turn_timeout_s(config: Clocked) -> float:
     return config.rollout.agent_timeout_s / TURNS_OF_AN_AGENT
 
 
-def gate_wait_s(config: RunConfig) -> float:
+def gate_wait_s(config: Clocked) -> float:
     """As long as it takes to notice a dead engine and start another, if the agent has that time."""
     replaced_s = unhealthy_s(config) + config.engines.start_timeout_s
     return min(replaced_s, config.rollout.agent_timeout_s / TURNS_OF_AN_AGENT)
 
 
-def unhealthy_s(config: RunConfig) -> float:
+def unhealthy_s(config: Clocked) -> float:
     """How long an engine is silent before it is taken out."""
     engines = config.engines
     return engines.health_misses * (engines.health_timeout_s + HEALTH_LOOK_S)
 
 
-def stage_timeout_s(config: RunConfig) -> float:
+def stage_timeout_s(config: Clocked) -> float:
     simulated_s = config.learner.simulated.step_s + config.learner.simulated.save_s
     known_s = 3 * simulated_s if config.learner.kind == "simulated" else 0.0
     return max(LEAST_STAGE_S, longest_phase(config)[1], known_s)
 
 
-def stall_s(config: RunConfig) -> float:
+def stall_s(config: Clocked) -> float:
     phase_s = max(longest_phase(config)[1], config.service.hang_s)
     if not config.engines.is_simulated:
         phase_s = max(phase_s, unhealthy_s(config))
     return max(STALLED_PHASES * phase_s, STALLED_ABSENCES * config.cluster.absent_s)
 
 
-def longest_phase(config: RunConfig) -> tuple[str, float]:
+def longest_phase(config: Clocked) -> tuple[str, float]:
     """The key and the seconds of the longest stretch in which a healthy rollout may show no progress."""
     rollout, gateway = config.rollout, config.gateway
     phases = {
@@ -86,7 +119,7 @@ def longest_phase(config: RunConfig) -> tuple[str, float]:
     return max(phases.items(), key=lambda phase: phase[1])
 
 
-def push_s(config: RunConfig, model_bytes: int) -> float:
+def push_s(config: Clocked, model_bytes: int) -> float:
     """Longest push of one wave: every phase, the formation of the group and every bucket at its limit."""
     push = config.push
     buckets = max(1, -(-model_bytes // push.bucket_bytes))
@@ -94,7 +127,7 @@ def push_s(config: RunConfig, model_bytes: int) -> float:
     return push.load_timeout_s + PUSH_PHASES * push.phase_timeout_s + transfers_s
 
 
-DERIVED: Final[Mapping[str, tuple[Callable[[RunConfig], float], str]]] = {
+DERIVED: Final[Mapping[str, tuple[Callable[[Clocked], float], str]]] = {
     "rollout.lease_s": (lambda config: max(60.0, config.service.hang_s), "max(60, service.hang_s)"),
     "push.gate_lease_s": (lambda config: max(60.0, config.service.hang_s), "max(60, service.hang_s)"),
     "rollout.guard_s": (guard_s, "the sum of the rollout's phases"),
@@ -109,7 +142,7 @@ DERIVED: Final[Mapping[str, tuple[Callable[[RunConfig], float], str]]] = {
 """By key: the rule, and what docs/configuration.md says in place of a default."""
 
 
-def derive(config: RunConfig) -> None:
+def derive(config: Clocked) -> None:
     """Fill in the clocks that the recipe left unset."""
     for name, (rule, _) in DERIVED.items():
         table, key = name.split(".")
@@ -119,7 +152,7 @@ def derive(config: RunConfig) -> None:
             object.__setattr__(config, table, section.model_copy(update={key: rule(config)}))
 
 
-def _has_engines(config: RunConfig) -> bool:
+def _has_engines(config: Clocked) -> bool:
     return not config.engines.is_simulated
 
 
@@ -131,9 +164,9 @@ class _Order:
     upper: str
     because: str
     may_be_equal: bool = False
-    matters: Callable[[RunConfig], bool] = lambda _: True
+    matters: Callable[[Clocked], bool] = lambda _: True
 
-    def problem(self, config: RunConfig) -> str | None:
+    def problem(self, config: Clocked) -> str | None:
         lower_s, upper_s = _value(config, self.lower), _value(config, self.upper)
         if lower_s < upper_s or (self.may_be_equal and lower_s == upper_s):
             return None
@@ -198,7 +231,7 @@ ORDERS: Final = (
 )
 
 
-def problem(config: RunConfig) -> str | None:
+def problem(config: Clocked) -> str | None:
     """The first two clocks that contradict each other, with values that work; None when all fit."""
     for order in ORDERS:
         if (found := order.problem(config)) is not None:
@@ -206,7 +239,7 @@ def problem(config: RunConfig) -> str | None:
     return _guard_problem(config) or _stall_problem(config)
 
 
-def _guard_problem(config: RunConfig) -> str | None:
+def _guard_problem(config: Clocked) -> str | None:
     needed_s = guard_s(config)
     if config.rollout.guard_s >= needed_s:
         return None
@@ -217,7 +250,7 @@ def _guard_problem(config: RunConfig) -> str | None:
     )
 
 
-def _stall_problem(config: RunConfig) -> str | None:
+def _stall_problem(config: Clocked) -> str | None:
     stall_s_given = config.service.stall_s
     phases = [longest_phase(config)]
     if not config.engines.is_simulated:
@@ -231,7 +264,7 @@ def _stall_problem(config: RunConfig) -> str | None:
     )
 
 
-def _value(config: RunConfig, name: str) -> float:
+def _value(config: Clocked, name: str) -> float:
     value: object = config
     for part in name.split("."):
         value = getattr(value, part)

@@ -24,7 +24,8 @@ from pydantic import ValidationError
 
 from headrace.actors.absent_images import refuse_absent_images
 from headrace.actors.choosing import make_agent
-from headrace.actors.config import AgentKind, RunConfig, SandboxKind, explain, load_recipe
+from headrace.actors.config import RunConfig, explain, load_recipe
+from headrace.actors.config_sections import AgentKind, SandboxKind
 from headrace.actors.errors import (
     ActorLost,
     ConfigError,

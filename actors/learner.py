@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from headrace.buffer.types import Batch, BatchLease, CheckpointRef, StepReport
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.learner import Learner, WeightsSnapshot
-    from headrace.policies.megatron import LearnerConfig
+    from headrace.policies.learner_config import LearnerConfig
 
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.learner")
@@ -77,6 +77,10 @@ class Stage(StrEnum):
     """Waiting for the push before, or taking the snapshot of the next one."""
     SAVING = "saving"
     """Writing a checkpoint."""
+
+
+ENDING_STAGES = frozenset({Stage.OPENING, Stage.STEPPING, Stage.SAVING})
+"""Stages that end by themselves, unless the learner hangs."""
 
 
 class LearnerLoopConfig(BaseModel):

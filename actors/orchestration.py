@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.actors.agents.immediate import ImmediateAgent
-from headrace.actors.config import SandboxKind, SandboxSection
+from headrace.actors.config_sections import SandboxKind, SandboxSection
 from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.observing import Observing
@@ -24,8 +24,9 @@ from headrace.actors.rollout import RolloutConfig
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import InlineRuntime, RayRuntime, start_local_ray, stop_local_ray
 from headrace.actors.sandbox_pool import SandboxPool
-from headrace.actors.worker import RolloutWorker, WorkerParts
-from headrace.buffer.replay import BufferConfig
+from headrace.actors.stations import WorkerParts
+from headrace.actors.worker import RolloutWorker
+from headrace.buffer.config import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.serve.capture.session import Budgets, Sampling

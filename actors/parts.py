@@ -30,8 +30,9 @@ from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.simulation.engines import SimulatedEngineGroup
+from headrace.actors.stations import SessionTerms, WorkerParts
 from headrace.actors.supervision import Parts
-from headrace.actors.worker import RolloutWorker, SessionTerms, WorkerParts
+from headrace.actors.worker import RolloutWorker
 from headrace.policies.engine import PauseMode
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway import GatewayConfig

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from headrace.actors.run_directory import RunDirectory
-    from headrace.buffer.replay import BufferConfig, BufferStatus
+    from headrace.buffer.config import BufferConfig
+    from headrace.buffer.replay import BufferStatus
     from headrace.buffer.tasks import Task, TaskId
     from headrace.buffer.types import (
         Batch,

@@ -20,7 +20,6 @@ from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.agents.agent import AgentReport, StopReason
-from headrace.actors.clocks import ANSWER_S
 from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
 from headrace.actors.preparing import prepare
 from headrace.buffer.cleaning import clean_text
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
     from headrace.serve.capture.rows import SessionReport
     from headrace.serve.client import OpenedSession
 
+ANSWER_S = 5.0
+"""How much later than its own clocks a pool may say so."""
 RESULT_CHARACTERS, LOG_CHARACTERS = 500, 4000
 """Of an agent's last words and of its log, kept in its span."""
 logger = logging.getLogger(__name__)

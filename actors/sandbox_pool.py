@@ -22,7 +22,7 @@ from headrace.sandboxes.pool.pool import Pool
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headrace.actors.config import SandboxSection
+    from headrace.actors.config_sections import SandboxSection
     from headrace.actors.operations import Results
     from headrace.actors.run_directory import RunDirectory
     from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec

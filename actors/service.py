@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from headrace.actors.runtime import Runtime
     from headrace.buffer.replay import BufferStatus
     from headrace.buffer.types import StepReport
-    from headrace.policies.megatron import LearnerConfig
+    from headrace.policies.learner_config import LearnerConfig
     from headrace.policies.simulated import SimulatedLearnerConfig
 
 R = TypeVar("R")

@@ -13,6 +13,7 @@ from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 from headrace.actors.agents.agent import AgentSession
 from headrace.actors.agents.chat import ChatClient, NoChat
 from headrace.actors.owning import Owning
+from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.session import Session, SessionSpec
 from headrace.serve.client import GatewayClient, OpenedSession
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
@@ -91,7 +92,7 @@ class NoSessions(Owning):
         return AgentSession(base_url="", chat=NoChat(), context_tokens=context_tokens)
 
     async def finish(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
-        return Session(SessionSpec(session_id=session.session_id), opened_at=0.0).report()
+        return report_of(Session(SessionSpec(session_id=session.session_id), opened_at=0.0))
 
 
 def _until_reached() -> AsyncRetrying:

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING
 
 from headrace.actors import clocks
 from headrace.actors.engine_group.registry import EngineState
-from headrace.actors.learner import Stage
+from headrace.actors.learner import ENDING_STAGES, Stage
 from headrace.actors.stall_detector import Signs, StallDetector
 
 if TYPE_CHECKING:
     from headrace.actors.config import RunConfig
     from headrace.actors.supervision import Look
 
-ENDING_STAGES = frozenset({Stage.OPENING, Stage.STEPPING, Stage.SAVING})
-"""Stages that end by themselves, unless the learner hangs."""
 RESULT_ROLLOUTS = 2.0
 """Some rollout has a result in so many times the longest that one may take; turns alone are no progress after that."""
 

@@ -5,6 +5,7 @@ Invariant: each incarnation of a worker is a holder of its own.
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Self
 
 from headrace.actors.leases import Leases
@@ -12,18 +13,72 @@ from headrace.actors.operations import OperationCalls
 from headrace.actors.owning import Owning
 from headrace.actors.sessions import GatewaySessions, NoSessions
 from headrace.actors.simulation.sessions import SimulatedSessions
+from headrace.buffer.types import Purpose
 from headrace.serve.capture.session import SessionId, SessionSpec
 
 if TYPE_CHECKING:
-    from headrace.actors.agents.agent import AgentReport
+    from headrace.actors.agents.agent import Agent, AgentReport
+    from headrace.actors.evaluator import Evaluator
     from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
+    from headrace.actors.gateway import GatewayAddress
+    from headrace.actors.held_out.folders import EvaluationFolders
+    from headrace.actors.held_out.records import RolloutStore
+    from headrace.actors.observing import Observing
+    from headrace.actors.rollout import RolloutConfig
+    from headrace.actors.sandbox_pool import SandboxPool
     from headrace.actors.sessions import Sessions
-    from headrace.actors.worker import WorkerParts
+    from headrace.actors.simulation.engines import SimulatedEngineGroup
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest
     from headrace.serve.capture.rows import SessionReport
+    from headrace.serve.capture.session import Budgets, Sampling
     from headrace.serve.client import OpenedSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTerms:
+    """What a session may do: `sampling` is law for its turns, `budgets` end it."""
+
+    sampling: Sampling
+    budgets: Budgets
+
+    def to_json(self) -> dict[str, float | int | None]:
+        """What a person wants to know of an evaluation."""
+        budgets = {name: getattr(self.budgets, name) for name in _TOKEN_BUDGETS}
+        return asdict(self.sampling) | budgets
+
+
+_TOKEN_BUDGETS = ("max_tokens_per_turn", "max_context_tokens", "max_sampled_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """What a worker is made of; everything in it is picklable."""
+
+    pool: SandboxPool
+    evaluator: Evaluator
+    replay: RolloutStore
+    agent: Agent
+    gateway: GatewayAddress | None
+    """None when the agent asks no policy, or a simulated one."""
+    sampling: Sampling
+    budgets: Budgets
+    train_truncated: bool
+    rollout: RolloutConfig
+    observing: Observing
+    evaluations: EvaluationFolders | None = None
+    """Where the conversations, patches and logs of evaluation rollouts are kept; None keeps none."""
+    evaluation_terms: SessionTerms | None = None
+    """Of the sessions of evaluation rollouts; None for those of training."""
+    simulated_engines: SimulatedEngineGroup | None = None
+    """Asked by the simulated agent, in place of a gateway."""
+
+    def terms(self, purpose: Purpose) -> SessionTerms:
+        """Of the session of a rollout for this purpose."""
+        if purpose is Purpose.EVALUATION and self.evaluation_terms is not None:
+            return self.evaluation_terms
+        return SessionTerms(sampling=self.sampling, budgets=self.budgets)
 
 
 class WorkerStations(Owning):

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.guarding import AwakeClock
-from headrace.actors.learner import Stage
+from headrace.actors.learner import ENDING_STAGES, Stage
 from headrace.actors.pacing import LatencyWatch, Pressure
-from headrace.actors.signs import ENDING_STAGES
 from headrace.actors.utilisation import Station, UtilisationMeter, bottleneck
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import asyncio
 import uuid
 from collections import Counter, deque
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -28,7 +28,7 @@ from headrace.actors.held_out.answers import answer_of
 from headrace.actors.held_out.keeping import KeepingStations
 from headrace.actors.retry import until_back
 from headrace.actors.rollout import run_rollout
-from headrace.actors.stations import WorkerStations
+from headrace.actors.stations import WorkerParts, WorkerStations
 from headrace.buffer.types import Cause, Outcome, Purpose, RolloutId, RolloutResult
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import start_rollout_span
@@ -36,18 +36,8 @@ from headrace.serve.observing.tracing import start_rollout_span
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from headrace.actors.agents.agent import Agent
-    from headrace.actors.evaluator import Evaluator
-    from headrace.actors.gateway import GatewayAddress
     from headrace.actors.held_out.answers import Answer
-    from headrace.actors.held_out.folders import EvaluationFolders
-    from headrace.actors.held_out.records import RolloutStore
-    from headrace.actors.observing import Observing
-    from headrace.actors.rollout import RolloutConfig
-    from headrace.actors.sandbox_pool import SandboxPool
-    from headrace.actors.simulation.engines import SimulatedEngineGroup
     from headrace.buffer.types import RolloutOrder
-    from headrace.serve.capture.session import Budgets, Sampling
 
 tracer = trace.get_tracer("headrace.actors.worker")
 
@@ -82,51 +72,6 @@ class WorkerStatus:
     """Turns at simulated engines; a gateway counts its own, None."""
     ended_turns: int | None = None
     """Turns that ended there."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionTerms:
-    """What a session may do: `sampling` is law for its turns, `budgets` end it."""
-
-    sampling: Sampling
-    budgets: Budgets
-
-    def to_json(self) -> dict[str, float | int | None]:
-        """What a person wants to know of an evaluation."""
-        budgets = {name: getattr(self.budgets, name) for name in _TOKEN_BUDGETS}
-        return asdict(self.sampling) | budgets
-
-
-_TOKEN_BUDGETS = ("max_tokens_per_turn", "max_context_tokens", "max_sampled_tokens")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerParts:
-    """What a worker is made of; everything in it is picklable."""
-
-    pool: SandboxPool
-    evaluator: Evaluator
-    replay: RolloutStore
-    agent: Agent
-    gateway: GatewayAddress | None
-    """None when the agent asks no policy, or a simulated one."""
-    sampling: Sampling
-    budgets: Budgets
-    train_truncated: bool
-    rollout: RolloutConfig
-    observing: Observing
-    evaluations: EvaluationFolders | None = None
-    """Where the conversations, patches and logs of evaluation rollouts are kept; None keeps none."""
-    evaluation_terms: SessionTerms | None = None
-    """Of the sessions of evaluation rollouts; None for those of training."""
-    simulated_engines: SimulatedEngineGroup | None = None
-    """Asked by the simulated agent, in place of a gateway."""
-
-    def terms(self, purpose: Purpose) -> SessionTerms:
-        """Of the session of a rollout for this purpose."""
-        if purpose is Purpose.EVALUATION and self.evaluation_terms is not None:
-            return self.evaluation_terms
-        return SessionTerms(sampling=self.sampling, budgets=self.budgets)
 
 
 class RolloutWorker:

@@ -48,9 +48,9 @@ from headrace.buffer.versions import PolicyVersion
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from headrace.buffer.config import BufferConfig
     from headrace.buffer.history import TaskHistory
     from headrace.buffer.records import AttemptRecord
-    from headrace.buffer.replay import BufferConfig
     from headrace.buffer.state import ReplayState, Versions
     from headrace.buffer.types import BatchLease, CheckpointRef, RolloutId, StepReport
 

@@ -29,9 +29,9 @@ from headrace.buffer.types import Cause, GroupId, Receipt, ReceiptStatus, Rollou
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from headrace.buffer.config import BufferConfig
     from headrace.buffer.history import TaskHistory
     from headrace.buffer.outages import Outages
-    from headrace.buffer.replay import BufferConfig
     from headrace.buffer.sealing import Sealing
     from headrace.buffer.state import ReplayState
     from headrace.buffer.tasks import TaskId

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.advantages import deviation_square_sum
-from headrace.buffer.outages import with_failure
-from headrace.buffer.records import Charge
+from headrace.buffer.records import Charge, HostFailures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.buffer.records import AttemptRecord, HostFailures
+    from headrace.buffer.records import AttemptRecord
     from headrace.buffer.state import ReplayState
     from headrace.buffer.tasks import TaskId
+
+
+HOSTS_KEPT: Final = 8
+"""Of one task."""
 
 
 class TaskHistory:
@@ -130,3 +133,12 @@ class TaskHistory:
                 deviation_square_sum=task.deviation_square_sum + deviation_square_sum(rewards),
             )
         )
+
+
+def with_failure(failures: tuple[HostFailures, ...], host: str, now: float) -> tuple[HostFailures, ...]:
+    """With one more failure; one on an unknown host says nothing."""
+    if not host:
+        return failures
+    known = next((item for item in failures if item.host == host), HostFailures(host, now, now))
+    others = [item for item in failures if item.host != host]
+    return (*others, replace(known, last_at_s=now))[-HOSTS_KEPT:]

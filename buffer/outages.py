@@ -39,8 +39,6 @@ PROBE_S: Final = 60.0
 """How often one attempt may begin while the system is failing: its success ends the outage."""
 APART_S: Final = 60.0
 """Failures that are closer together are of one time."""
-HOSTS_KEPT: Final = 8
-"""Of one task."""
 
 COUNTED: Final = frozenset({Charge.TASK, Charge.HOST, Charge.ENGINES})
 """Failures that use up one of a rollout's `max_attempts`."""
@@ -225,15 +223,6 @@ def apart(failures: tuple[HostFailures, ...]) -> bool:
         for number, one in enumerate(failures)
         for other in failures[:number]
     )
-
-
-def with_failure(failures: tuple[HostFailures, ...], host: str, now: float) -> tuple[HostFailures, ...]:
-    """With one more failure; one on an unknown host says nothing."""
-    if not host:
-        return failures
-    known = next((item for item in failures if item.host == host), HostFailures(host, now, now))
-    others = [item for item in failures if item.host != host]
-    return (*others, replace(known, last_at_s=now))[-HOSTS_KEPT:]
 
 
 def utc(seconds: float) -> str:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.buffer.acceptance import AcceptanceRule
+    from headrace.buffer.config import BufferConfig
     from headrace.buffer.history import TaskHistory
     from headrace.buffer.records import GroupRecord, RolloutRecord
-    from headrace.buffer.replay import BufferConfig
     from headrace.buffer.state import ReplayState
     from headrace.buffer.types import GroupId, RolloutId
 

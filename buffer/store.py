@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self, TypeVar
 
+    from headrace.buffer.config import BufferConfig
     from headrace.buffer.records import BatchRecord, EvaluationRecord, Snapshot
-    from headrace.buffer.replay import BufferConfig, BufferStatus
+    from headrace.buffer.replay import BufferStatus
     from headrace.buffer.tasks import Task, TaskId
     from headrace.buffer.types import (
         BatchId,

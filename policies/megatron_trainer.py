@@ -37,7 +37,7 @@ with warnings.catch_warnings():
 
 if TYPE_CHECKING:
     from headrace.buffer.types import Batch
-    from headrace.policies.megatron import LearnerConfig
+    from headrace.policies.learner_config import LearnerConfig
     from headrace.policies.train_rows import WeightedRow
 
 KEPT_SNAPSHOTS = 2

@@ -33,7 +33,7 @@ from headrace.serve.capture.session_log import SessionLog
 from headrace.serve.engines import EngineDeadlines, EnginePool
 from headrace.serve.model_use import ModelUse
 from headrace.serve.parsing.choosing import choose_parser
-from headrace.serve.rendering.render import load_renderer
+from headrace.serve.rendering.template_renderer import load_renderer
 from headrace.serve.sessions import SessionTable
 from headrace.serve.turns import Turns
 

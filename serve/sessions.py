@@ -14,7 +14,7 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from headrace.serve.capture.rows import conversation_of, tree_of
+from headrace.serve.capture.rows import conversation_of, report_of, tree_of
 from headrace.serve.capture.session import Session
 from headrace.serve.capture.session_log import Opened
 from headrace.serve.errors import LogBroken, SessionExists
@@ -137,7 +137,7 @@ class SessionTable:
         live = self.get(session_id)
         if live is None:
             known = self._log.load_finished(session_id) if self._log else None
-            return Finished(known.report(), known) if known else None
+            return Finished(report_of(known), known) if known else None
         # It stays in the table until it has ended: whoever asked may be gone by then, and ask again.
         report = await self._turns.close(live)
         if self._drop(live) and self._log is not None:

@@ -24,6 +24,7 @@ from headrace.policies.engine import FinishReason, GenerateRequest, RequestId
 from headrace.policies.tokenizer_errors import TemplateRefused
 from headrace.serve.capture.events import Delivered, Exhausted, Failed, Spent
 from headrace.serve.capture.matching import wishes_of
+from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.trie import path
 from headrace.serve.daemon_thread import DaemonThread
 from headrace.serve.engines import join_pieces
@@ -312,7 +313,7 @@ class Turns:
         with suppress(LogBroken):
             live.keep_unkept()
         self._pool.router.forget(live.core.spec.session_id)
-        return live.core.report()
+        return report_of(live.core)
 
 
 def _lineage(live: LiveSession, match: Match) -> Lineage:

@@ -24,7 +24,7 @@ from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import SessionId, SessionSpec
 from headrace.serve.client import GatewayClient
 from headrace.serve.gateway import Gateway, GatewayConfig
-from headrace.serve.rendering.render import load_renderer
+from headrace.serve.rendering.template_renderer import load_renderer
 from headrace.serve.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:

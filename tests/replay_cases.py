@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.buffer.replay import BufferConfig, ReplayBuffer
+from headrace.buffer.config import BufferConfig
+from headrace.buffer.replay import ReplayBuffer
 from headrace.buffer.stream import TaskStream
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import (

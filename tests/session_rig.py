@@ -30,9 +30,8 @@ from headrace.serve.parsing.base import ParsedBlock, ParsedCall, ParsedOutput
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from headrace.serve.capture.events import Event
+    from headrace.serve.capture.events import Event, Status
     from headrace.serve.capture.session import Session, TurnPlan
-    from headrace.serve.capture.trie import Status
     from headrace.serve.conversation import ToolSpec
     from headrace.serve.parsing.base import OutputParser
     from headrace.serve.rendering.render import Renderer, TokenIds

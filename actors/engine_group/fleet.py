@@ -17,19 +17,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.actors.engine_group.bodies import (
-    Body,
-    ForeignServer,
-    OwnProcess,
-    PlacedProcess,
-    ServerPlan,
-    server_process,
-)
+from headrace.actors.engine_group.bodies import Body, ForeignServer, OwnProcess, PlacedProcess
 from headrace.actors.engine_group.config import Placement
 from headrace.actors.engine_group.errors import EngineGroupError, EngineNotAdded
 from headrace.actors.engine_group.host import EngineHost
 from headrace.actors.engine_group.registry import LIVING, EngineState, Origin, address, is_loopback
 from headrace.actors.engine_group.roster import EngineStatus
+from headrace.actors.engine_group.server_plan import ServerPlan, server_process
 from headrace.actors.errors import ActorError
 from headrace.actors.runtime import Resources, node_address
 from headrace.policies.engine import EngineId

@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from headrace.actors.engine_group.bodies import ServerPlan, server_process
+from headrace.actors.engine_group.server_plan import ServerPlan, server_process
 from headrace.actors.owning import Owning
 from headrace.actors.runtime import node_address
 from headrace.policies.errors import EngineUnavailable

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from pydantic import ValidationError
 
-from headrace.actors.config import ModelSection, RunConfig, apply_override, explain, load_recipe
+from headrace.actors.config import RunConfig, apply_override, explain, load_recipe
+from headrace.actors.config_sections import ModelSection
 from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.held_out.folders import EvaluationFolders
 from headrace.actors.held_out.overlap import refuse_overlap

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.simulation.months import STEPS_PER_DAY, write_run
-from headrace.actors.simulation.soak import Driver, log_of
+from headrace.actors.simulation.soak_driver import Driver, log_of
 from headrace.actors.ticker import FOLDER_KEY, largest_gaps
 from headrace.buffer.errors import ReplayError
 from headrace.buffer.ledger import bring_up_to_date

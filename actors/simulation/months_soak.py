@@ -19,7 +19,7 @@ from headrace.actors.metrics import last_metric
 from headrace.actors.reporting import report_of
 from headrace.actors.simulation.months import SAVE_EVERY, write_run
 from headrace.actors.simulation.months_bench import all_processes, first_order_s, restart_each
-from headrace.actors.simulation.soak import Driver
+from headrace.actors.simulation.soak_driver import Driver
 from headrace.buffer.verify import verify
 from headrace.policies.checkpoints import list_checkpoints
 

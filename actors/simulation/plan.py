@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.actors.agents.simulated import SimulatedAgentConfig
-from headrace.actors.config import SandboxKind, SandboxSection, explain
+from headrace.actors.config import explain
+from headrace.actors.config_sections import SandboxKind, SandboxSection
 from headrace.actors.dispatcher import DispatcherConfig
 from headrace.actors.errors import ConfigError
 from headrace.actors.learner import LearnerLoopConfig
@@ -23,7 +24,7 @@ from headrace.actors.pacing import PacingConfig
 from headrace.actors.rollout import RolloutConfig
 from headrace.actors.simulation.durations import Durations, DurationsConfig
 from headrace.actors.simulation.tasks import simulated_tasks
-from headrace.buffer.replay import BufferConfig
+from headrace.buffer.config import BufferConfig
 from headrace.policies.simulated import PushMode, SimulatedEnginesConfig, SimulatedLearnerConfig
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.sandboxes.simulated.provider import SimulationConfig

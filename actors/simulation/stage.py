@@ -19,8 +19,9 @@ from headrace.actors.observing import Observing
 from headrace.actors.replay import Replay
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.simulation.engines import SimulatedEngineGroup
+from headrace.actors.stations import WorkerParts
 from headrace.actors.supervision import Parts
-from headrace.actors.worker import RolloutWorker, WorkerParts
+from headrace.actors.worker import RolloutWorker
 from headrace.serve.capture.session import Budgets, Sampling
 from headrace.serve.observing.telemetry import TelemetryConfig
 

@@ -11,16 +11,25 @@ Invariants:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.actors.tuning.searching import Prediction
     from headrace.actors.tuning.trial import Trial
 
 WITHIN: Final = 0.03
 EQUAL_LOSS: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Of one setting: mean time of a step over seeds, and the least and the greatest."""
+
+    step_s: float
+    least_s: float
+    greatest_s: float
 
 
 def choose(trials: Sequence[Trial], *, within: float = WITHIN) -> Trial:

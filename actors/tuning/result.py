@@ -16,9 +16,10 @@ from headrace.actors.tuning.choosing import pareto_front
 
 if TYPE_CHECKING:
     from headrace.actors.simulation.plan import SimulationPlan
+    from headrace.actors.tuning.choosing import Prediction
     from headrace.actors.tuning.fitting import Fit
     from headrace.actors.tuning.records import Recording
-    from headrace.actors.tuning.searching import Prediction, Searched
+    from headrace.actors.tuning.searching import Searched
     from headrace.actors.tuning.trial import Trial
 
 COLUMNS = ("step s", "staleness", "largest", "waste", "slow decile", "reward", "evicted/step", "learner")

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.tuning.choosing import WITHIN, choose, is_worth_it, pareto_front
+from headrace.actors.tuning.choosing import WITHIN, Prediction, choose, is_worth_it, pareto_front
 from headrace.actors.tuning.trial import FailedTrial, Trial, run_trial
 
 if TYPE_CHECKING:
@@ -44,15 +44,6 @@ class Effort:
     steps: int
     processes: int
     within: float = WITHIN
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """Of one setting: mean time of a step over seeds, and the least and the greatest."""
-
-    step_s: float
-    least_s: float
-    greatest_s: float
 
 
 @dataclass(frozen=True, slots=True)

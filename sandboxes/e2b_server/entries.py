@@ -9,7 +9,7 @@ import posixpath
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.sandboxes.e2b_server.live import timestamp
+from headrace.sandboxes.e2b_server.timestamps import timestamp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

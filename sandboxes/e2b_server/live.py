@@ -6,13 +6,13 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
 from headrace.sandboxes.e2b_server.accounts import Accounts
 from headrace.sandboxes.e2b_server.processes import ProcessTable
+from headrace.sandboxes.e2b_server.timestamps import timestamp
 
 if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
@@ -23,10 +23,6 @@ LEVEL: Final = "info"
 LOGGER: Final = "process"
 """Of those that `e2b sandbox logs` shows when it is not told which."""
 _KEPT_EVENTS: Final = 256
-_FIRST_S: Final = -62_135_596_800.0
-"""0001-01-01T00:00:00Z"""
-_LAST_S: Final = 253_402_300_799.0
-"""9999-12-31T23:59:59Z"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +79,3 @@ class LiveSandbox:
         for task in self.watching:
             task.cancel()
         self.watchers.clear()
-
-
-def timestamp(seconds: float) -> str:
-    """RFC 3339 in UTC, as the API and the protobuf JSON mapping write times; what lies beyond its years, as a file's
-    time may, is the nearest one."""
-    within = min(max(seconds, _FIRST_S), _LAST_S)
-    return datetime.fromtimestamp(within, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

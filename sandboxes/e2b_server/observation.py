@@ -17,8 +17,9 @@ from headrace.sandboxes.base import Feature, ImageRef
 from headrace.sandboxes.e2b_server.bodies import Network, NewSnapshot, read_body
 from headrace.sandboxes.e2b_server.errors import ApiError, not_found, unsupported
 from headrace.sandboxes.e2b_server.lifecycle import spec_of
-from headrace.sandboxes.e2b_server.live import CpuSample, timestamp
+from headrace.sandboxes.e2b_server.live import CpuSample
 from headrace.sandboxes.e2b_server.table import Snapshot, State
+from headrace.sandboxes.e2b_server.timestamps import timestamp
 from headrace.sandboxes.errors import SandboxError, SandboxGone
 
 if TYPE_CHECKING:

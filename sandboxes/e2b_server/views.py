@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.sandboxes.e2b_server.live import timestamp
+from headrace.sandboxes.e2b_server.timestamps import timestamp
 
 if TYPE_CHECKING:
     from headrace.sandboxes.e2b_server.table import Row

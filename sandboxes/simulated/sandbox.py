@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, Feature, SandboxInfo
 from headrace.sandboxes.errors import (
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from headrace.sandboxes.base import ExecResult, SandboxId, SandboxRef, SandboxSpec
-    from headrace.sandboxes.simulated.provider import SimulatedProvider
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -55,10 +54,31 @@ class SimulatedState:
         )
 
 
+class SimulatedHost(Protocol):
+    """What a sandbox asks of its provider; every call may raise ProviderUnreachable."""
+
+    @property
+    def features(self) -> frozenset[Feature]: ...
+
+    async def answer(self) -> None:
+        """Take the time of a call."""
+        ...
+
+    async def run(self, state: SimulatedState, command: str) -> ExecResult:
+        """What the command results in, after its time. Raises SandboxGone."""
+        ...
+
+    def renew(self, state: SimulatedState, ttl_s: float) -> None:
+        """Let the lease end `ttl_s` from now."""
+        ...
+
+    async def kill(self, state: SimulatedState) -> None: ...
+
+
 class SimulatedSandbox(PartialSandbox):
     """Every method raises SandboxGone once it is dead."""
 
-    def __init__(self, provider: SimulatedProvider, state: SimulatedState | None, ref: SandboxRef) -> None:
+    def __init__(self, provider: SimulatedHost, state: SimulatedState | None, ref: SandboxRef) -> None:
         self._provider = provider
         self._found = state
         self._ref = ref

@@ -9,14 +9,46 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
 
+from headrace.serve.conversation import Purpose
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.policies.engine import TokenSpan
     from headrace.serve.capture.matching import Drift
-    from headrace.serve.capture.trie import Origin, Status
     from headrace.serve.conversation import TurnAnswer
     from headrace.serve.rendering.render import TokenIds
+
+
+class Status(StrEnum):
+    """What became of a sampled turn."""
+
+    FINISHED = "finished"
+    """Sampled to its end; its last byte has not left yet."""
+    DELIVERED = "delivered"
+    """Its last byte was handed to the connection."""
+    ACCEPTED = "accepted"
+    """The agent came back with it."""
+    ABORTED = "aborted"
+    """Cut: agent gone, wall time over, engine failed after partial output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What tells one lineage from another; `untrained`: the model name is served, not trained."""
+
+    agent: str = ""
+    purpose: Purpose = Purpose.TURN
+    has_tools: bool = False
+    knows_us: bool = False
+    """Its messages echo a turn of the session's agents that is not on its path."""
+    untrained: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether its root is one of the session's agents, and no side call beside them: where there are agents with
+        tools, their conversations, summaries of these, and what quotes them."""
+        return self.has_tools or self.knows_us or self.purpose is Purpose.COMPACTION
 
 
 class Exhausted(StrEnum):

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from headrace.buffer.types import Row, Trajectory, VersionSpan
-from headrace.serve.capture.trie import Status, below, path
+from headrace.serve.capture.events import Status
+from headrace.serve.capture.trie import below, path
 from headrace.serve.conversation import Purpose
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class SessionReport:
 
 
 def report_of(session: Session) -> SessionReport:
+    """What the session leaves."""
     verdicts = verdicts_of(session)
     rows, lineages = _rows(session.trie, verdicts)
     masked = Counter[str]()

@@ -18,10 +18,9 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NewType
 
 from headrace.policies.engine import MAX_TOKEN_CHARACTERS, FinishReason
-from headrace.serve.capture.events import Accepted, Delivered, Exhausted, Failed, Recorded, Spent
+from headrace.serve.capture.events import Accepted, Delivered, Exhausted, Failed, Recorded, Spent, Status
 from headrace.serve.capture.matching import wishes_of
-from headrace.serve.capture.rows import report_of
-from headrace.serve.capture.trie import Status, Trie
+from headrace.serve.capture.trie import Trie
 from headrace.serve.conversation import Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.errors import ContextExceeded
 from headrace.serve.parsing.base import ParsedCall
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
     from headrace.policies.engine import Completion
     from headrace.serve.capture.events import Event
-    from headrace.serve.capture.rows import SessionReport
     from headrace.serve.capture.trie import Match, SampledNode
     from headrace.serve.conversation import Block, TurnRequest
     from headrace.serve.parsing.base import OutputParser, ParsedBlock
@@ -323,10 +321,6 @@ class Session:
         self.turns += event.status is not Status.ABORTED
         number = event.answer.turn_id.removeprefix(f"t{self._salt}")
         self._turn_numbers = max(self._turn_numbers, int(number) if number.isdigit() else 0)
-
-    def report(self) -> SessionReport:
-        """What the session leaves."""
-        return report_of(self)
 
 
 def _too_long(request: TurnRequest, characters: int, most: int) -> ContextExceeded:

@@ -25,10 +25,9 @@ import orjson
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import TokenSpan
 from headrace.sandboxes.private_folders import make_missing
-from headrace.serve.capture.events import Accepted, Delivered, Exhausted, Failed, Recorded, Spent
+from headrace.serve.capture.events import Accepted, Delivered, Exhausted, Failed, Origin, Recorded, Spent, Status
 from headrace.serve.capture.matching import Drift
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
-from headrace.serve.capture.trie import Origin, Status
 from headrace.serve.conversation import Purpose, Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.errors import LogBroken
 

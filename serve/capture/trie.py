@@ -16,10 +16,10 @@ from __future__ import annotations
 import weakref
 from array import array
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, TypeVar
 
+from headrace.serve.capture.events import Origin, Status
 from headrace.serve.capture.matching import (
     Drift,
     Frame,
@@ -31,7 +31,7 @@ from headrace.serve.capture.matching import (
     plain_digest,
     without_echoes_of,
 )
-from headrace.serve.conversation import Message, Purpose, Role, ToolCall
+from headrace.serve.conversation import Message, Role, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,37 +43,6 @@ if TYPE_CHECKING:
 
 
 NodeT = TypeVar("NodeT", "PromptNode", "SampledNode")
-
-
-class Status(StrEnum):
-    """What became of a sampled turn."""
-
-    FINISHED = "finished"
-    """Sampled to its end; its last byte has not left yet."""
-    DELIVERED = "delivered"
-    """Its last byte was handed to the connection."""
-    ACCEPTED = "accepted"
-    """The agent came back with it."""
-    ABORTED = "aborted"
-    """Cut: agent gone, wall time over, engine failed after partial output."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """What tells one lineage from another; `untrained`: the model name is served, not trained."""
-
-    agent: str = ""
-    purpose: Purpose = Purpose.TURN
-    has_tools: bool = False
-    knows_us: bool = False
-    """Its messages echo a turn of the session's agents that is not on its path."""
-    untrained: bool = False
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether its root is one of the session's agents, and no side call beside them: where there are agents with
-        tools, their conversations, summaries of these, and what quotes them."""
-        return self.has_tools or self.knows_us or self.purpose is Purpose.COMPACTION
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Final
 from headrace.policies.tokenizer import ChatTokenizer
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
 from headrace.serve.measuring.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head
-from headrace.serve.rendering.render import load_renderer
-from headrace.serve.rendering.template_renderer import TemplateRenderer
+from headrace.serve.rendering.template_renderer import TemplateRenderer, load_renderer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,13 +12,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from headrace.policies.tokenizer import ChatTokenizer
-from headrace.serve.rendering.template_renderer import TemplateRenderer
-
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
     from headrace.serve.conversation import Message, ToolCall, ToolSpec
 
@@ -72,8 +68,3 @@ class Renderer(Protocol):
     def visible(self, text: str) -> str:
         """Text without the spelling of special tokens."""
         ...
-
-
-def load_renderer(tokenizer_dir: Path) -> Renderer:
-    """The renderer of a model directory. Raises TokenizerInvalid that names the file."""
-    return TemplateRenderer(ChatTokenizer(tokenizer_dir))

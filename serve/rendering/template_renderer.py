@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from headrace.policies.tokenizer import ChatTokenizer
 from headrace.policies.tokenizer_errors import TemplateRefused
 from headrace.serve.rendering.template_messages import TemplateMessages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
-    from headrace.policies.tokenizer import ChatTokenizer
     from headrace.serve.conversation import Message, ToolCall, ToolSpec
-    from headrace.serve.rendering.render import TokenIds
+    from headrace.serve.rendering.render import Renderer, TokenIds
 
 _TOO_DEEP = "arguments or tool descriptions are nested too deeply"
 
@@ -67,3 +68,8 @@ class TemplateRenderer:
 
     def visible(self, text: str) -> str:
         return self._tokenizer.control.removed(text)
+
+
+def load_renderer(tokenizer_dir: Path) -> Renderer:
+    """The renderer of a model directory. Raises TokenizerInvalid that names the file."""
+    return TemplateRenderer(ChatTokenizer(tokenizer_dir))

@@ -14,7 +14,7 @@ import pytest
 from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
 from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.actors.attachments import Attachments
-from headrace.actors.config import SandboxSection
+from headrace.actors.config_sections import SandboxSection
 from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.gateway import GatewayActor
@@ -23,8 +23,9 @@ from headrace.actors.replay import Replay
 from headrace.actors.rollout import RolloutConfig
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.sandbox_pool import SandboxPool
-from headrace.actors.worker import RolloutWorker, WorkerParts
-from headrace.buffer.replay import BufferConfig
+from headrace.actors.stations import WorkerParts
+from headrace.actors.worker import RolloutWorker
+from headrace.buffer.config import BufferConfig
 from headrace.buffer.tasks import write_tasks
 from headrace.policies.engine import EngineId
 from headrace.sandboxes.base import SandboxSpec

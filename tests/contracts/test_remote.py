@@ -18,7 +18,7 @@ import pytest
 from aiohttp import web
 
 from headrace.actors.absent_images import refuse_absent_images
-from headrace.actors.config import RemoteSection, SandboxKind, SandboxSection
+from headrace.actors.config_sections import RemoteSection, SandboxKind, SandboxSection
 from headrace.actors.errors import ConfigError
 from headrace.actors.exit_codes import EXIT_TRANSIENT
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId

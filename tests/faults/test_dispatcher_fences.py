@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.config import SandboxKind, SandboxSection
+from headrace.actors.config_sections import SandboxKind, SandboxSection
 from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.errors import ActorLost
 from headrace.actors.evaluator import Evaluator
@@ -17,14 +17,15 @@ from headrace.actors.orchestration import immediate_parts, prepare_directory, wi
 from headrace.actors.replay import Replay
 from headrace.actors.runtime import InlineRuntime
 from headrace.actors.sandbox_pool import SandboxPool
-from headrace.actors.worker import RolloutWorker, WorkerParts, WorkerStatus
-from headrace.buffer.replay import BufferConfig
+from headrace.actors.worker import RolloutWorker, WorkerStatus
+from headrace.buffer.config import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
     from pathlib import Path
 
+    from headrace.actors.stations import WorkerParts
     from headrace.buffer.types import Outcome, RolloutId, RolloutOrder
 
 WAIT_S = 30.0

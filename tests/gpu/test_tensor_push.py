@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from headrace.policies.engine import EngineId, GenerateRequest, PauseMode, RequestId
-from headrace.policies.megatron import LearnerConfig, MegatronLearner
+from headrace.policies.learner_config import LearnerConfig
+from headrace.policies.megatron import MegatronLearner
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 

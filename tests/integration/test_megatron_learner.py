@@ -35,6 +35,7 @@ from headrace.buffer.types import (
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies import checkpoints
 from headrace.policies.errors import ModelInvalid
+from headrace.policies.learner_config import LearnerConfig
 from headrace.policies.learner_errors import (
     CheckpointUnreadable,
     LearnerAlreadyOpen,
@@ -42,7 +43,7 @@ from headrace.policies.learner_errors import (
     NonFiniteRun,
     RowUnusable,
 )
-from headrace.policies.megatron import LearnerConfig, MegatronLearner
+from headrace.policies.megatron import MegatronLearner
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from headrace.buffer.config import BufferConfig
 from headrace.buffer.errors import DataExhausted
 from headrace.buffer.ledger import Ledger, StoredTrajectory
 from headrace.buffer.records import BatchState, GroupState, RolloutState
-from headrace.buffer.replay import BufferConfig
 from headrace.buffer.types import Cause, CheckpointRef, ReceiptStatus, StepReport, batch_digest, extend_chain
 from headrace.buffer.verify import verify
 from headrace.buffer.versions import PolicyVersion

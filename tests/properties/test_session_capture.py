@@ -18,13 +18,15 @@ from headrace.policies.engine import FinishReason
 from headrace.policies.tokenizer import ChatTokenizer
 from headrace.serve import codec
 from headrace.serve.capture.events import Delivered
-from headrace.serve.capture.rows import Masked, SessionReport
+from headrace.serve.capture.rows import Masked, SessionReport, report_of
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
-from headrace.serve.rendering.render import Renderer, load_renderer
+from headrace.serve.rendering.template_renderer import load_renderer
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from headrace.serve.rendering.render import Renderer
 
 ROOM = Budgets(max_turns=1000, max_tokens_per_turn=10_000, max_context_tokens=1_000_000, wall_s=1e9)
 TOOLS = (ToolSpec("bash"), ToolSpec("edit"))
@@ -47,7 +49,7 @@ def rig(sampling: Sampling | None = None, *, bridges: bool = True) -> Rig:
 
 def check(played: Rig) -> SessionReport:
     """What every report shows, whatever happened."""
-    report = played.core.report()
+    report = report_of(played.core)
     rows = report.trajectory.rows if report.trajectory else ()
     assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())
     assert report.sampled_tokens == sum(map(len, played.outputs))
@@ -186,7 +188,7 @@ def test_whatever_agents_do_to_their_history_the_sums_are_right(data: st.DataObj
     again = Session(played.core.spec, 0.0)
     for event in played.events:
         again.apply(event)
-    assert codec.write_report(again.report()) == codec.write_report(report), "the events are the session"
+    assert codec.write_report(report_of(again)) == codec.write_report(report), "the events are the session"
 
 
 @settings(max_examples=60, deadline=None)
@@ -215,7 +217,7 @@ def test_the_report_survives_the_wire(data: st.DataObject, temperature: float, c
     text, finish = data.draw(SAMPLED)
     played.turn(asks(user("x")), text, finish=finish)
     played.cut(asks(user("y")), [END] * cut)
-    report = played.core.report()
+    report = report_of(played.core)
     again = codec.ReportForm.model_validate(json.loads(json.dumps(codec.write_report(report)))).to_report()
     assert again.sampled_tokens == again.trained_tokens + sum(again.masked.values())
     assert (again.trajectory is None) == (report.trajectory is None)

@@ -14,10 +14,9 @@ from tests.session_rig import ByteChat, Rig, asks, call, results, user
 
 from headrace.policies.engine import FinishReason
 from headrace.serve import codec
-from headrace.serve.capture.events import Delivered
-from headrace.serve.capture.rows import Masked, verdicts_of
+from headrace.serve.capture.events import Delivered, Status
+from headrace.serve.capture.rows import Masked, report_of, verdicts_of
 from headrace.serve.capture.session import Budgets, Session, SessionId, SessionSpec
-from headrace.serve.capture.trie import Status
 from headrace.serve.conversation import Message, Purpose, Reasoning, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
 
 if TYPE_CHECKING:
@@ -197,13 +196,13 @@ class Interleaved(RuleBasedStateMachine):
         again = Session(self.played.core.spec, 0.0)
         for event in self.played.events:
             again.apply(event)
-        assert codec.write_report(again.report()) == codec.write_report(self.played.core.report())
+        assert codec.write_report(report_of(again)) == codec.write_report(report_of(self.played.core))
         self.played.core = again
 
     @invariant()
     def the_sums_are_right_and_rows_are_what_engines_saw(self) -> None:
         core = self.played.core
-        report = core.report()
+        report = report_of(core)
         assert report.sampled_tokens == self.ledger.sampled == report.trained_tokens + sum(report.masked.values())
         for node in core.trie.sampled:
             assert list(core.trie.path_ids(node)) == self.ledger.whole[node.turn_id]

@@ -16,7 +16,7 @@ from headrace.policies.added_tokens import pattern_of
 from headrace.policies.tiny import PIECES
 from headrace.policies.tokenizer import ChatTokenizer
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
-from headrace.serve.rendering.render import load_renderer
+from headrace.serve.rendering.template_renderer import load_renderer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

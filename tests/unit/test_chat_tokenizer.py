@@ -14,7 +14,7 @@ from headrace.buffer.datasets.terminal import Split, problems
 from headrace.policies.tiny import END, PIECES, ROLE_MARKERS, write_description
 from headrace.policies.tokenizer import ChatTokenizer
 from headrace.policies.tokenizer_errors import TemplateRefused, TokenizerInvalid, TokenizerMismatch
-from headrace.serve.rendering.render import load_renderer
+from headrace.serve.rendering.template_renderer import load_renderer
 
 MODEL = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
 TEXTS = (

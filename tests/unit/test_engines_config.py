@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from headrace.actors.cli import app
 from headrace.actors.config import load_recipe
-from headrace.actors.engine_group.bodies import ServerPlan, server_process
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.fleet import Fleet, Ground
 from headrace.actors.engine_group.registry import EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.roster import EngineStatus, Roster
+from headrace.actors.engine_group.server_plan import ServerPlan, server_process
 from headrace.actors.errors import ConfigError, RunMissing
 from headrace.actors.launch import RunRequest, prepare
 from headrace.actors.run_status import status_of

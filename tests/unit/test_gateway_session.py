@@ -12,10 +12,9 @@ from tests.session_rig import END, ByteChat, Rig, asks, call, echo, results, sta
 
 from headrace.policies.engine import FinishReason
 from headrace.serve import codec
-from headrace.serve.capture.events import Delivered, Exhausted
-from headrace.serve.capture.rows import SessionReport, tree_of
+from headrace.serve.capture.events import Delivered, Exhausted, Status
+from headrace.serve.capture.rows import SessionReport, report_of, tree_of
 from headrace.serve.capture.session import MAX_REPLAYS, REPLAY_S, Budgets, Sampling, Session, SessionId, SessionSpec
-from headrace.serve.capture.trie import Status
 from headrace.serve.conversation import (
     Message,
     Purpose,
@@ -175,7 +174,7 @@ def test_messages_that_may_shrink_into_the_context_are_rendered() -> None:
 def test_only_exact_logprobs_are_trained(sampling: Sampling, exact: bool) -> None:
     played = rig(sampling=sampling)
     played.turn(asks(user("a")), "xy")
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert report.trajectory is not None
     assert report.trajectory.temperature == sampling.temperature
     assert report.masked == ({} if exact else {"sampling": 3})
@@ -187,7 +186,7 @@ def test_a_turn_cut_by_the_context_is_flagged_and_masked_where_the_session_says_
     for train, masked in ((True, {}), (False, {"truncated": 2})):
         played = rig(budgets=Budgets(max_context_tokens=prompt + 2), train_truncated=train)
         played.turn(asks(user("a")), "xy", finish=FinishReason.LENGTH)
-        report = check(played.core.report())
+        report = check(report_of(played.core))
         assert (report.masked, report.lineages[0].truncated) == (masked, True)
 
 
@@ -202,7 +201,7 @@ def test_each_prompt_begins_with_prompt_and_output_of_the_turn_before() -> None:
         messages += [echo(answer), results((answer.blocks[-1].id, f"out {number}"))]  # type: ignore[union-attr]
     for (prompt, output), (following, _) in pairwise(zip(played.prompts, played.outputs, strict=True)):
         assert following[: len(prompt) + len(output)] == prompt + output
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert report.trajectory is not None
     [row] = report.trajectory.rows
     assert row.tokens_T.tolist() == played.prompts[-1] + played.outputs[-1]
@@ -218,7 +217,7 @@ def test_a_turn_cut_by_length_is_trained_and_closed_by_the_bridge() -> None:
     played.turn(asks(user("a"), echo(answer), user("b")), "z")
     bridge = played.prompts[1][len(played.prompts[0]) + 2 :]
     assert bridge[0] == END
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert report.trajectory is not None
     row = report.trajectory.rows[0]
     assert not row.loss_mask_T[len(played.prompts[0]) + 2], "the closing id was not sampled"
@@ -229,7 +228,7 @@ def test_a_stop_string_is_trimmed_from_the_text_and_kept_in_the_ids() -> None:
     played = rig()
     answer = played.turn(asks(user("a"), stop=("###", "YY")), [*b"ab###"])
     assert (answer.text, answer.end, answer.stop_string) == ("ab", TurnEnd.STOP_STRING, "###")
-    assert trained(check(played.core.report())) == ["ab###"]
+    assert trained(check(report_of(played.core))) == ["ab###"]
 
 
 # Echoes that are not what was served.
@@ -274,7 +273,7 @@ def test_a_mutated_echo_is_the_same_turn_and_loses_nothing(mutate: Any) -> None:
     calls = echoed.calls
     played.turn(asks(user("a"), echoed, results((calls[0].id, "out")), tools=TOOLS), "done")
     assert played.prompts[1][: len(played.prompts[0]) + len(played.outputs[0])] == played.prompts[0] + played.outputs[0]
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert (len(report.lineages), report.masked) == (1, {})
 
 
@@ -282,7 +281,7 @@ def test_text_that_was_trimmed_or_reflowed_is_found_by_its_words() -> None:
     played = rig()
     played.turn(asks(user("a")), "  one\n two ")
     played.turn(asks(user("a"), say(Role.ASSISTANT, "one two"), user("b")), "c")
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert (len(report.lineages), report.drift) == (1, {"text": 1})
 
 
@@ -320,7 +319,7 @@ def test_parallel_calls_echoed_one_by_one_are_one_turn() -> None:
         tools=TOOLS,
     )
     played.turn(request, "done")
-    assert len(check(played.core.report()).lineages) == 1
+    assert len(check(report_of(played.core)).lineages) == 1
     assert bytes(item for item in played.prompts[1] if item < 256).count(b"CALL") == 2, "neither call stands twice"
 
 
@@ -348,7 +347,7 @@ def test_edited_history_is_a_new_row_and_each_token_is_trained_once() -> None:
     second = played.turn(asks(*shown, results((first.blocks[0].id, "long output")), tools=TOOLS), "then")  # type: ignore[union-attr]
     pruned = results((first.blocks[0].id, "[pruned]"))  # type: ignore[union-attr]
     played.turn(asks(*shown, pruned, echo(second), user("on"), tools=TOOLS), "more")
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert (len(report.lineages), report.masked) == (2, {})
     assert sum(text.count("CALL") for text in trained(report)) == 1
 
@@ -359,7 +358,7 @@ def test_an_answer_that_the_agent_dropped_is_abandoned() -> None:
     result = results((first.blocks[0].id, "x"))  # type: ignore[union-attr]
     played.turn(asks(user("a"), echo(first), result, tools=TOOLS), "garbled")
     played.turn(asks(user("a"), echo(first), result, user("That was no call."), tools=TOOLS), "sorry")
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert report.masked == {"abandoned": len(b"garbled") + 1}
     assert len(report.lineages) == 1
 
@@ -368,14 +367,14 @@ def test_a_first_answer_that_was_dropped_is_abandoned_too() -> None:
     played = rig()
     played.turn(asks(SYSTEM, user("a")), "garbled")
     played.turn(asks(SYSTEM, user("a"), user("That was no call.")), "sorry")
-    assert check(played.core.report()).masked == {"abandoned": len(b"garbled") + 1}
+    assert check(report_of(played.core)).masked == {"abandoned": len(b"garbled") + 1}
 
 
 def test_two_agents_of_the_same_kind_abandon_nothing_of_one_another() -> None:
     played = rig()
     for task in ("one", "two"):
         played.turn(asks(SYSTEM, user(task)), "done")
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert (report.masked, len(report.lineages)) == ({}, 2)
 
 
@@ -393,7 +392,7 @@ def test_subagents_are_rows_of_their_own_and_the_parent_goes_on() -> None:
         played.turn(asks(*said, tools=TOOLS[:1], agent=f"child-{number}"), f"found {number}")
     ids = [block.id for block in asked.blocks]  # type: ignore[union-attr]
     played.turn(asks(*parent, echo(asked), results((ids[0], "1"), (ids[1], "2")), tools=TOOLS), "done")
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert [lineage.name for lineage in report.lineages] == ["1.child-0", "2.child-1", "0"]
     assert report.masked == {}
     assert played.prompts[-1][: len(played.prompts[0])] == played.prompts[0]
@@ -413,7 +412,7 @@ def test_compaction_is_a_branch_and_its_continuation_a_new_row() -> None:
     played.turn(asks(*messages[:-2], user("CRITICAL: summarise"), tools=TOOLS), "summary")
     kept = (user("This is what happened: summary"), *messages[-2:])
     played.turn(asks(SYSTEM, *kept, tools=TOOLS), "going on")
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert report.masked == {}
     assert len(report.lineages) == 3, "the way so far, the summary, what came after"
     assert sum(text.count("CALL") for text in trained(report)) == 2, "the kept turn is context in the new row"
@@ -426,7 +425,7 @@ def test_what_rows_share_is_trained_in_the_longest() -> None:
     played.turn(asks(*shown, user("Sum up"), purpose=Purpose.COMPACTION), "short")
     second = played.turn(asks(*shown, user("b")), "two ")
     played.turn(asks(*shown, user("b"), echo(second), user("c")), "three")
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert trained(report) == ["short", "one two three"]
     assert report.masked == {}
 
@@ -436,7 +435,7 @@ def test_a_conversation_without_tools_that_quotes_ours_is_no_side_call() -> None
     first = played.turn(asks(SYSTEM, user("go"), tools=TOOLS), call("bash", command="1"))
     shown = (user("go"), echo(first), results((first.blocks[0].id, "x")))  # type: ignore[union-attr]
     played.turn(asks(say(Role.SYSTEM, "You summarise."), *shown), "summary")
-    assert check(played.core.report()).masked == {}
+    assert check(report_of(played.core)).masked == {}
 
 
 def test_a_summary_asked_for_without_tools_is_trained_and_a_title_is_not() -> None:
@@ -445,7 +444,7 @@ def test_a_summary_asked_for_without_tools_is_trained_and_a_title_is_not() -> No
     first = played.turn(asks(SYSTEM, user("go"), tools=TOOLS), call("bash", command="1"))
     shown = (SYSTEM, user("go"), echo(first), results((first.blocks[0].id, "x")))  # type: ignore[union-attr]
     played.turn(asks(*shown, user("Summarise."), purpose=Purpose.COMPACTION), "summary")
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert report.masked == {"side": len(b"A title") + 1}
     assert [lineage.name for lineage in report.lineages] == ["1", "2.compaction"]
 
@@ -453,7 +452,7 @@ def test_a_summary_asked_for_without_tools_is_trained_and_a_title_is_not() -> No
 def test_a_model_that_is_served_is_not_trained() -> None:
     played = rig()
     played.turn(asks(user("a")), "x", untrained=True)
-    assert check(played.core.report()).masked == {"side": 2}
+    assert check(report_of(played.core)).masked == {"side": 2}
 
 
 def test_a_fabricated_assistant_turn_is_context() -> None:
@@ -461,7 +460,7 @@ def test_a_fabricated_assistant_turn_is_context() -> None:
     shown = (user("context"), say(Role.ASSISTANT, "Got it. Thanks for the context!"), user("go"))
     answer = played.turn(asks(*shown), "x")
     played.turn(asks(*shown, echo(answer), user("on")), "y")
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert (len(report.lineages), trained(report)) == (1, ["xy"])
 
 
@@ -470,7 +469,7 @@ def test_a_template_that_cannot_be_continued_opens_a_row_a_turn() -> None:
     messages = [user("a")]
     for number in range(3):
         messages += [echo(played.turn(asks(*messages), f"x{number}")), user("on")]
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert (len(report.lineages), report.rerendered, report.masked) == (3, 2, {})
     assert trained(report) == ["x0", "x1", "x2"]
 
@@ -482,7 +481,7 @@ def test_what_was_cut_is_kept_and_trained_nowhere() -> None:
     played = rig()
     played.cut(asks(user("a")), [*b"xy"])
     played.turn(asks(user("a")), "whole")
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert (report.masked, report.turns, len(report.lineages)) == ({"aborted": 2}, 1, 1)
 
 
@@ -493,7 +492,7 @@ def test_an_answer_that_was_not_delivered_is_replayed_and_abandoned_otherwise() 
     found = played.core.replay(played.core.match(request), request, now=1e6)
     assert found is not None
     assert found.answer == answer
-    assert check(played.core.report()).masked == {"abandoned": 2}
+    assert check(report_of(played.core)).masked == {"abandoned": 2}
 
 
 def test_a_delivered_answer_is_replayed_a_few_times_for_a_while() -> None:
@@ -515,7 +514,7 @@ def test_an_agent_that_asks_again_for_more_tokens_gets_another_answer() -> None:
     more = asks(user("a"), max_tokens=50)
     assert played.core.replay(played.core.match(more), more, now=0.0) is None
     played.turn(more, "xyz")
-    assert check(played.core.report()).masked == {"abandoned": 2}
+    assert check(report_of(played.core)).masked == {"abandoned": 2}
 
 
 def test_an_accepted_answer_is_never_replayed() -> None:
@@ -530,7 +529,7 @@ def test_of_two_answers_to_one_request_the_one_gone_on_with_is_trained() -> None
     request = asks(user("a"))
     first, second = played.turn(request, "first"), played.turn(request, "second")
     played.turn(asks(user("a"), echo(second), user("b")), "on")
-    report = check(played.core.report())
+    report = check(report_of(played.core))
     assert report.masked == {"abandoned": len(b"first") + 1}
     assert first.turn_id != second.turn_id
 

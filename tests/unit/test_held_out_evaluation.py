@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.agents.agent import AgentReport, StopReason
-from headrace.actors.config import SandboxKind, SandboxSection
+from headrace.actors.config_sections import SandboxKind, SandboxSection
 from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.held_out.answers import answer_id, read_answers
@@ -22,9 +22,9 @@ from headrace.actors.orchestration import immediate_parts, prepare_directory, wi
 from headrace.actors.replay import Replay
 from headrace.actors.runtime import InlineRuntime
 from headrace.actors.sandbox_pool import SandboxPool
-from headrace.actors.worker import RolloutWorker, WorkerParts
+from headrace.actors.worker import RolloutWorker
+from headrace.buffer.config import BufferConfig
 from headrace.buffer.evidence import read_evidence
-from headrace.buffer.replay import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, tasks_digest
 from headrace.sandboxes.pool.pool import PoolConfig
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from headrace.actors.agents.agent import AgentSession
     from headrace.actors.held_out.records import RolloutStore
     from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.stations import WorkerParts
     from headrace.sandboxes.base import HostFolder, Sandbox
 
 pytestmark = pytest.mark.timeout(60)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors import leases as leases_module
-from headrace.actors.config import SandboxKind, SandboxSection
+from headrace.actors.config_sections import SandboxKind, SandboxSection
 from headrace.actors.leases import Leases
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.sandbox_pool import SandboxPool

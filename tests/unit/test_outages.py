@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from headrace.buffer.config import BufferConfig
 from headrace.buffer.errors import TaskNotParked
 from headrace.buffer.ledger import Ledger
 from headrace.buffer.outages import PROBE_S, WINDOW_S
 from headrace.buffer.records import Charge, RolloutState
-from headrace.buffer.replay import BufferConfig, ReplayBuffer
+from headrace.buffer.replay import ReplayBuffer
 from headrace.buffer.stream import TaskStream
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion

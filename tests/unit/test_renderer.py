@@ -12,8 +12,7 @@ from headrace.policies.pieces import PieceEncoder
 from headrace.policies.tokenizer import ChatTokenizer
 from headrace.policies.tokenizer_errors import TemplateRefused
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
-from headrace.serve.rendering.render import load_renderer
-from headrace.serve.rendering.template_renderer import TemplateRenderer
+from headrace.serve.rendering.template_renderer import TemplateRenderer, load_renderer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

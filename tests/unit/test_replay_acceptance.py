@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.buffer.acceptance import ALWAYS, NEVER, GroupView, every_member, parse_rule
+from headrace.buffer.config import BufferConfig
 from headrace.buffer.records import GroupState, RolloutState, Snapshot
-from headrace.buffer.replay import BufferConfig
 from headrace.buffer.types import Cause, ReceiptStatus
 from headrace.buffer.versions import PolicyVersion
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from headrace.buffer.config import BufferConfig
 from headrace.buffer.records import EvaluationRecord, FilterReason, GroupState, RolloutState
-from headrace.buffer.replay import BufferConfig
 from headrace.buffer.stream import TaskStream
 from headrace.buffer.types import MAX_REWARD, Cause, ReceiptStatus, RolloutId
 from headrace.buffer.versions import PolicyVersion

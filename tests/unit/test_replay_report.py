@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from headrace.buffer.config import BufferConfig
 from headrace.buffer.evidence import read_evidence
 from headrace.buffer.ledger import Ledger
-from headrace.buffer.replay import BufferConfig
 from headrace.buffer.report import acceptance
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion

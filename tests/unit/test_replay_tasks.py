@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.buffer.config import BufferConfig
 from headrace.buffer.curriculum import WINDOW, TaskCursor, success
 from headrace.buffer.errors import DataExhausted
 from headrace.buffer.ledger import Ledger
 from headrace.buffer.records import RolloutState, Snapshot, TaskRecord
-from headrace.buffer.replay import BufferConfig, ReplayBuffer
+from headrace.buffer.replay import ReplayBuffer
 from headrace.buffer.state import ReplayState
 from headrace.buffer.stream import TaskStream
 from headrace.buffer.tasks import TaskId

@@ -18,6 +18,7 @@ from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrd
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
+from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.session import Session, SessionId, SessionSpec
 from headrace.serve.client import OpenedSession
 
@@ -69,7 +70,7 @@ class Places:
         return OpenedSession(session_id=SessionId(order.rollout_id), base_url="")
 
     async def finish_session(self, session: OpenedSession) -> SessionReport:
-        empty = Session(SessionSpec(session_id=session.session_id), opened_at=0.0).report()
+        empty = report_of(Session(SessionSpec(session_id=session.session_id), opened_at=0.0))
         return replace(empty, turns=self.turns, sampled_tokens=self.sampled_tokens)
 
     async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:

@@ -10,8 +10,9 @@ import pytest
 from tests.session_rig import ByteChat, Rig, asks, call, echo, results, user
 
 from headrace.policies.engine import FinishReason
+from headrace.serve.capture.events import Status
+from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.session import Budgets, Session, SessionId, SessionSpec
-from headrace.serve.capture.trie import Status
 from headrace.serve.conversation import Message, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def result_of(answer: TurnAnswer, text: str) -> Message:
 
 def check(played: Rig) -> SessionReport:
     """Rows are what engines saw, every token is accounted for, and the events give the same session again."""
-    report = played.core.report()
+    report = report_of(played.core)
     rows = report.trajectory.rows if report.trajectory else ()
     assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())
     seen = [prompt + output for prompt, output in zip(played.prompts, played.outputs, strict=True)]
@@ -47,7 +48,7 @@ def check(played: Rig) -> SessionReport:
     again = Session(played.core.spec, 0.0)
     for event in played.events:
         again.apply(event)
-    assert (again.report().masked, again.report().lineages) == (report.masked, report.lineages)
+    assert (report_of(again).masked, report_of(again).lineages) == (report.masked, report.lineages)
     return report
 
 

@@ -11,7 +11,7 @@ from tests.session_rig import Rig, asks, call, echo, results, user
 
 from headrace.serve import codec
 from headrace.serve.capture.events import Exhausted, Failed, Spent
-from headrace.serve.capture.rows import SessionReport, tree_of
+from headrace.serve.capture.rows import SessionReport, report_of, tree_of
 from headrace.serve.capture.session import Sampling, Session, SessionId, SessionSpec
 from headrace.serve.capture.session_log import Opened, SessionLog
 from headrace.serve.conversation import ToolSpec
@@ -65,7 +65,7 @@ def test_a_session_comes_back_as_it_was(tmp_path: Path) -> None:
     [opened] = log.known()
     assert opened == Opened(spec=SPEC, token="t" * 32, opened_at=12.5)
     again = log.load(SPEC.session_id)
-    same(again.report(), rig.core.report())
+    same(report_of(again), report_of(rig.core))
     assert tree_of(again) == tree_of(rig.core)
     assert again.next_turn_id() == rig.core.next_turn_id()
     assert again.spec == SPEC
@@ -81,10 +81,10 @@ def test_a_log_cut_anywhere_is_the_session_after_one_of_its_events(tmp_path: Pat
     kept(tmp_path, rig)
     [path] = tmp_path.iterdir()
     data = path.read_bytes()
-    after = [codec.write_report(again.report())]
+    after = [codec.write_report(report_of(again))]
     for event in rig.events:
         again.apply(event)
-        after.append(codec.write_report(again.report()))
+        after.append(codec.write_report(report_of(again)))
     ends = [index + 1 for index, byte in enumerate(data) if byte == ord("\n")]
     near = {end + offset for end in (0, *ends) for offset in range(-2, 3) if 0 <= end + offset <= len(data)}
     for cut in sorted(near | set(range(0, len(data), 61))):
@@ -123,7 +123,7 @@ def test_a_finished_session_is_not_open_but_reports_again(tmp_path: Path) -> Non
     assert list(log.known()) == []
     again = log.load_finished(SPEC.session_id)
     assert again is not None
-    same(again.report(), rig.core.report())
+    same(report_of(again), report_of(rig.core))
     log.remove_finished(older_than_s=-1)
     assert log.load_finished(SPEC.session_id) is None
 

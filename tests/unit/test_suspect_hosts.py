@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.buffer.replay import BufferConfig, ReplayBuffer
+from headrace.buffer.config import BufferConfig
+from headrace.buffer.replay import ReplayBuffer
 from headrace.buffer.stream import TaskStream
 from headrace.buffer.suspects import PROBE_S, HostRecords, exact_test
 from headrace.buffer.types import Cause

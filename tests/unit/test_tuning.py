@@ -19,16 +19,16 @@ from headrace.actors.simulation.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.tuning.candidates import Candidate, Space, candidates, recorded_candidate
-from headrace.actors.tuning.choosing import choose, is_worth_it, pareto_front
+from headrace.actors.tuning.choosing import Prediction, choose, is_worth_it, pareto_front
 from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
 from headrace.actors.tuning.fitting import fit
 from headrace.actors.tuning.page import page
 from headrace.actors.tuning.recorded_run import read_run
 from headrace.actors.tuning.records import read_traces
-from headrace.actors.tuning.searching import Prediction, survivors
+from headrace.actors.tuning.searching import survivors
 from headrace.actors.tuning.trial import Trial, run_trial
+from headrace.buffer.config import BufferConfig
 from headrace.buffer.evidence import read_evidence
-from headrace.buffer.replay import BufferConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
