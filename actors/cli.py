@@ -259,7 +259,7 @@ def verify(
 ) -> None:
     """Recompute conservation, staleness and the hash chain of a run; exit code 3 when something does not add up."""
     from headrace.actors.launch import reopen
-    from headrace.buffer.verify import verify as verify_ledger
+    from headrace.buffer.audit.verify import verify as verify_ledger
 
     report = verify_ledger(reopen(run_dir)[1].path, Steadily("groups checked"))
     document = asdict(report) | {"clean": report.clean}
@@ -280,7 +280,7 @@ def export(
 ) -> None:
     """Write the ledger and its trajectories as Parquet files; the run may go on meanwhile."""
     from headrace.actors.launch import reopen
-    from headrace.buffer.export import export as export_ledger
+    from headrace.buffer.audit.export import export as export_ledger
 
     report = export_ledger(reopen(run_dir)[1].path, out)
     if json is not None:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from headrace.actors.config import RunConfig
     from headrace.actors.run_directory import RunDirectory
-    from headrace.buffer.records import BatchRecord
-    from headrace.buffer.store import ReplayStore
+    from headrace.buffer.core.records import BatchRecord
+    from headrace.buffer.ledger.store import ReplayStore
     from headrace.buffer.types import BatchId, RolloutId
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that nobody drives.")]
@@ -51,7 +51,7 @@ def drop_batch(
 def retry_lost(run_dir: Run, json: Json = None) -> None:
     """Issue the rollouts again that `ledger verify` reports as lost; exit code 3 when some are lost still."""
     from headrace.actors.launch import reopen
-    from headrace.buffer.verify import verify
+    from headrace.buffer.audit.verify import verify
 
     config, directory = reopen(run_dir)
     again = asyncio.run(_retry_lost(config, directory))
@@ -71,8 +71,8 @@ async def _drop_batch(config: RunConfig, directory: RunDirectory, batch_id: Batc
 
 
 async def _retry_lost(config: RunConfig, directory: RunDirectory) -> tuple[RolloutId, ...]:
-    from headrace.buffer.evidence import streamed
-    from headrace.buffer.verify import lost_rollouts
+    from headrace.buffer.audit.evidence import streamed
+    from headrace.buffer.audit.verify import lost_rollouts
     from headrace.policies.checkpoints import usable_checkpoint
 
     async with idle_store(config, directory) as store:
@@ -85,9 +85,9 @@ async def _retry_lost(config: RunConfig, directory: RunDirectory) -> tuple[Rollo
 async def idle_store(config: RunConfig, directory: RunDirectory) -> AsyncIterator[ReplayStore]:
     """The store of a run that nobody drives. Raises RunExists, LedgerRefused."""
     from headrace.actors.launch import sole_driver
+    from headrace.buffer.audit.evidence import has_begun
     from headrace.buffer.errors import LedgerRefused
-    from headrace.buffer.evidence import has_begun
-    from headrace.buffer.store import ReplayStore
+    from headrace.buffer.ledger.store import ReplayStore
     from headrace.buffer.tasks import load_tasks
 
     with sole_driver(directory):

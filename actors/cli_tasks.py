@@ -16,7 +16,7 @@ from rich.table import Table
 
 from headrace.actors.cli_ledger import Run, idle_store
 from headrace.actors.cli_output import Json, say, show, write_json
-from headrace.buffer.outages import utc
+from headrace.buffer.core.outages import utc
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ tasks_app = typer.Typer(no_args_is_help=True, help="Tasks of a run.")
 def parked(run_dir: AnyRun, json: Json = None) -> None:
     """List the tasks that are not issued any more: since when, on which hosts they failed, and the last failure."""
     from headrace.actors.launch import reopen
-    from headrace.buffer.condition import read_condition
+    from headrace.buffer.audit.condition import read_condition
 
     found = read_condition(reopen(run_dir)[1].path).parked
     if json is not None:

@@ -37,7 +37,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.learner import LearnerLoopConfig
 from headrace.actors.rollout import RolloutConfig
 from headrace.actors.suggestions import suggestion
-from headrace.buffer.config import BufferConfig
+from headrace.buffer.core.config import BufferConfig
 from headrace.policies.push.contract import PushConfig
 from headrace.serve.observing.retention import RetentionConfig
 from headrace.serve.observing.telemetry import TelemetryConfig

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from headrace.actors.owning import Owning
-from headrace.buffer.durable_files import write_private
+from headrace.buffer.primitives.durable_files import write_private
 from headrace.serve.garbage import portioned_collections
 from headrace.serve.gateway import Gateway, GatewayConfig, GatewayStats
 

@@ -48,7 +48,7 @@ from headrace.actors.service import Service
 from headrace.actors.simulation.tasks import simulated_tasks
 from headrace.actors.summary import RunSummary, summarize
 from headrace.buffer.datasets.terminal import Split, generate
-from headrace.buffer.durable_files import publish_folder, replace_file
+from headrace.buffer.primitives.durable_files import publish_folder, replace_file
 from headrace.buffer.tasks import load_tasks, write_tasks
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.model_files import check_model_files

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace.actors.errors import ActorError, first_cause
 from headrace.actors.retry import until_back
 from headrace.actors.runtime import end_actor
-from headrace.buffer.classification import stale_kv_tokens
+from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, DataExhausted, ReplayError, StaleEpoch
 from headrace.buffer.packing import RowOverBudget
 from headrace.policies.checkpoints import usable_checkpoint

@@ -26,7 +26,7 @@ from headrace.actors.runtime import InlineRuntime, RayRuntime, start_local_ray, 
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.stations import WorkerParts
 from headrace.actors.worker import RolloutWorker
-from headrace.buffer.config import BufferConfig
+from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.serve.capture.session import Budgets, Sampling

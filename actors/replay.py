@@ -1,4 +1,4 @@
-"""The replay buffer actor: `headrace.buffer.store.ReplayStore` under the run's directory, or in memory.
+"""The replay buffer actor: `headrace.buffer.ledger.store.ReplayStore` under the run's directory, or in memory.
 
 Invariant: whatever the store broke on ends this process, so that Ray starts a new one that folds itself from the disk
 again. One dispatcher is given orders at a time: the one that reconciled last. Orders begin with the version that the
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from headrace.actors.runtime import end_actor
 from headrace.buffer.errors import LedgerBroken
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.versions import PolicyVersion
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from headrace.actors.run_directory import RunDirectory
-    from headrace.buffer.config import BufferConfig
-    from headrace.buffer.replay import BufferStatus
+    from headrace.buffer.core.config import BufferConfig
+    from headrace.buffer.core.replay import BufferStatus
     from headrace.buffer.tasks import Task, TaskId
     from headrace.buffer.types import (
         Batch,

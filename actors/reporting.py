@@ -17,8 +17,8 @@ from headrace.actors.engine_group.roster import read_roster
 from headrace.actors.metrics import read_metrics
 from headrace.actors.push_costs import push_costs
 from headrace.actors.utilisation import bottleneck, mean_in_flight, mean_loads
-from headrace.buffer.evidence import streamed
-from headrace.buffer.report import acceptance
+from headrace.buffer.audit.evidence import streamed
+from headrace.buffer.audit.report import acceptance
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from headrace.actors.push_costs import PushCosts
     from headrace.actors.run_directory import RunDirectory
     from headrace.actors.utilisation import StationLoad
-    from headrace.buffer.evidence import StreamedEvidence
-    from headrace.buffer.report import DecileReport, LeftOut
+    from headrace.buffer.audit.evidence import StreamedEvidence
+    from headrace.buffer.audit.report import DecileReport, LeftOut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headrace.buffer.durable_files import replace_file
+from headrace.buffer.audit.evidence import has_begun, streamed
+from headrace.buffer.audit.resume_report import resume_report
+from headrace.buffer.audit.verify import lost_rollouts
 from headrace.buffer.errors import BatchUntrainable, LedgerRefused
-from headrace.buffer.evidence import has_begun, streamed
-from headrace.buffer.ledger import bring_up_to_date
-from headrace.buffer.resume_report import resume_report
-from headrace.buffer.schema import SCHEMA_VERSION
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.ledger.ledger import bring_up_to_date
+from headrace.buffer.ledger.schema import SCHEMA_VERSION
+from headrace.buffer.ledger.store import ReplayStore
+from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.tasks import load_tasks
-from headrace.buffer.verify import lost_rollouts
 from headrace.policies.checkpoints import list_checkpoints, set_aside, usable_checkpoint
 from headrace.policies.learner_errors import CheckpointUnreadable
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from headrace.actors.config import RunConfig
     from headrace.actors.run_directory import RunDirectory
-    from headrace.buffer.resume_report import ResumeReport
+    from headrace.buffer.audit.resume_report import ResumeReport
     from headrace.policies.checkpoints import SetAside
 
 

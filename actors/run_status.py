@@ -10,9 +10,9 @@ import orjson
 
 from headrace.actors.engine_group.roster import read_roster
 from headrace.actors.metrics import each_metric, last_metric
-from headrace.buffer.condition import read_condition
+from headrace.buffer.audit.condition import read_condition
+from headrace.buffer.core.outages import utc
 from headrace.buffer.errors import LedgerRefused
-from headrace.buffer.outages import utc
 from headrace.policies.checkpoints import ASIDE
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headrace.actors.config import RunConfig
     from headrace.actors.run_directory import RunDirectory
     from headrace.actors.runtime import Runtime
-    from headrace.buffer.replay import BufferStatus
+    from headrace.buffer.core.replay import BufferStatus
     from headrace.buffer.types import StepReport
     from headrace.policies.learner_config import LearnerConfig
     from headrace.policies.simulated import SimulatedLearnerConfig

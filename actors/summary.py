@@ -9,8 +9,8 @@ from headrace.actors.driven_time import read_driven_time
 from headrace.actors.metrics import read_metrics
 from headrace.actors.push_costs import push_costs
 from headrace.actors.utilisation import bottleneck, mean_in_flight, mean_loads
-from headrace.buffer.evidence import streamed
-from headrace.buffer.verify import audit
+from headrace.buffer.audit.evidence import streamed
+from headrace.buffer.audit.verify import audit
 from headrace.sandboxes.leftovers import sandboxes_left
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from headrace.buffer.durable_files import publish_folder
+from headrace.buffer.primitives.durable_files import publish_folder
 from headrace.buffer.types import BatchId, CheckpointRef, RolloutId, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner_errors import CheckpointDamaged, CheckpointUnreadable

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.buffer.durable_files import replace_file
+from headrace.buffer.primitives.durable_files import replace_file
 from headrace.policies.errors import EngineStartFailed
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from headrace.buffer.config import BufferConfig
-from headrace.buffer.replay import ReplayBuffer
-from headrace.buffer.stream import TaskStream
+from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.replay import ReplayBuffer
+from headrace.buffer.core.stream import TaskStream
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import (
     BatchLease,

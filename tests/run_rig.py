@@ -17,7 +17,7 @@ from headrace.actors.launch import RunRequest, prepare
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import RayRuntime
 from headrace.actors.service import Service
-from headrace.buffer.verify import verify
+from headrace.buffer.audit.verify import verify
 from headrace.sandboxes.launcher import syscalls
 
 if TYPE_CHECKING:

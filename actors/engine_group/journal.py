@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headrace.buffer.durable_files import write_private
+from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.learner import WeightsShard, WeightsSnapshot

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.actors.engine_group.registry import EngineState, Origin
-from headrace.buffer.durable_files import write_private
+from headrace.buffer.primitives.durable_files import write_private
 
 if TYPE_CHECKING:
     from pathlib import Path

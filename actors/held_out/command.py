@@ -31,7 +31,7 @@ from headrace.actors.parts import evaluation_terms, recipe_digest
 from headrace.actors.retry import ABSENCE
 from headrace.actors.run_directory import RunDirectory, free_folder
 from headrace.actors.runtime import RayRuntime, start_local_ray, stop_local_ray
-from headrace.buffer.durable_files import replace_file
+from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.tasks import load_tasks, tasks_digest
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.checkpoints import list_checkpoints

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from headrace.actors.held_out.answers import Answer, json_bytes
-from headrace.buffer.durable_files import publish_folder
+from headrace.buffer.primitives.durable_files import publish_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from headrace.actors.held_out.answers import json_bytes
-from headrace.buffer.durable_files import replace_file
+from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.versions import PolicyVersion
 
 if TYPE_CHECKING:

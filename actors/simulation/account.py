@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from headrace.buffer.classification import trained_tokens
-from headrace.buffer.evidence import read_evidence, read_trajectories
-from headrace.buffer.records import RolloutState
-from headrace.buffer.report import acceptance
-from headrace.buffer.verify import audit
+from headrace.buffer.audit.evidence import read_evidence, read_trajectories
+from headrace.buffer.audit.report import acceptance
+from headrace.buffer.audit.verify import audit
+from headrace.buffer.core.classification import trained_tokens
+from headrace.buffer.core.records import RolloutState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from headrace.buffer.evidence import Evidence
-    from headrace.buffer.records import AttemptRecord, CommitRecord
-    from headrace.buffer.report import DecileReport
+    from headrace.buffer.audit.evidence import Evidence
+    from headrace.buffer.audit.report import DecileReport
+    from headrace.buffer.core.records import AttemptRecord, CommitRecord
 
 _UNDECIDED = frozenset({RolloutState.IN_FLIGHT, RolloutState.WAITING, RolloutState.SEALED, RolloutState.LEASED})
 

@@ -20,7 +20,7 @@ import orjson
 from headrace.actors.errors import ActorGone
 from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
-from headrace.buffer.durable_files import write_private
+from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.simulated import PushMode, Served, SimulatedEngine
 

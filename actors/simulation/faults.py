@@ -37,8 +37,8 @@ from headrace.actors.simulation.faulty_world import FaultyLoop, Line, WallClock
 from headrace.actors.simulation.plan import LEASE_S, SimulationPlan
 from headrace.actors.simulation.spoilt_files import FOREIGN, Damage, leave_foreign, spoil_checkpoint, spoil_served
 from headrace.actors.simulation.stage import open_stage
+from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import ReplayError
-from headrace.buffer.verify import verify
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from headrace.actors.simulation.real_time import prepare_plan
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.tasks import simulated_tasks
 from headrace.actors.worker import RolloutWorker
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.verify import audit
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.verify import audit
 
 if TYPE_CHECKING:
     from pathlib import Path

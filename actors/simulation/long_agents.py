@@ -19,7 +19,7 @@ from headrace.actors.errors import RunStalled
 from headrace.actors.launch import drive, lay_out
 from headrace.actors.metrics import read_metrics
 from headrace.actors.summary import summarize
-from headrace.buffer.evidence import read_evidence
+from headrace.buffer.audit.evidence import read_evidence
 
 if TYPE_CHECKING:
     from headrace.actors.config import RunConfig

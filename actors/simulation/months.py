@@ -23,9 +23,8 @@ import numpy as np
 
 from headrace.actors.launch import RunRequest, prepare
 from headrace.actors.metrics import MetricsLog
-from headrace.buffer.advantages import advantage, deviation_square_sum, full_scale, mean
-from headrace.buffer.ledger import TRAJECTORY_FILE_BYTES, BlobFiles, Ledger, StoredTrajectory
-from headrace.buffer.records import (
+from headrace.buffer.core.advantages import advantage, deviation_square_sum, full_scale, mean
+from headrace.buffer.core.records import (
     AttemptRecord,
     BatchMember,
     BatchRecord,
@@ -42,8 +41,9 @@ from headrace.buffer.records import (
     TaskRecord,
     TrainedTokens,
 )
-from headrace.buffer.schema import TABLES
-from headrace.buffer.stream import TaskStream
+from headrace.buffer.core.stream import TaskStream
+from headrace.buffer.ledger.ledger import TRAJECTORY_FILE_BYTES, BlobFiles, Ledger, StoredTrajectory
+from headrace.buffer.ledger.schema import TABLES
 from headrace.buffer.tasks import TaskId, load_tasks
 from headrace.buffer.types import (
     BatchId,
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     from headrace.actors.config import RunConfig
     from headrace.actors.run_directory import RunDirectory
-    from headrace.buffer.records import Record
+    from headrace.buffer.core.records import Record
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 RECIPE: Final = ROOT / "scripts" / "recipes" / "simulated.toml"

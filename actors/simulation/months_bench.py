@@ -25,8 +25,8 @@ from headrace.actors.simulation.months import STEPS_PER_DAY, write_run
 from headrace.actors.simulation.soak_driver import Driver, log_of
 from headrace.actors.ticker import FOLDER_KEY, largest_gaps
 from headrace.buffer.errors import ReplayError
-from headrace.buffer.ledger import bring_up_to_date
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.ledger.ledger import bring_up_to_date
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import Cause, Outcome, RolloutResult, StepReport
 from headrace.buffer.versions import PolicyVersion

@@ -20,7 +20,7 @@ from headrace.actors.reporting import report_of
 from headrace.actors.simulation.months import SAVE_EVERY, write_run
 from headrace.actors.simulation.months_bench import all_processes, first_order_s, restart_each
 from headrace.actors.simulation.soak_driver import Driver
-from headrace.buffer.verify import verify
+from headrace.buffer.audit.verify import verify
 from headrace.policies.checkpoints import list_checkpoints
 
 if TYPE_CHECKING:

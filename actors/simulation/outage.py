@@ -35,9 +35,9 @@ from headrace.actors.simulation.long_agents import (
     WORKLOAD,
     scaled_clocks,
 )
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.records import Charge
-from headrace.buffer.verify import verify
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.core.records import Charge
 
 if TYPE_CHECKING:
     from collections.abc import Callable

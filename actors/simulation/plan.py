@@ -24,7 +24,7 @@ from headrace.actors.pacing import PacingConfig
 from headrace.actors.rollout import RolloutConfig
 from headrace.actors.simulation.durations import Durations, DurationsConfig
 from headrace.actors.simulation.tasks import simulated_tasks
-from headrace.buffer.config import BufferConfig
+from headrace.buffer.core.config import BufferConfig
 from headrace.policies.simulated import PushMode, SimulatedEnginesConfig, SimulatedLearnerConfig
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.sandboxes.simulated.provider import SimulationConfig

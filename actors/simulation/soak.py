@@ -32,8 +32,8 @@ from headrace.actors.exit_codes import EXIT_TRANSIENT
 from headrace.actors.launch import RunRequest, prepare
 from headrace.actors.simulation.soak_driver import ANSWER_S, Driver, log_of
 from headrace.actors.simulation.spoilt_files import FOREIGN, Damage, leave_foreign, spoil_checkpoint, spoil_served
-from headrace.buffer.evidence import has_begun
-from headrace.buffer.verify import verify
+from headrace.buffer.audit.evidence import has_begun
+from headrace.buffer.audit.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,14 +18,14 @@ from headrace.actors.errors import ConfigError, RunStalled, TasksParked
 from headrace.actors.simulation.durations import Durations
 from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.simulation.tasks import is_solved
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.records import RolloutState
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.core.records import RolloutState
 from headrace.buffer.tasks import SimulatedVerdict
 
 if TYPE_CHECKING:
     from headrace.actors.simulation.plan import SimulationPlan
     from headrace.actors.tuning.candidates import Candidate
-    from headrace.buffer.evidence import Evidence
+    from headrace.buffer.audit.evidence import Evidence
     from headrace.buffer.tasks import Task
     from headrace.buffer.types import RolloutId
 

@@ -25,7 +25,7 @@ from headrace.actors.run_directory import RunDirectory
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.stations import WorkerParts
 from headrace.actors.worker import RolloutWorker
-from headrace.buffer.config import BufferConfig
+from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import write_tasks
 from headrace.policies.engine import EngineId
 from headrace.sandboxes.base import SandboxSpec

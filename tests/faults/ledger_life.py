@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests import replay_cases as cases
 from tests.faults import striking
 
-from headrace.buffer.config import BufferConfig
+from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.errors import LedgerBroken, LedgerRefused
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import Batch, Cause, CheckpointRef, ReceiptStatus, RolloutOrder, RolloutResult, StepReport
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.checkpoints import (

@@ -18,7 +18,7 @@ from headrace.actors.replay import Replay
 from headrace.actors.runtime import InlineRuntime
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.worker import RolloutWorker, WorkerStatus
-from headrace.buffer.config import BufferConfig
+from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 if TYPE_CHECKING:

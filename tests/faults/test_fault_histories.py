@@ -26,12 +26,12 @@ from headrace.actors.simulation.faults import FaultReport, History, Storm, simul
 from headrace.actors.simulation.faulty_runtime import CallFaults
 from headrace.actors.simulation.faulty_world import FaultyLoop
 from headrace.actors.simulation.plan import SimulationPlan
-from headrace.buffer.batches import BatchBook
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.groups import GroupBook
-from headrace.buffer.ledger import Ledger
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.core.batches import BatchBook
+from headrace.buffer.core.groups import GroupBook
+from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.types import Cause, ReceiptStatus
-from headrace.buffer.verify import verify
 from headrace.policies.learner_errors import RowUnusable
 from headrace.policies.simulated import SimulatedLearner
 from headrace.sandboxes.simulated.provider import SimulationConfig

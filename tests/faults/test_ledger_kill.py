@@ -17,8 +17,8 @@ import pytest
 from tests.faults.ledger_life import BROKE, Plan
 from tests.faults.striking import Moment
 
-from headrace.buffer.evidence import has_begun, read_evidence
-from headrace.buffer.verify import verify
+from headrace.buffer.audit.evidence import has_begun, read_evidence
+from headrace.buffer.audit.verify import verify
 from headrace.sandboxes.launcher import syscalls
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from headrace.actors.metrics import read_metrics
 from headrace.actors.retry import until_back
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import RayRuntime
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.verify import verify
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.verify import verify
 from headrace.buffer.versions import PolicyVersion
 from headrace.sandboxes.leftovers import sandboxes_left
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from headrace.buffer.evidence import Evidence
-    from headrace.buffer.records import CommitRecord
+    from headrace.buffer.audit.evidence import Evidence
+    from headrace.buffer.core.records import CommitRecord
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]
 

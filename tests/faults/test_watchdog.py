@@ -13,8 +13,8 @@ from headrace.actors.launch import RunRequest, prepare, reopen
 from headrace.actors.metrics import read_metrics
 from headrace.actors.runtime import RayRuntime
 from headrace.actors.service import Service
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.verify import verify
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator

@@ -13,9 +13,9 @@ import pytest
 from headrace.actors.errors import ConfigError
 from headrace.actors.launch import sole_driver
 from headrace.actors.run_directory import RunDirectory
+from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import LedgerRefused
-from headrace.buffer.ledger import Ledger
-from headrace.buffer.verify import verify
+from headrace.buffer.ledger.ledger import Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.actors.metrics import read_metrics
-from headrace.buffer.verify import verify
+from headrace.buffer.audit.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable

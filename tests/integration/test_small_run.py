@@ -16,9 +16,9 @@ from headrace.actors.launch import reopen
 from headrace.actors.metrics import read_metrics
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.run_status import status_of
-from headrace.buffer.evidence import read_evidence, read_only
+from headrace.buffer.audit.evidence import read_evidence, read_only
+from headrace.buffer.audit.verify import verify
 from headrace.buffer.tasks import load_tasks, tasks_digest
-from headrace.buffer.verify import verify
 from headrace.sandboxes.leftovers import sandboxes_left
 from headrace.serve.observing.tracing import trace_id_for
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.verify import verify
 from headrace.buffer.datasets.terminal import Split, generate
-from headrace.buffer.evidence import read_evidence
 from headrace.buffer.tasks import write_tasks
-from headrace.buffer.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable

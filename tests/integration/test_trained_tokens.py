@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from headrace.actors.metrics import read_metrics
-from headrace.buffer.evidence import read_evidence, read_trajectories
+from headrace.buffer.audit.evidence import read_evidence, read_trajectories
 from headrace.policies.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.run_directory import RunDirectory
-    from headrace.buffer.evidence import Evidence
+    from headrace.buffer.audit.evidence import Evidence
     from headrace.buffer.types import Row, Trajectory
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.timeout(900)]

@@ -13,7 +13,7 @@ from headrace.actors.run_directory import RunDirectory
 from headrace.actors.tuning.candidates import Space
 from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
 from headrace.actors.tuning.recorded_run import read_run
-from headrace.buffer.evidence import read_evidence
+from headrace.buffer.audit.evidence import read_evidence
 
 if TYPE_CHECKING:
     from collections.abc import Callable

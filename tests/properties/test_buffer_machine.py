@@ -20,12 +20,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.buffer.config import BufferConfig
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.records import BatchState, GroupState, RolloutState
 from headrace.buffer.errors import DataExhausted
-from headrace.buffer.ledger import Ledger, StoredTrajectory
-from headrace.buffer.records import BatchState, GroupState, RolloutState
+from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory
 from headrace.buffer.types import Cause, CheckpointRef, ReceiptStatus, StepReport, batch_digest, extend_chain
-from headrace.buffer.verify import verify
 from headrace.buffer.versions import PolicyVersion
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))

@@ -8,8 +8,8 @@ import math
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from headrace.buffer.acceptance import parse_rule
-from headrace.buffer.advantages import Finish, baseline
+from headrace.buffer.core.acceptance import parse_rule
+from headrace.buffer.core.advantages import Finish, baseline
 
 SIZE = 6
 PREDICATES = {

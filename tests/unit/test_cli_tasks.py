@@ -11,10 +11,10 @@ import pytest
 
 from headrace.actors import cli
 from headrace.actors.launch import RunRequest, prepare, sole_driver
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import Outcome, RolloutResult
-from headrace.buffer.verify import verify
 
 if TYPE_CHECKING:
     from headrace.actors.config import RunConfig

@@ -13,7 +13,7 @@ from headrace.actors.engine_group.journal import PushJournal
 from headrace.actors.engine_group.requests import EngineRequest, RequestBox
 from headrace.actors.engine_group.roster import Roster, read_roster
 from headrace.actors.gateway import read_address
-from headrace.buffer.durable_files import publish_folder, replace_file, write_private
+from headrace.buffer.primitives.durable_files import publish_folder, replace_file, write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsSnapshot
 from headrace.policies.server_process import announce

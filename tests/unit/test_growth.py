@@ -16,17 +16,17 @@ import pytest
 
 from headrace.actors.metrics import read_metrics
 from headrace.actors.simulation.months import write_run
-from headrace.buffer import ledger as ledger_module
+from headrace.buffer.audit.evidence import read_evidence, read_open, streamed
+from headrace.buffer.audit.export import export
+from headrace.buffer.audit.report import acceptance
+from headrace.buffer.audit.resume_report import resume_report
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.core.records import RolloutState
 from headrace.buffer.errors import LedgerMismatch
-from headrace.buffer.evidence import read_evidence, read_open, streamed
-from headrace.buffer.export import export
-from headrace.buffer.ledger import Ledger, bring_up_to_date
-from headrace.buffer.records import RolloutState
-from headrace.buffer.report import acceptance
-from headrace.buffer.resume_report import resume_report
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.ledger.ledger import Ledger, bring_up_to_date
+from headrace.buffer.ledger.ledger import ledger as ledger_module
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import CheckpointRef, GroupId, StepReport
-from headrace.buffer.verify import verify
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.checkpoints import usable_checkpoint
 

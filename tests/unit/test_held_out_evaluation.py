@@ -23,8 +23,8 @@ from headrace.actors.replay import Replay
 from headrace.actors.runtime import InlineRuntime
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.worker import RolloutWorker
-from headrace.buffer.config import BufferConfig
-from headrace.buffer.evidence import read_evidence
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, tasks_digest
 from headrace.sandboxes.pool.pool import PoolConfig
 

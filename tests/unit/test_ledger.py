@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.codec import decode, encode
+from headrace.buffer.core.records import AttemptRecord
 from headrace.buffer.errors import CodecError, LedgerBroken, LedgerInUse, LedgerRefused
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.ledger import Ledger, StoredTrajectory, unreadable
-from headrace.buffer.local_disk import filesystem_magic, refuse_full, refuse_network
-from headrace.buffer.records import AttemptRecord
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory, unreadable
+from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, refuse_network
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import Cause, RolloutId, Trajectory
 from headrace.buffer.versions import PolicyVersion
 

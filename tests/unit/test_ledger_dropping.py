@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import CheckpointRef, StepReport
-from headrace.buffer.verify import verify
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.checkpoints import Manifest, SteppedBatch, publish, read_checkpoint, stage, write_manifest
 

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 from pyarrow import parquet
 
+from headrace.buffer.audit.export import export
 from headrace.buffer.errors import ExportRefused, LedgerRefused
-from headrace.buffer.export import export
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import StepReport
 from headrace.buffer.versions import PolicyVersion
 

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.core.records import RolloutState
 from headrace.buffer.errors import LedgerRefused
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.ledger import Ledger
-from headrace.buffer.records import RolloutState
-from headrace.buffer.schema import SCHEMA_VERSION
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.ledger.ledger import Ledger
+from headrace.buffer.ledger.schema import SCHEMA_VERSION
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import StepReport
-from headrace.buffer.verify import verify
 from headrace.buffer.versions import PolicyVersion
 
 TESTS = Path(__file__).parents[1]

@@ -21,15 +21,15 @@ import pytest
 from headrace.actors import cli
 from headrace.actors.launch import RunRequest, prepare, sole_driver
 from headrace.actors.run_directory import RunDirectory
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.resume_report import resume_report
+from headrace.buffer.audit.verify import lost_rollouts, verify
+from headrace.buffer.core.records import Action, RolloutState
 from headrace.buffer.errors import LeaseError, LedgerMismatch
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.ledger import Ledger
-from headrace.buffer.records import Action, RolloutState
-from headrace.buffer.resume_report import resume_report
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.ledger.ledger import Ledger
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks import write_tasks
 from headrace.buffer.types import BatchId, CheckpointRef, RolloutId, StepReport
-from headrace.buffer.verify import lost_rollouts, verify
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.checkpoints import Manifest, SteppedBatch, publish, stage, usable_checkpoint, write_manifest
 

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.buffer.batches import BatchBook
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.core.batches import BatchBook
 from headrace.buffer.errors import LedgerRefused
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.ledger import Ledger, StoredTrajectory
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import Cause, CheckpointRef, StepReport
-from headrace.buffer.verify import verify
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.checkpoints import Manifest, SteppedBatch, publish, read_checkpoint, stage, write_manifest
 

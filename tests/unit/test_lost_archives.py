@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from headrace.buffer.audit.evidence import streamed
+from headrace.buffer.audit.resume_report import resume_report
+from headrace.buffer.audit.verify import lost_rollouts, verify
 from headrace.buffer.errors import LedgerMismatch, LedgerRefused
-from headrace.buffer.evidence import streamed
-from headrace.buffer.resume_report import resume_report
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import StepReport
-from headrace.buffer.verify import lost_rollouts, verify
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.checkpoints import (
     Manifest,

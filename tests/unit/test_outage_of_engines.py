@@ -9,8 +9,8 @@ from headrace.actors.simulation.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.verify import verify
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.verify import verify
 
 BEGINS_S, AWAY_S = 60.0, 600.0
 PLAN = SimulationPlan(

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.buffer.config import BufferConfig
+from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.outages import PROBE_S, WINDOW_S
+from headrace.buffer.core.records import Charge, RolloutState
+from headrace.buffer.core.replay import ReplayBuffer
+from headrace.buffer.core.stream import TaskStream
 from headrace.buffer.errors import TaskNotParked
-from headrace.buffer.ledger import Ledger
-from headrace.buffer.outages import PROBE_S, WINDOW_S
-from headrace.buffer.records import Charge, RolloutState
-from headrace.buffer.replay import ReplayBuffer
-from headrace.buffer.stream import TaskStream
+from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion
 

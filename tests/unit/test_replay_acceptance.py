@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from headrace.buffer.acceptance import ALWAYS, NEVER, GroupView, every_member, parse_rule
-from headrace.buffer.config import BufferConfig
-from headrace.buffer.records import GroupState, RolloutState, Snapshot
+from headrace.buffer.core.acceptance import ALWAYS, NEVER, GroupView, every_member, parse_rule
+from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.records import GroupState, RolloutState, Snapshot
 from headrace.buffer.types import Cause, ReceiptStatus
 from headrace.buffer.versions import PolicyVersion
 

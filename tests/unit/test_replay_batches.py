@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from headrace.buffer.core.records import RolloutState
 from headrace.buffer.errors import (
     BatchUntrainable,
     LeaseError,
@@ -18,7 +19,6 @@ from headrace.buffer.errors import (
     StaleEpoch,
     VersionMismatch,
 )
-from headrace.buffer.records import RolloutState
 from headrace.buffer.types import BatchId, BatchLease, Cause, StepReport, batch_digest, extend_chain
 from headrace.buffer.versions import PolicyVersion
 

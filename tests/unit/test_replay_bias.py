@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.buffer.config import BufferConfig
-from headrace.buffer.records import RolloutState
+from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.records import RolloutState
 from headrace.buffer.versions import PolicyVersion
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))

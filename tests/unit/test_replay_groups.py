@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from headrace.buffer.config import BufferConfig
-from headrace.buffer.records import EvaluationRecord, FilterReason, GroupState, RolloutState
-from headrace.buffer.stream import TaskStream
+from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.records import EvaluationRecord, FilterReason, GroupState, RolloutState
+from headrace.buffer.core.stream import TaskStream
 from headrace.buffer.types import MAX_REWARD, Cause, ReceiptStatus, RolloutId
 from headrace.buffer.versions import PolicyVersion
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.buffer.config import BufferConfig
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.ledger import Ledger
-from headrace.buffer.report import acceptance
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.report import acceptance
+from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion
 

@@ -15,15 +15,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.verify import verify
 from headrace.buffer.cleaning import MAX_TEXT
+from headrace.buffer.core.records import RolloutState
+from headrace.buffer.core.sealing import Sealing
 from headrace.buffer.errors import DataExhausted, LeaseError, LedgerBroken, StaleEpoch
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.ledger import Ledger
-from headrace.buffer.records import RolloutState
-from headrace.buffer.sealing import Sealing
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.ledger.ledger import Ledger
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import Cause, CheckpointRef, Outcome, ReceiptStatus, RolloutId, StepReport
-from headrace.buffer.verify import verify
 from headrace.buffer.versions import PolicyVersion
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))

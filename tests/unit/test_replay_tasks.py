@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.buffer.config import BufferConfig
-from headrace.buffer.curriculum import WINDOW, TaskCursor, success
+from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.curriculum import WINDOW, TaskCursor, success
+from headrace.buffer.core.records import RolloutState, Snapshot, TaskRecord
+from headrace.buffer.core.replay import ReplayBuffer
+from headrace.buffer.core.state import ReplayState
+from headrace.buffer.core.stream import TaskStream
 from headrace.buffer.errors import DataExhausted
-from headrace.buffer.ledger import Ledger
-from headrace.buffer.records import RolloutState, Snapshot, TaskRecord
-from headrace.buffer.replay import ReplayBuffer
-from headrace.buffer.state import ReplayState
-from headrace.buffer.stream import TaskStream
+from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import Cause
 from headrace.buffer.versions import PolicyVersion

@@ -14,14 +14,14 @@ import pytest
 
 from headrace.actors.resuming import Resuming
 from headrace.actors.run_directory import RunDirectory
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.resume_report import decile_edges, resume_report
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.core.records import RolloutState
 from headrace.buffer.errors import CheckpointMissing, LedgerMismatch, LedgerRefused
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.ledger import bring_up_to_date
-from headrace.buffer.records import RolloutState
-from headrace.buffer.resume_report import decile_edges, resume_report
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.ledger.ledger import bring_up_to_date
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import StepReport
-from headrace.buffer.verify import verify
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.checkpoints import (
     Manifest,

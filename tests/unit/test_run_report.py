@@ -17,10 +17,10 @@ from headrace.actors.run_directory import RunDirectory
 from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.summary import summarize
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.records import RolloutState
-from headrace.buffer.report import acceptance
-from headrace.buffer.verify import verify
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.report import acceptance
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.core.records import RolloutState
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.policies.push.contract import EnginePush, PushReport

@@ -17,10 +17,10 @@ from headrace.actors.metrics import read_metrics
 from headrace.actors.parking import refuse_all_parked
 from headrace.actors.runtime import InlineRuntime
 from headrace.actors.service import Service
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks import TaskId, load_tasks
 from headrace.buffer.types import Outcome, RolloutResult
-from headrace.buffer.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -15,9 +15,9 @@ from headrace.actors.simulation import simulate as simulate_module
 from headrace.actors.simulation.account import history_digest, read_account
 from headrace.actors.simulation.plan import PRESETS, Mode, SimulationPlan, make_plan
 from headrace.actors.simulation.simulate import run_plan, simulate
-from headrace.buffer.batches import BatchBook
-from headrace.buffer.evidence import read_evidence
-from headrace.buffer.verify import verify
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.core.batches import BatchBook
 from headrace.policies.simulated import PushMode
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def test_a_take_that_is_off_by_one_shows(
     sound = orjson.loads(capfdbinary.readouterr().out)
     assert len(sound["trained_share_by_decile"]) == 10
     assert (sound["max_staleness_seen"], sound["clean"], sound["problems"]) == (2, True, [])
-    monkeypatch.setattr("headrace.buffer.replay.BatchBook", LooseBook)
+    monkeypatch.setattr("headrace.buffer.core.replay.BatchBook", LooseBook)
     assert run_command(monkeypatch, *CROWDED) == cli.EXIT_DIRTY
     broken = orjson.loads(capfdbinary.readouterr().out)
     assert (broken["max_staleness_seen"], broken["clean"]) == (3, False)

@@ -27,8 +27,8 @@ from headrace.actors.tuning.recorded_run import read_run
 from headrace.actors.tuning.records import read_traces
 from headrace.actors.tuning.searching import survivors
 from headrace.actors.tuning.trial import Trial, run_trial
-from headrace.buffer.config import BufferConfig
-from headrace.buffer.evidence import read_evidence
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.core.config import BufferConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

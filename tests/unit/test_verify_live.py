@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.buffer.archive import ARCHIVE
-from headrace.buffer.database import connect
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.audit.verify import verify
+from headrace.buffer.ledger.archive import ARCHIVE
+from headrace.buffer.ledger.store import ReplayStore
+from headrace.buffer.primitives.database import connect
 from headrace.buffer.types import CheckpointRef
-from headrace.buffer.verify import verify
 from headrace.policies.checkpoints import Manifest, write_manifest
 
 TESTS = Path(__file__).parents[1]

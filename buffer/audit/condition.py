@@ -1,0 +1,89 @@
+"""What a run's ledger says of its condition right now: parked tasks and outages, without reading its history.
+
+Invariant: it reads two small tables, whatever the size of the ledger, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.buffer.audit.evidence import has_begun, read_evidence, read_only
+from headrace.buffer.ledger.ledger import unreadable
+from headrace.buffer.ledger.schema import SCHEMA_VERSION
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParkedTask:
+    """A task that is not issued any more. `parked_at_s` is Unix time, None in ledgers of older versions; `hosts` are
+    those it failed on since it last finished."""
+
+    task_id: str
+    parked_at_s: float | None
+    hosts: tuple[str, ...]
+    last_failure: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenOutage:
+    """An outage that has not ended: orders are held. `since_s` is Unix time."""
+
+    component: str
+    reason: str
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    parked: tuple[ParkedTask, ...] = ()
+    outages: tuple[OpenOutage, ...] = ()
+
+
+def read_condition(run_dir: Path) -> Condition:
+    """Of a run that may be driven; empty before anything was recorded. Raises LedgerRefused."""
+    path = run_dir / "ledger.db"
+    if not has_begun(run_dir):
+        return Condition()
+    try:
+        with closing(read_only(path)) as database:
+            (schema,) = database.execute("PRAGMA user_version").fetchone()
+            if schema == SCHEMA_VERSION:
+                return _read(database)
+    except sqlite3.DatabaseError as error:
+        raise unreadable(path, error) from error
+    older = (task for task in read_evidence(run_dir).tasks if task.parked)
+    return Condition(
+        parked=tuple(
+            ParkedTask(task_id=task.task_id, parked_at_s=None, hosts=(), last_failure=task.last_failure)
+            for task in older
+        )
+    )
+
+
+def _read(database: sqlite3.Connection) -> Condition:
+    tasks = database.execute(
+        "SELECT task_id, parked_at_s, (SELECT group_concat(value ->> 0, char(10)) FROM json_each(failed_on)), "
+        "last_failure FROM tasks WHERE parked ORDER BY parked_at_s, task_id"
+    )
+    outages = database.execute(
+        "SELECT component, reason, began_at_s FROM outages WHERE ended_at_s IS NULL ORDER BY number"
+    )
+    return Condition(
+        parked=tuple(
+            ParkedTask(
+                task_id=task_id,
+                parked_at_s=parked_at_s,
+                hosts=tuple((hosts or "").splitlines()),
+                last_failure=last_failure,
+            )
+            for task_id, parked_at_s, hosts, last_failure in tasks
+        ),
+        outages=tuple(
+            OpenOutage(component=component, reason=reason, since_s=since_s) for component, reason, since_s in outages
+        ),
+    )

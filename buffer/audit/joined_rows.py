@@ -1,0 +1,144 @@
+"""The rows of a ledger and of its archive as one, for readers.
+
+Invariants:
+- A row of the ledger overrules the archive's row of the same key, and rows of groups in the ledger all those of the
+  archive of the same groups. What the ledger has not given out yet does not count (see `archive`).
+- The ledger is read before the archive: what moves meanwhile is in both.
+- Nothing is held in memory but what is asked for: `histories` reads some groups at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from headrace.buffer.core.records import AttemptRecord, GroupRecord, RolloutRecord
+from headrace.buffer.ledger.archive import next_numbers
+from headrace.buffer.ledger.schema import TABLES
+
+if TYPE_CHECKING:
+    import sqlite3
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from headrace.buffer.types import GroupId, RolloutId
+
+R = TypeVar("R")
+
+GROUPS_AT_ONCE: Final = 512
+ORDER_OF_SEALING: Final = "seal_order IS NULL, seal_order, ordinal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupHistory:
+    """A group, its members by number, and all attempts of each in order."""
+
+    group: GroupRecord
+    members: Sequence[RolloutRecord]
+    attempts: Mapping[RolloutId, Sequence[AttemptRecord]]
+
+    def current(self, rollout: RolloutRecord) -> AttemptRecord | None:
+        """The attempt that counts; None before the first."""
+        tries = self.attempts.get(rollout.rollout_id, ())
+        return next((attempt for attempt in tries if attempt.attempt == rollout.attempt), None)
+
+    def first_result(self, rollout: RolloutRecord) -> AttemptRecord | None:
+        """The first attempt with a reward."""
+        tries = self.attempts.get(rollout.rollout_id, ())
+        return next((attempt for attempt in tries if attempt.reward is not None), None)
+
+
+def histories_of(
+    groups: Iterable[GroupRecord], rollouts: Iterable[RolloutRecord], attempts: Iterable[AttemptRecord]
+) -> Iterator[GroupHistory]:
+    """Put together what belongs together; attempts in order."""
+    tries: dict[RolloutId, list[AttemptRecord]] = {}
+    for attempt in attempts:
+        tries.setdefault(attempt.rollout_id, []).append(attempt)
+    members: dict[GroupId, list[RolloutRecord]] = {}
+    for rollout in rollouts:
+        members.setdefault(rollout.group_id, []).append(rollout)
+    for group in groups:
+        of_group = sorted(members.get(group.group_id, ()), key=lambda rollout: rollout.member)
+        yield GroupHistory(
+            group=group,
+            members=of_group,
+            attempts={one.rollout_id: tries[one.rollout_id] for one in of_group if one.rollout_id in tries},
+        )
+
+
+class JoinedRows:
+    """Of an open connection whose `main` is the ledger, in a transaction; the archive is attached as `archive`."""
+
+    def __init__(self, database: sqlite3.Connection, *, attached: bool) -> None:
+        self._database = database
+        self._archived = _archived(next_numbers(database)) if attached else {}
+
+    def of(self, kind: type[R], order: str = "") -> Iterator[R]:
+        """All records of a kind."""
+        table = TABLES[kind]
+        for row in self.select(table.name, table.columns, order=order):
+            yield table.load(row)  # type: ignore[misc]
+
+    def select(
+        self,
+        table: str,
+        columns: Iterable[str],
+        *,
+        where: str = "true",
+        order: str = "",
+        values: tuple[object, ...] = (),
+    ) -> sqlite3.Cursor:
+        """These columns of all rows."""
+        names = ", ".join(columns)
+        query = f"SELECT {names} FROM main.{table} WHERE {where}"
+        if table in self._archived:
+            query += f" UNION ALL SELECT {names} FROM archive.{table} WHERE {where} AND {self._archived[table]}"
+            values = values * 2
+        if order:
+            # By name, as the terms of a compound query want it.
+            query = f"SELECT * FROM ({query}) ORDER BY {order}"
+        return self._database.execute(query, values)
+
+    def count(self, table: str) -> int:
+        (number,) = self._database.execute(f"SELECT count(*) FROM main.{table}").fetchone()
+        if table in self._archived:
+            archived = f"SELECT count(*) FROM archive.{table} WHERE {self._archived[table]}"
+            number += self._database.execute(archived).fetchone()[0]
+        return int(number)
+
+    def histories(self) -> Iterator[GroupHistory]:
+        """All groups, in the order of sealing, those that are not sealed last."""
+        groups = self.of(GroupRecord, ORDER_OF_SEALING)
+        while some := list(islice(groups, GROUPS_AT_ONCE)):
+            ids = json.dumps([group.group_id for group in some])
+            rollouts = list(self._of_these(RolloutRecord, "group_id", ids))
+            ids = json.dumps([rollout.rollout_id for rollout in rollouts])
+            yield from histories_of(some, rollouts, self._of_these(AttemptRecord, "rollout_id", ids))
+
+    def _of_these(self, kind: type[R], key: str, ids: str) -> Iterator[R]:
+        table = TABLES[kind]
+        where = f"{key} IN (SELECT value FROM json_each(?))"
+        for row in self.select(table.name, table.columns, where=where, order=", ".join(table.key), values=(ids,)):
+            yield table.load(row)  # type: ignore[misc]
+
+
+def _archived(numbers: dict[str, int]) -> dict[str, str]:
+    """By table, which rows of the archive count."""
+    future = f"SELECT group_id FROM archive.groups WHERE ordinal >= {numbers['next_ordinal']}"
+    not_these = f"SELECT group_id FROM main.groups UNION {future}"
+    rollouts = (
+        "SELECT rollout_id FROM main.rollouts "
+        f"UNION SELECT rollout_id FROM archive.rollouts WHERE group_id IN ({future})"
+    )
+    return {
+        "groups": f"group_id NOT IN ({not_these})",
+        "rollouts": f"group_id NOT IN ({not_these})",
+        "attempts": f"rollout_id NOT IN ({rollouts})",
+        "batches": f"batch_id NOT IN (SELECT batch_id FROM main.batches) AND ordinal < {numbers['next_batch']}",
+        "commits": f"sequence NOT IN (SELECT sequence FROM main.commits) AND sequence < {numbers['next_commit']}",
+        "checkpoints": "version NOT IN (SELECT version FROM main.checkpoints)",
+        "evaluations": "(rollout_id, attempt) NOT IN (SELECT rollout_id, attempt FROM main.evaluations)",
+        "ended_evaluations": "tag NOT IN (SELECT tag FROM main.ended_evaluations)",
+    }

@@ -1,0 +1,187 @@
+"""What acceptance and the staleness bound did to long rollouts, from the evidence of a run.
+
+Invariants:
+- Every finished attempt is in exactly one decile of duration and has exactly one fate.
+- What was cancelled has no duration, only the time it had run: it stands in the decile of that time, or a higher one
+  had it gone on.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from headrace.buffer.core.records import Action, GroupState, RolloutState
+from headrace.buffer.types import Cause
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+    from headrace.buffer.audit.evidence import Evidence, StreamedEvidence
+    from headrace.buffer.audit.joined_rows import GroupHistory
+    from headrace.buffer.core.records import AttemptRecord, RolloutRecord
+    from headrace.buffer.tasks import TaskId
+    from headrace.buffer.types import GroupId
+
+DECILES = 10
+_FATES = {
+    RolloutState.TRAINED: "trained",
+    RolloutState.EVICTED: "evicted",
+    RolloutState.FILTERED: "filtered",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecileReport:
+    """A tenth of the finished attempts, by duration from issue to offer. `finished` is the sum of `trained`,
+    `evicted` (over the bound, issued again or not), `undone` (issued again because the result was lost, or a resume
+    undid the steps that its policy came from), `filtered` and `held` (may still be trained). `cancelled` ones did not
+    finish. `mean_reward` is over the finished ones, None without any."""
+
+    decile: int
+    shortest_s: float
+    longest_s: float
+    finished: int
+    trained: int
+    evicted: int
+    undone: int
+    filtered: int
+    held: int
+    cancelled: int
+    mean_reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """One group that was sealed with members unfinished. Means are over first results; None without any. Durations
+    are from issue to offer."""
+
+    group_id: GroupId
+    task_id: TaskId
+    rule: str
+    early: int
+    late: int
+    late_finished: int
+    early_mean_s: float | None
+    late_mean_s: float | None
+    early_mean_reward: float | None
+    late_mean_reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """What became of all attempts: `causes` counts those that ended, `evicted` how often a rollout went over the bound,
+    whether it was issued again or ended by it. `deciles` are shortest first,
+    empty before anything finished. `left_out` is in the order of opening."""
+
+    deciles: tuple[DecileReport, ...]
+    left_out: tuple[LeftOut, ...]
+    causes: dict[str, int]
+    evicted: int
+
+
+def acceptance(evidence: Evidence | StreamedEvidence) -> Acceptance:
+    """One pass over all groups."""
+    finished: list[_Finished] = []
+    cancelled_s: list[float] = []
+    causes: Counter[str] = Counter()
+    groups: list[tuple[int, LeftOut]] = []
+    evicted = 0
+    lost = {(entry.subject, entry.attempt) for entry in evidence.interventions if entry.action is Action.RETRY_LOST}
+    for history in evidence.histories():
+        for rollout in history.members:
+            evicted += rollout.evictions + (rollout.state is RolloutState.EVICTED)
+            for attempt in history.attempts.get(rollout.rollout_id, ()):
+                if attempt.cause is not None:
+                    causes[attempt.cause.value] += 1
+                if attempt.reward is not None:
+                    finished.append((_duration_s(attempt), _fate(attempt, rollout, lost), attempt.reward))
+                if _cancelled_by_policy(attempt, rollout):
+                    cancelled_s.append(_duration_s(attempt))
+        if history.group.state is GroupState.SEALED and any(member.late for member in history.members):
+            groups.append((history.group.ordinal, _left_out(history)))
+    return Acceptance(
+        deciles=_deciles(finished, cancelled_s),
+        left_out=tuple(group for _, group in sorted(groups, key=itemgetter(0))),
+        causes=dict(causes),
+        evicted=evicted,
+    )
+
+
+_Finished = tuple[float, str, float]
+"""Duration, fate and reward of an attempt."""
+
+
+def _deciles(finished: list[_Finished], cancelled_s: Sequence[float]) -> tuple[DecileReport, ...]:
+    finished.sort(key=itemgetter(0))
+    tenths = [
+        finished[len(finished) * number // DECILES : len(finished) * (number + 1) // DECILES]
+        for number in range(DECILES)
+    ]
+    tenths = [tenth for tenth in tenths if tenth]
+    longest_s = [tenth[-1][0] for tenth in tenths]
+    cancelled = Counter(min(bisect_left(longest_s, seconds), len(tenths) - 1) for seconds in cancelled_s)
+    return tuple(_decile(place, tenth, cancelled[place]) for place, tenth in enumerate(tenths))
+
+
+def _decile(place: int, tenth: Sequence[_Finished], cancelled: int) -> DecileReport:
+    fates = Counter(fate for _, fate, _ in tenth)
+    return DecileReport(
+        decile=place + 1,
+        shortest_s=tenth[0][0],
+        longest_s=tenth[-1][0],
+        finished=len(tenth),
+        trained=fates["trained"],
+        evicted=fates["evicted"],
+        undone=fates["undone"],
+        filtered=fates["filtered"],
+        held=fates["held"],
+        cancelled=cancelled,
+        mean_reward=_mean([reward for _, _, reward in tenth]),
+    )
+
+
+def _left_out(history: GroupHistory) -> LeftOut:
+    group, members = history.group, history.members
+    firsts = {member.rollout_id: history.first_result(member) for member in members}
+    late = [member for member in members if member.late]
+    early_firsts = [first for member in members if not member.late and (first := firsts[member.rollout_id])]
+    late_firsts = [first for member in late if (first := firsts[member.rollout_id])]
+    return LeftOut(
+        group_id=group.group_id,
+        task_id=group.task_id,
+        rule=group.rule or "",
+        early=len(early_firsts),
+        late=len(late),
+        late_finished=len(late_firsts),
+        early_mean_s=_mean([_duration_s(attempt) for attempt in early_firsts]),
+        late_mean_s=_mean([_duration_s(attempt) for attempt in late_firsts]),
+        early_mean_reward=_mean([attempt.reward or 0.0 for attempt in early_firsts]),
+        late_mean_reward=_mean([attempt.reward or 0.0 for attempt in late_firsts]),
+    )
+
+
+def _fate(attempt: AttemptRecord, rollout: RolloutRecord, lost: Container[tuple[str, int | None]]) -> str:
+    if attempt.attempt != rollout.attempt or rollout.state is RolloutState.PENDING:
+        return "evicted" if rollout.evictions and attempt.key not in lost else "undone"
+    return _FATES.get(rollout.state, "held")
+
+
+def _cancelled_by_policy(attempt: AttemptRecord, rollout: RolloutRecord) -> bool:
+    """Told to end, or left out; not those whose driver or order was lost."""
+    if attempt.cause is not Cause.CANCELLED:
+        return False
+    return attempt.offered or (rollout.state is RolloutState.CANCELLED and rollout.attempt == attempt.attempt)
+
+
+def _duration_s(attempt: AttemptRecord) -> float:
+    """The clock may have jumped back."""
+    return max(0.0, (attempt.ended_at_s or attempt.issued_at_s) - attempt.issued_at_s)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

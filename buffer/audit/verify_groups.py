@@ -1,0 +1,239 @@
+"""The part of `verify` about groups: baselines, scales, advantages and the history of tasks, from attempts alone.
+
+Invariant: times, rewards and causes of attempts are the evidence; what rollouts, groups and tasks say must follow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from headrace.buffer.core.acceptance import GroupView, effective_since, parse_rule
+from headrace.buffer.core.advantages import Finish, advantage, baseline, deviation_square_sum, full_scale, history_scale
+from headrace.buffer.core.classification import FAILED
+from headrace.buffer.core.records import GroupState, RolloutState, TaskRecord
+from headrace.buffer.types import Cause
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    from headrace.buffer.audit.joined_rows import GroupHistory
+    from headrace.buffer.core.acceptance import AcceptanceRule
+    from headrace.buffer.core.records import GroupRecord, RolloutRecord
+    from headrace.buffer.tasks import TaskId
+    from headrace.buffer.types import GroupId, RolloutId
+
+Sums = tuple[float, int]
+"""Sum of squares within complete groups, and their members."""
+
+_WITH_ADVANTAGE = frozenset({RolloutState.SEALED, RolloutState.LEASED, RolloutState.TRAINED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sealed:
+    """A sealed group with its evidence. `finishes` are the first results that were in when it was sealed."""
+
+    group: GroupRecord
+    members: Sequence[RolloutRecord]
+    rule: AcceptanceRule
+    min_members: int
+    finishes: Mapping[RolloutId, Finish]
+    own: Sums
+    pooled: Sums
+
+    @property
+    def fixed(self) -> list[RolloutRecord]:
+        """Members that got a baseline."""
+        return [member for member in self.members if member.late or member.rollout_id in self.finishes]
+
+
+class GroupAudit:
+    """What contradicts, as plain sentences: `check` each group once, in the order of sealing, then `finish`."""
+
+    def __init__(self, retried: Collection[tuple[str, int | None]], *, has_history: bool = True) -> None:
+        """`retried` are the attempts (rollout, number) whose lost results an operator issued again. Without the groups
+        that were sealed before, scales are not checked."""
+        self._retried, self._has_history = retried, has_history
+        self._sizes: dict[int, list[GroupId]] = defaultdict(list)
+        self._history: dict[TaskId | None, Sums] = defaultdict(lambda: (0.0, 0))
+        # Complete groups that no group sealed so far could know of.
+        self._coming: list[tuple[int, int, TaskId, Sums]] = []
+        self._counts: dict[TaskId, Counter[str]] = defaultdict(Counter)
+
+    def check(self, history: GroupHistory) -> Iterator[str]:
+        """What contradicts in one group."""
+        group, members = history.group, history.members
+        numbers = [member.member for member in members]
+        whole = numbers == list(range(len(numbers)))
+        self._sizes[len(numbers) if whole else -1].append(group.group_id)
+        for rollout in members:
+            yield from _first_reward(rollout, history)
+            yield from _evictions(rollout, history)
+        complete = group.state is GroupState.SEALED and all(
+            member.finished or member.state is RolloutState.POISON for member in members
+        )
+        if complete != (group.complete_before is not None):
+            yield f"{group.group_id} says it is {'not ' if complete else ''}complete, its members say otherwise"
+        if group.state is GroupState.SEALED and self._has_history:
+            yield from self._sealed(history)
+        self._count(history)
+
+    def finish(self, tasks: Iterable[TaskRecord] | None) -> Iterator[str]:
+        """What contradicts over all groups: sizes, and the counts of each task record, unless that is None."""
+        size = max(self._sizes, default=0)
+        for found, groups in self._sizes.items():
+            for group_id in groups if found != size else ():
+                yield f"{group_id} lacks members of its {size}: rollouts are missing"
+        if tasks is None:
+            return
+        known = {task.task_id: task for task in tasks}
+        for task_id in sorted({*known, *self._counts}):
+            record, counts = known.get(task_id, TaskRecord(task_id=task_id)), self._counts[task_id]
+            for name in _COUNTED:
+                if getattr(record, name) != counts[name]:
+                    yield f"task {task_id} counts {getattr(record, name)} {name}, the ledger has {counts[name]}"
+
+    def _sealed(self, history: GroupHistory) -> Iterator[str]:
+        """With the history that it had when it was sealed."""
+        group, members = history.group, history.members
+        while self._coming and self._coming[0][0] <= (group.seal_order or 0):
+            _, _, task_id, (squares, count) = heappop(self._coming)
+            for key in (task_id, None):
+                before, number = self._history[key]
+                self._history[key] = (before + squares, number + count)
+        rewards = [member.first_reward for member in members if member.first_reward is not None]
+        if group.complete_before is not None and rewards:
+            sums = (deviation_square_sum(rewards), len(rewards))
+            heappush(self._coming, (group.complete_before, group.ordinal, group.task_id, sums))
+        if self._is_unwitnessed(history):
+            return
+        try:
+            yield from _sealed_group(
+                _Sealed(
+                    group=group,
+                    members=members,
+                    rule=_rule(group.rule or ""),
+                    min_members=group.min_members or 0,
+                    finishes=_finishes(history),
+                    own=self._history[group.task_id],
+                    pooled=self._history[None],
+                )
+            )
+        except ValueError as error:
+            yield f"{group.group_id}: {error}"
+
+    def _is_unwitnessed(self, history: GroupHistory) -> bool:
+        """Sealed with a result that was acknowledged and never stored: nobody knows when it came, on which baselines
+        may depend. An operator has retried it, and its attempt has no token."""
+        if not self._retried:
+            return False
+        tries = (attempt for tries in history.attempts.values() for attempt in tries)
+        return any(attempt.key in self._retried and not attempt.trained for attempt in tries)
+
+    def _count(self, history: GroupHistory) -> None:
+        counts = self._counts[history.group.task_id]
+        counts["groups"] += 1
+        if history.group.complete_before is not None:
+            counts["complete_members"] += sum(member.finished for member in history.members)
+        for rollout in history.members:
+            counts["poison"] += rollout.state is RolloutState.POISON
+            counts["cancelled"] += rollout.state is RolloutState.CANCELLED
+            counts["evicted"] += rollout.evictions + (rollout.state is RolloutState.EVICTED)
+        for tries in history.attempts.values():
+            for attempt in tries:
+                counts["finished"] += attempt.reward is not None
+                counts["solved"] += attempt.solved
+                counts["infra"] += attempt.cause in FAILED
+
+
+_rule = lru_cache(parse_rule)
+_COUNTED = ("groups", "complete_members", "poison", "cancelled", "evicted", "finished", "solved", "infra")
+
+
+def _first_reward(rollout: RolloutRecord, history: GroupHistory) -> Iterator[str]:
+    first = history.first_result(rollout)
+    if rollout.first_reward != (first.reward if first else None):
+        yield f"{rollout.rollout_id} counts {rollout.first_reward} in its group, not its first result"
+
+
+def _evictions(rollout: RolloutRecord, history: GroupHistory) -> Iterator[str]:
+    """No more than the cap, and each of an attempt that ended."""
+    if rollout.evictions > history.group.max_evictions:
+        yield f"{rollout.rollout_id} was issued again {rollout.evictions} times, over its group's cap"
+    ends = sum(
+        attempt.reward is not None or (attempt.cause is Cause.CANCELLED and attempt.offered)
+        for attempt in history.attempts.get(rollout.rollout_id, ())
+    )
+    if rollout.evictions + (rollout.state is RolloutState.EVICTED) > ends:
+        yield f"{rollout.rollout_id} counts more evictions than its attempts have ends"
+
+
+def _finishes(history: GroupHistory) -> dict[RolloutId, Finish]:
+    early = ((member.rollout_id, history.first_result(member)) for member in history.members if not member.late)
+    return {
+        rollout_id: Finish(at_s=first.ended_at_s or 0.0, reward=first.reward)
+        for rollout_id, first in early
+        if first is not None and first.reward is not None
+    }
+
+
+def _sealed_group(sealed: _Sealed) -> Iterator[str]:
+    name = sealed.group.group_id
+    if len(sealed.finishes) < max(2, sealed.min_members):
+        yield f"{name} was sealed with {len(sealed.finishes)} finished members"
+        return
+    if not sealed.rule.expires and not _accepted(sealed):
+        yield f"{name} was sealed before its rule {sealed.rule.text} accepted"
+    scale = _scale(sealed)
+    for member in sealed.fixed:
+        expected = _baseline(sealed, member.rollout_id)
+        if member.baseline is None or not _close(member.baseline, expected):
+            yield f"{member.rollout_id} has baseline {member.baseline}, its group's results say {expected}"
+        elif member.scale is None or not _close(member.scale, scale):
+            yield f"{member.rollout_id} has scale {member.scale}, the history says {scale}"
+        elif not _consistent(member):
+            yield f"{member.rollout_id} has advantage {member.advantage}, which does not follow from its reward"
+
+
+def _baseline(sealed: _Sealed, rollout_id: RolloutId) -> float:
+    return baseline(
+        sealed.rule,
+        [finish for other, finish in sealed.finishes.items() if other != rollout_id],
+        size=len(sealed.members),
+        min_members=sealed.min_members,
+        opened_at_s=sealed.group.opened_at_s,
+    )
+
+
+def _accepted(sealed: _Sealed) -> bool:
+    view = GroupView(
+        size=len(sealed.members),
+        finished=len(sealed.finishes),
+        running=sum(member.late for member in sealed.members),
+        opened_at_s=sealed.group.opened_at_s,
+        last_finished_at_s=max(finish.at_s for finish in sealed.finishes.values()),
+    )
+    return effective_since(sealed.rule, view, sealed.min_members) <= (sealed.group.ended_at_s or 0.0)
+
+
+def _scale(sealed: _Sealed) -> float:
+    if sealed.group.advantage == "centered":
+        return 1.0
+    ends = (member.rollout_id in sealed.finishes or member.state is RolloutState.POISON for member in sealed.members)
+    if all(ends) and not any(member.late for member in sealed.members):
+        return full_scale([finish.reward for finish in sealed.finishes.values()])
+    return history_scale(sealed.own, sealed.pooled)
+
+
+def _consistent(member: RolloutRecord) -> bool:
+    if member.advantage is None or member.reward is None:
+        return member.state not in _WITH_ADVANTAGE
+    return _close(member.advantage, advantage(member.reward, member.baseline or 0.0, member.scale or 1.0))
+
+
+def _close(stored: float, expected: float) -> bool:
+    return math.isclose(stored, expected, rel_tol=1e-6, abs_tol=1e-9)

@@ -1,0 +1,92 @@
+"""Advantages of a sealed group: baselines and scales are fixed once, when it is sealed.
+
+Invariants:
+- A member's baseline never depends on its own speed or reward: it is the mean over the others that would have been in
+  if the member had finished at the group's start. (The mean over early finishers, applied to late ones, biases the
+  gradient as cancelling them does.)
+- A scale is the whole group's deviation, or that of complete groups before; never that of the early ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from headrace.buffer.core.acceptance import GroupView
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.buffer.core.acceptance import AcceptanceRule
+
+AdvantageKind = Literal["grpo", "centered"]
+SCALE_EPSILON = 1e-6
+SCALE_FLOOR = 0.1
+"""Of a scale that is taken from history."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Finish:
+    """When a member finished, and with what reward."""
+
+    at_s: float
+    reward: float
+
+
+def zero_variance(rewards: Sequence[float]) -> bool:
+    """All rewards are equal: the group says nothing about which member did better."""
+    return max(rewards) == min(rewards)
+
+
+def mean(rewards: Sequence[float]) -> float:
+    """Exactly the common value of equal rewards. ValueError without any."""
+    return rewards[0] if zero_variance(rewards) else math.fsum(rewards) / len(rewards)
+
+
+def deviation_square_sum(rewards: Sequence[float]) -> float:
+    """Sum of squared distances from the mean."""
+    center = mean(rewards)
+    return math.fsum((reward - center) ** 2 for reward in rewards)
+
+
+def full_scale(rewards: Sequence[float]) -> float:
+    """`grpo` for a group that is complete: population deviation + 1e-6 (DeepSeekMath, arXiv:2402.03300).
+
+    1 for equal rewards: their advantages are 0 anyway, and a member that is issued again may get another reward.
+    """
+    if zero_variance(rewards):
+        return 1.0
+    return math.sqrt(deviation_square_sum(rewards) / len(rewards)) + SCALE_EPSILON
+
+
+def history_scale(own: tuple[float, int], pooled: tuple[float, int]) -> float:
+    """`grpo` for a group with members still running: from (sum of squares within complete groups, their members) of
+    the task before, or else of all tasks; 1 without any."""
+    for squares, members in (own, pooled):
+        if members:
+            return max(SCALE_FLOOR, math.sqrt(max(0.0, squares) / members))
+    return 1.0
+
+
+def baseline(
+    rule: AcceptanceRule, others: Sequence[Finish], *, size: int, min_members: int, opened_at_s: float
+) -> float:
+    """Mean reward of the other members in by the time the rule would have accepted, had this one finished at once
+    (leave-one-out, arXiv:2402.14740).
+
+    `others` are those that had finished when the group was sealed, at least one. `expiring` counts as holding from the
+    sealing on. A member that is still running, or gone, is in no prefix.
+    """
+    ordered = sorted(others)
+    for prefix in range(min_members - 1, len(ordered)):
+        last = ordered[prefix - 1].at_s
+        view = GroupView(size=size, finished=prefix + 1, running=1, opened_at_s=opened_at_s, last_finished_at_s=last)
+        if max(rule.since(view), last) < ordered[prefix].at_s:
+            return mean([finish.reward for finish in ordered[:prefix]])
+    return mean([finish.reward for finish in ordered])
+
+
+def advantage(reward: float, baseline: float, scale: float) -> float:
+    """`(reward - baseline) / scale`."""
+    return (reward - baseline) / scale

@@ -1,0 +1,131 @@
+"""What a result says, as the ledger counts it.
+
+Invariants:
+- A failure has no reward, whatever the worker says; a result that contradicts itself is a failure of ours.
+- Trained tokens are counted by the version that sampled them, from the trajectory itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from headrace.buffer.cleaning import clean_text, plain_float, plain_int, plain_version
+from headrace.buffer.codec import refuse_unstorable
+from headrace.buffer.core.records import TrainedTokens
+from headrace.buffer.types import Cause, Outcome, check_reward
+
+if TYPE_CHECKING:
+    from headrace.buffer.types import RolloutResult, Row, Trajectory
+    from headrace.buffer.versions import PolicyVersion, VersionTree
+
+FAILED = frozenset({Cause.INFRA, Cause.EVALUATOR, Cause.POISON})
+"""Ends that lead to a new attempt and count as a failure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """A result as the ledger keeps it; every text and number is one that it can keep."""
+
+    outcome: Outcome
+    trained: tuple[TrainedTokens, ...] = ()
+    turns: int = 0
+    phases_s: tuple[tuple[str, float], ...] = ()
+    trace_id: str = ""
+    host: str = ""
+    engine_failed: bool = False
+
+
+def classify(result: RolloutResult, tree: VersionTree, *, masked: bool = False) -> Account:
+    """The result as the ledger counts it. With `masked`, tokens that cannot be trained count too: those of an
+    evaluation sampled at temperature 0, for one.
+
+    A failure has no reward, whatever the worker says, and a result that contradicts itself or cannot be kept is a
+    failure of ours.
+    """
+    try:
+        outcome = _plain_outcome(result.outcome)
+        counts = outcome.cause not in FAILED and outcome.cause is not Cause.CANCELLED
+        return Account(
+            outcome=outcome,
+            trained=trained_tokens(result.trajectory, tree, masked=masked) if counts else (),
+            turns=plain_int(result.turns),
+            phases_s=tuple((clean_text(name), plain_float(seconds)) for name, seconds in result.phases_s),
+            trace_id=clean_text(result.trace_id),
+            host=clean_text(result.host),
+            engine_failed=bool(result.engine_failed),
+        )
+    except Exception as error:  # noqa: BLE001 - a worker of others may hand over anything; only its own result is lost
+        return Account(outcome=Outcome.infra(clean_text(f"malformed result: {error}")))
+
+
+def _plain_outcome(outcome: Outcome) -> Outcome:
+    """Raises ValueError, TypeError."""
+    plain = Outcome(
+        reward=None,
+        solved=bool(outcome.solved),
+        trainable=bool(outcome.trainable),
+        cause=Cause(outcome.cause),
+        detail=clean_text(outcome.detail),
+    )
+    if plain.cause in FAILED or plain.cause is Cause.CANCELLED:
+        return replace(plain, solved=False, trainable=False)
+    _check_solved(plain)
+    return replace(plain, reward=check_reward(outcome.reward))
+
+
+def _check_solved(outcome: Outcome) -> None:
+    """Raises ValueError where `solved` contradicts the cause; a spent budget goes with either."""
+    if outcome.cause is not Cause.BUDGET and outcome.solved != (outcome.cause is Cause.SOLVED):
+        raise ValueError(f"cause {outcome.cause} with solved = {outcome.solved}")
+
+
+def trained_tokens(
+    trajectory: Trajectory | None, tree: VersionTree, *, masked: bool = False
+) -> tuple[TrainedTokens, ...]:
+    """How many trained tokens each version sampled; with `masked`, those in no loss too. Raises ValueError or
+    CodecError when arrays or spans do not fit, cannot be stored, or a version is unknown."""
+    if trajectory is None:
+        return ()
+    refuse_unstorable(trajectory)
+    counts: dict[PolicyVersion, int] = {}
+    for row in trajectory.rows:
+        for version, tokens in _row_tokens(row, masked=masked):
+            counts[version] = counts.get(version, 0) + tokens
+    for version in counts:
+        if version.epoch not in tree.forks:
+            raise ValueError(f"sampled by version {version}, whose epoch was never opened")
+    return tuple(TrainedTokens(version=plain_version(version), tokens=counts[version]) for version in sorted(counts))
+
+
+def stale_kv_tokens(trajectory: Trajectory) -> int:
+    """Trained tokens that were sampled on keys and values of older weights."""
+    return sum(
+        int(row.loss_mask_T[span.start : span.end].sum())
+        for row in trajectory.rows
+        for span in row.versions
+        if span.stale_kv
+    )
+
+
+def _row_tokens(row: Row, *, masked: bool) -> list[tuple[PolicyVersion, int]]:
+    length = len(row.tokens_T)
+    if len(row.loss_mask_T) != length or len(row.logprobs_T) != length:
+        raise ValueError("the arrays of a row differ in length")
+    cumulative = np.concatenate(([0], np.cumsum(row.loss_mask_T)))
+    counts, end, trained = [], 0, 0
+    for span in row.versions:
+        if not end <= span.start < span.end <= length:
+            raise ValueError(f"version span [{span.start}, {span.end}) does not fit")
+        end = span.end
+        in_loss = int(cumulative[span.end] - cumulative[span.start])
+        trained += in_loss
+        if tokens := span.end - span.start if masked else in_loss:
+            counts.append((span.version, tokens))
+    if trained != int(cumulative[-1]):
+        raise ValueError("trained tokens lie outside the version spans")
+    if not np.isfinite(row.logprobs_T).all():
+        raise ValueError("log-probabilities are not finite")
+    return counts

@@ -1,0 +1,74 @@
+"""Settings of the replay buffer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headrace.buffer.core.acceptance import Limits, parse_rule
+from headrace.buffer.core.advantages import AdvantageKind
+from headrace.buffer.core.curriculum import Curriculum
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class BufferConfig(BaseModel):
+    """Sizes and rules of the replay buffer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch_size: int = Field(default=64, ge=1)
+    """Rollouts in a batch."""
+    group_size: int = Field(default=8, ge=2)
+    """Rollouts of one task that share a baseline."""
+    max_staleness: int = Field(default=4, ge=0)
+    """Hard bound, in optimizer updates, on what may be trained. 0 needs mode `sync`."""
+    mode: Literal["async", "sync", "one-step-off"] = "async"
+    """`async` paces by inventory; `sync` starts only what the current batch needs, when the newest version is served;
+    `one-step-off` starts what the next batch needs while the learner trains the one before."""
+    max_attempts: int = Field(default=3, ge=1)
+    """A rollout that dies of infrastructure this often is poison and left out."""
+    min_members: int = Field(default=2, ge=2)
+    """A group in which fewer members finish is dropped."""
+    max_in_flight: int | None = Field(default=None, ge=1)
+    """Cap on rollouts in flight, for small machines; None: the inventory alone decides."""
+    advantage: AdvantageKind = "grpo"
+    """`grpo` divides by the group's standard deviation, `centered` does not."""
+    zero_variance: Literal["keep", "filter"] = "keep"
+    """Groups with equal rewards: trained with advantage 0, or left out of batches."""
+    rule: str = "all"
+    """When a group is sealed: `all`, `count(members)`, `fraction(share)`, `deadline(seconds)`, `grace(seconds)`,
+    `expiring(updates)`, joined with `|` and `&`. `fraction(0.75) & grace(120)`: three quarters have finished, and none
+    for two minutes. `all | expiring(1)`: all, or what is finished one update before it is too stale."""
+    unfinished: Literal["carry", "abort"] = "carry"
+    """Members that still run when their group is sealed: trained later with a baseline fixed now, or cancelled.
+    `abort` biases training towards what is short."""
+    batch_tries: int = Field(default=2, ge=1)
+    """How often a step on a batch may be begun and fail, or end the learner's process; then the run ends and names the
+    batch."""
+    max_evictions: int = Field(default=2, ge=0)
+    """How often a rollout that went over the staleness bound is issued again."""
+    park_after: int = Field(default=2, ge=1)
+    """A task whose rollouts became poison this often in a row is parked: not issued any more."""
+    curriculum: Curriculum = "none"
+    """`frontier` prefers, among the next few tasks of a pass, those solved half of the time."""
+    passes: int | None = Field(default=None, ge=1)
+    """Passes over the data; None: no end. After the last one `take` raises DataExhausted once no batch is left."""
+    keep_trajectories: bool = False
+    """Keep files of trajectories that no checkpoint directory needs any more, for exports. They grow for ever."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.max_staleness == 0 and self.mode != "sync":
+            raise ValueError('max_staleness = 0 needs mode = "sync": set buffer.mode, or raise buffer.max_staleness')
+        if self.min_members > self.group_size:
+            raise ValueError(f"min_members = {self.min_members} exceeds group_size = {self.group_size}: lower it")
+        if self.mode == "async" and self.max_staleness * self.batch_size < self.group_size - 1:
+            raise ValueError(
+                f"a group of group_size = {self.group_size} may never fit beside an unfinished batch of "
+                f"batch_size = {self.batch_size}: raise batch_size or max_staleness"
+            )
+        parse_rule(self.rule, Limits(group_size=self.group_size, max_staleness=self.max_staleness))
+        return self

@@ -1,0 +1,144 @@
+"""What is remembered of tasks: written with each change, so that it survives restarts and closed groups.
+
+Invariants:
+- Statistics of rewards come from complete groups only: those whose members all finished or are poison. What a rule
+  left out would bias them.
+- A task whose members became poison `park_after` times in a row, and that failed on different hosts at different
+  times meanwhile, is parked: no more groups of it are opened until it is released.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from headrace.buffer.core.advantages import deviation_square_sum
+from headrace.buffer.core.records import Charge, HostFailures
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.buffer.core.records import AttemptRecord
+    from headrace.buffer.core.state import ReplayState
+    from headrace.buffer.tasks import TaskId
+
+
+HOSTS_KEPT: Final = 8
+"""Of one task."""
+
+
+class TaskHistory:
+    """Keeps the task records."""
+
+    def __init__(self, state: ReplayState, *, park_after: int) -> None:
+        self._state, self._park_after = state, park_after
+
+    def opened(self, task_id: TaskId, lap: int) -> None:
+        """A group of it was opened in this pass."""
+        task = self._state.task(task_id)
+        self._state.put(replace(task, groups=task.groups + 1, last_pass=lap))
+
+    def finished(self, task_id: TaskId, attempt: AttemptRecord) -> None:
+        """An attempt ended with a reward."""
+        task = self._state.task(task_id)
+        self._state.put(
+            replace(
+                task,
+                finished=task.finished + 1,
+                solved=task.solved + attempt.solved,
+                duration_s=task.duration_s + max(0.0, (attempt.ended_at_s or 0.0) - attempt.issued_at_s),
+                poison_streak=0,
+                failed_on=(),
+            )
+        )
+
+    def unfinished(self, task_id: TaskId, attempt: AttemptRecord) -> None:
+        """The result of a finished attempt was lost before its group was sealed."""
+        task = self._state.task(task_id)
+        self._state.put(
+            replace(
+                task,
+                finished=task.finished - 1,
+                solved=task.solved - attempt.solved,
+                duration_s=max(0.0, task.duration_s - max(0.0, (attempt.ended_at_s or 0.0) - attempt.issued_at_s)),
+            )
+        )
+
+    def failed_on(self, task_id: TaskId, host: str, now: float) -> tuple[HostFailures, ...]:
+        """Where it failed since it last finished, a failure on `host` now included."""
+        return with_failure(self._state.task(task_id).failed_on, host, now)
+
+    def failed(self, task_id: TaskId, attempt: AttemptRecord, *, poison: bool) -> None:
+        """An attempt ended without a reward; with `poison` it was the member's last."""
+        task = self._state.task(task_id)
+        if attempt.charged_to not in (Charge.TASK, Charge.HOST):
+            self._state.put(replace(task, infra=task.infra + 1, poison=task.poison + poison))
+            return
+        now = attempt.ended_at_s or 0.0
+        streak = task.poison_streak + poison
+        parked = task.parked or (attempt.charged_to is Charge.TASK and streak >= self._park_after)
+        parks = parked and not task.parked
+        if parks:
+            self._state.count("tasks_parked")
+        self._state.put(
+            replace(
+                task,
+                infra=task.infra + 1,
+                poison=task.poison + poison,
+                poison_streak=streak,
+                parked=parked,
+                parked_at_s=now if parks else task.parked_at_s,
+                last_failure=attempt.detail or f"{attempt.cause}",
+                failed_on=with_failure(task.failed_on, attempt.host, now),
+            )
+        )
+
+    def forgive(self, task_id: TaskId, *, since_s: float) -> None:
+        """What it did since then was the system's fault: it begins anew, and is released if that had parked it."""
+        task = self._state.task(task_id)
+        if not task.parked:
+            self._state.put(replace(task, poison_streak=0, failed_on=()))
+        elif task.parked_at_s is not None and task.parked_at_s >= since_s:
+            self.release(task_id)
+
+    def release(self, task_id: TaskId) -> bool:
+        """Unpark it, with a clean record. False when it is not parked."""
+        task = self._state.task(task_id)
+        if not task.parked:
+            return False
+        self._state.count("tasks_released")
+        self._state.put(replace(task, parked=False, parked_at_s=None, poison_streak=0, failed_on=()))
+        return True
+
+    def evicted(self, task_id: TaskId) -> None:
+        """A rollout of it went over the staleness bound."""
+        task = self._state.task(task_id)
+        self._state.put(replace(task, evicted=task.evicted + 1))
+
+    def cancelled(self, task_id: TaskId) -> None:
+        """A rollout of it was aborted at the sealing of its group."""
+        task = self._state.task(task_id)
+        self._state.put(replace(task, cancelled=task.cancelled + 1))
+
+    def completed(self, task_id: TaskId, rewards: Sequence[float]) -> None:
+        """A sealed group of it is complete, with these rewards by member."""
+        task = self._state.task(task_id)
+        self._state.put(
+            replace(
+                task,
+                complete_members=task.complete_members + len(rewards),
+                reward_sum=task.reward_sum + math.fsum(rewards),
+                reward_square_sum=task.reward_square_sum + math.fsum(reward**2 for reward in rewards),
+                deviation_square_sum=task.deviation_square_sum + deviation_square_sum(rewards),
+            )
+        )
+
+
+def with_failure(failures: tuple[HostFailures, ...], host: str, now: float) -> tuple[HostFailures, ...]:
+    """With one more failure; one on an unknown host says nothing."""
+    if not host:
+        return failures
+    known = next((item for item in failures if item.host == host), HostFailures(host, now, now))
+    others = [item for item in failures if item.host != host]
+    return (*others, replace(known, last_at_s=now))[-HOSTS_KEPT:]

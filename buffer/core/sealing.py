@@ -1,0 +1,235 @@
+"""When open groups are sealed, and what that fixes.
+
+Invariants:
+- Every open group is watched: by the time from which its rule accepts if nothing else happens. `tick` settles what is
+  due; so the core needs no clock, and the shell need only come back at `due_at`.
+- A sealed group's members, finished or not, have fixed baselines and scales; whoever finishes later is sealed at once.
+- Members without a result at the sealing are flagged `late`: what a rule left out can be told for each group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from headrace.buffer.core.acceptance import NEVER, GroupView, effective_since
+from headrace.buffer.core.advantages import Finish, advantage, baseline, full_scale, history_scale, zero_variance
+from headrace.buffer.core.records import FilterReason, GroupState, RolloutState
+from headrace.buffer.types import Cause
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.buffer.core.acceptance import AcceptanceRule
+    from headrace.buffer.core.config import BufferConfig
+    from headrace.buffer.core.history import TaskHistory
+    from headrace.buffer.core.records import GroupRecord, RolloutRecord
+    from headrace.buffer.core.state import ReplayState
+    from headrace.buffer.types import GroupId, RolloutId
+
+
+class Sealing:
+    """Watches open groups. `aborted` holds attempts that run although their rollout is cancelled."""
+
+    def __init__(self, state: ReplayState, config: BufferConfig, rule: AcceptanceRule, history: TaskHistory) -> None:
+        self._state, self._config, self._rule, self._history = state, config, rule, history
+        self._due: dict[GroupId, float] = {}
+        self._queue: list[tuple[float, GroupId]] = []
+        self._seen = state.next_version
+        self.aborted = dict.fromkeys(self._unheard())
+        for group_id in state.open_groups():
+            self.watch(group_id)
+
+    def watch(self, group_id: GroupId) -> None:
+        """Something happened in an open group: learn when it is due."""
+        since = effective_since(self._rule, self._view(group_id), self._config.min_members)
+        if self._due.get(group_id, NEVER) == since:
+            return
+        self._due[group_id] = since
+        if since < NEVER:
+            heappush(self._queue, (since, group_id))
+
+    def restart_clocks(self, now: float) -> None:
+        """The times of rules begin anew, for every open group."""
+        for group_id in self._state.open_groups():
+            self._state.put(replace(self._state.groups[group_id], opened_at_s=now))
+            self.watch(group_id)
+
+    def due_at(self) -> float | None:
+        """When the next group is due if nothing happens before."""
+        while self._queue and self._due.get(self._queue[0][1]) != self._queue[0][0]:
+            heappop(self._queue)
+        return self._queue[0][0] if self._queue else None
+
+    def tick(self, now: float) -> None:
+        """Seal or drop every group that is due."""
+        if self._rule.expires and self._seen != (version := self._state.next_version):
+            self._seen = version
+            for group_id in self._state.open_groups():
+                self.watch(group_id)
+        while (due := self.due_at()) is not None and due <= now:
+            _, group_id = heappop(self._queue)
+            del self._due[group_id]
+            self._settle(group_id, now)
+
+    def arrive(self, rollout_id: RolloutId) -> None:
+        """A member of a sealed group finished, late or again: its advantage follows."""
+        rollout, group = self._state.rollouts[rollout_id], self._state.group_of(rollout_id)
+        self._seal_member(rollout, flat=False)
+        self.completed(group.group_id)
+
+    def completed(self, group_id: GroupId) -> None:
+        """Tell the history of a sealed group once its last member is in."""
+        group, members = self._state.groups[group_id], self._state.rollouts_of(group_id)
+        if group.state is not GroupState.SEALED or group.complete_before is not None or not _complete(members):
+            return
+        self._state.put(replace(group, complete_before=self._state.next_seal))
+        self._history.completed(
+            group.task_id, [member.first_reward for member in members if member.first_reward is not None]
+        )
+
+    def _unheard(self) -> list[tuple[RolloutId, int]]:
+        """Attempts of cancelled rollouts that no result came from: somebody may still run them. Those of closed groups
+        are forgotten by a restart; their results will be late."""
+        cancelled = (self._state.attempts.get(rollout) for rollout in self._state.by_state[RolloutState.CANCELLED])
+        return [attempt.key for attempt in cancelled if attempt is not None and not attempt.offered]
+
+    def _view(self, group_id: GroupId) -> GroupView:
+        members = self._state.rollouts_of(group_id)
+        finished = [self._state.attempts[member.rollout_id] for member in members if member.finished]
+        opened = self._state.groups[group_id].opened_at_s
+        updates_left = None
+        if self._rule.expires and finished and (version := self._state.next_version):
+            stalest = max(self._state.staleness(version, attempt.version) for attempt in finished)
+            updates_left = self._config.max_staleness - stalest
+        return GroupView(
+            size=len(members),
+            finished=len(finished),
+            running=sum(member.running for member in members),
+            opened_at_s=opened,
+            last_finished_at_s=max((attempt.ended_at_s or 0.0 for attempt in finished), default=opened),
+            updates_left=updates_left,
+        )
+
+    def _settle(self, group_id: GroupId, now: float) -> None:
+        members = self._state.rollouts_of(group_id)
+        finished = [member for member in members if member.finished]
+        if len(finished) < self._config.min_members:
+            self._drop(group_id, finished, now)
+        else:
+            self._seal(self._state.groups[group_id], members, now)
+            self.completed(group_id)
+
+    def _drop(self, group_id: GroupId, finished: Sequence[RolloutRecord], now: float) -> None:
+        self._state.put(replace(self._state.groups[group_id], state=GroupState.DROPPED, ended_at_s=now))
+        self._state.count("groups_dropped")
+        for rollout in finished:
+            self._filter(rollout, FilterReason.GROUP_DROPPED)
+
+    def _seal(self, group: GroupRecord, members: Sequence[RolloutRecord], now: float) -> None:
+        sealed = replace(
+            group,
+            state=GroupState.SEALED,
+            seal_order=self._state.next_seal,
+            ended_at_s=now,
+            rule=self._rule.text,
+            min_members=self._config.min_members,
+            advantage=self._config.advantage,
+        )
+        self._state.put(sealed)
+        self._state.count("groups_sealed")
+        fixed = self._fix(sealed, members)
+        running = [member for member in fixed if member.running]
+        rewards = [member.first_reward for member in fixed if member.first_reward is not None]
+        flat = not running and zero_variance(rewards)
+        if running:
+            self._state.count("groups_sealed_early")
+        if flat:
+            self._state.count("groups_zero_variance")
+        for member in fixed:
+            if member.running:
+                self._leave_behind(member, now)
+            elif member.finished:
+                self._seal_member(member, flat=flat)
+
+    def _fix(self, group: GroupRecord, members: Sequence[RolloutRecord]) -> list[RolloutRecord]:
+        """The members with their baselines and scales."""
+        attempts = self._state.attempts
+        finishes = {
+            member.rollout_id: Finish(
+                at_s=attempts[member.rollout_id].ended_at_s or 0.0, reward=member.first_reward or 0.0
+            )
+            for member in members
+            if member.finished
+        }
+        scale = self._scale(group, members)
+        return [
+            replace(
+                member,
+                scale=scale,
+                baseline=baseline(
+                    self._rule,
+                    [finish for rollout_id, finish in finishes.items() if rollout_id != member.rollout_id],
+                    size=len(members),
+                    min_members=self._config.min_members,
+                    opened_at_s=group.opened_at_s,
+                ),
+            )
+            if member.finished or member.running
+            else member
+            for member in members
+        ]
+
+    def _scale(self, group: GroupRecord, members: Sequence[RolloutRecord]) -> float:
+        if self._config.advantage == "centered":
+            return 1.0
+        if _complete(members):
+            return full_scale([member.first_reward for member in members if member.first_reward is not None])
+        task, state = self._state.task(group.task_id), self._state
+        return history_scale(
+            (task.deviation_square_sum, task.complete_members),
+            (float(state.deviation_square_sum), state.complete_members),
+        )
+
+    def _leave_behind(self, member: RolloutRecord, now: float) -> None:
+        """A member that was unfinished at the sealing goes on, or ends here."""
+        if self._config.unfinished == "carry":
+            self._state.put(replace(member, late=True))
+            return
+        self._history.cancelled(self._state.groups[member.group_id].task_id)
+        self._state.count("rollouts_cancelled")
+        if member.state is RolloutState.IN_FLIGHT:
+            attempt = self._state.attempts[member.rollout_id]
+            detail = "cancelled: its group was sealed without it"
+            self._state.put(replace(attempt, ended_at_s=now, cause=Cause.CANCELLED, detail=detail))
+            self.aborted[attempt.key] = None
+        self._state.put(replace(member, late=True, state=RolloutState.CANCELLED))
+
+    def _seal_member(self, member: RolloutRecord, *, flat: bool) -> None:
+        assert member.reward is not None
+        assert member.baseline is not None
+        assert member.scale is not None
+        reason = self._reason_to_filter(member.rollout_id, flat=flat)
+        if reason is not None:
+            self._filter(member, reason)
+            return
+        value = advantage(member.reward, member.baseline, member.scale)
+        self._state.put(replace(member, state=RolloutState.SEALED, advantage=value))
+
+    def _reason_to_filter(self, rollout_id: RolloutId, *, flat: bool) -> FilterReason | None:
+        attempt = self._state.attempts[rollout_id]
+        if not attempt.trainable:
+            return FilterReason.NOT_TRAINABLE
+        if not attempt.trained:
+            return FilterReason.NO_TOKENS
+        return FilterReason.ZERO_VARIANCE if flat and self._config.zero_variance == "filter" else None
+
+    def _filter(self, rollout: RolloutRecord, reason: FilterReason) -> None:
+        self._state.put(replace(rollout, state=RolloutState.FILTERED, reason=reason))
+        self._state.count(f"filtered_{reason}")
+
+
+def _complete(members: Sequence[RolloutRecord]) -> bool:
+    """Every member finished or is poison: nothing was left out for being slow."""
+    return all(member.finished or member.state is RolloutState.POISON for member in members)

@@ -1,0 +1,362 @@
+"""`archive.db`, beside the ledger: the rows of closed groups and of the steps that a checkpoint covers.
+
+Invariants:
+- `ledger.db` holds what is open, and totals of the rest: what folds, copies or rolls back a run reads no history.
+- A row goes into the archive before it leaves the ledger, and comes back into the ledger while the archive keeps it:
+  at every moment it is in at least one of both. A row of the ledger overrules the archive's row of the same key.
+- Rows of a number that the ledger has not given out yet do not count: a ledger that was put back from a checkpoint's
+  copy may be older than the archive beside it.
+- Steps leave the ledger in order: it holds all steps from the oldest one that a rollout in it was trained in.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.buffer.core.records import EvaluationRecord, RolloutState
+from headrace.buffer.errors import LedgerRefused
+from headrace.buffer.ledger.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES
+from headrace.buffer.primitives.database import connect, transaction
+from headrace.buffer.primitives.durable_files import fsync
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from headrace.buffer.types import RolloutId
+
+ARCHIVE: Final = "archive.db"
+GROUPS_AT_ONCE: Final = 64
+"""Groups moved in one transaction: a few milliseconds, between which others write."""
+STATE: Final = "rollouts_"
+STEPS, SKIPPED, EVALUATIONS = "steps", "steps_skipped", "evaluations"
+"""Totals, beside those of rollouts by state and the numbers that come next."""
+_NEXT: Final = {
+    "next_ordinal": ("groups", "ordinal", 0),
+    "next_seal": ("groups", "seal_order", 1),
+    "next_batch": ("batches", "ordinal", 1),
+    "next_commit": ("commits", "sequence", 1),
+}
+"""Table, column and first value of each number that is given out in order."""
+_TRAINED: Final = "SELECT batch_id FROM commits WHERE sequence > ? AND rolled_back_by IS NULL"
+_UNDONE: Final = f"SELECT batch_id, members FROM batches WHERE batch_id IN ({_TRAINED})"
+_GROUPS_OF: Final = "SELECT DISTINCT group_id FROM rollouts WHERE rollout_id IN (SELECT value FROM json_each(?))"
+FIRST_OPEN_STEP: Final = """
+SELECT min(sequence) FROM (
+  SELECT min(commits.sequence) AS sequence FROM {of}batches JOIN {of}commits USING (batch_id) WHERE batches.closed = 0
+  UNION ALL SELECT min(commits.sequence) FROM {of}groups JOIN {of}rollouts USING (group_id)
+    JOIN {of}commits USING (batch_id) WHERE groups.closed = 0
+  UNION ALL SELECT max(commits.sequence) FROM {of}batches JOIN {of}commits USING (batch_id)
+    WHERE batches.closed = 1 AND rolled_back_by IS NULL)
+"""
+"""The first step that must stay: of a batch that is open, or that a rollout here was trained in; else the newest."""
+_REMEMBER_FILES: Final = """
+INSERT INTO trajectory_files (number, last_sequence)
+SELECT trajectory_file, max(coalesce(commits.sequence, 0)) FROM rollouts JOIN attempts USING (rollout_id)
+LEFT JOIN commits ON commits.batch_id = rollouts.batch_id AND commits.rolled_back_by IS NULL
+  AND attempts.attempt = rollouts.attempt
+WHERE trajectory_file IS NOT NULL AND {where} GROUP BY trajectory_file
+ON CONFLICT (number) DO UPDATE SET last_sequence = max(last_sequence, excluded.last_sequence)
+"""
+_THESE: Final = "group_id IN (SELECT value FROM json_each(?))"
+_OF_THESE: Final = f"rollout_id IN (SELECT rollout_id FROM rollouts WHERE {_THESE})"
+
+
+class Archive:
+    """Of one open ledger, whose connection it uses too; `path` None: in memory. The file is made when there is
+    something to put into it."""
+
+    def __init__(self, ledger: sqlite3.Connection, path: Path | None) -> None:
+        """Raises LedgerRefused when there is an archive of another run, or none that can be read."""
+        self._ledger, self._path = ledger, path
+        self._database: sqlite3.Connection | None = None
+        if path is not None and path.exists():
+            self._open()
+
+    def close(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+    def lacks(self, chain: str) -> bool:
+        """Whether some of what a return to the step with this hash chain undoes is in no file any more: the archive was
+        lost, or begun anew since."""
+        sequence = self.sequence_of(chain)
+        if sequence is None:
+            return self._database is None and totals_of(self._ledger).get(STEPS, 0) > 0
+        later = {number for (number,) in self._both("SELECT sequence FROM commits WHERE sequence > ?", sequence)}
+        undone = self._undone(sequence)
+        trained = self._ledger.execute(_TRAINED, (sequence,))
+        members = json.dumps(_members(undone))
+        rollouts = "SELECT rollout_id FROM rollouts WHERE rollout_id IN (SELECT value FROM json_each(?))"
+        return (
+            len(later) < next_numbers(self._ledger)["next_commit"] - 1 - sequence
+            or any(batch_id not in undone for (batch_id,) in trained)
+            or len(set(self._both(rollouts, members))) < len(set(_members(undone)))
+        )
+
+    def move_groups(self) -> bool:
+        """Move some closed groups with all that is theirs; False when none is left."""
+        found = self._ledger.execute("SELECT group_id FROM groups WHERE closed = 1 LIMIT ?", (GROUPS_AT_ONCE,))
+        ids = json.dumps([group_id for (group_id,) in found])
+        if ids == "[]":
+            return False
+        self._copy({"groups": _THESE, "rollouts": _THESE, "attempts": _OF_THESE}, ids)
+        states = self._ledger.execute(f"SELECT state, count(*) FROM rollouts WHERE {_THESE} GROUP BY state", (ids,))
+        with transaction(self._ledger):
+            self._add({STATE + state: count for state, count in states.fetchall()})
+            self._ledger.execute(_REMEMBER_FILES.format(where=_THESE), (ids,))
+            self._ledger.execute(f"DELETE FROM attempts WHERE {_OF_THESE}", (ids,))
+            self._ledger.execute(f"DELETE FROM rollouts WHERE {_THESE}", (ids,))
+            self._ledger.execute(f"DELETE FROM groups WHERE {_THESE}", (ids,))
+        return True
+
+    def move_steps(self) -> tuple[int, list[str]]:
+        """Move the steps before the first that must stay, with their batches and checkpoints; returns that step, and
+        the versions of the checkpoints that went."""
+        first: int = self._ledger.execute(FIRST_OPEN_STEP.format(of="")).fetchone()[0] or 0
+        before = "sequence < ?"
+        (steps,) = self._ledger.execute(f"SELECT count(*) FROM commits WHERE {before}", (first,)).fetchone()
+        loose = (
+            "closed = 1 AND batch_id NOT IN (SELECT batch_id FROM rollouts WHERE batch_id IS NOT NULL) "
+            "AND batch_id NOT IN (SELECT batch_id FROM commits WHERE sequence >= ?)"
+        )
+        if not steps:
+            return first, []
+        # A checkpoint of the start policy belongs to no step, and stays.
+        old = (
+            "chain IN (SELECT chain FROM commits WHERE sequence < ?1) "
+            "AND chain NOT IN (SELECT chain FROM commits WHERE sequence >= ?1)"
+        )
+        versions = [
+            version for (version,) in self._ledger.execute(f"SELECT version FROM checkpoints WHERE {old}", (first,))
+        ]
+        self._copy({"commits": before, "batches": loose, "checkpoints": old}, first)
+        with transaction(self._ledger):
+            self._count_steps(before, first, 1)
+            self._ledger.execute(f"DELETE FROM checkpoints WHERE {old}", (first,))
+            self._ledger.execute(f"DELETE FROM commits WHERE {before}", (first,))
+            self._ledger.execute(f"DELETE FROM batches WHERE {loose}", (first,))
+        return first, versions
+
+    def move_evaluations(self) -> list[tuple[RolloutId, int]]:
+        """Move the answers of evaluations that have ended; their rollouts and attempts."""
+        ended = "tag IN (SELECT tag FROM ended_evaluations)"
+        keys = self._ledger.execute(f"SELECT rollout_id, attempt FROM evaluations WHERE {ended}").fetchall()
+        if keys:
+            self._copy({"evaluations": ended, "ended_evaluations": "true"})
+            with transaction(self._ledger):
+                self._add({EVALUATIONS: len(keys)})
+                self._ledger.execute(f"DELETE FROM evaluations WHERE {ended}")
+                self._ledger.execute("DELETE FROM ended_evaluations")
+        return keys
+
+    def evaluations(self, tag: str) -> list[tuple[object, ...]]:
+        """Rows of one evaluation, in the order of the record's columns."""
+        return self._both(TABLES[EvaluationRecord].select("WHERE tag = ?"), tag)
+
+    def ended_evaluations(self) -> dict[str, float | None]:
+        """The success of evaluations that have ended, by tag."""
+        return dict(self._both("SELECT tag, json_extract(summary, '$.success') FROM ended_evaluations"))
+
+    def sequence_of(self, chain: str) -> int | None:
+        """The surviving step after which the hash chain was this; 0 for none at all, None when it is unknown."""
+        if not chain:
+            return 0
+        query = "SELECT sequence FROM commits WHERE chain = ? AND rolled_back_by IS NULL"
+        newest = "SELECT chain, rolled_back_by FROM commits WHERE sequence = ?"
+        for (sequence,) in self._both(query, chain):
+            # What the archive has may have been undone since, in the ledger.
+            if self._ledger.execute(newest, (sequence,)).fetchone() in (None, (chain, None)):
+                return int(sequence)
+        return None
+
+    def recall(self, sequence: int) -> None:
+        """Bring back what a return to step `sequence` undoes, and open it: later steps, their batches, and the groups
+        of their members."""
+        here = json.dumps([number for (number,) in self._ledger.execute("SELECT sequence FROM commits")])
+        commits = self._archived(
+            "commits", "sequence >= ? AND sequence NOT IN (SELECT value FROM json_each(?))", sequence, here
+        )
+        undone = self._undone(sequence)
+        with transaction(self._ledger):
+            self._put_back("batches", "batch_id IN (SELECT batch_id FROM commits WHERE sequence >= ?)", sequence)
+            _insert(self._ledger, "commits", *commits)
+            self._put_back("checkpoints", "chain IN (SELECT chain FROM commits WHERE sequence >= ?)", sequence)
+            self._open_groups_of(_members(undone))
+            _open_again(self._ledger, "batches", "batch_id", undone)
+            back = json.dumps([row[commits[0].index("sequence")] for row in commits[1]])
+            self._count_steps("sequence IN (SELECT value FROM json_each(?))", back, -1)
+
+    def recall_groups_of(self, rollouts: Iterable[str]) -> None:
+        """Bring back, and open, the groups of these rollouts."""
+        with transaction(self._ledger):
+            self._open_groups_of(rollouts)
+
+    def _undone(self, sequence: int) -> dict[str, str]:
+        """The batches of later steps that survive, with their members as JSON."""
+        # The ledger last: it overrules the archive.
+        return dict(self._both(_UNDONE, sequence)[::-1])
+
+    def _open_groups_of(self, rollouts: Iterable[str]) -> None:
+        groups = {group_id for (group_id,) in self._both(_GROUPS_OF, json.dumps(sorted(rollouts)))}
+        present = {group_id for (group_id,) in self._ledger.execute("SELECT group_id FROM groups")}
+        away = json.dumps(sorted(groups - present))
+        self._put_back("batches", f"batch_id IN (SELECT batch_id FROM rollouts WHERE {_THESE})", away)
+        self._put_back("groups", _THESE, away)
+        self._put_back("rollouts", _THESE, away)
+        self._put_back("attempts", _OF_THESE, away)
+        _open_again(self._ledger, "groups", "group_id", groups)
+        states = self._ledger.execute(f"SELECT state, count(*) FROM rollouts WHERE {_THESE} GROUP BY state", (away,))
+        self._add({STATE + state: -count for state, count in states.fetchall()})
+
+    def export(self, destination: Path) -> None:
+        """A copy of the archive, where there is one. Raises sqlite3.Error."""
+        if self._database is not None:
+            with closing(sqlite3.connect(destination)) as copy:
+                self._database.backup(copy)
+
+    def _both(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        return [row for database in self._databases() for row in database.execute(query, values)]
+
+    def checkpoint_step(self, version: str) -> int | None:
+        """The last step that a recorded checkpoint covers, 0 for one of the start; None when it is not on the surviving
+        path."""
+        found = self._both("SELECT chain FROM checkpoints WHERE version = ?", version)
+        return self.sequence_of(found[0][0]) if found else None
+
+    def _databases(self) -> list[sqlite3.Connection]:
+        return [self._ledger] if self._database is None else [self._ledger, self._database]
+
+    def _copy(self, wheres: Mapping[str, str], *values: object) -> None:
+        """Write rows of the ledger into the archive, durably."""
+        if self._database is None:
+            self._open()
+        assert self._database is not None
+        with transaction(self._database):
+            for table, where in wheres.items():
+                _insert(self._database, table, *_select(self._ledger, table, where, values))
+
+    def _archived(self, table: str, where: str, *values: object) -> tuple[list[str], list[tuple[object, ...]]]:
+        return ([], []) if self._database is None else _select(self._database, table, where, values)
+
+    def _put_back(self, table: str, where: str, *values: object) -> None:
+        """Those that the ledger has stay as they are."""
+        _insert(self._ledger, table, *self._archived(table, where, *values), verb="INSERT OR IGNORE")
+
+    def _count_steps(self, where: str, value: object, sign: int) -> None:
+        query = f"SELECT count(*), coalesce(sum(skipped), 0) FROM commits WHERE {where} AND rolled_back_by IS NULL"
+        steps, skipped = self._ledger.execute(query, (value,)).fetchone()
+        self._add({STEPS: sign * steps, SKIPPED: sign * skipped})
+
+    def _add(self, counts: Mapping[str, int]) -> None:
+        """To the totals of what the archive holds, and keep the numbers that come next: their rows may be gone."""
+        insert = "INSERT INTO totals (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = "
+        self._ledger.executemany(f"{insert} value + excluded.value", counts.items())
+        self._ledger.executemany(f"{insert} excluded.value", next_numbers(self._ledger).items())
+
+    def _open(self) -> None:
+        """Raises LedgerRefused."""
+        database = None
+        try:
+            database = connect(self._path, foreign_keys=False)
+            _prepare(database, dict(self._ledger.execute("SELECT key, value FROM meta")))
+            _drop_what_comes(database, next_numbers(self._ledger))
+        except (sqlite3.DatabaseError, ValueError) as error:
+            if database is not None:
+                database.close()
+            raise LedgerRefused(
+                f"{self._path} is not the archive of the ledger beside it: {error}; put back the one that belongs to "
+                "it, or move it away: the run goes on, without its history"
+            ) from error
+        self._database = database
+        if self._path is not None:
+            fsync(self._path.parent)
+
+
+def totals_of(ledger: sqlite3.Connection) -> dict[str, int]:
+    """What the archive holds, by name: see `archive`."""
+    return dict(ledger.execute("SELECT name, value FROM totals"))
+
+
+def closed_rollouts(totals: Mapping[str, int]) -> dict[RolloutState, int]:
+    """How many rollouts of the archive are in each state."""
+    return {state: totals[STATE + state] for state in RolloutState if totals.get(STATE + state)}
+
+
+def next_numbers(ledger: sqlite3.Connection, *, of: str = "") -> dict[str, int]:
+    """The numbers to be given out next, by name, whether the rows of those before are in the ledger or not. `of` is
+    the schema of the tables, with a dot."""
+    known = totals_of(ledger)
+    numbers = {}
+    for name, (table, column, first) in _NEXT.items():
+        (highest,) = ledger.execute(f"SELECT max({column}) FROM {of}{table}").fetchone()
+        numbers[name] = max(known.get(name, first), first if highest is None else highest + 1)
+    return numbers
+
+
+def _prepare(database: sqlite3.Connection, meta: Mapping[str, str]) -> None:
+    """Make the tables, or check that they are there and of this run. Raises ValueError, sqlite3.DatabaseError."""
+    (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    (schema,) = database.execute("PRAGMA user_version").fetchone()
+    if not tables and not schema:
+        with transaction(database):
+            for statement in LEDGER_STATEMENTS:
+                database.execute(statement)
+            database.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", meta.items())
+            database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        return
+    if schema != SCHEMA_VERSION:
+        raise ValueError(f"it has schema {schema}, the ledger {SCHEMA_VERSION}")
+    if (found := dict(database.execute("SELECT key, value FROM meta"))) != dict(meta):
+        raise ValueError(f"it was made for {found}, the ledger for {dict(meta)}")
+
+
+def _drop_what_comes(archive: sqlite3.Connection, numbers: Mapping[str, int]) -> None:
+    """A ledger put back from a copy makes these rows anew."""
+    later = "SELECT group_id FROM groups WHERE ordinal >= ?"
+    ordinal, batch, step = (numbers[name] for name in ("next_ordinal", "next_batch", "next_commit"))
+    with transaction(archive):
+        archive.execute(
+            f"DELETE FROM attempts WHERE rollout_id IN (SELECT rollout_id FROM rollouts WHERE group_id IN ({later}))",
+            (ordinal,),
+        )
+        archive.execute(f"DELETE FROM rollouts WHERE group_id IN ({later})", (ordinal,))
+        archive.execute("DELETE FROM groups WHERE ordinal >= ?", (ordinal,))
+        archive.execute("DELETE FROM batches WHERE ordinal >= ?", (batch,))
+        archive.execute("DELETE FROM commits WHERE sequence >= ?", (step,))
+
+
+def _select(
+    database: sqlite3.Connection, table: str, where: str, values: Sequence[object]
+) -> tuple[list[str], list[tuple[object, ...]]]:
+    """Columns and rows."""
+    cursor = database.execute(f"SELECT * FROM {table} WHERE {where}", values)
+    return [column[0] for column in cursor.description], cursor.fetchall()
+
+
+def _insert(
+    database: sqlite3.Connection,
+    table: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    verb: str = "INSERT OR REPLACE",
+) -> None:
+    if columns:
+        places = ", ".join("?" * len(columns))
+        database.executemany(f"{verb} INTO {table} ({', '.join(columns)}) VALUES ({places})", rows)
+
+
+def _members(batches: Mapping[str, str]) -> list[str]:
+    """Rollouts of these batches, whose members are JSON."""
+    return [rollout_id for text in batches.values() for rollout_id, *_ in json.loads(text)]
+
+
+def _open_again(ledger: sqlite3.Connection, table: str, key: str, ids: Iterable[str]) -> None:
+    query = f"UPDATE {table} SET closed = 0 WHERE {key} IN (SELECT value FROM json_each(?))"
+    ledger.execute(query, (json.dumps(sorted(ids)),))

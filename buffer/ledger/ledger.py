@@ -1,0 +1,488 @@
+"""The ledger on disk: `<run>/ledger.db` and the trajectories beside it. Synchronous, for one thread.
+
+Invariants:
+- One process has a ledger open for writing (a lock that dies with the process).
+- When `write` returns, everything it was given is on disk; when it raises, nothing of it is visible in the ledger.
+- A trajectory is on disk before the row that refers to it. A crash between the two leaves a blob without a row, which
+  is harmless.
+- Trajectory files rotate by size; `drop_covered` deletes whole files that no retained checkpoint needs any more.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import sqlite3
+from collections import Counter
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from headrace.buffer.codec import decode, encode
+from headrace.buffer.core.records import OUTAGES_KEPT, EvaluationRecord, RolloutState, Snapshot
+from headrace.buffer.errors import LedgerBroken, LedgerInUse, LedgerRefused
+from headrace.buffer.ledger.archive import (
+    ARCHIVE,
+    EVALUATIONS,
+    SKIPPED,
+    STEPS,
+    Archive,
+    closed_rollouts,
+    next_numbers,
+    totals_of,
+)
+from headrace.buffer.ledger.local_disk import filesystem_magic, refuse_full, refuse_network
+from headrace.buffer.ledger.migration import migrate
+from headrace.buffer.ledger.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
+from headrace.buffer.ledger.splitting import is_whole, split
+from headrace.buffer.primitives.database import connect, transaction
+from headrace.buffer.primitives.durable_files import fsync
+from headrace.buffer.types import RolloutId
+from headrace.buffer.versions import PolicyVersion
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from typing import Self
+
+    from headrace.buffer.core.records import Record
+    from headrace.buffer.types import Trajectory
+
+TRAJECTORY_FILE_BYTES = 256 << 20
+_NEEDED_FILES = """
+SELECT DISTINCT attempts.trajectory_file FROM attempts
+JOIN rollouts ON rollouts.rollout_id = attempts.rollout_id AND rollouts.attempt = attempts.attempt
+JOIN groups USING (group_id)
+LEFT JOIN commits ON commits.batch_id = rollouts.batch_id AND commits.rolled_back_by IS NULL
+WHERE attempts.trajectory_file IS NOT NULL AND (groups.closed = 0 OR commits.sequence > ?)
+UNION SELECT number FROM trajectory_files WHERE last_sequence > ?
+"""
+"""Files with a trajectory that may be trained, or be trained again after a return to the step given."""
+_NEWEST_OUTAGES = f"WHERE number > (SELECT coalesce(max(number), 0) FROM outages) - {OUTAGES_KEPT} ORDER BY number"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTrajectory:
+    """A trajectory to be written, by the attempt that made it."""
+
+    rollout_id: RolloutId
+    attempt: int
+    trajectory: Trajectory
+
+
+class Ledger:
+    """Opened by `open` or `in_memory`; `close` it. After an error of `write` it must not be used any more."""
+
+    def __init__(self, database: sqlite3.Connection, blobs: BlobFiles, lock: int | None, path: Path) -> None:
+        self._database, self._blobs, self._lock, self._path = database, blobs, lock, path
+        self._archive = Archive(database, None if lock is None else path.with_name(ARCHIVE))
+
+    @classmethod
+    def open(
+        cls, run_dir: Path, identity: Mapping[str, str], *, trajectory_file_bytes: int = TRAJECTORY_FILE_BYTES
+    ) -> Self:
+        """Open or create the ledger of a run. `identity` (run id, tasks) must be what it was created with.
+
+        Raises LedgerRefused, LedgerInUse."""
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            refuse_network(run_dir, filesystem_magic(run_dir))
+            refuse_full(run_dir, shutil.disk_usage(run_dir).free)
+            lock = _lock(run_dir / "ledger.lock")
+        except OSError as error:
+            raise LedgerRefused(
+                f"{run_dir} cannot be written: {error.strerror}: choose a run directory on a disk that can"
+            ) from error
+        try:
+            _refuse_lost(run_dir)
+            database = connect(run_dir / "ledger.db")
+            _prepare(database, identity, run_dir / "ledger.db")
+            if is_whole(database):
+                database.close()
+                split(run_dir / "ledger.db")
+                database = connect(run_dir / "ledger.db")
+            blobs = BlobFiles(run_dir / "trajectories", trajectory_file_bytes)
+            fsync(run_dir)
+            return cls(database, blobs, lock, run_dir / "ledger.db")
+        except BaseException as error:
+            os.close(lock)
+            if isinstance(error, sqlite3.DatabaseError):
+                raise unreadable(run_dir / "ledger.db", error) from error
+            raise
+
+    @classmethod
+    def in_memory(cls, identity: Mapping[str, str]) -> Self:
+        """A ledger without files, for virtual time."""
+        database = connect(None)
+        _prepare(database, identity, Path(":memory:"))
+        return cls(database, BlobFiles(None, TRAJECTORY_FILE_BYTES), None, Path(":memory:"))
+
+    def write(self, changes: Sequence[Record], trajectories: Sequence[StoredTrajectory]) -> None:
+        """Make changed records and new trajectories durable. Raises sqlite3.Error, OSError, CodecError."""
+        file_number = self._blobs.write(trajectories) if trajectories else None
+        with transaction(self._database):
+            for kind, table in TABLES.items():
+                rows = [table.row(record) for record in changes if type(record) is kind]
+                if rows:
+                    self._database.executemany(table.upsert(), rows)
+            self._database.executemany(
+                "UPDATE attempts SET trajectory_file = ? WHERE rollout_id = ? AND attempt = ?",
+                [(file_number, stored.rollout_id, stored.attempt) for stored in trajectories],
+            )
+
+    def load(self) -> Snapshot:
+        """The rows that a core is folded from, and totals of those that it does without."""
+        open_groups = "group_id IN (SELECT group_id FROM groups WHERE closed = 0)"
+        wheres = {
+            "groups": "WHERE closed = 0",
+            "rollouts": f"WHERE {open_groups}",
+            "attempts": (
+                f"WHERE (rollout_id, attempt) IN (SELECT rollout_id, attempt FROM rollouts WHERE {open_groups})"
+            ),
+            "batches": "WHERE closed = 0",
+            "commits": "ORDER BY sequence",
+            "epochs": "ORDER BY epoch",
+            "outages": _NEWEST_OUTAGES,
+        }
+        records: list[Record] = []
+        for kind, table in TABLES.items():
+            if kind is not EvaluationRecord:
+                rows = self._database.execute(table.select(wheres.get(table.name, "")))
+                records.extend(table.load(row) for row in rows)
+        evaluations = self._database.execute("SELECT rollout_id, attempt FROM evaluations")
+        totals = totals_of(self._database)
+        closed = Counter(closed_rollouts(totals))
+        # Those that were closed, and did not get into the archive before the end of the last process.
+        states = self._database.execute(f"SELECT state, count(*) FROM rollouts WHERE NOT {open_groups} GROUP BY state")
+        closed.update({RolloutState(state): count for state, count in states})
+        return Snapshot(
+            records=tuple(records),
+            evaluations=frozenset((RolloutId(rollout_id), attempt) for rollout_id, attempt in evaluations),
+            closed=closed,
+            steps_closed=totals.get(STEPS, 0),
+            steps_closed_skipped=totals.get(SKIPPED, 0),
+            evaluations_closed=totals.get(EVALUATIONS, 0),
+            **next_numbers(self._database),
+        )
+
+    def load_or_close(self) -> Snapshot:
+        """The first load after `open`. Raises LedgerRefused, and closes, when its rows are damaged."""
+        try:
+            return self.load()
+        except sqlite3.DatabaseError as error:
+            self.close()
+            raise unreadable(self._path, error) from error
+
+    def evaluations(self, tag: str) -> tuple[EvaluationRecord, ...]:
+        """The outcomes recorded under a tag, in order of rollout and attempt."""
+        table = TABLES[EvaluationRecord]
+        records = [cast("EvaluationRecord", table.load(row)) for row in self._archive.evaluations(tag)]
+        # The ledger's rows come first, and overrule those of the archive.
+        by_key = {record.key: record for record in reversed(records)}
+        return tuple(by_key[key] for key in sorted(by_key))
+
+    def end_evaluation(self, tag: str, step: int, summary: Mapping[str, object], now: float) -> None:
+        """Nothing more will be recorded under this tag. Idempotent."""
+        with transaction(self._database):
+            self._database.execute(
+                "INSERT OR IGNORE INTO ended_evaluations (tag, step, summary, recorded_at_s) VALUES (?, ?, ?, ?)",
+                (tag, step, json.dumps(summary), now),
+            )
+
+    def ended_evaluations(self) -> dict[str, float | None]:
+        """The success of evaluations that have ended, by tag."""
+        return self._archive.ended_evaluations()
+
+    def archive_groups(self) -> bool:
+        """Move some closed groups to the archive; False when none is left. Raises sqlite3.Error, OSError."""
+        return self._archive.move_groups()
+
+    def archive_steps(self) -> tuple[int, list[PolicyVersion]]:
+        """Move covered steps to the archive: the first that stays, and the checkpoints that went. Raises sqlite3.Error,
+        OSError."""
+        first, versions = self._archive.move_steps()
+        return first, [PolicyVersion.parse(version) for version in versions]
+
+    def archive_evaluations(self) -> list[tuple[RolloutId, int]]:
+        """Move the answers of ended evaluations to the archive; those that went. Raises sqlite3.Error, OSError."""
+        return self._archive.move_evaluations()
+
+    def archive_lacks(self, chain: str) -> bool:
+        """Whether a return to the step with this hash chain undoes what `recall` cannot bring back."""
+        return self._archive.lacks(chain)
+
+    def recall(self, chain: str) -> None:
+        """Bring back and open what a return to the step with this hash chain undoes; nothing when there is none."""
+        sequence = self._archive.sequence_of(chain)
+        if sequence is not None:
+            self._archive.recall(sequence)
+
+    def recall_groups_of(self, rollouts: Iterable[RolloutId]) -> None:
+        """Bring back and open the groups of these rollouts, closed or not."""
+        self._archive.recall_groups_of(rollouts)
+
+    def trajectories(self, keys: Sequence[tuple[RolloutId, int]]) -> list[Trajectory]:
+        """The trajectories of these attempts, in order. Raises LedgerBroken when one is missing, CodecError."""
+        return [self._trajectory(rollout_id, attempt) for rollout_id, attempt in keys]
+
+    def drop_covered(self) -> tuple[int, ...]:
+        """Delete trajectory files that neither an open group needs nor a return to any checkpoint directory that is
+        still there; the numbers of those deleted. Without such a directory nothing is known, and nothing deleted."""
+        sequence = self._oldest_retained()
+        if sequence is None:
+            return ()
+        held = (
+            "SELECT trajectory_file FROM attempts WHERE trajectory_file IS NOT NULL "
+            "UNION SELECT number FROM trajectory_files"
+        )
+        stored = {number for (number,) in self._database.execute(held)}
+        needed = {number for (number,) in self._database.execute(_NEEDED_FILES, (sequence, sequence))}
+        dropped = self._blobs.drop(stored - needed)
+        with transaction(self._database):
+            self._database.executemany("DELETE FROM trajectory_files WHERE number = ?", [(one,) for one in dropped])
+        return dropped
+
+    def _oldest_retained(self) -> int | None:
+        """The last step that the oldest checkpoint directory covers; None without one on the surviving path. Where they
+        were when they were recorded says nothing: the run directory may have been moved since."""
+        folder = self._path.with_name("checkpoints")
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        steps = map(self._archive.checkpoint_step, names)
+        return min((step for step in steps if step is not None), default=None)
+
+    def backup(self, destination: Path) -> None:
+        """A consistent copy of `ledger.db` (without trajectories) under its final name only when complete. Raises
+        OSError."""
+        staged = destination.with_name(destination.name + ".part")
+        staged.unlink(missing_ok=True)
+        with _as_oserror(staged), closing(self._reader()) as reader:
+            # A snapshot of its own: others write meanwhile. It leaves no free pages behind.
+            reader.execute("VACUUM INTO ?", (str(staged),))
+        fsync(staged)
+        staged.replace(destination)
+        fsync(destination.parent)
+
+    def _reader(self) -> sqlite3.Connection:
+        """A second connection; of a ledger in memory, a copy."""
+        if self._lock is not None:
+            return sqlite3.connect(self._path, isolation_level=None)
+        copy = sqlite3.connect(":memory:", isolation_level=None)
+        self._database.backup(copy)
+        return copy
+
+    def export(self, folder: Path) -> None:
+        """`ledger.db` and the trajectories, in memory or not, as files in `folder`. Raises OSError."""
+        (folder / "trajectories").mkdir(parents=True, exist_ok=True)
+        self.backup(folder / "ledger.db")
+        with _as_oserror(folder / ARCHIVE):
+            self._archive.export(folder / ARCHIVE)
+        self._blobs.export(folder / "trajectories")
+
+    def close(self) -> None:
+        """Release the files and the lock; idempotent."""
+        self._archive.close()
+        self._database.close()
+        self._blobs.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _trajectory(self, rollout_id: RolloutId, attempt: int) -> Trajectory:
+        query = "SELECT trajectory_file FROM attempts WHERE rollout_id = ? AND attempt = ?"
+        row = self._database.execute(query, (rollout_id, attempt)).fetchone()
+        data = self._blobs.read(row[0], rollout_id, attempt) if row and row[0] else None
+        if data is None:
+            raise LedgerBroken(
+                f"the trajectory of {rollout_id} attempt {attempt} is missing: run `headrace ledger verify`"
+            )
+        return decode(data)
+
+
+class BlobFiles:
+    """`trajectories/000001.db`, ...: the newest is written, older ones are only read. Without a directory: memory."""
+
+    def __init__(self, directory: Path | None, file_bytes: int) -> None:
+        self._directory, self._file_bytes = directory, file_bytes
+        self._open: dict[int, sqlite3.Connection] = {}
+        if directory is not None:
+            directory.mkdir(exist_ok=True)
+        # A person's copy, `000001 (1).db`, is none of ours.
+        paths = [] if directory is None else [path for path in directory.glob("*.db") if path.stem.isdecimal()]
+        self._current = max((int(path.stem) for path in paths), default=1)
+        try:
+            self._connection(self._current)
+        except sqlite3.DatabaseError as error:
+            raise LedgerRefused(
+                f"{self._path(self._current)} is not readable: {error}: put a copy of it back, or remove it with its "
+                "-wal and -shm files and issue what is lost again with `headrace ledger retry-lost`"
+            ) from error
+
+    def write(self, trajectories: Sequence[StoredTrajectory]) -> int:
+        """Make blobs durable; returns the number of their file."""
+        self._rotate()
+        database = self._connection(self._current)
+        with transaction(database):
+            database.executemany(
+                "INSERT OR REPLACE INTO trajectories (rollout_id, attempt, data) VALUES (?, ?, ?)",
+                [(stored.rollout_id, stored.attempt, encode(stored.trajectory)) for stored in trajectories],
+            )
+        return self._current
+
+    def read(self, number: int, rollout_id: RolloutId, attempt: int) -> bytes | None:
+        """The blob of an attempt in file `number`, None when it is not there."""
+        if self._directory is not None and not self._path(number).exists():
+            return None
+        query = "SELECT data FROM trajectories WHERE rollout_id = ? AND attempt = ?"
+        row = self._connection(number).execute(query, (rollout_id, attempt)).fetchone()
+        return bytes(row[0]) if row else None
+
+    def drop(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """Delete these files, but for the newest; those that were there. Raises OSError."""
+        if self._directory is None:
+            return ()
+        dropped = [number for number in sorted(numbers) if number < self._current and self._path(number).exists()]
+        for number in dropped:
+            if (database := self._open.pop(number, None)) is not None:
+                database.close()
+            # The database last: while it is there, what is left of the others belongs to it.
+            for suffix in ("-wal", "-shm", ""):
+                self._path(number).with_name(self._path(number).name + suffix).unlink(missing_ok=True)
+        if dropped:
+            fsync(self._directory)
+        return tuple(dropped)
+
+    def export(self, directory: Path) -> None:
+        """Copies of all files."""
+        numbers = range(1, self._current + 1)
+        for number in numbers if self._directory is None else filter(lambda each: self._path(each).exists(), numbers):
+            path = directory / f"{number:06d}.db"
+            with _as_oserror(path), closing(sqlite3.connect(path)) as copy:
+                self._connection(number).backup(copy)
+
+    def close(self) -> None:
+        for database in self._open.values():
+            database.close()
+        self._open.clear()
+
+    def _path(self, number: int) -> Path:
+        assert self._directory is not None
+        return self._directory / f"{number:06d}.db"
+
+    def _rotate(self) -> None:
+        if self._directory is not None and self._path(self._current).stat().st_size >= self._file_bytes:
+            self._open.pop(self._current).close()
+            self._current += 1
+
+    def _connection(self, number: int) -> sqlite3.Connection:
+        if number not in self._open:
+            database = connect(None if self._directory is None else self._path(number))
+            with transaction(database):
+                database.execute(TRAJECTORIES_DDL)
+            if self._directory is not None:
+                fsync(self._directory)
+            self._open[number] = database
+        return self._open[number]
+
+
+def _refuse_lost(run_dir: Path) -> None:
+    """A new ledger would empty the archive of the one that is gone. Raises LedgerRefused."""
+    path, archive = run_dir / "ledger.db", run_dir / ARCHIVE
+    if archive.exists() and not (path.exists() and path.stat().st_size):
+        raise LedgerRefused(
+            f"{path} is missing or empty, but there is {archive}: put the ledger back; the newest checkpoint has a "
+            "copy, ledger.db"
+        )
+
+
+def _prepare(database: sqlite3.Connection, identity: Mapping[str, str], path: Path) -> None:
+    """Create the tables of a new ledger; check that an old one is ours, readable and of this run. Raises
+    LedgerRefused."""
+    try:
+        _create_or_check(database, identity, path)
+    except BaseException:
+        database.close()
+        raise
+
+
+def _create_or_check(database: sqlite3.Connection, identity: Mapping[str, str], path: Path) -> None:
+    (schema,) = database.execute("PRAGMA user_version").fetchone()
+    (application,) = database.execute("PRAGMA application_id").fetchone()
+    (tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if not schema and not application and not tables:
+        with transaction(database):
+            for statement in LEDGER_STATEMENTS:
+                database.execute(statement)
+            database.executemany("INSERT INTO meta (key, value) VALUES (?, ?)", identity.items())
+            database.executemany("INSERT INTO totals (name, value) VALUES (?, ?)", next_numbers(database).items())
+            database.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        return
+    check_schema(schema, application, path)
+    stored = dict(database.execute("SELECT key, value FROM meta"))
+    for key, value in identity.items():
+        if stored.get(key) != value:
+            raise LedgerRefused(
+                f"{path} was made with {key} = {stored.get(key)}, this run has {value}: "
+                "resume with the same run and task file, or start a new run directory"
+            )
+    if schema < SCHEMA_VERSION:
+        with transaction(database):
+            migrate(database, schema)
+
+
+def bring_up_to_date(run_dir: Path) -> int | None:
+    """Migrate the ledger of a run that nobody drives; returns its schema when that was an older one. Raises
+    LedgerRefused, LedgerInUse."""
+    with closing(sqlite3.connect(f"{(run_dir / 'ledger.db').absolute().as_uri()}?mode=ro", uri=True)) as database:
+        try:
+            (schema,) = database.execute("PRAGMA user_version").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise unreadable(run_dir / "ledger.db", error) from error
+    if not 0 < schema < SCHEMA_VERSION:
+        return None
+    Ledger.open(run_dir, {}).close()
+    return int(schema)
+
+
+def unreadable(path: Path, error: sqlite3.DatabaseError) -> LedgerRefused:
+    """Damaged: what to put in its place; the log of the damaged file must not be played into that. Anything else, as a
+    full disk, is told as it is."""
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+        return LedgerRefused(f"{path} is not readable: {error}")
+    return LedgerRefused(
+        f"{path} is not readable: {error}: remove it with its -wal and -shm files, and put the newest copy in its "
+        f"place, ledger.db of the newest directory in {path.parent / 'checkpoints'}"
+    )
+
+
+def check_schema(schema: int, application: int, path: Path) -> None:
+    """Raises LedgerRefused unless the header is that of a ledger this headrace can read."""
+    if application != APPLICATION_ID:
+        raise LedgerRefused(f"{path} is a SQLite file of another program: choose another run directory")
+    if schema < 1:
+        raise LedgerRefused(f"{path} has no schema number: it is damaged, restore a copy")
+    if schema > SCHEMA_VERSION:
+        raise LedgerRefused(f"{path} has schema {schema}, this headrace reads up to {SCHEMA_VERSION}: upgrade headrace")
+
+
+@contextmanager
+def _as_oserror(path: Path) -> Iterator[None]:
+    """A copy that cannot be written is the trouble of its disk, not of the ledger."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise OSError(errno.EIO, f"the copy of the ledger cannot be written: {error}", str(path)) from error
+
+
+def _lock(path: Path) -> int:
+    """A lock held while the descriptor is open. Raises LedgerInUse."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise LedgerInUse(f"{path.parent} is open in another process: end that run first") from None
+    return descriptor

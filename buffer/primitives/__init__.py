@@ -1,0 +1,1 @@
+"""What needs nothing else of headrace: files that are replaced whole, databases."""
