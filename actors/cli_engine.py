@@ -17,7 +17,7 @@ from headrace.actors.cli_output import say
 from headrace.actors.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from headrace.policies.server_process import ServerProcess
+    from headrace.policies.processes.server_process import ServerProcess
 
 __all__ = ["serve"]
 
@@ -84,7 +84,7 @@ def serve(
 
 def server_process(backend: Backend, common: dict[str, Any], foreign: dict[str, Any]) -> ServerProcess:
     """Not started yet. Raises ConfigError."""
-    from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
+    from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
     from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 
     if not (common["model"] / "config.json").is_file():
@@ -129,7 +129,7 @@ async def serve_until_signalled(server: ServerProcess, announcement: Path | None
 
 
 async def _serve(server: ServerProcess, announcement: Path | None) -> int:
-    from headrace.policies.server_process import announce
+    from headrace.policies.processes.server_process import announce
 
     async with server:
         if announcement is not None:

@@ -73,7 +73,7 @@ async def _drop_batch(config: RunConfig, directory: RunDirectory, batch_id: Batc
 async def _retry_lost(config: RunConfig, directory: RunDirectory) -> tuple[RolloutId, ...]:
     from headrace.buffer.audit.evidence import streamed
     from headrace.buffer.audit.verify import lost_rollouts
-    from headrace.policies.checkpoints import usable_checkpoint
+    from headrace.policies.learners.checkpoints import usable_checkpoint
 
     async with idle_store(config, directory) as store:
         with streamed(directory.path) as evidence:

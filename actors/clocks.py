@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.learner import LearnerLoopConfig
     from headrace.actors.rollout import RolloutConfig
-    from headrace.policies.learner_config import LearnerConfig
+    from headrace.policies.learners.config import LearnerConfig
     from headrace.policies.push.contract import PushConfig
 
 HEALTH_LOOK_S: Final = 2.0

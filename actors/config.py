@@ -45,7 +45,7 @@ from headrace.serve.observing.telemetry import TelemetryConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.policies.learner_config import LearnerConfig
+    from headrace.policies.learners.config import LearnerConfig
 
 
 class RunConfig(Section):

@@ -31,9 +31,9 @@ from headrace.actors.runtime import end_actor
 from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, DataExhausted, ReplayError, StaleEpoch
 from headrace.buffer.packing import RowOverBudget
-from headrace.policies.checkpoints import usable_checkpoint
 from headrace.policies.learner_errors import LearnerNotOpen, NonFiniteRun, RowUnusable
-from headrace.policies.simulated import SimulatedLearner, SimulatedLearnerConfig
+from headrace.policies.learners.checkpoints import usable_checkpoint
+from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLearnerConfig
 from headrace.serve.joining import Joined
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from headrace.buffer.types import Batch, BatchLease, CheckpointRef, StepReport
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.learner import Learner, WeightsSnapshot
-    from headrace.policies.learner_config import LearnerConfig
+    from headrace.policies.learners.config import LearnerConfig
 
 logger = logging.getLogger(__name__)
 tracer = trace.get_tracer("headrace.actors.learner")
@@ -396,7 +396,7 @@ async def _make_learner(config: LearnerConfig | SimulatedLearnerConfig) -> Learn
 
 
 def _make_megatron_learner(config: LearnerConfig) -> Learner:
-    from headrace.policies.megatron import MegatronLearner
+    from headrace.policies.learners.megatron import MegatronLearner
 
     return MegatronLearner(config)
 

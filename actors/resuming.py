@@ -25,8 +25,8 @@ from headrace.buffer.ledger.schema import SCHEMA_VERSION
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.tasks import load_tasks
-from headrace.policies.checkpoints import list_checkpoints, set_aside, usable_checkpoint
 from headrace.policies.learner_errors import CheckpointUnreadable
+from headrace.policies.learners.checkpoints import list_checkpoints, set_aside, usable_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from headrace.actors.config import RunConfig
     from headrace.actors.run_directory import RunDirectory
     from headrace.buffer.audit.resume_report import ResumeReport
-    from headrace.policies.checkpoints import SetAside
+    from headrace.policies.learners.checkpoints import SetAside
 
 
 class Resuming:

@@ -13,7 +13,7 @@ from headrace.actors.metrics import each_metric, last_metric
 from headrace.buffer.audit.condition import read_condition
 from headrace.buffer.core.outages import utc
 from headrace.buffer.errors import LedgerRefused
-from headrace.policies.checkpoints import ASIDE
+from headrace.policies.learners.checkpoints import ASIDE
 
 if TYPE_CHECKING:
     from headrace.actors.config import RunConfig

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from headrace.actors.runtime import Runtime
     from headrace.buffer.core.replay import BufferStatus
     from headrace.buffer.types import StepReport
-    from headrace.policies.learner_config import LearnerConfig
-    from headrace.policies.simulated import SimulatedLearnerConfig
+    from headrace.policies.learners.config import LearnerConfig
+    from headrace.policies.learners.simulated import SimulatedLearnerConfig
 
 R = TypeVar("R")
 

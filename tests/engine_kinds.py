@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.sglang.dialects import DIALECTS, Dialect, dialect_of
 from headrace.policies.sglang.installing import environment_python
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
@@ -16,7 +16,7 @@ from headrace.policies.sglang.versions import DEFAULT_VERSION
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.policies.server_process import ServerProcess
+    from headrace.policies.processes.server_process import ServerProcess
 
 SGLANG_VERSION = os.environ.get("HEADRACE_SGLANG_VERSION", DEFAULT_VERSION)
 CONTEXT = 1024

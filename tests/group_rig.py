@@ -18,8 +18,8 @@ from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.gateway import GatewayActor
 from headrace.actors.observing import Observing
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.contract import PushConfig
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from headrace.policies.cpu_engine.program import CpuEngineConfig, build
-from headrace.policies.parent_death import die_with_parent
+from headrace.policies.processes.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -50,7 +50,7 @@ def random_tensors(keys: dict[str, object], seed: int) -> dict[str, Tensor]:
     """Parameters by Hugging Face name."""
     import torch
 
-    from headrace.policies.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen3_config import Qwen3Config
 
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

@@ -15,7 +15,7 @@ from headrace.actors.errors import ActorLost
 if TYPE_CHECKING:
     from headrace.actors.engine_group.host import EngineHost
     from headrace.actors.runtime import RayRuntime
-    from headrace.policies.server_process import ServerProcess
+    from headrace.policies.processes.server_process import ServerProcess
 
 ASK_HOST_S = 10.0
 """How long an engine's actor may take to say that it lives."""

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from headrace.actors.engine_group.registry import address
-from headrace.policies.simulated import SimulatedEnginesConfig
+from headrace.policies.learners.simulated import SimulatedEnginesConfig
 
 
 class Placement(StrEnum):

@@ -18,7 +18,7 @@ from headrace.policies.errors import EngineUnavailable
 
 if TYPE_CHECKING:
     from headrace.actors.engine_group.config import EnginesConfig
-    from headrace.policies.server_process import ServerProcess
+    from headrace.policies.processes.server_process import ServerProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

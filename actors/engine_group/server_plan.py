@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.engine_group.config import EnginesConfig
-    from headrace.policies.server_process import ServerProcess
+    from headrace.policies.processes.server_process import ServerProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

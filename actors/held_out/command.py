@@ -34,8 +34,8 @@ from headrace.actors.runtime import RayRuntime, start_local_ray, stop_local_ray
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.tasks import load_tasks, tasks_digest
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import list_checkpoints
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.learners.checkpoints import list_checkpoints
 from headrace.serve.observing.progress import starting
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from headrace.actors.owning import Owning
 from headrace.actors.retry import until_back
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.simulated import PushMode, Served, SimulatedEngine
+from headrace.policies.learners.simulated import PushMode, Served, SimulatedEngine
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headrace.actors.observing import Observing
     from headrace.actors.run_directory import RunDirectory
     from headrace.policies.learner import WeightsSnapshot
-    from headrace.policies.simulated import SimulatedEnginesConfig
+    from headrace.policies.learners.simulated import SimulatedEnginesConfig
 
 logger = logging.getLogger(__name__)
 

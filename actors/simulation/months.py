@@ -57,7 +57,7 @@ from headrace.buffer.types import (
     extend_chain,
 )
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import Manifest, SteppedBatch, publish, stage, write_manifest
+from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, publish, stage, write_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -30,7 +30,7 @@ from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import Cause, Outcome, RolloutResult, StepReport
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import (
+from headrace.policies.learners.checkpoints import (
     Manifest,
     SteppedBatch,
     publish,

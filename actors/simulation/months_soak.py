@@ -21,7 +21,7 @@ from headrace.actors.simulation.months import SAVE_EVERY, write_run
 from headrace.actors.simulation.months_bench import all_processes, first_order_s, restart_each
 from headrace.actors.simulation.soak_driver import Driver
 from headrace.buffer.audit.verify import verify
-from headrace.policies.checkpoints import list_checkpoints
+from headrace.policies.learners.checkpoints import list_checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable

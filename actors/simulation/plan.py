@@ -25,7 +25,7 @@ from headrace.actors.rollout import RolloutConfig
 from headrace.actors.simulation.durations import Durations, DurationsConfig
 from headrace.actors.simulation.tasks import simulated_tasks
 from headrace.buffer.core.config import BufferConfig
-from headrace.policies.simulated import PushMode, SimulatedEnginesConfig, SimulatedLearnerConfig
+from headrace.policies.learners.simulated import PushMode, SimulatedEnginesConfig, SimulatedLearnerConfig
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.sandboxes.simulated.provider import SimulationConfig
 

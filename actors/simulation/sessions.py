@@ -19,7 +19,7 @@ from headrace.actors.agents.chat import NoChat
 from headrace.actors.owning import Owning
 from headrace.actors.simulation.engines import EngineWatch
 from headrace.buffer.types import Row, Trajectory, VersionSpan
-from headrace.policies.simulated import VOCABULARY
+from headrace.policies.learners.simulated import VOCABULARY
 from headrace.serve.capture.events import Exhausted
 from headrace.serve.capture.rows import Lineage, SessionReport
 from headrace.serve.client import OpenedSession
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headrace.actors.simulation.engines import SimulatedEngineGroup
     from headrace.buffer.types import RolloutOrder
     from headrace.policies.engine import Completion
-    from headrace.policies.simulated import SimulatedEngine
+    from headrace.policies.learners.simulated import SimulatedEngine
     from headrace.serve.capture.session import SessionId, SessionSpec
 
 PROMPT_TOKENS: Final = 8

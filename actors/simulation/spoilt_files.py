@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import MANIFEST, list_checkpoints
+from headrace.policies.learners.checkpoints import MANIFEST, list_checkpoints
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.parent_death import die_with_parent
-from headrace.policies.server_process import announce
+from headrace.policies.processes.parent_death import die_with_parent
+from headrace.policies.processes.server_process import announce
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,8 +101,8 @@ def build(config: CpuEngineConfig) -> tuple[EngineThread, EngineServer]:
     from headrace.policies.cpu_engine.server import EngineServer, ServerSettings
     from headrace.policies.cpu_engine.thread import EngineThread
     from headrace.policies.cpu_engine.update import WeightUpdater
-    from headrace.policies.qwen3 import read_weights
-    from headrace.policies.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen3 import read_weights
+    from headrace.policies.models.qwen3_config import Qwen3Config
 
     model = Qwen3Config.read(config.model / "config.json")
     context_tokens = config.max_context or min(model.max_position_embeddings, DEFAULT_CONTEXT_TOKENS)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from headrace.policies.qwen3 import KeyValueCache, Qwen3, Qwen3Weights
+from headrace.policies.models.qwen3 import KeyValueCache, Qwen3, Qwen3Weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from headrace.policies.cpu_engine.requests import Sampling
     from headrace.policies.cpu_engine.scheduler import Generation, Scheduler
-    from headrace.policies.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen3_config import Qwen3Config
 
 PREFILL_PORTION: Final = 512
 """Tokens of a long prompt that one step computes."""

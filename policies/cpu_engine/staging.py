@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.policies.errors import ModelInvalid
+from headrace.policies.models.qwen3 import Qwen3Weights
 from headrace.policies.push.weights import unflatten
-from headrace.policies.qwen3 import Qwen3Weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from headrace.policies.models.qwen3_config import Qwen3Config
     from headrace.policies.push.tensors import Bucket
-    from headrace.policies.qwen3_config import Qwen3Config
 
 
 class Staging:

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from headrace.policies.cpu_engine.staging import Staging, load_bucket, place_of
 from headrace.policies.errors import GroupFailed, ModelInvalid, RequestInvalid
+from headrace.policies.models.qwen3 import load_file
+from headrace.policies.models.qwen3_config import Qwen3Config
 from headrace.policies.push.process_group import (
     destroy_group,
     finish_broadcast,
@@ -34,8 +36,6 @@ from headrace.policies.push.process_group import (
 )
 from headrace.policies.push.tensors import Bucket
 from headrace.policies.push.weights import DTYPES, checksum, split
-from headrace.policies.qwen3 import load_file
-from headrace.policies.qwen3_config import Qwen3Config
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from headrace.policies.cpu_engine.bodies import InitGroup, UpdateFromDisk, UpdateVersion, UpdateWeights
     from headrace.policies.cpu_engine.thread import EngineThread
+    from headrace.policies.models.qwen3 import Qwen3Weights
     from headrace.policies.push.process_group import WeightGroup
-    from headrace.policies.qwen3 import Qwen3Weights
 
 T = TypeVar("T")
 NOT_FLUSHED = (

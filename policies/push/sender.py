@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.policies.errors import GroupFailed, ModelInvalid, SenderFailed, SenderTimeout
-from headrace.policies.parent_death import die_with_parent
+from headrace.policies.processes.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

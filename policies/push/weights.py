@@ -22,8 +22,8 @@ import torch
 import xxhash
 
 from headrace.policies.errors import ModelInvalid
+from headrace.policies.models.qwen3_config import storage_place
 from headrace.policies.push.tensors import FILE_DTYPES, Bucket, read_specs
-from headrace.policies.qwen3_config import storage_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

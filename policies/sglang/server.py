@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 from pydantic import Field
 
-from headrace.policies import parent_death
 from headrace.policies.errors import EngineSettingsInvalid, EngineStartFailed
-from headrace.policies.server_process import ServerCommand, ServerConfig, ServerProcess, option_list
+from headrace.policies.processes import parent_death
+from headrace.policies.processes.server_process import ServerCommand, ServerConfig, ServerProcess, option_list
 from headrace.policies.sglang.installing import SHIMS, environment_python
 from headrace.policies.sglang.versions import DEFAULT_VERSION, release
 

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.policies.parent_death import die_with_parent
+from headrace.policies.processes.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -99,9 +99,9 @@ def run(snapshot: Path, meeting: Path, rank: int, bucket_bytes: int) -> None:
     import torch
     from torch import distributed
 
+    from headrace.policies.models.qwen3_config import storage_place
     from headrace.policies.push.tensors import read_specs
     from headrace.policies.push.weights import plan_buckets, read_snapshot
-    from headrace.policies.qwen3_config import storage_place
 
     torch.set_num_threads(1)
     held = read_specs(snapshot)

@@ -19,12 +19,12 @@ from opentelemetry.trace import NoOpTracer
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, GenerateRequest, RequestId
-from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.errors import PushError
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.models.qwen3_config import Qwen3Config
+from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.execution import push
 from headrace.policies.push.sender import SenderConfig, Senders
-from headrace.policies.qwen3_config import Qwen3Config
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.capture.session import SessionId
 from headrace.serve.engines import EngineDeadlines, EnginePool

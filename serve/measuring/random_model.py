@@ -11,8 +11,8 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-from headrace.policies.qwen3_config import Qwen3Config
-from headrace.policies.tiny import model_config, write_description
+from headrace.policies.models.qwen3_config import Qwen3Config
+from headrace.policies.models.tiny import model_config, write_description
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headrace.policies.bounded_cache import BoundedCache
-from headrace.policies.chat_template import SharedTool
+from headrace.policies.tokens.bounded_cache import BoundedCache
+from headrace.policies.tokens.chat_template import SharedTool
 from headrace.serve.conversation import Reasoning, Role, Text, ToolResult
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from headrace.policies.added_tokens import ControlTokens
-    from headrace.policies.chat_template import TemplateMessage
-    from headrace.policies.template_shape import TemplateShape
+    from headrace.policies.tokens.added_tokens import ControlTokens
+    from headrace.policies.tokens.chat_template import TemplateMessage
+    from headrace.policies.tokens.template_shape import TemplateShape
     from headrace.serve.conversation import Message, ToolCall, ToolSpec
 
 _TOOLS_BYTES = 16 * 2**20

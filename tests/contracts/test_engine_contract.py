@@ -17,7 +17,6 @@ import pytest_asyncio
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, FinishReason, GenerateRequest, PauseMode, RequestId
-from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.errors import (
     EngineRefused,
     EngineStartFailed,
@@ -26,6 +25,7 @@ from headrace.policies.errors import (
     NoSession,
     RequestInvalid,
 )
+from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.replies import error_text
 from headrace.policies.sglang.versions import release
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from headrace.policies.server_process import ServerProcess
+    from headrace.policies.processes.server_process import ServerProcess
     from headrace.policies.sglang.dialects import Dialect
 
 # SGLang alone imports for half a minute.
@@ -212,8 +212,8 @@ async def test_logprobs_are_those_of_the_temperature_scaled_softmax(
 async def test_samples_follow_the_distribution(wire: Wire, tiny_model_dir: Path) -> None:
     import torch
 
-    from headrace.policies.qwen3 import Qwen3, read_weights
-    from headrace.policies.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen3 import Qwen3, read_weights
+    from headrace.policies.models.qwen3_config import Qwen3Config
 
     config = Qwen3Config.read(tiny_model_dir / "config.json")
     model = Qwen3(config, read_weights(config, tiny_model_dir / "model.safetensors"), capacity=16)

@@ -18,8 +18,8 @@ import torch
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, FinishReason, GenerateRequest, PauseMode, RequestId
-from headrace.policies.engine_process import EngineProcess
 from headrace.policies.errors import FlushRefused, NoSession, SessionAlreadyOpen, UnknownGroup
+from headrace.policies.processes.engine_process import EngineProcess
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from headrace.policies.engine import Completion
+    from headrace.policies.processes.server_process import ServerProcess
     from headrace.policies.push.machine import Step
-    from headrace.policies.server_process import ServerProcess
     from headrace.policies.sglang.dialects import Dialect
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]

@@ -24,7 +24,7 @@ from headrace.buffer.errors import LedgerBroken, LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import Batch, Cause, CheckpointRef, ReceiptStatus, RolloutOrder, RolloutResult, StepReport
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import (
+from headrace.policies.learners.checkpoints import (
     Manifest,
     SteppedBatch,
     keep_newest,

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from headrace.policies.engine import EngineId, GenerateRequest, PauseMode, RequestId
-from headrace.policies.learner_config import LearnerConfig
-from headrace.policies.megatron import MegatronLearner
+from headrace.policies.learners.config import LearnerConfig
+from headrace.policies.learners.megatron import MegatronLearner
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 import torch
 from safetensors.torch import save_file
 
-from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
+from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
 from headrace.policies.push.process_group import (
     destroy_group,
     finish_broadcast,
@@ -299,8 +299,8 @@ async def test_pause_in_place_keeps_what_runs_and_splits_its_spans(trainer: Trai
 
 async def test_the_cache_of_a_pause_in_place_is_the_old_weights(trainer: Trainer, models: list[Path]) -> None:
     """After a swap to the same weights nothing differs; so what a pause in place keeps is the cache itself."""
-    from headrace.policies.qwen3 import Qwen3, read_weights
-    from headrace.policies.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen3 import Qwen3, read_weights
+    from headrace.policies.models.qwen3_config import Qwen3Config
 
     running = trainer.long("running")
     await trainer.until(running=1)

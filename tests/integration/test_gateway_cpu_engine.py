@@ -10,8 +10,8 @@ import pytest
 
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
-from headrace.policies.engine_process import EngineProcess, EngineProcessConfig
-from headrace.policies.tiny import model_config, write_description
+from headrace.policies.models.tiny import model_config, write_description
+from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 from headrace.serve.client import GatewayClient
@@ -31,7 +31,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from headrace.policies.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen3_config import Qwen3Config
 
     folder: Path = tmp_path_factory.mktemp("policy") / "model"
     write_description(folder)
@@ -48,8 +48,8 @@ def recomputed(model_dir: Path, tokens: list[int]) -> np.ndarray:
     """Log-probability of each token but the first under the temperature-scaled model, (T,) with 0 in front."""
     import torch
 
-    from headrace.policies.qwen3 import Qwen3, read_weights
-    from headrace.policies.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen3 import Qwen3, read_weights
+    from headrace.policies.models.qwen3_config import Qwen3Config
 
     config = Qwen3Config.read(model_dir / "config.json")
     model = Qwen3(config, read_weights(config, model_dir / "model.safetensors"), capacity=1024)

@@ -33,9 +33,7 @@ from headrace.buffer.types import (
     VersionSpan,
 )
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies import checkpoints
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.learner_config import LearnerConfig
 from headrace.policies.learner_errors import (
     CheckpointUnreadable,
     LearnerAlreadyOpen,
@@ -43,7 +41,9 @@ from headrace.policies.learner_errors import (
     NonFiniteRun,
     RowUnusable,
 )
-from headrace.policies.megatron import MegatronLearner
+from headrace.policies.learners import checkpoints
+from headrace.policies.learners.config import LearnerConfig
+from headrace.policies.learners.megatron import MegatronLearner
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -135,8 +135,8 @@ def test_megatron_agrees_with_transformers_and_round_trips(tmp_path: Path, tied:
     from transformers import Qwen3Config as ReferenceConfig
     from transformers import Qwen3ForCausalLM
 
-    from headrace.policies import megatron_model, megatron_world
-    from headrace.policies.qwen3_config import Qwen3Config
+    from headrace.policies.learners import megatron_model, megatron_world
+    from headrace.policies.models.qwen3_config import Qwen3Config
 
     torch.manual_seed(0)
     reference = Qwen3ForCausalLM(
@@ -329,7 +329,7 @@ def run_program(program: str, message: object) -> subprocess.CompletedProcess[by
 
 CONTINUE = """
 import asyncio, pickle, sys
-from headrace.policies.megatron import MegatronLearner
+from headrace.policies.learners.megatron import MegatronLearner
 
 async def main():
     config, resume, epoch, batches = pickle.load(sys.stdin.buffer)
@@ -382,7 +382,7 @@ async def test_a_resumed_learner_outlives_the_checkpoint_that_it_came_from(
 
 SAVE_AND_DIE = """
 import asyncio, os, pickle, signal, sys
-from headrace.policies.megatron import MegatronLearner
+from headrace.policies.learners.megatron import MegatronLearner
 
 def die_at(event, arguments):
     if armed and event == DEADLY and FRAGMENT in str(arguments[0]):

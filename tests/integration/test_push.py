@@ -15,10 +15,10 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, FinishReason, GenerateRequest, RequestId
 from headrace.policies.errors import ModelInvalid, PushError
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
+from headrace.policies.models.qwen3 import Qwen3, read_weights
+from headrace.policies.models.qwen3_config import Qwen3Config
 from headrace.policies.push.machine import ORDER, Phase
 from headrace.policies.push.weights import read_snapshot
-from headrace.policies.qwen3 import Qwen3, read_weights
-from headrace.policies.qwen3_config import Qwen3Config
 from headrace.serve.capture.session import SessionId
 from headrace.serve.engines import EnginePool, join_pieces
 from headrace.serve.measuring.push_floor import PoolGate, pool_over

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.actors.metrics import read_metrics
 from headrace.buffer.audit.evidence import read_evidence, read_trajectories
-from headrace.policies.tokenizer import ChatTokenizer
+from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,8 +52,8 @@ def scored(model_dir: Path, rows: list[Row], temperature: float) -> list[np.ndar
     """
     import torch
 
-    from headrace.policies.qwen3 import Qwen3, read_weights
-    from headrace.policies.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen3 import Qwen3, read_weights
+    from headrace.policies.models.qwen3_config import Qwen3Config
 
     config = Qwen3Config.read(model_dir / "config.json")
     model = Qwen3(config, read_weights(config, model_dir / "model.safetensors"), capacity=1024)

@@ -15,7 +15,7 @@ from tests.chat_templates import DEEPSEEK3, GLM4, LLAMA31, QWEN3, QWEN3_THINKING
 from tests.session_rig import END, ByteChat, Rig, asks, results, user
 
 from headrace.policies.engine import FinishReason
-from headrace.policies.tokenizer import ChatTokenizer
+from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve import codec
 from headrace.serve.capture.events import Delivered
 from headrace.serve.capture.rows import Masked, SessionReport, report_of

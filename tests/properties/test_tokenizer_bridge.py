@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace.policies.added_tokens import pattern_of
-from headrace.policies.tiny import PIECES
-from headrace.policies.tokenizer import ChatTokenizer
+from headrace.policies.models.tiny import PIECES
+from headrace.policies.tokens.added_tokens import pattern_of
+from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
 from headrace.serve.rendering.template_renderer import load_renderer
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-    from headrace.policies.pieces import PieceEncoder
+    from headrace.policies.tokens.pieces import PieceEncoder
     from headrace.serve.rendering.render import Renderer
 
 TOKENIZER = ChatTokenizer(Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny")

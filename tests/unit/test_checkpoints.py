@@ -9,8 +9,8 @@ import pytest
 
 from headrace.buffer.types import BatchId, RolloutId
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies import checkpoints
 from headrace.policies.learner_errors import CheckpointUnreadable
+from headrace.policies.learners import checkpoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable

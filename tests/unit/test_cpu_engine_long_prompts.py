@@ -13,8 +13,8 @@ from headrace.policies.cpu_engine.runner import PREFILL_PORTION, Runner
 from headrace.policies.cpu_engine.scheduler import Generation, Scheduler
 from headrace.policies.cpu_engine.thread import EngineThread
 from headrace.policies.engine import PauseMode
-from headrace.policies.qwen3 import read_weights
-from headrace.policies.qwen3_config import Qwen3Config
+from headrace.policies.models.qwen3 import read_weights
+from headrace.policies.models.qwen3_config import Qwen3Config
 
 if TYPE_CHECKING:
     from pathlib import Path

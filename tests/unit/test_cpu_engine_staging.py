@@ -8,8 +8,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from headrace.policies.cpu_engine.staging import Staging
-from headrace.policies.qwen3 import Qwen3Weights
-from headrace.policies.qwen3_config import Qwen3Config
+from headrace.policies.models.qwen3 import Qwen3Weights
+from headrace.policies.models.qwen3_config import Qwen3Config
 
 if TYPE_CHECKING:
     from pathlib import Path

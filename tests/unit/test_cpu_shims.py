@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.policies import cpu_shims
+from headrace.policies.learners import cpu_shims
 
 
 @pytest.fixture(autouse=True)

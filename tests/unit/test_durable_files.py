@@ -16,7 +16,7 @@ from headrace.actors.gateway import read_address
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file, write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsSnapshot
-from headrace.policies.server_process import announce
+from headrace.policies.processes.server_process import announce
 
 if TYPE_CHECKING:
     from collections.abc import Callable

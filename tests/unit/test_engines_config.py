@@ -21,7 +21,7 @@ from headrace.actors.errors import ConfigError, RunMissing
 from headrace.actors.launch import RunRequest, prepare
 from headrace.actors.run_status import status_of
 from headrace.policies.engine import EngineId
-from headrace.policies.engine_process import EngineProcess
+from headrace.policies.processes.engine_process import EngineProcess
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.sglang.server import SGLangProcess
 

@@ -28,7 +28,7 @@ from headrace.buffer.ledger.ledger import ledger as ledger_module
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import CheckpointRef, GroupId, StepReport
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import usable_checkpoint
+from headrace.policies.learners.checkpoints import usable_checkpoint
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 HOURS = 1 / 24

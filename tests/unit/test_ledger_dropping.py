@@ -14,7 +14,14 @@ from headrace.buffer.audit.verify import verify
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import Manifest, SteppedBatch, publish, read_checkpoint, stage, write_manifest
+from headrace.policies.learners.checkpoints import (
+    Manifest,
+    SteppedBatch,
+    publish,
+    read_checkpoint,
+    stage,
+    write_manifest,
+)
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)

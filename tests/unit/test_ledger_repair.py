@@ -31,7 +31,14 @@ from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks import write_tasks
 from headrace.buffer.types import BatchId, CheckpointRef, RolloutId, StepReport
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import Manifest, SteppedBatch, publish, stage, usable_checkpoint, write_manifest
+from headrace.policies.learners.checkpoints import (
+    Manifest,
+    SteppedBatch,
+    publish,
+    stage,
+    usable_checkpoint,
+    write_manifest,
+)
 
 TESTS = Path(__file__).parents[1]
 cases = SimpleNamespace(**runpy.run_path(str(TESTS / "replay_cases.py")))

@@ -22,7 +22,14 @@ from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import Cause, CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import Manifest, SteppedBatch, publish, read_checkpoint, stage, write_manifest
+from headrace.policies.learners.checkpoints import (
+    Manifest,
+    SteppedBatch,
+    publish,
+    read_checkpoint,
+    stage,
+    write_manifest,
+)
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 FIRST = PolicyVersion(1, 0)

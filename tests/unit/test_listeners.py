@@ -40,7 +40,7 @@ def test_an_address_of_another_machine_is_named() -> None:
 def test_the_learners_world_listens_on_loopback_only(tmp_path: Path) -> None:
     code = """
 import psutil
-from headrace.policies import megatron_world
+from headrace.policies.learners import megatron_world
 megatron_world.start(0)
 print(*{row.laddr.ip for row in psutil.Process().net_connections("inet") if row.status == psutil.CONN_LISTEN})
 megatron_world.stop()

@@ -18,7 +18,7 @@ from headrace.buffer.errors import LedgerMismatch, LedgerRefused
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import StepReport
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import (
+from headrace.policies.learners.checkpoints import (
     Manifest,
     SteppedBatch,
     publish,

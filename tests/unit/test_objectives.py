@@ -24,8 +24,8 @@ from headrace.buffer.types import (
 )
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner_errors import RowUnusable
-from headrace.policies.objectives import Brakes, LossSums, MicroBatch, collate, policy_loss, trained_logprobs
-from headrace.policies.train_rows import WeightedRow, weighted_rows
+from headrace.policies.learners.objectives import Brakes, LossSums, MicroBatch, collate, policy_loss, trained_logprobs
+from headrace.policies.learners.train_rows import WeightedRow, weighted_rows
 
 BRAKES = Brakes(eps_low=0.2, eps_high=0.28, weight_cap=2.0)
 UNCLIPPED = Brakes(eps_low=1.0, eps_high=math.inf, weight_cap=2.0)

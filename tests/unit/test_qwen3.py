@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.qwen3 import KeyValueCache, Qwen3, Qwen3Weights, read_weights
-from headrace.policies.qwen3_config import Qwen3Config, storage_place
+from headrace.policies.models.qwen3 import KeyValueCache, Qwen3, Qwen3Weights, read_weights
+from headrace.policies.models.qwen3_config import Qwen3Config, storage_place
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,7 +23,7 @@ from headrace.buffer.ledger.ledger import bring_up_to_date
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import StepReport
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import (
+from headrace.policies.learners.checkpoints import (
     Manifest,
     SteppedBatch,
     fold_chain,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from headrace.policies.server_process import ServerCommand, ServerConfig, ServerProcess
+from headrace.policies.processes.server_process import ServerCommand, ServerConfig, ServerProcess
 
 if TYPE_CHECKING:
     from pathlib import Path

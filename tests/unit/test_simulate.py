@@ -18,7 +18,7 @@ from headrace.actors.simulation.simulate import run_plan, simulate
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.batches import BatchBook
-from headrace.policies.simulated import PushMode
+from headrace.policies.learners.simulated import PushMode
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -25,9 +25,9 @@ from headrace.actors.simulation.tasks import simulated_tasks
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.types import Batch, BatchId, BatchItem, BatchLease, GroupId, RolloutId, Trajectory
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import read_checkpoint, read_manifest
 from headrace.policies.learner_errors import LearnerNotOpen
-from headrace.policies.simulated import (
+from headrace.policies.learners.checkpoints import read_checkpoint, read_manifest
+from headrace.policies.learners.simulated import (
     PushMode,
     Served,
     SimulatedEngine,

@@ -17,7 +17,7 @@ from headrace.buffer.ledger.archive import ARCHIVE
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.primitives.database import connect
 from headrace.buffer.types import CheckpointRef
-from headrace.policies.checkpoints import Manifest, write_manifest
+from headrace.policies.learners.checkpoints import Manifest, write_manifest
 
 TESTS = Path(__file__).parents[1]
 cases = SimpleNamespace(**runpy.run_path(str(TESTS / "replay_cases.py")))

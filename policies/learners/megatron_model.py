@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.hf_mapping import Weights, to_hugging_face, to_megatron
+from headrace.policies.models.hf_mapping import Weights, to_hugging_face, to_megatron
 
 with warnings.catch_warnings():
     # Megatron announces each accelerator library it does not find and each deprecated module it imports from itself.
@@ -29,7 +29,7 @@ with warnings.catch_warnings():
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.policies.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen3_config import Qwen3Config
 
 
 def transformer_config(shape: Qwen3Config) -> TransformerConfig:

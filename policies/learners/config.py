@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.policies.simulated import SimulatedLearnerConfig
+from headrace.policies.learners.simulated import SimulatedLearnerConfig
 
 
 class LearnerConfig(BaseModel):

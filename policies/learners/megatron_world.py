@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed
 
-from headrace.policies import cpu_shims
+from headrace.policies.learners import cpu_shims
 from headrace.policies.push.process_group import choose_interface, host_store
 
 with warnings.catch_warnings():

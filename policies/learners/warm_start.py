@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.buffer.datasets.terminal import Kind, Problem, Split, combinations, guesses
-from headrace.policies.tiny import PAD, model_config, write_description
-from headrace.policies.tokenizer import ChatTokenizer
+from headrace.policies.models.tiny import PAD, model_config, write_description
+from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,13 +10,13 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace.policies.chat_template import SharedTool
-from headrace.policies.tokenizer_errors import TemplateRefused
+from headrace.policies.tokens.chat_template import SharedTool
+from headrace.policies.tokens.tokenizer_errors import TemplateRefused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from headrace.policies.chat_template import ChatTemplate, TemplateMessage
+    from headrace.policies.tokens.chat_template import ChatTemplate, TemplateMessage
 
 USER: TemplateMessage = {"role": "user", "content": "kelp"}
 SYSTEM: TemplateMessage = {"role": "system", "content": "moss"}

@@ -24,12 +24,12 @@ from safetensors.torch import save_file
 from headrace.buffer.packing import pack
 from headrace.buffer.types import CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies import checkpoints, megatron_checkpoint, megatron_model, megatron_world
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learner_errors import CheckpointUnreadable, NonFiniteRun
-from headrace.policies.objectives import Brakes, LossSums, collate, policy_loss, trained_logprobs
-from headrace.policies.qwen3_config import Qwen3Config
-from headrace.policies.train_rows import trained_tokens, weighted_rows
+from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
+from headrace.policies.learners.objectives import Brakes, LossSums, collate, policy_loss, trained_logprobs
+from headrace.policies.learners.train_rows import trained_tokens, weighted_rows
+from headrace.policies.models.qwen3_config import Qwen3Config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -37,8 +37,8 @@ with warnings.catch_warnings():
 
 if TYPE_CHECKING:
     from headrace.buffer.types import Batch
-    from headrace.policies.learner_config import LearnerConfig
-    from headrace.policies.train_rows import WeightedRow
+    from headrace.policies.learners.config import LearnerConfig
+    from headrace.policies.learners.train_rows import WeightedRow
 
 KEPT_SNAPSHOTS = 2
 """The one being sent and the one just written."""

@@ -22,7 +22,7 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 
-from headrace.policies.random_states import random_states, restore_random_states
+from headrace.policies.learners.random_states import random_states, restore_random_states
 
 if TYPE_CHECKING:
     from pathlib import Path

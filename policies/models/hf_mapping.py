@@ -17,7 +17,7 @@ import torch
 from headrace.policies.errors import ModelInvalid
 
 if TYPE_CHECKING:
-    from headrace.policies.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen3_config import Qwen3Config
 
 Weights = dict[str, torch.Tensor]
 

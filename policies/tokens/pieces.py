@@ -20,8 +20,8 @@ from itertools import product
 from string import punctuation
 from typing import TYPE_CHECKING, Any
 
-from headrace.policies.added_tokens import pattern_of
-from headrace.policies.bounded_cache import BoundedCache
+from headrace.policies.tokens.added_tokens import pattern_of
+from headrace.policies.tokens.bounded_cache import BoundedCache
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -10,8 +10,8 @@ import os
 from typing import TYPE_CHECKING
 
 from headrace.policies.errors import ModelInvalid
-from headrace.policies.qwen3_config import Qwen3Config
-from headrace.policies.tokenizer import ChatTokenizer
+from headrace.policies.models.qwen3_config import Qwen3Config
+from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.policies.train_rows import WeightedRow
+    from headrace.policies.learners.train_rows import WeightedRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

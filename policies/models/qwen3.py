@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from headrace.policies.qwen3_config import Qwen3Config
+    from headrace.policies.models.qwen3_config import Qwen3Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from headrace.buffer.types import Batch, CheckpointRef, StepReport
     from headrace.policies.learner import LearnerState, WeightsSnapshot
-    from headrace.policies.learner_config import LearnerConfig
-    from headrace.policies.megatron_trainer import MegatronTrainer
+    from headrace.policies.learners.config import LearnerConfig
+    from headrace.policies.learners.megatron_trainer import MegatronTrainer
 
 Answer = TypeVar("Answer")
 
@@ -68,7 +68,7 @@ class MegatronLearner:
         if not self._process_slot.acquire(blocking=False):
             raise LearnerAlreadyOpen("this process already has an open learner: close it or spawn a second process")
         try:
-            from headrace.policies.megatron_trainer import open_trainer
+            from headrace.policies.learners.megatron_trainer import open_trainer
 
             self._trainer = open_trainer(self._config, resume, epoch)
         except BaseException:

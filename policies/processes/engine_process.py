@@ -12,7 +12,7 @@ import sys
 
 from pydantic import Field
 
-from headrace.policies.server_process import ServerCommand, ServerConfig, ServerProcess, option_list
+from headrace.policies.processes.server_process import ServerCommand, ServerConfig, ServerProcess, option_list
 
 
 class EngineProcessConfig(ServerConfig):

@@ -1,0 +1,1 @@
+"""Learners: objectives, the Megatron learner, the simulated one, checkpoints."""

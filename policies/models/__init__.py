@@ -1,0 +1,1 @@
+"""The policy network and its files: configuration, weights, the forward pass."""

@@ -1,0 +1,1 @@
+"""Processes of engines: started, watched, ended with what started them."""

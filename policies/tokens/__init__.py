@@ -1,0 +1,1 @@
+"""Chat templates and tokenizers: from messages to ids and back."""
