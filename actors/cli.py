@@ -323,7 +323,7 @@ def serve_gateway(
 ) -> None:
     """Stand before engines as a token-exact proxy: Anthropic Messages, OpenAI Chat Completions and Responses for
     agents; what was sampled, token for token, for you. POST /sessions opens, POST /sessions/ID/finish tells."""
-    from headrace.serve.standalone import StandaloneOptions, serve_gateway
+    from headrace.serve.gateway.standalone import StandaloneOptions, serve_gateway
 
     options = StandaloneOptions(
         engine_urls=tuple(url.strip().rstrip("/") for url in engine.split(",") if url.strip()),
@@ -362,7 +362,7 @@ def serve_sandboxes(
     """Lend sandboxes: E2B's API (E2B_API_URL and E2B_SANDBOX_URL are the printed URL), ours for the provider `remote`,
     and a drop-in for swe_exec_server and swe_env_pool_server."""
     from headrace.actors.evaluators.foreign_patch import apply_patch
-    from headrace.sandboxes.e2b_server.serving import ServeOptions, serve
+    from headrace.serve.exec.serving import ServeOptions, serve
 
     options = ServeOptions(
         host=host,

@@ -34,7 +34,7 @@ from headrace.actors.replay import NEVER_EVALUATED
 from headrace.actors.retry import until_back
 from headrace.buffer.tasks import tasks_digest
 from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
-from headrace.serve.joining import Joined
+from headrace.serve.gateway.joining import Joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence

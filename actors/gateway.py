@@ -1,4 +1,4 @@
-"""The gateway actor: `headrace.serve.gateway.Gateway` on a port that stays the same over restarts.
+"""The gateway actor: `headrace.serve.gateway.gateway.Gateway` on a port that stays the same over restarts.
 
 Invariants:
 - Address and admin token are in a file of the run directory that only its owner can read; a restarted gateway takes
@@ -22,15 +22,15 @@ import orjson
 
 from headrace.actors.owning import Owning
 from headrace.buffer.primitives.durable_files import write_private
-from headrace.serve.garbage import portioned_collections
-from headrace.serve.gateway import Gateway, GatewayConfig, GatewayStats
+from headrace.serve.gateway.garbage import portioned_collections
+from headrace.serve.gateway.gateway import Gateway, GatewayConfig, GatewayStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from headrace.actors.observing import Observing
     from headrace.policies.engine import EngineId
-    from headrace.serve.routing import RoutingTable
+    from headrace.serve.gateway.routing import RoutingTable
 
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from headrace.buffer.packing import RowOverBudget
 from headrace.policies.learner_errors import LearnerNotOpen, NonFiniteRun, RowUnusable
 from headrace.policies.learners.checkpoints import usable_checkpoint
 from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLearnerConfig
-from headrace.serve.joining import Joined
+from headrace.serve.gateway.joining import Joined
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

@@ -35,7 +35,7 @@ from headrace.actors.supervision import Parts
 from headrace.actors.worker import RolloutWorker
 from headrace.policies.engine import PauseMode
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
-from headrace.serve.gateway import GatewayConfig
+from headrace.serve.gateway.gateway import GatewayConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease
     from headrace.serve.capture.rows import SessionReport
-    from headrace.serve.client import OpenedSession
+    from headrace.serve.gateway.client import OpenedSession
 
 ANSWER_S = 5.0
 """How much later than its own clocks a pool may say so."""

@@ -15,8 +15,8 @@ from headrace.actors.agents.chat import ChatClient, NoChat
 from headrace.actors.owning import Owning
 from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.session import Session, SessionSpec
-from headrace.serve.client import GatewayClient, OpenedSession
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
+from headrace.serve.gateway.client import GatewayClient, OpenedSession
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest
     from headrace.serve.capture.rows import SessionReport
     from headrace.serve.capture.session import Budgets, Sampling
-    from headrace.serve.client import OpenedSession
+    from headrace.serve.gateway.client import OpenedSession
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from headrace.actors.utilisation import StationLoad
     from headrace.actors.worker import RolloutWorker, WorkerStatus
     from headrace.sandboxes.pool.pool import PoolStatus
-    from headrace.serve.gateway import GatewayStats
+    from headrace.serve.gateway.gateway import GatewayStats
 
 R = TypeVar("R")
 

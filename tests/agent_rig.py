@@ -33,9 +33,9 @@ from headrace.sandboxes.local.provider import LocalProvider
 from headrace.sandboxes.pool.booting import Lease
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
-from headrace.serve.client import GatewayClient
-from headrace.serve.gateway import Gateway, GatewayConfig
-from headrace.serve.routing import EngineRoute, RoutingTable
+from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from headrace.buffer.types import RolloutResult
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import LeaseRequest
-    from headrace.serve.client import OpenedSession
+    from headrace.serve.gateway.client import OpenedSession
 
 ADMIN = "an admin token of enough letters"
 STOP = "<|im_end|>"

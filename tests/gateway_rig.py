@@ -22,10 +22,10 @@ from tests.wires import fold_anthropic, fold_chat, fold_responses
 from headrace.policies.engine import EngineId
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import SessionId, SessionSpec
-from headrace.serve.client import GatewayClient
-from headrace.serve.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.rendering.template_renderer import load_renderer
-from headrace.serve.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence

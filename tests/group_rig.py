@@ -23,8 +23,8 @@ from headrace.policies.processes.engine_process import EngineProcess, EngineProc
 from headrace.policies.push.contract import PushConfig
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
-from headrace.serve.client import GatewayClient
-from headrace.serve.gateway import GatewayConfig
+from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.gateway import GatewayConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:

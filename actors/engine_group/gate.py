@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.registry import EngineRegistry
     from headrace.actors.gateway import GatewayActor
     from headrace.policies.engine import EngineId, RequestId
-    from headrace.serve.gateway import GatewayStats
-    from headrace.serve.routing import RoutingTable
+    from headrace.serve.gateway.gateway import GatewayStats
+    from headrace.serve.gateway.routing import RoutingTable
 
 logger = logging.getLogger(__name__)
 

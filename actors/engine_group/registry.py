@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from headrace.actors.engine_group.breaker import BreakerState, CircuitBreaker
 from headrace.actors.engine_group.errors import EngineAddressTaken, EngineUnknown
-from headrace.serve.routing import EngineRoute, RoutingTable
+from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest
     from headrace.serve.capture.rows import SessionReport
-    from headrace.serve.client import OpenedSession
+    from headrace.serve.gateway.client import OpenedSession
 
 MAX_RESULT_CHARACTERS, MAX_COMMANDS = 4000, 1000
 

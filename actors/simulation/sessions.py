@@ -22,7 +22,7 @@ from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.policies.learners.simulated import VOCABULARY
 from headrace.serve.capture.events import Exhausted
 from headrace.serve.capture.rows import Lineage, SessionReport
-from headrace.serve.client import OpenedSession
+from headrace.serve.gateway.client import OpenedSession
 
 if TYPE_CHECKING:
     from headrace.actors.simulation.engines import SimulatedEngineGroup

@@ -16,9 +16,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes.e2b_server.tasks import ServerTasks
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SpecRefused
 from headrace.sandboxes.local.exposed import relay
+from headrace.sandboxes.remote.tasks import ServerTasks
 from headrace.sandboxes.remote.tunnel import Tunnel
 from headrace.sandboxes.retry import RetryConfig, full_jitter_s
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from aiohttp import WSMessage, WSMsgType
 
-from headrace.sandboxes.e2b_server.tasks import ServerTasks
+from headrace.sandboxes.remote.tasks import ServerTasks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

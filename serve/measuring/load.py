@@ -23,7 +23,7 @@ import aiohttp
 
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
-from headrace.serve.client import GatewayClient
+from headrace.serve.gateway.client import GatewayClient
 from headrace.serve.measuring.agent import MeasuredAgent, MeasurementBroken
 from headrace.serve.measuring.process import ADMIN_TOKEN, gateway_process
 from headrace.serve.measuring.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head

@@ -26,9 +26,9 @@ import psutil
 import uvloop
 
 from headrace.policies.engine import EngineId
-from headrace.serve.garbage import portioned_collections
-from headrace.serve.gateway import Gateway, GatewayConfig
-from headrace.serve.routing import EngineRoute, RoutingTable
+from headrace.serve.gateway.garbage import portioned_collections
+from headrace.serve.gateway.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

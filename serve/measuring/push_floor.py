@@ -27,8 +27,8 @@ from headrace.policies.push.execution import push
 from headrace.policies.push.sender import SenderConfig, Senders
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.capture.session import SessionId
-from headrace.serve.engines import EngineDeadlines, EnginePool
-from headrace.serve.routing import EngineRoute, Lineage, RoutingTable
+from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
+from headrace.serve.gateway.routing import EngineRoute, Lineage, RoutingTable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

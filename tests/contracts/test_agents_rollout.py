@@ -31,9 +31,9 @@ from headrace.policies.engine import EngineId
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.serve.capture.session import Budgets, Sampling
-from headrace.serve.gateway import GatewayConfig
+from headrace.serve.gateway.gateway import GatewayConfig
+from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.observing.telemetry import TelemetryConfig
-from headrace.serve.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -15,13 +15,13 @@ import pytest
 from headrace.actors.evaluators.foreign_patch import apply_patch
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.e2b_server.images import ImageMap
-from headrace.sandboxes.e2b_server.keys import load_keys
-from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
 from headrace.sandboxes.errors import NamespacesUnavailable
-from headrace.sandboxes.exec_server.parts import ExecPart
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
+from headrace.serve.e2b.server import E2bServer, ServerSettings
+from headrace.serve.e2b_sandboxes.images import ImageMap
+from headrace.serve.e2b_sandboxes.keys import load_keys
+from headrace.serve.exec.parts import ExecPart
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

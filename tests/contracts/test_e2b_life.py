@@ -20,11 +20,11 @@ import aiohttp
 import pytest
 
 from headrace.sandboxes import doctor
-from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
-from headrace.sandboxes.e2b_server.table import SandboxTable, State
 from headrace.sandboxes.errors import BootFailed, NamespacesUnavailable, SandboxError
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.local.sandbox import LocalSandbox
+from headrace.serve.e2b.server import E2bServer, ServerSettings
+from headrace.serve.e2b_sandboxes.table import SandboxTable, State
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

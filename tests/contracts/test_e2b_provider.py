@@ -11,9 +11,6 @@ import pytest
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import Feature, FrozenMount, Network, SandboxId, SandboxSpec, Stream, TerminalSize
 from headrace.sandboxes.e2b.provider import E2bConfig, E2bProvider
-from headrace.sandboxes.e2b_server.images import ImageMap
-from headrace.sandboxes.e2b_server.keys import load_keys
-from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
 from headrace.sandboxes.errors import (
     ExecTimeout,
     ImageUnknown,
@@ -27,6 +24,9 @@ from headrace.sandboxes.errors import (
     Unsupported,
 )
 from headrace.sandboxes.local.provider import LocalProvider
+from headrace.serve.e2b.server import E2bServer, ServerSettings
+from headrace.serve.e2b_sandboxes.images import ImageMap
+from headrace.serve.e2b_sandboxes.keys import load_keys
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

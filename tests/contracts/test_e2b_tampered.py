@@ -15,10 +15,10 @@ import aiohttp
 import pytest
 
 from headrace.sandboxes import doctor
-from headrace.sandboxes.e2b_server.images import ImageMap
-from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
 from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from headrace.serve.e2b.server import E2bServer, ServerSettings
+from headrace.serve.e2b_sandboxes.images import ImageMap
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

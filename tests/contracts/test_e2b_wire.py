@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.sandboxes import doctor
-from headrace.sandboxes.e2b_server.images import ImageMap
-from headrace.sandboxes.e2b_server.keys import load_keys
-from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
 from headrace.sandboxes.errors import NamespacesUnavailable, SpecRefused
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from headrace.serve.e2b.server import E2bServer, ServerSettings
+from headrace.serve.e2b_sandboxes.images import ImageMap
+from headrace.serve.e2b_sandboxes.keys import load_keys
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

@@ -24,9 +24,6 @@ from headrace.actors.exit_codes import EXIT_TRANSIENT
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import HostPort, ImageRef, SandboxId, SandboxRef, SandboxSpec
-from headrace.sandboxes.e2b_server.images import ImageMap
-from headrace.sandboxes.e2b_server.keys import load_keys
-from headrace.sandboxes.e2b_server.server import E2bServer, ServerSettings
 from headrace.sandboxes.errors import (
     CapacityExceeded,
     ExecResultLost,
@@ -39,9 +36,12 @@ from headrace.sandboxes.errors import (
     SecretRefused,
     SpecRefused,
 )
-from headrace.sandboxes.exec_server.parts import ExecPart
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
+from headrace.serve.e2b.server import E2bServer, ServerSettings
+from headrace.serve.e2b_sandboxes.images import ImageMap
+from headrace.serve.e2b_sandboxes.keys import load_keys
+from headrace.serve.exec.parts import ExecPart
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

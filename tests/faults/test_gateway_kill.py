@@ -37,7 +37,7 @@ from tests.scripted_engine import segments
 
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
-from headrace.serve.client import GatewayClient
+from headrace.serve.gateway.client import GatewayClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

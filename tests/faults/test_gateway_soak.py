@@ -18,7 +18,7 @@ from tests.scripted_engine import Fault
 
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import SessionId, SessionSpec
-from headrace.serve.client import GatewayClient
+from headrace.serve.gateway.client import GatewayClient
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,8 +23,8 @@ from headrace.actors.retry import until_back
 from headrace.actors.runtime import RayRuntime
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.machine import Phase, Step
-from headrace.serve.client import GatewayClient
-from headrace.serve.gateway import GatewayConfig
+from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.gateway import GatewayConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

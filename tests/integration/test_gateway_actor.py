@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from headrace.actors.engine_group.gate import tell_gateway
 from headrace.actors.gateway import GatewayActor
 from headrace.actors.observing import Observing
-from headrace.serve.gateway import GatewayConfig
+from headrace.serve.gateway.gateway import GatewayConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:

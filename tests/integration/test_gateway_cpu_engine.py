@@ -14,9 +14,9 @@ from headrace.policies.models.tiny import model_config, write_description
 from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
-from headrace.serve.client import GatewayClient
-from headrace.serve.gateway import Gateway, GatewayConfig
-from headrace.serve.routing import EngineRoute, RoutingTable
+from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
     from pathlib import Path

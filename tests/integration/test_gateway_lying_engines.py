@@ -15,7 +15,7 @@ from tests.scripted_engine import check_exact
 
 from headrace.policies.engine import EngineId
 from headrace.serve.capture.session import Budgets
-from headrace.serve.routing import EngineRoute, RoutingTable
+from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

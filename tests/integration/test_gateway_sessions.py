@@ -29,9 +29,9 @@ from tests.scripted_engine import Fault, check_exact
 
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId
-from headrace.serve.client import GatewayClient
 from headrace.serve.errors import SessionUnknown
-from headrace.serve.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.client import GatewayClient
+from headrace.serve.gateway.gateway import Gateway, GatewayConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

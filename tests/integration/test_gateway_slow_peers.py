@@ -29,7 +29,7 @@ from tests.scripted_engine import check_exact
 
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
-from headrace.serve.client import GatewayClient
+from headrace.serve.gateway.client import GatewayClient
 from headrace.serve.measuring.process import raise_open_files
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from headrace.policies.models.qwen3_config import Qwen3Config
 from headrace.policies.push.machine import ORDER, Phase
 from headrace.policies.push.weights import read_snapshot
 from headrace.serve.capture.session import SessionId
-from headrace.serve.engines import EnginePool, join_pieces
+from headrace.serve.gateway.engines import EnginePool, join_pieces
+from headrace.serve.gateway.routing import Lineage
 from headrace.serve.measuring.push_floor import PoolGate, pool_over
-from headrace.serve.routing import Lineage
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

@@ -16,11 +16,11 @@ from tests.session_rig import END, ByteChat, Rig, asks, results, user
 
 from headrace.policies.engine import FinishReason
 from headrace.policies.tokens.tokenizer import ChatTokenizer
-from headrace.serve import codec
 from headrace.serve.capture.events import Delivered
 from headrace.serve.capture.rows import Masked, SessionReport, report_of
 from headrace.serve.capture.session import Budgets, Sampling, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
+from headrace.serve.gateway import codec
 from headrace.serve.rendering.template_renderer import load_renderer
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from tests.session_rig import ByteChat, Rig, asks, call, results, user
 
 from headrace.policies.engine import FinishReason
-from headrace.serve import codec
 from headrace.serve.capture.events import Delivered, Status
 from headrace.serve.capture.rows import Masked, report_of, verdicts_of
 from headrace.serve.capture.session import Budgets, Session, SessionId, SessionSpec
 from headrace.serve.conversation import Message, Purpose, Reasoning, Role, Text, ToolCall, ToolSpec, TurnAnswer, say
+from headrace.serve.gateway import codec
 
 if TYPE_CHECKING:
     from headrace.serve.capture.session import TurnPlan

@@ -11,12 +11,6 @@ import httpx
 import pytest
 
 from headrace.sandboxes.e2b.errors import Step, classify
-from headrace.sandboxes.e2b_server.accounts import Account
-from headrace.sandboxes.e2b_server.boot_queue import BootQueue
-from headrace.sandboxes.e2b_server.entries import parse_entries
-from headrace.sandboxes.e2b_server.errors import ApiError, RpcError, api_error
-from headrace.sandboxes.e2b_server.images import load_images
-from headrace.sandboxes.e2b_server.keys import load_keys
 from headrace.sandboxes.errors import (
     BootFailed,
     BootTimeout,
@@ -35,6 +29,12 @@ from headrace.sandboxes.errors import (
     SpecRefused,
     Unsupported,
 )
+from headrace.serve.e2b_sandboxes.accounts import Account
+from headrace.serve.e2b_sandboxes.boot_queue import BootQueue
+from headrace.serve.e2b_sandboxes.entries import parse_entries
+from headrace.serve.e2b_sandboxes.errors import ApiError, RpcError, api_error
+from headrace.serve.e2b_sandboxes.images import load_images
+from headrace.serve.e2b_sandboxes.keys import load_keys
 
 if TYPE_CHECKING:
     from pathlib import Path

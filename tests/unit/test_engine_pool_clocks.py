@@ -13,9 +13,9 @@ from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import Completion, EngineId, FinishReason, GenerateRequest, RequestId, TokenSpan
 from headrace.serve.capture.session import SessionId
-from headrace.serve.engines import EngineDeadlines, EnginePool
 from headrace.serve.errors import InfraError, NoEngineOpen
-from headrace.serve.routing import EngineRoute, Lineage, RoutingTable
+from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
+from headrace.serve.gateway.routing import EngineRoute, Lineage, RoutingTable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from headrace.sandboxes import errors
 from headrace.sandboxes.base import Output, Stream
-from headrace.sandboxes.e2b_server.tasks import ServerTasks
 from headrace.sandboxes.errors import CapacityExceeded, PermanentSandboxError, SandboxError, SpecRefused
-from headrace.sandboxes.exec_server.processes import WINDOW_BYTES, OutputWindow
-from headrace.sandboxes.exec_server.repeats import KEPT, Repeats
 from headrace.sandboxes.remote.error_documents import from_document, status_of, to_document
 from headrace.sandboxes.remote.file_bundle import pack_files, unpack_files
 from headrace.sandboxes.remote.http import NotConnected
+from headrace.sandboxes.remote.tasks import ServerTasks
+from headrace.serve.exec.processes import WINDOW_BYTES, OutputWindow
+from headrace.serve.exec.repeats import KEPT, Repeats
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SandboxError)]
 

@@ -7,7 +7,7 @@ import pytest
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, TokenSpan
 from headrace.serve.capture.session import SessionId
-from headrace.serve.routing import EngineRoute, Lineage, Router, RoutingTable
+from headrace.serve.gateway.routing import EngineRoute, Lineage, Router, RoutingTable
 
 A, B = EngineId("a"), EngineId("b")
 ONE, TWO = Lineage(SessionId("one")), Lineage(SessionId("two"))

@@ -11,7 +11,6 @@ import pytest
 from tests.session_rig import END, ByteChat, Rig, asks, call, echo, results, statuses, user
 
 from headrace.policies.engine import FinishReason
-from headrace.serve import codec
 from headrace.serve.capture.events import Delivered, Exhausted, Status
 from headrace.serve.capture.rows import SessionReport, report_of, tree_of
 from headrace.serve.capture.session import MAX_REPLAYS, REPLAY_S, Budgets, Sampling, Session, SessionId, SessionSpec
@@ -29,6 +28,7 @@ from headrace.serve.conversation import (
     say,
 )
 from headrace.serve.errors import BadRequest, ContextExceeded
+from headrace.serve.gateway import codec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,8 +23,8 @@ from headrace.buffer.audit.resume_report import resume_report
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.errors import LedgerMismatch
+from headrace.buffer.ledger import ledger as ledger_module
 from headrace.buffer.ledger.ledger import Ledger, bring_up_to_date
-from headrace.buffer.ledger.ledger import ledger as ledger_module
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import CheckpointRef, GroupId, StepReport
 from headrace.buffer.versions import PolicyVersion

@@ -30,7 +30,7 @@ from headrace.actors.replay import Evaluated
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause, RolloutId
 from headrace.serve.capture.rows import SaidTurn
-from headrace.serve.codec import FinishForm
+from headrace.serve.gateway.codec import FinishForm
 
 if TYPE_CHECKING:
     from pathlib import Path

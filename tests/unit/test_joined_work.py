@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from headrace.actors.errors import ConfigError
-from headrace.serve.joining import Joined
+from headrace.serve.gateway.joining import Joined
 
 
 class Steps:

@@ -40,7 +40,7 @@ def test_imports_go_only_downwards(package: str) -> None:
 
 def test_an_upward_import_would_be_seen(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
-    bad.write_text("def f() -> None:\n    from headrace import actors\n    import headrace.serve.gateway\n")
+    bad.write_text("def f() -> None:\n    from headrace import actors\n    import headrace.serve.gateway.gateway\n")
     assert imported_packages(bad) == {"actors", "serve"}
 
 
@@ -84,7 +84,7 @@ def test_wheel_holds_exactly_the_tree(tmp_path: Path) -> None:
 def test_importing_the_packages_pulls_nothing_heavy() -> None:
     code = (
         "import sys, headrace.sandboxes, headrace.buffer, headrace.policies, headrace.serve, headrace.actors\n"
-        "import headrace.actors.config, headrace.actors.service, headrace.serve.gateway\n"
+        "import headrace.actors.config, headrace.actors.service, headrace.serve.gateway.gateway\n"
         "import headrace.sandboxes.local.provider\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )

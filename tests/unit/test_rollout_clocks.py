@@ -20,7 +20,7 @@ from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.session import Session, SessionId, SessionSpec
-from headrace.serve.client import OpenedSession
+from headrace.serve.gateway.client import OpenedSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from tests.session_rig import Rig, asks, call, echo, results, user
 
-from headrace.serve import codec
 from headrace.serve.capture.events import Exhausted, Failed, Spent
 from headrace.serve.capture.rows import SessionReport, report_of, tree_of
 from headrace.serve.capture.session import Sampling, Session, SessionId, SessionSpec
 from headrace.serve.capture.session_log import Opened, SessionLog
 from headrace.serve.conversation import ToolSpec
 from headrace.serve.errors import LogBroken
+from headrace.serve.gateway import codec
 
 if TYPE_CHECKING:
     from pathlib import Path

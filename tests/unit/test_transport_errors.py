@@ -12,8 +12,8 @@ from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineDown
 from headrace.policies.sglang.transport import Transport
 from headrace.policies.transport_errors import reason
-from headrace.serve.client import GatewayClient
 from headrace.serve.errors import GatewayUnreachable
+from headrace.serve.gateway.client import GatewayClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

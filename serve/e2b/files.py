@@ -1,0 +1,260 @@
+"""GET and POST `/files` of envd: contents streamed to and from a process inside the sandbox.
+
+Invariants:
+- A content is never held here: a slow client slows its own transfer, through the process's pipe.
+- The file is opened by the user's own process inside; only regular files are read.
+- A download has the length it promised or its connection is cut; an upload is answered once its writer has ended well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import posixpath
+import re
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from headrace.sandboxes.base import Stream
+from headrace.sandboxes.errors import SandboxError, SandboxFileError, SandboxGone
+from headrace.serve.e2b.filesystem_service import code_of
+from headrace.serve.e2b.signatures import find_signed
+from headrace.serve.e2b_sandboxes.errors import ApiError, Code, RpcError, rpc_error, unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+
+    from headrace.sandboxes.base import Process
+    from headrace.serve.e2b.envd import Envd
+    from headrace.serve.e2b_sandboxes.accounts import Account
+    from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
+    from headrace.serve.e2b_sandboxes.live import LiveSandbox
+
+_CHUNK_BYTES: Final = 1 << 16
+_FILE_NAME: Final = re.compile(r';\s*filename="((?:[^"\\]|\\.)*)"')
+_ESCAPED: Final = re.compile(r"\\(.)")
+_MAX_WORDS_BYTES: Final = 4096
+_MAX_SIZE_DIGITS: Final = 19
+_TRANSFER_TIMEOUT_S: Final = 3600.0
+_MISSING, _REFUSED = 41, 40
+_SIGKILL: Final = 9
+_HEAD: Final = """export LC_ALL=C
+fail() { echo "$2" >&2; exit "$1"; }
+"""
+_READ: Final = f"""{_HEAD}[ -e "$1" ] || fail {_MISSING} "path '$1' does not exist"
+[ -d "$1" ] && fail {_REFUSED} "path '$1' is a directory"
+[ -f "$1" ] || fail {_REFUSED} "path '$1' is not a regular file"
+exec < "$1" || exit 1
+size=$(stat -L -c %s /proc/self/fd/0) || exit 1
+printf '%s\\0' "$size"
+exec head -c "$size"
+"""
+_WRITE: Final = f"""{_HEAD}[ -d "$1" ] && fail {_REFUSED} "path is a directory: $1"
+[ ! -e "$1" ] || [ -f "$1" ] || fail {_REFUSED} "path is not a regular file: $1"
+mkdir -p -- "$(dirname -- "$1")" && exec cat > "$1"
+"""
+_STATUS_OF_CODE: Final = {
+    Code.PERMISSION_DENIED: 403,
+    Code.RESOURCE_EXHAUSTED: 507,
+    Code.INVALID_ARGUMENT: 400,
+    Code.NOT_FOUND: 404,
+    Code.UNAUTHENTICATED: 401,
+    Code.UNIMPLEMENTED: 501,
+}
+
+
+class Files:
+    """Handlers of this route."""
+
+    def __init__(self, sandboxes: Sandboxes, envd: Envd) -> None:
+        self._sandboxes = sandboxes
+        self._envd = envd
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/files", self._answer("read", _download)), web.post("/files", self._answer("write", _upload))]
+
+    def _answer(
+        self, operation: str, transfer: Callable[[web.Request, LiveSandbox], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            try:
+                live = self._open(request, operation)
+                try:
+                    return await transfer(request, live)
+                except SandboxGone as error:
+                    raise self._envd.gone(live) from error
+                except SandboxError as error:
+                    raise rpc_error(error, live.row.id) from error
+            except ApiError as error:
+                return error.response()
+            except RpcError as error:
+                return ApiError(_STATUS_OF_CODE.get(error.code, 500), error.message).response()
+
+        return handler
+
+    def _open(self, request: web.Request, operation: str) -> LiveSandbox:
+        if "X-Access-Token" in request.headers:
+            return self._envd.open(request)
+        return find_signed(self._sandboxes.running(), request.query, operation)
+
+
+class _Transfer:
+    """A process that moves one file; what it says on standard error explains its status."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._words = b""
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        async for piece in self._process.output():
+            if piece.stream is Stream.STDERR:
+                self._words = (self._words + piece.data)[:_MAX_WORDS_BYTES]
+            else:
+                yield piece.data
+
+    async def check(self) -> None:
+        """Wait for its end. Raises ApiError when it was not a good one, SandboxError."""
+        code = await self._process.wait()
+        if code == 0:
+            return
+        text = self._words.decode(errors="replace").strip() or f"exit code {code}"
+        if code in (_MISSING, _REFUSED):
+            raise ApiError(404 if code == _MISSING else 400, text)
+        raise ApiError(_STATUS_OF_CODE.get(code_of(text), 500), text)
+
+
+async def _start(live: LiveSandbox, account: Account, script: str, path: str, *, stdin: bool) -> Process:
+    return await live.handle.spawn(
+        ["/bin/bash", "-c", script, "bash", path],
+        user=account.name,
+        cwd="/",
+        stdin=stdin,
+        timeout_s=_TRANSFER_TIMEOUT_S,
+    )
+
+
+async def _download(request: web.Request, live: LiveSandbox) -> web.StreamResponse:
+    account = await live.accounts.find(request.query.get("username", ""))
+    process = await _start(live, account, _READ, account.resolve(request.query.get("path", "")), stdin=False)
+    try:
+        return await _send(request, process)
+    except BaseException:
+        await asyncio.shield(process.signal(_SIGKILL))
+        raise
+
+
+async def _send(request: web.Request, process: Process) -> web.StreamResponse:
+    transfer = _Transfer(process)
+    async with aclosing(transfer.chunks()) as chunks:
+        head = b""
+        async for chunk in chunks:
+            head += chunk
+            if b"\0" in head or len(head) > _MAX_SIZE_DIGITS:
+                break
+        else:
+            await transfer.check()
+            raise ApiError(500, "the file could not be read")
+        size, first = _parse_head(head)
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream", "Vary": "Accept-Encoding"})
+        response.content_length = size
+        await response.prepare(request)
+        await response.write(first)
+        sent = len(first)
+        async for chunk in chunks:
+            sent += len(chunk)
+            if sent > size:
+                break
+            await response.write(chunk)
+    if sent != size and request.transport is not None:
+        # The file shrank meanwhile, or its reader lies: a cut connection cannot be taken for the whole file.
+        request.transport.abort()
+        await process.signal(_SIGKILL)
+    await response.write_eof()
+    return response
+
+
+def _parse_head(head: bytes) -> tuple[int, bytes]:
+    """The size that the reader promises, and what it read already. Raises ApiError 500: programs of the image may
+    print anything."""
+    size, nul, first = head.partition(b"\0")
+    if not nul or not size.isdigit() or len(size) > _MAX_SIZE_DIGITS:
+        raise ApiError(500, "the programs of this image do not tell the file's size")
+    return int(size), first
+
+
+async def _upload(request: web.Request, live: LiveSandbox) -> web.StreamResponse:
+    if any(name.lower().startswith("x-metadata-") for name in request.headers):
+        raise unsupported("metadata of a file")
+    account = await live.accounts.find(request.query.get("username", ""))
+    if request.content_type == "application/octet-stream":
+        if not request.query.get("path"):
+            raise ApiError(400, "path query parameter is required for raw body upload")
+        path = account.resolve(request.query["path"])
+        await _write(live, account, path, request.content.iter_chunked(_CHUNK_BYTES))
+        written = [path]
+    elif request.content_type.startswith("multipart/"):
+        written = await _write_parts(request, live, account)
+    else:
+        message = f"unsupported content type {request.content_type!r}: multipart/form-data or application/octet-stream"
+        raise ApiError(400, message)
+    return web.json_response([_written(path) for path in written])
+
+
+def _written(path: str) -> dict[str, Any]:
+    return {"name": posixpath.basename(path), "type": "file", "path": path}
+
+
+async def _write_parts(request: web.Request, live: LiveSandbox, account: Account) -> list[str]:
+    written: list[str] = []
+    async for part in _parts(request):
+        if not isinstance(part, BodyPartReader) or part.name != "file":
+            continue
+        name = request.query.get("path") or _file_name(part)
+        if not name:
+            raise ApiError(400, "a part names no file, and the query no path")
+        path = account.resolve(name)
+        if path in written:
+            raise ApiError(400, f"you cannot upload multiple files to the same path {path!r} in one upload request")
+        await _write(live, account, path, _part_chunks(part))
+        written.append(path)
+    return written
+
+
+async def _parts(request: web.Request) -> AsyncIterator[object]:
+    """Raises ApiError 400 for what is no multipart body."""
+    try:
+        parts = await request.multipart()
+        while (part := await parts.next()) is not None:
+            yield part
+    except (ValueError, HttpProcessingError) as error:
+        raise ApiError(400, f"malformed multipart body: {error}") from error
+
+
+def _file_name(part: BodyPartReader) -> str:
+    """The name as it was sent: aiohttp's own takes the first slash away, and it is a path here."""
+    quoted = _FILE_NAME.search(part.headers.get("Content-Disposition", ""))
+    return _ESCAPED.sub(r"\1", quoted[1]) if quoted else part.filename or ""
+
+
+async def _part_chunks(part: BodyPartReader) -> AsyncIterator[bytes]:
+    while chunk := await part.read_chunk(_CHUNK_BYTES):
+        yield chunk
+
+
+async def _write(live: LiveSandbox, account: Account, path: str, content: AsyncIterator[bytes]) -> None:
+    process = await _start(live, account, _WRITE, path, stdin=True)
+    transfer = _Transfer(process)
+    try:
+        # A writer that ended early says why by its status.
+        with suppress(SandboxFileError):
+            async for chunk in content:
+                await process.write_stdin(chunk)
+        await process.close_stdin()
+        async for _ in transfer.chunks():
+            pass
+        await transfer.check()
+    except BaseException:
+        await asyncio.shield(process.signal(_SIGKILL))
+        raise

@@ -1,0 +1,140 @@
+"""`filesystem.Filesystem` of envd without its watchers: each call is one small script inside the sandbox.
+
+Invariants: paths reach the script quoted, as its positional parameters, and are resolved by the user's own process
+inside, never on the host. Needs bash, coreutils and findutils in the image.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any, Final
+
+from aiohttp import web
+
+from headrace.serve.e2b_sandboxes.entries import FORMAT, parse_entries
+from headrace.serve.e2b_sandboxes.errors import Code, RpcError
+
+if TYPE_CHECKING:
+    from headrace.serve.e2b.connect_protocol import Message
+    from headrace.serve.e2b.envd import Call, Envd
+
+_TIMEOUT_S: Final = 120.0
+_MAX_LISTING_BYTES: Final = 32 << 20
+_MAX_DEPTH: Final = 1000
+_INVALID, _MISSING, _EXISTS = 40, 41, 42
+_CODES: Final = {_INVALID: Code.INVALID_ARGUMENT, _MISSING: Code.NOT_FOUND, _EXISTS: Code.ALREADY_EXISTS}
+
+_HEAD: Final = f"""export LC_ALL=C
+fail() {{ echo "$2" >&2; exit "$1"; }}
+show() {{ exec find "$@" -printf '{FORMAT}'; }}
+"""
+_STAT: Final = f"""[ -e "$1" ] || [ -L "$1" ] || fail {_MISSING} "file not found: $1"
+show "$1" -maxdepth 0"""
+_LIST: Final = f"""[ -e "$1" ] || fail {_MISSING} "path not found: $1"
+[ -d "$1" ] || fail {_INVALID} "path is not a directory: $1"
+show -H "$1" -mindepth 1 -maxdepth "$2\""""
+_MAKE: Final = f"""[ -d "$1" ] && fail {_EXISTS} "directory already exists: $1"
+[ -e "$1" ] || [ -L "$1" ] && fail {_INVALID} "path already exists but it is not a directory: $1"
+mkdir -p -- "$1" || exit 1
+show "$1" -maxdepth 0"""
+_MOVE: Final = f"""[ -e "$1" ] || [ -L "$1" ] || fail {_MISSING} "source file not found: $1"
+mkdir -p -- "$(dirname -- "$2")" && mv -fT -- "$1" "$2" || exit 1
+show "$2" -maxdepth 0"""
+_REMOVE: Final = 'rm -rf -- "$1"'
+
+
+class FilesystemService:
+    """Handlers of this service."""
+
+    def routes(self, envd: Envd) -> list[web.RouteDef]:
+        methods = {"Stat": _stat, "ListDir": _list, "MakeDir": _make, "Move": _move, "Remove": _remove}
+        return [web.post(f"/filesystem.Filesystem/{name}", envd.unary(method)) for name, method in methods.items()]
+
+
+async def _stat(call: Call, message: Message) -> Message:
+    return {"entry": await stat(call, await path_of(call, message))}
+
+
+async def stat(call: Call, path: str) -> dict[str, Any]:
+    """One entry by its absolute path. Raises RpcError, SandboxError."""
+    return _one(await run(call, _STAT, path))
+
+
+async def _list(call: Call, message: Message) -> Message:
+    depth = message.get("depth", 0)
+    if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
+        raise RpcError(Code.INVALID_ARGUMENT, "depth: a whole number from 0")
+    path = await path_of(call, message)
+    output = await run(call, _LIST, path, str(min(max(1, depth), _MAX_DEPTH)))
+    return {"entries": _shown(output)}
+
+
+async def _make(call: Call, message: Message) -> Message:
+    return {"entry": _one(await run(call, _MAKE, await path_of(call, message)))}
+
+
+async def _move(call: Call, message: Message) -> Message:
+    source = await path_of(call, message, "source")
+    target = await path_of(call, message, "destination")
+    return {"entry": _one(await run(call, _MOVE, source, target))}
+
+
+async def _remove(call: Call, message: Message) -> Message:
+    await run(call, _REMOVE, await path_of(call, message))
+    return {}
+
+
+def _shown(output: bytes) -> list[dict[str, Any]]:
+    """Raises RpcError: an agent may have put another `find` in its place."""
+    try:
+        return [entry.to_json() for entry in parse_entries(output)]
+    except ValueError as error:
+        raise RpcError(Code.INTERNAL, "what the sandbox tells of its files makes no sense") from error
+
+
+def _one(output: bytes) -> dict[str, Any]:
+    """The only entry. Raises RpcError, as `_shown`."""
+    entries = _shown(output)
+    if len(entries) != 1:
+        raise RpcError(Code.INTERNAL, "what the sandbox tells of this file makes no sense")
+    return entries[0]
+
+
+async def path_of(call: Call, message: Message, name: str = "path") -> str:
+    """The absolute path of a field. Raises RpcError."""
+    value = message.get(name, "")
+    if not isinstance(value, str):
+        raise RpcError(Code.INVALID_ARGUMENT, f"{name}: not a string")
+    return (await call.account()).resolve(value)
+
+
+async def run(call: Call, script: str, *arguments: str) -> bytes:
+    """What the script prints. Raises RpcError (its status and its words), SandboxError."""
+    command = f"set -- {shlex.join(arguments)}\n{_HEAD}{script}"
+    account = await call.account()
+    result = await call.live.handle.exec(
+        command, user=account.name, cwd="/", timeout_s=_TIMEOUT_S, max_output_bytes=_MAX_LISTING_BYTES
+    )
+    if result.exit_code != 0:
+        text = result.stderr.decode(errors="replace").strip()
+        raise RpcError(_CODES.get(result.exit_code) or code_of(text), text or f"exit code {result.exit_code}")
+    if result.truncated:
+        raise RpcError(Code.RESOURCE_EXHAUSTED, f"the answer has more than {_MAX_LISTING_BYTES} bytes: ask for less")
+    return result.stdout
+
+
+def code_of(text: str) -> Code:
+    """The code for what a coreutils program said in the C locale."""
+    for words, code in (
+        ("Permission denied", Code.PERMISSION_DENIED),
+        ("Operation not permitted", Code.PERMISSION_DENIED),
+        ("Read-only file system", Code.PERMISSION_DENIED),
+        ("No space left on device", Code.RESOURCE_EXHAUSTED),
+        ("Not a directory", Code.INVALID_ARGUMENT),
+        ("File name too long", Code.INVALID_ARGUMENT),
+        ("Is a directory", Code.INVALID_ARGUMENT),
+        ("No such file or directory", Code.NOT_FOUND),
+    ):
+        if words in text:
+            return code
+    return Code.INTERNAL

@@ -1,0 +1,130 @@
+"""Bodies of control-plane requests, checked: what has the wrong type is answered with 400 and never reaches a provider.
+
+Unknown fields are left alone (newer SDKs send more); known ones that this server cannot honour are refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+
+import orjson
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from headrace.serve.e2b_sandboxes.errors import ApiError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+MAX_TIMEOUT_S: Final = 24 * 3600
+MAX_BODY_BYTES: Final = 1 << 20
+_IDEMPOTENCY_KEY: Final = re.compile(r"[a-z0-9-]{1,255}")
+
+
+def _no_null(value: Any) -> Any:
+    return {} if value is None else value
+
+
+def check_environment(env: dict[str, str]) -> dict[str, str]:
+    """What execve(2) can carry. Raises ValueError."""
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name or "\0" in value:
+            raise ValueError(f"{name[:40]!r} cannot be set as an environment variable")
+    return env
+
+
+Seconds = Annotated[int, Field(ge=0, le=MAX_TIMEOUT_S, strict=True)]
+Texts = Annotated[dict[str, str], BeforeValidator(_no_null)]
+Environment = Annotated[Texts, AfterValidator(check_environment)]
+B = TypeVar("B", bound=BaseModel)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class NewSandbox(_Body):
+    """POST /sandboxes and /v2/sandboxes."""
+
+    template_id: Annotated[str, Field(alias="templateID", min_length=1, max_length=1024)]
+    timeout: Seconds | None = None
+    auto_pause: Annotated[bool, Field(alias="autoPause", strict=True)] = False
+    metadata: Texts = Field(default_factory=dict)
+    env_vars: Annotated[Environment, Field(alias="envVars")] = Field(default_factory=dict)
+    volume_mounts: Annotated[list[Any] | None, Field(alias="volumeMounts")] = None
+    mcp: dict[str, Any] | None = None
+    iam: dict[str, Any] | None = None
+
+
+class Timeout(_Body):
+    """POST .../timeout."""
+
+    timeout: Seconds
+
+
+class Connect(_Body):
+    """POST .../connect and .../resume."""
+
+    timeout: Seconds | None = None
+    auto_pause: Annotated[bool | None, Field(alias="autoPause", strict=True)] = None
+    memory: bool | None = None
+
+
+class Refresh(_Body):
+    """POST .../refreshes."""
+
+    duration: Annotated[int, Field(ge=0, le=3600, strict=True)] = 60
+
+
+class Pause(_Body):
+    """POST .../pause."""
+
+    memory: bool | None = None
+
+
+class NewSnapshot(_Body):
+    """POST .../snapshots."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")] | None = None
+
+
+class Network(_Body):
+    """PUT .../network."""
+
+    allow_out: Annotated[list[str] | None, Field(alias="allowOut")] = None
+    allow_internet_access: bool | None = None
+
+
+async def read_body(request: web.Request, kind: type[B]) -> B:
+    """Raises ApiError 400."""
+    data = await _read_limited(request)
+    try:
+        return kind.model_validate_json(data or b"{}")
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in problem["loc"])
+        raise ApiError(400, f"invalid request body: {place or 'body'}: {problem['msg']}") from error
+
+
+async def _read_limited(request: web.Request) -> bytes:
+    data = bytearray()
+    async for part in request.content.iter_chunked(1 << 16):
+        data += part
+        if len(data) > MAX_BODY_BYTES:
+            raise ApiError(400, f"invalid request body: more than {MAX_BODY_BYTES} bytes")
+    return bytes(data)
+
+
+def idempotency_key(request: web.Request) -> str:
+    """The client's key, "" without one. Raises ApiError 400."""
+    key = request.headers.get("Idempotency-Key", "")
+    if key and not _IDEMPOTENCY_KEY.fullmatch(key):
+        raise ApiError(400, "Idempotency-Key: 1 to 255 lowercase letters, digits and hyphens")
+    return key
+
+
+def digest(body: NewSandbox) -> str:
+    """Names what was asked for, so that a repeated key with another body is seen."""
+    document = orjson.dumps(body.model_dump(), option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(document).hexdigest()

@@ -1,0 +1,81 @@
+"""A sandbox as the server holds it: its row, the provider's handle, its commands, watchers and recent events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from headrace.serve.e2b_sandboxes.accounts import Accounts
+from headrace.serve.e2b_sandboxes.processes import ProcessTable
+from headrace.serve.e2b_sandboxes.timestamps import timestamp
+
+if TYPE_CHECKING:
+    from headrace.sandboxes.base import Sandbox
+    from headrace.serve.e2b_sandboxes.table import Row
+    from headrace.serve.e2b_sandboxes.watchers import Watcher
+
+LEVEL: Final = "info"
+LOGGER: Final = "process"
+"""Of those that `e2b sandbox logs` shows when it is not told which."""
+_KEPT_EVENTS: Final = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What the logs route tells: starts and ends of commands, changes of the sandbox's life."""
+
+    at: float
+    message: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"timestamp": timestamp(self.at), "message": self.message, "level": LEVEL, "fields": {"logger": LOGGER}}
+
+    def to_line(self) -> dict[str, Any]:
+        """An entry of the older route, whose line is JSON: E2B's command line parses it, and filters by its logger."""
+        line = {"level": LEVEL, "logger": LOGGER, "message": self.message}
+        return {"timestamp": timestamp(self.at), "line": orjson.dumps(line).decode()}
+
+
+@dataclass(slots=True, kw_only=True)
+class CpuSample:
+    at: float
+    cpu_s: float
+
+
+@dataclass(slots=True, eq=False)
+class LiveSandbox:
+    """Changes of its life hold `changing`, so that a kill and a pause never cross."""
+
+    row: Row
+    handle: Sandbox
+    accounts: Accounts = field(init=False)
+    processes: ProcessTable = field(default_factory=ProcessTable)
+    watchers: dict[str, tuple[Watcher, asyncio.Task[None]]] = field(default_factory=dict)
+    watching: set[asyncio.Task[None]] = field(default_factory=set)
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=_KEPT_EVENTS))
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    cpu: CpuSample | None = None
+    ending: bool = False
+    """It is being killed: to clients it is dead already."""
+
+    def __post_init__(self) -> None:
+        self.accounts = Accounts(self.handle)
+
+    def continue_as(self, handle: Sandbox) -> None:
+        """The same sandbox to its clients, another one to the provider."""
+        self.handle = handle
+        self.accounts = Accounts(handle)
+
+    def note(self, message: str) -> None:
+        self.events.append(Event(at=time.time(), message=message))
+
+    def close(self) -> None:
+        """It is dead or the server ends: stop watching. Its commands end by themselves."""
+        for task in self.watching:
+            task.cancel()
+        self.watchers.clear()

@@ -1,0 +1,188 @@
+"""The exec-server and pool contract of Gen-Verse/OpenClaw-RL (`swe-rl/server`): its clients need a new URL only.
+
+Routes, fields and replies are those of swe_exec_server.py and swe_env_pool_server.py. Invariants that those lack:
+- A command's timeout kills its tree; a container that nobody speaks of ends; no room means waiting, not an error.
+- A request that is repeated while it runs, or after an answer that nobody took, runs once (`repeats`).
+- State is on disk; a key is asked for where one is configured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from aiohttp import web
+
+from headrace.sandboxes.errors import ImageUnknown, SandboxError, SandboxGone, SpecRefused
+from headrace.sandboxes.remote.error_documents import status_of
+from headrace.serve.exec.access import owner_of
+from headrace.serve.exec.answers import answer, refusal, retry_after
+from headrace.serve.exec.bodies import read_body
+from headrace.serve.exec.containers import MAX_CONTAINERS, Containers, new_container
+from headrace.serve.exec.dropin_bodies import Diff, Evaluate, Make, Named, Run
+from headrace.serve.exec.evaluations import Evaluations
+from headrace.serve.exec.repeats import Repeats
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+    from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
+    from headrace.serve.exec.answers import Answer
+    from headrace.serve.exec.evaluations import ApplyPatch
+    from headrace.serve.exec.registry import Registry
+    from headrace.serve.exec.store import Lent
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+    Work = Callable[[web.Request, Owner], Coroutine[Any, Any, Any]]
+    Find = Callable[[Owner, str], Lent]
+
+
+class DropIn:
+    """All routes of the contract: those of a node by container, those of the pool by lease."""
+
+    def __init__(self, registry: Registry, keys: ApiKeys, lease_s: float, apply_patch: ApplyPatch | None) -> None:
+        self._registry = registry
+        self._keys = keys
+        self._containers = Containers(registry, lease_s)
+        self._evaluations = Evaluations(self._containers, apply_patch)
+        self._repeats = Repeats(registry.tasks)
+
+    def routes(self) -> list[web.RouteDef]:
+        owned = self._owned
+        by_id, by_lease = self._containers.find, self._containers.find_lease
+        return [
+            web.get("/healthz", self._healthz),
+            web.get("/images", owned(self._images)),
+            web.get("/status", owned(self._status)),
+            web.post("/container/create", owned(self._create)),
+            web.post("/container/exec", owned(self._exec(by_id))),
+            web.post("/container/diff", owned(self._diff(by_id))),
+            web.post("/container/evaluate", owned(self._evaluate(by_id))),
+            web.post("/container/destroy", owned(self._destroy(by_id))),
+            web.post("/allocate", owned(self._allocate)),
+            web.post("/heartbeat", owned(self._heartbeat)),
+            web.post("/exec", owned(self._exec(by_lease))),
+            web.post("/diff", owned(self._diff(by_lease))),
+            web.post("/evaluate", owned(self._evaluate(by_lease))),
+            web.post("/close", owned(self._destroy(by_lease))),
+        ]
+
+    def _owned(self, work: Work) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            try:
+                owner = owner_of(request, self._keys)
+            except SandboxError as error:
+                return refusal(error, _error_answer)
+            return await answer(request, work(request, owner), _error_answer)
+
+        return handler
+
+    # What there is
+
+    async def _healthz(self, request: web.Request) -> web.StreamResponse:
+        rows = self._registry.table.rows()
+        return web.json_response(
+            {"ok": True, "running_containers": str(sum(row.container is not None for row in rows))}
+        )
+
+    async def _images(self, request: web.Request, owner: Owner) -> Any:
+        names = self._registry.images.names()
+        return {"ok": True, "images": names, "count": len(names)}
+
+    async def _status(self, request: web.Request, owner: Owner) -> Any:
+        await self._registry.list(owner)
+        rows = self._containers.all(owner)
+        containers = {
+            row.id: {"name": known.name, "image": row.image, "created_at": known.created_at} for row, known in rows
+        }
+        node = {
+            "url": _own_url(request),
+            "active_containers": len(rows),
+            "max_containers": MAX_CONTAINERS,
+            "healthy": True,
+        }
+        pool = {"total_leases": sum(known.lease_id != "" for _, known in rows), "nodes": [node]}
+        return {"ok": True, "active_containers": len(rows), "containers": containers, "pool": pool}
+
+    # Containers and leases
+
+    async def _create(self, request: web.Request, owner: Owner) -> Any:
+        body = await read_body(request, Make)
+        row = await self._make(owner, body, lease=False)
+        assert row.container is not None
+        return {"ok": True, "container_id": row.id, "name": row.container.name}
+
+    async def _allocate(self, request: web.Request, owner: Owner) -> Any:
+        body = await read_body(request, Make)
+        row = await self._make(owner, body, lease=True)
+        assert row.container is not None
+        lease_id = row.container.lease_id
+        return {"ok": True, "lease_id": lease_id, "container_id": row.id, "node_url": _own_url(request)}
+
+    async def _make(self, owner: Owner, body: Make, *, lease: bool) -> Lent:
+        container = new_container(body.cwd, lease=lease, instance_id=body.instance_id)
+        key = f"{lease}:{body.idempotency_key}" if body.idempotency_key else ""
+        return await self._containers.create(owner, body.image, container, key=key, wait_s=body.timeout)
+
+    async def _heartbeat(self, request: web.Request, owner: Owner) -> Any:
+        body = await read_body(request, Named)
+        await self._containers.renew(self._containers.find_lease(owner, body.target))
+        return {"ok": True}
+
+    def _destroy(self, find: Find) -> Work:
+        async def work(request: web.Request, owner: Owner) -> Any:
+            body = await read_body(request, Named)
+            try:
+                row = find(owner, body.target)
+            except SandboxGone:
+                return {"ok": True}
+            await self._containers.destroy(row)
+            return {"ok": True}
+
+        return work
+
+    # Commands
+
+    def _exec(self, find: Find) -> Work:
+        async def work(request: web.Request, owner: Owner) -> Any:
+            body = await read_body(request, Run)
+            row = find(owner, body.target)
+            return await self._once(row, body, lambda: self._evaluations.run(row, body))
+
+        return work
+
+    def _diff(self, find: Find) -> Work:
+        async def work(request: web.Request, owner: Owner) -> Any:
+            body = await read_body(request, Diff)
+            return await self._evaluations.diff(find(owner, body.target), body)
+
+        return work
+
+    def _evaluate(self, find: Find) -> Work:
+        async def work(request: web.Request, owner: Owner) -> Any:
+            body = await read_body(request, Evaluate)
+            row = find(owner, body.target)
+            return await self._once(row, body, lambda: self._evaluations.evaluate(owner, row, body))
+
+        return work
+
+    async def _once(self, row: Lent, body: Run | Evaluate, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        asked = body.exec_id or body.model_dump()
+        digest = hashlib.sha256(orjson.dumps([row.id, type(body).__name__, asked])).hexdigest()
+        return await self._repeats.run(digest, work, named=bool(body.exec_id))
+
+
+def _own_url(request: web.Request) -> str:
+    return f"{request.scheme}://{request.host}"
+
+
+def _error_answer(error: SandboxError) -> Answer:
+    match error:
+        case SandboxGone() | ImageUnknown():
+            status = 404
+        case SpecRefused():
+            status = 400
+        case _:
+            status = status_of(error)
+    return status, {"ok": False, "error": str(error)}, retry_after(error)

@@ -1,0 +1,1 @@
+"""The gateway: sessions of agents over engines, its routes, clients and clocks."""

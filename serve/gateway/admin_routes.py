@@ -1,0 +1,158 @@
+"""The routes of whoever runs agents: open sessions, finish them, forget them. JSON both ways, one or many at once.
+
+Invariants:
+- Every route needs the admin token, compared in constant time.
+- Opening is all or nothing. Finishing tells for each session what it left, or that it is unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from typing import TYPE_CHECKING
+
+import orjson
+from aiohttp import web
+
+from headrace.serve.capture.session import SessionId
+from headrace.serve.errors import (
+    AdminDenied,
+    BadRequest,
+    BodyTooLarge,
+    GatewayBroken,
+    LogBroken,
+    SessionUnknown,
+    WireError,
+)
+from headrace.serve.gateway import codec
+from headrace.serve.gateway.agent_routes import bearer_of, read_body
+from headrace.serve.gateway.delivery import json_response
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from headrace.serve.capture.session import SessionSpec
+    from headrace.serve.gateway.agent_routes import Handler
+    from headrace.serve.gateway.sessions import SessionTable
+    from headrace.serve.gateway.turns import LiveSession
+
+logger = logging.getLogger(__name__)
+
+
+class AdminRoutes:
+    """Handlers over the sessions of one gateway. `base_url` gives the base of the URLs handed to agents, `decode` the
+    text of ids."""
+
+    def __init__(
+        self,
+        sessions: SessionTable,
+        admin_token: str,
+        base_url: Callable[[], str],
+        *,
+        decode: Callable[[Sequence[int]], str],
+        max_body_bytes: int,
+        max_context_tokens: int | None,
+    ) -> None:
+        self._sessions = sessions
+        self._admin_token = admin_token.encode()
+        self._base_url = base_url
+        self._decode = decode
+        self._max_body_bytes = max_body_bytes
+        self._max_context_tokens = max_context_tokens
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_post("/sessions", self._guarded(self._open))
+        app.router.add_post("/sessions/finish", self._guarded(self._finish_many))
+        app.router.add_post("/sessions/{session_id:.+}/finish", self._guarded(self._finish))
+        app.router.add_delete("/sessions/{session_id:.+}", self._guarded(self._forget))
+
+    async def _open(self, request: web.Request) -> web.StreamResponse:
+        body = await self._body(request) or b"{}"
+        if codec.opens_many(body):
+            many = codec.read_form(codec.OpenForm, body)
+            specs = [form.to_spec(self._max_context_tokens) for form in many.sessions]
+            return json_response({"sessions": self._opened(specs)})
+        one = codec.read_form(codec.OpenOneForm, body)
+        spec = one.to_spec(SessionId(f"session-{secrets.token_hex(8)}"), self._max_context_tokens)
+        return json_response(self._opened([spec])[0])
+
+    def _opened(self, specs: Sequence[SessionSpec]) -> list[dict[str, str]]:
+        if len({spec.session_id for spec in specs}) < len(specs):
+            raise BadRequest("session_id must differ within a request.", "sessions")
+        for spec in specs:
+            self._check_context(spec)
+        return [self._describe(live) for live in self._sessions.open(specs)]
+
+    def _check_context(self, spec: SessionSpec) -> None:
+        most, asked = self._max_context_tokens, spec.budgets.max_context_tokens
+        if most is not None and asked > most:
+            raise BadRequest(
+                f"max_context_tokens {asked} is above what the engines take, {most} (gateway.max_context_tokens).",
+                "budgets.max_context_tokens",
+            )
+
+    def _describe(self, live: LiveSession) -> dict[str, str]:
+        return {"session_id": live.core.spec.session_id, "base_url": f"{self._base_url()}/s/{live.token}"}
+
+    async def _finish_many(self, request: web.Request) -> web.StreamResponse:
+        form = codec.read_form(codec.FinishForm, await self._body(request))
+        ids = form.session_ids
+        async with asyncio.TaskGroup() as group:
+            closing = {name: group.create_task(self._report(name, form)) for name in dict.fromkeys(ids)}
+        return json_response({"reports": [closing[name].result() for name in ids]})
+
+    async def _report(self, name: str, form: codec.FinishForm) -> dict[str, object]:
+        """What a session left, or why it cannot be told: the others of the request are told all the same."""
+        try:
+            finished = await self._sessions.finish(SessionId(name))
+        except LogBroken as error:
+            logger.error("session %s: %s", name, error)
+            return {"error": error.code, "session_id": name}
+        if finished is None:
+            return {"error": SessionUnknown.code, "session_id": name}
+        return codec.write_report(finished.with_conversation(self._decode) if form.conversation else finished.report)
+
+    async def _finish(self, request: web.Request) -> web.StreamResponse:
+        form = codec.read_form(codec.FinishOneForm, await self._body(request) or b"{}")
+        finished = await self._sessions.finish(SessionId(request.match_info["session_id"]))
+        if finished is None:
+            raise SessionUnknown("This session is unknown or closed.")
+        document = codec.write_plain_report(finished.report)
+        return json_response(document | {"tree": finished.tree} if form.tree else document)
+
+    async def _forget(self, request: web.Request) -> web.StreamResponse:
+        if not await self._sessions.forget(SessionId(request.match_info["session_id"])):
+            raise SessionUnknown("This session is unknown or closed.")
+        return web.Response(status=204)
+
+    async def _body(self, request: web.Request) -> bytes:
+        return await read_body(request, self._max_body_bytes)
+
+    def _guarded(self, handler: Handler) -> Handler:
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            try:
+                self._check_token(request)
+                return await handler(request)
+            except WireError as error:
+                failure = error
+            except web.HTTPRequestEntityTooLarge:
+                failure = BodyTooLarge(f"The body is larger than {self._max_body_bytes} bytes.")
+            except Exception:
+                logger.exception("admin request %s failed", request.method)
+                failure = GatewayBroken("The gateway failed; see its log.")
+            reason = {"message": str(failure), "type": failure.code, "param": failure.field, "code": failure.code}
+            return json_response({"error": reason}, failure.status)
+
+        return guarded
+
+    def _check_token(self, request: web.Request) -> None:
+        given = bearer_of(request).encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._admin_token):
+            raise AdminDenied("This route needs Authorization: Bearer <admin token>.")
+
+
+def refusal_of(reason: str) -> bytes:
+    """The body of a failure that belongs to no route."""
+    return orjson.dumps({"error": {"message": reason, "type": "invalid_request_error", "param": None, "code": None}})

@@ -1,0 +1,97 @@
+"""The worker's side of the admin routes: open and finish sessions in batches, over plain HTTP.
+
+Invariants:
+- One pooled HTTP session for the life of the client; every call has a deadline.
+- A session the gateway does not know (it restarted) is a value in the result of `finish`, not an exception: the other
+  sessions of the batch keep their trajectories.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import aiohttp
+import orjson
+
+from headrace.policies.transport_errors import reason
+from headrace.serve.capture.session import SessionId
+from headrace.serve.errors import GatewayUnreachable, SessionUnknown
+from headrace.serve.gateway import codec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.serve.capture.rows import SessionReport
+    from headrace.serve.capture.session import SessionSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedSession:
+    """`base_url` is what the agent gets; OpenAI clients append `/v1` to it."""
+
+    session_id: SessionId
+    base_url: str
+
+
+class GatewayClient:
+    """Speaks to one gateway's admin routes. Use as an async context manager."""
+
+    def __init__(self, url: str, admin_token: str, *, timeout_s: float = 30.0) -> None:
+        self._url = url
+        self._headers = {"Authorization": f"Bearer {admin_token}"}
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(headers=self._headers, timeout=self._timeout)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def open(self, specs: Sequence[SessionSpec]) -> list[OpenedSession]:
+        """Open all or none, in order. Raises GatewayUnreachable, also when the gateway refuses (id in use, wrong
+        token, bad spec)."""
+        answer = await self._post("/sessions", codec.open_body(specs))
+        return [
+            OpenedSession(session_id=SessionId(entry["session_id"]), base_url=entry["base_url"])
+            for entry in answer["sessions"]
+        ]
+
+    async def finish(
+        self, session_ids: Sequence[SessionId], *, conversation: bool = False
+    ) -> list[SessionReport | SessionUnknown]:
+        """Close the sessions and take what they left, in order; with every turn as text if `conversation`. Raises
+        GatewayUnreachable."""
+        body: dict[str, object] = {"session_ids": list(session_ids), "conversation": conversation}
+        answer = await self._post("/sessions/finish", body)
+        return [_report(entry) for entry in answer["reports"]]
+
+    async def _post(self, path: str, body: dict[str, object]) -> dict[str, list[dict[str, str]]]:
+        if self._http is None:
+            raise RuntimeError("use GatewayClient as an async context manager")
+        try:
+            async with self._http.post(self._url + path, data=orjson.dumps(body)) as response:
+                data = await response.read()
+                status = response.status
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise GatewayUnreachable(f"gateway {self._url}{path}: {reason(error)}") from error
+        if status != 200:
+            raise GatewayUnreachable(
+                f"gateway {self._url}{path} answered {status}: {data[:500].decode(errors='replace')}", answered=True
+            )
+        answer: dict[str, list[dict[str, str]]] = orjson.loads(data)
+        return answer
+
+
+def _report(entry: dict[str, str]) -> SessionReport | SessionUnknown:
+    if "error" in entry:
+        return SessionUnknown(
+            f"the gateway does not know session {entry['session_id']} (closed, or lost with a restart)"
+        )
+    return codec.ReportForm.model_validate(entry).to_report()
