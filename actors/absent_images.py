@@ -11,8 +11,8 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
-from headrace.actors.config_sections import SandboxKind
 from headrace.actors.errors import ConfigError
+from headrace.actors.sandbox_config import SandboxKind
 from headrace.sandboxes.errors import ImageUnknown, PermanentSandboxError, ProviderUnreachable
 from headrace.sandboxes.images.store import check_reference
 from headrace.sandboxes.local.images import HOST
@@ -20,7 +20,7 @@ from headrace.sandboxes.local.images import HOST
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from headrace.actors.config_sections import SandboxSection
+    from headrace.actors.sandbox_config import SandboxSection
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.remote.provider import RemoteProvider
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from headrace.actors.agents.claude_code import ClaudeCode
 from headrace.actors.agents.codex import Codex
+from headrace.actors.agents.config import AgentKind
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.agents.installing import AgentMissing
 from headrace.actors.agents.mini_swe_agent import MiniSweAgent
@@ -13,12 +14,11 @@ from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
 from headrace.actors.agents.shell import ShellAgent
 from headrace.actors.agents.simulated import SimulatedAgent
-from headrace.actors.config_sections import AgentKind
 from headrace.actors.errors import ConfigError
 
 if TYPE_CHECKING:
     from headrace.actors.agents.agent import Agent
-    from headrace.actors.config_sections import AgentSection
+    from headrace.actors.agents.config import AgentSection
 
 
 def make_agent(section: AgentSection) -> Agent:

@@ -18,15 +18,11 @@ from headrace.actors.rollout import ANSWER_S
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from headrace.actors.config_sections import (
-        ClusterSection,
-        GatewaySection,
-        SandboxSection,
-        ServiceSection,
-    )
+    from headrace.actors.config_sections import ClusterSection, GatewaySection, ServiceSection
     from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.learner import LearnerLoopConfig
     from headrace.actors.rollout import RolloutConfig
+    from headrace.actors.sandbox_config import SandboxSection
     from headrace.policies.learners.config import LearnerConfig
     from headrace.policies.push.contract import PushConfig
 

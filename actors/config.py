@@ -16,17 +16,13 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, ValidationError, model_validator
 
 from headrace.actors import clocks
+from headrace.actors.agents.config import AgentKind, AgentSection
 from headrace.actors.config_sections import (
-    AgentKind,
-    AgentSection,
     ClusterSection,
     EvaluationSection,
     GatewaySection,
     ModelSection,
     SamplingSection,
-    SandboxKind,
-    SandboxSection,
-    Section,
     ServiceSection,
     TasksSection,
 )
@@ -36,8 +32,11 @@ from headrace.actors.engine_group.registry import address, is_loopback
 from headrace.actors.errors import ConfigError
 from headrace.actors.learner import LearnerLoopConfig
 from headrace.actors.rollout import RolloutConfig
+from headrace.actors.sandbox_config import SandboxKind, SandboxSection
+from headrace.actors.section import Section
 from headrace.actors.suggestions import suggestion
 from headrace.buffer.core.config import BufferConfig
+from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.push.contract import PushConfig
 from headrace.serve.observing.retention import RetentionConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
@@ -45,7 +44,6 @@ from headrace.serve.observing.telemetry import TelemetryConfig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.policies.learners.config import LearnerConfig
 
 
 class RunConfig(Section):

@@ -2,64 +2,14 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from headrace.actors.agents.claude_code import ClaudeCodeConfig
-from headrace.actors.agents.cli_agent import ProgramConfig
-from headrace.actors.agents.codex import CodexConfig
-from headrace.actors.agents.mini_swe_agent import MiniSweAgentConfig
-from headrace.actors.agents.shell import ShellAgentConfig
-from headrace.actors.agents.simulated import SimulatedAgentConfig
 from headrace.actors.retry import DEFAULT_ABSENT_S
-from headrace.sandboxes.local.provider import LocalSandboxConfig
-from headrace.sandboxes.oci.provider import OciSandboxConfig
-from headrace.sandboxes.pool.pool import PoolConfig
-from headrace.sandboxes.simulated.provider import SimulationConfig
+from headrace.actors.section import Section
 from headrace.serve.model_use import ModelUse
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class AgentKind(StrEnum):
-    """Which agent works on the tasks."""
-
-    SHELL = "shell"
-    """The white-box shell agent: every answer of the policy is a command."""
-    IMMEDIATE = "immediate"
-    """Returns at once: for measuring the orchestration only."""
-    SIMULATED = "simulated"
-    """Takes time instead of working, over simulated engines: for replays and measuring."""
-    CLAUDE_CODE = "claude-code"
-    """Anthropic's program, in the sandbox; this and the following come by `scripts/install_agents`."""
-    CODEX = "codex"
-    """OpenAI's program, in the sandbox."""
-    MINI_SWE_AGENT = "mini-swe-agent"
-    """A small agent in Python with one tool or none, in the sandbox."""
-    QWEN_CODE = "qwen-code"
-    """Qwen's program, in the sandbox."""
-    OPENCODE = "opencode"
-    """A program for many providers, in the sandbox."""
-
-
-class SandboxKind(StrEnum):
-    """Which provider boots the sandboxes."""
-
-    LOCAL = "local"
-    """Linux namespaces on this host."""
-    OCI = "oci"
-    """Containers of runc or runsc on this host."""
-    REMOTE = "remote"
-    """Other hosts, through their exec servers (`headrace sandbox serve`)."""
-    SIMULATED = "simulated"
-    """None: they take time, and fail, as the settings say."""
-    SUBPROCESS = "subprocess"
-    """Plain processes on this host: protects nothing."""
 
 
 class ModelSection(Section):
@@ -85,36 +35,6 @@ class TasksSection(Section):
         if (self.train is None) != (self.heldout is None):
             raise ValueError("tasks.train and tasks.heldout go together: set both files or neither")
         return self
-
-
-class AgentSection(Section):
-    kind: AgentKind = AgentKind.SHELL
-    """Which agent works on the tasks: `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`, `opencode`,
-    `simulated`, which takes time, or `immediate`, which does nothing."""
-    shell: ShellAgentConfig = ShellAgentConfig()
-    """Settings of the shell agent."""
-    program: ProgramConfig = ProgramConfig()
-    """Settings of an agent that is a program, whichever."""
-    claude_code: ClaudeCodeConfig = ClaudeCodeConfig()
-    """Further settings of Claude Code."""
-    codex: CodexConfig = CodexConfig()
-    """Further settings of Codex."""
-    mini_swe_agent: MiniSweAgentConfig = MiniSweAgentConfig()
-    """Further settings of mini-swe-agent."""
-    simulated: SimulatedAgentConfig = SimulatedAgentConfig()
-    """Settings of the simulated agent."""
-
-    @property
-    def is_program(self) -> bool:
-        """Whether the agent is a program in the sandbox."""
-        return self.kind not in (AgentKind.SHELL, AgentKind.IMMEDIATE, AgentKind.SIMULATED)
-
-    @property
-    def max_turns(self) -> int:
-        """Answers of the policy in one session."""
-        if self.kind is AgentKind.SIMULATED:
-            return self.simulated.turns
-        return self.program.max_turns if self.is_program else self.shell.max_turns
 
 
 class SamplingSection(Section):
@@ -147,28 +67,6 @@ class GatewaySection(Section):
     does not count."""
     held_after_s: float = Field(default=5.0, gt=0)
     """A turn that is broken off after so long without one sampled token makes its rollout infra, not a spent budget."""
-
-
-class RemoteSection(Section):
-    urls: tuple[str, ...] = ()
-    """Base URLs of exec servers; boots are spread over them."""
-    key_file: Path | None = None
-    """Holds the key of all of them; relative to the working folder."""
-
-
-class SandboxSection(Section):
-    provider: SandboxKind = SandboxKind.LOCAL
-    """Where commands run; `subprocess` must be asked for and says what it does not protect."""
-    local: LocalSandboxConfig = LocalSandboxConfig()
-    """Settings of the namespaces provider."""
-    oci: OciSandboxConfig = OciSandboxConfig()
-    """Settings of the containers provider."""
-    remote: RemoteSection = RemoteSection()
-    """Where other hosts are."""
-    simulated: SimulationConfig = SimulationConfig()
-    """Settings of the simulated provider."""
-    pool: PoolConfig = PoolConfig()
-    """Admission: how many boot and live at once."""
 
 
 class EvaluationSamplingSection(Section):

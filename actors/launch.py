@@ -23,9 +23,9 @@ import orjson
 from pydantic import ValidationError
 
 from headrace.actors.absent_images import refuse_absent_images
+from headrace.actors.agents.config import AgentKind
 from headrace.actors.choosing import make_agent
 from headrace.actors.config import RunConfig, explain, load_recipe
-from headrace.actors.config_sections import AgentKind, SandboxKind
 from headrace.actors.errors import (
     ActorLost,
     ConfigError,
@@ -44,6 +44,7 @@ from headrace.actors.older_configs import upgraded
 from headrace.actors.retry import ABSENCE
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import RayRuntime, check_ray_folder, start_local_ray, stop_local_ray
+from headrace.actors.sandbox_config import SandboxKind
 from headrace.actors.service import Service
 from headrace.actors.simulation.tasks import simulated_tasks
 from headrace.actors.summary import RunSummary, summarize

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.actors.agents.immediate import ImmediateAgent
-from headrace.actors.config_sections import SandboxKind, SandboxSection
 from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.observing import Observing
@@ -23,6 +22,7 @@ from headrace.actors.replay import Replay
 from headrace.actors.rollout import RolloutConfig
 from headrace.actors.run_directory import RunDirectory
 from headrace.actors.runtime import InlineRuntime, RayRuntime, start_local_ray, stop_local_ray
+from headrace.actors.sandbox_config import SandboxKind, SandboxSection
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.stations import WorkerParts
 from headrace.actors.worker import RolloutWorker

@@ -12,7 +12,7 @@ import asyncio
 import os
 from typing import TYPE_CHECKING
 
-from headrace.actors.config_sections import SandboxKind
+from headrace.actors.sandbox_config import SandboxKind
 from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.local.launcher_process import runtime_folder
@@ -22,8 +22,8 @@ from headrace.sandboxes.simulated.provider import SimulatedProvider
 from headrace.sandboxes.unprotected.provider import SubprocessProvider
 
 if TYPE_CHECKING:
-    from headrace.actors.config_sections import SandboxSection
     from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.sandbox_config import SandboxSection
     from headrace.sandboxes.base import SandboxProvider
 
 

@@ -22,9 +22,9 @@ from headrace.sandboxes.pool.pool import Pool
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headrace.actors.config_sections import SandboxSection
     from headrace.actors.operations import Results
     from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.sandbox_config import SandboxSection
     from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
     from headrace.sandboxes.pool.booting import Lease, LeaseRequest

@@ -16,12 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.actors.agents.simulated import SimulatedAgentConfig
 from headrace.actors.config import explain
-from headrace.actors.config_sections import SandboxKind, SandboxSection
 from headrace.actors.dispatcher import DispatcherConfig
 from headrace.actors.errors import ConfigError
 from headrace.actors.learner import LearnerLoopConfig
 from headrace.actors.pacing import PacingConfig
 from headrace.actors.rollout import RolloutConfig
+from headrace.actors.sandbox_config import SandboxKind, SandboxSection
 from headrace.actors.simulation.durations import Durations, DurationsConfig
 from headrace.actors.simulation.tasks import simulated_tasks
 from headrace.buffer.core.config import BufferConfig

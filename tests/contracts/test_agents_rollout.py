@@ -14,7 +14,6 @@ import pytest
 from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
 from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.actors.attachments import Attachments
-from headrace.actors.config_sections import SandboxSection
 from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.gateway import GatewayActor
@@ -22,6 +21,7 @@ from headrace.actors.observing import Observing
 from headrace.actors.replay import Replay
 from headrace.actors.rollout import RolloutConfig
 from headrace.actors.run_directory import RunDirectory
+from headrace.actors.sandbox_config import SandboxSection
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.stations import WorkerParts
 from headrace.actors.worker import RolloutWorker

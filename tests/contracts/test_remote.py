@@ -18,9 +18,9 @@ import pytest
 from aiohttp import web
 
 from headrace.actors.absent_images import refuse_absent_images
-from headrace.actors.config_sections import RemoteSection, SandboxKind, SandboxSection
 from headrace.actors.errors import ConfigError
 from headrace.actors.exit_codes import EXIT_TRANSIENT
+from headrace.actors.sandbox_config import RemoteSection, SandboxKind, SandboxSection
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import HostPort, ImageRef, SandboxId, SandboxRef, SandboxSpec

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.config_sections import SandboxKind, SandboxSection
 from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.errors import ActorLost
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.orchestration import immediate_parts, prepare_directory, without_spans
 from headrace.actors.replay import Replay
 from headrace.actors.runtime import InlineRuntime
+from headrace.actors.sandbox_config import SandboxKind, SandboxSection
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.worker import RolloutWorker, WorkerStatus
 from headrace.buffer.core.config import BufferConfig

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.config_sections import SandboxSection
 from headrace.actors.providers import start_provider
 from headrace.actors.run_directory import RunDirectory
+from headrace.actors.sandbox_config import SandboxSection
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace.actors.agents.config import AgentKind, AgentSection
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.agents.installing import PINNED
 from headrace.actors.agents.shell import ShellAgent
 from headrace.actors.choosing import make_agent
 from headrace.actors.config import load_recipe
-from headrace.actors.config_sections import AgentKind, AgentSection
 from headrace.actors.errors import ConfigError
 
 if TYPE_CHECKING:

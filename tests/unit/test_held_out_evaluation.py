@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.agents.agent import AgentReport, StopReason
-from headrace.actors.config_sections import SandboxKind, SandboxSection
 from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.evaluator import Evaluator
 from headrace.actors.held_out.answers import answer_id, read_answers
@@ -21,6 +20,7 @@ from headrace.actors.held_out.summary import About
 from headrace.actors.orchestration import immediate_parts, prepare_directory, without_spans
 from headrace.actors.replay import Replay
 from headrace.actors.runtime import InlineRuntime
+from headrace.actors.sandbox_config import SandboxKind, SandboxSection
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.actors.worker import RolloutWorker
 from headrace.buffer.audit.evidence import read_evidence

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors import leases as leases_module
-from headrace.actors.config_sections import SandboxKind, SandboxSection
 from headrace.actors.leases import Leases
 from headrace.actors.run_directory import RunDirectory
+from headrace.actors.sandbox_config import SandboxKind, SandboxSection
 from headrace.actors.sandbox_pool import SandboxPool
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ImageUnknown, QueueTimeout

@@ -1,0 +1,64 @@
+"""Which agent works on the tasks, and the settings of each."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from headrace.actors.agents.claude_code import ClaudeCodeConfig
+from headrace.actors.agents.cli_agent import ProgramConfig
+from headrace.actors.agents.codex import CodexConfig
+from headrace.actors.agents.mini_swe_agent import MiniSweAgentConfig
+from headrace.actors.agents.shell import ShellAgentConfig
+from headrace.actors.agents.simulated import SimulatedAgentConfig
+from headrace.actors.section import Section
+
+
+class AgentKind(StrEnum):
+    """Which agent works on the tasks."""
+
+    SHELL = "shell"
+    """The white-box shell agent: every answer of the policy is a command."""
+    IMMEDIATE = "immediate"
+    """Returns at once: for measuring the orchestration only."""
+    SIMULATED = "simulated"
+    """Takes time instead of working, over simulated engines: for replays and measuring."""
+    CLAUDE_CODE = "claude-code"
+    """Anthropic's program, in the sandbox; this and the following come by `scripts/install_agents`."""
+    CODEX = "codex"
+    """OpenAI's program, in the sandbox."""
+    MINI_SWE_AGENT = "mini-swe-agent"
+    """A small agent in Python with one tool or none, in the sandbox."""
+    QWEN_CODE = "qwen-code"
+    """Qwen's program, in the sandbox."""
+    OPENCODE = "opencode"
+    """A program for many providers, in the sandbox."""
+
+
+class AgentSection(Section):
+    kind: AgentKind = AgentKind.SHELL
+    """Which agent works on the tasks: `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`, `opencode`,
+    `simulated`, which takes time, or `immediate`, which does nothing."""
+    shell: ShellAgentConfig = ShellAgentConfig()
+    """Settings of the shell agent."""
+    program: ProgramConfig = ProgramConfig()
+    """Settings of an agent that is a program, whichever."""
+    claude_code: ClaudeCodeConfig = ClaudeCodeConfig()
+    """Further settings of Claude Code."""
+    codex: CodexConfig = CodexConfig()
+    """Further settings of Codex."""
+    mini_swe_agent: MiniSweAgentConfig = MiniSweAgentConfig()
+    """Further settings of mini-swe-agent."""
+    simulated: SimulatedAgentConfig = SimulatedAgentConfig()
+    """Settings of the simulated agent."""
+
+    @property
+    def is_program(self) -> bool:
+        """Whether the agent is a program in the sandbox."""
+        return self.kind not in (AgentKind.SHELL, AgentKind.IMMEDIATE, AgentKind.SIMULATED)
+
+    @property
+    def max_turns(self) -> int:
+        """Answers of the policy in one session."""
+        if self.kind is AgentKind.SIMULATED:
+            return self.simulated.turns
+        return self.program.max_turns if self.is_program else self.shell.max_turns
