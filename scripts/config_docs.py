@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from headrace.actors.clocks import DERIVED
-from headrace.actors.config import RunConfig
+from headrace.actors.run.clocks import DERIVED
+from headrace.actors.run.config import RunConfig
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 SET_BY_THE_RUN = {

@@ -21,8 +21,8 @@ from headrace.actors.agents.installing import AgentMissing, installed_folder
 from headrace.actors.agents.mini_swe_agent import MiniSweAgent, MiniSweAgentConfig
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
-from headrace.actors.evaluators.verdict import Verdict
-from headrace.actors.rollout import RolloutConfig, run_rollout
+from headrace.actors.evaluation.verdict import Verdict
+from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause, GroupId, RolloutId, RolloutOrder
 from headrace.policies.engine import EngineId
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from headrace.actors.agents.agent import AgentReport
     from headrace.actors.agents.chat import ChatMessage, ChatReply
     from headrace.actors.agents.cli_agent import CliAgent, ProgramConfig
-    from headrace.actors.evaluators.verdict import EvaluationRequest
+    from headrace.actors.evaluation.verdict import EvaluationRequest
     from headrace.buffer.types import RolloutResult
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
     from headrace.sandboxes.pool.booting import LeaseRequest

@@ -15,8 +15,8 @@ import aiohttp
 
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.group import EngineGroup
-from headrace.actors.gateway import GatewayActor
-from headrace.actors.observing import Observing
+from headrace.actors.places.gateway import GatewayActor
+from headrace.actors.record.observing import Observing
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig

@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from headrace.actors.evaluators import cheat_bench
-from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
-from headrace.actors.preparing import prepare
+from headrace.actors.evaluation.cheating import cheat_bench
+from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.evaluation.preparing import prepare
 from headrace.buffer.repositories import RepositorySpec, TestIds
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes.base import SandboxSpec

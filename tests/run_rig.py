@@ -13,10 +13,10 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.actors.launch import RunRequest, prepare
-from headrace.actors.run_directory import RunDirectory
-from headrace.actors.runtime import RayRuntime
-from headrace.actors.service import Service
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.launch import RunRequest, prepare
+from headrace.actors.run.service import Service
+from headrace.actors.runtime.runtime import RayRuntime
 from headrace.buffer.audit.verify import verify
 from headrace.sandboxes.launcher import syscalls
 

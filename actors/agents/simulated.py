@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.agents.chat import ChatContextExceeded, ChatMessage
-from headrace.actors.simulation.durations import Durations, DurationsConfig
-from headrace.actors.simulation.tasks import is_solved
+from headrace.actors.simulated.durations import Durations, DurationsConfig
+from headrace.actors.simulated.tasks import is_solved
 from headrace.buffer.tasks import EvaluatorKind, SimulatedVerdict
 from headrace.policies.errors import EngineUnavailable
 

@@ -14,7 +14,7 @@ from headrace.actors.errors import ActorLost
 
 if TYPE_CHECKING:
     from headrace.actors.engine_group.host import EngineHost
-    from headrace.actors.runtime import RayRuntime
+    from headrace.actors.runtime.runtime import RayRuntime
     from headrace.policies.processes.server_process import ServerProcess
 
 ASK_HOST_S = 10.0

@@ -25,7 +25,7 @@ from headrace.actors.engine_group.registry import LIVING, EngineState, Origin, a
 from headrace.actors.engine_group.roster import EngineStatus
 from headrace.actors.engine_group.server_plan import ServerPlan, server_process
 from headrace.actors.errors import ActorError
-from headrace.actors.runtime import Resources, node_address
+from headrace.actors.runtime.runtime import Resources, node_address
 from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineError, EngineStartFailed
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.engine_group.registry import EngineRegistry
-    from headrace.actors.runtime import RayRuntime
+    from headrace.actors.runtime.runtime import RayRuntime
     from headrace.policies.engine import EngineInfo
     from headrace.policies.push.contract import PushConfig
     from headrace.policies.sglang.client import EngineLoad

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Sequence
 
     from headrace.actors.engine_group.registry import EngineRegistry
-    from headrace.actors.gateway import GatewayActor
+    from headrace.actors.places.gateway import GatewayActor
     from headrace.policies.engine import EngineId, RequestId
     from headrace.serve.gateway.gateway import GatewayStats
     from headrace.serve.gateway.routing import RoutingTable

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
     from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.engine_group.roster import EngineStatus
-    from headrace.actors.gateway import GatewayActor
-    from headrace.actors.observing import Observing
-    from headrace.actors.runtime import RayRuntime
+    from headrace.actors.places.gateway import GatewayActor
+    from headrace.actors.record.observing import Observing
+    from headrace.actors.runtime.runtime import RayRuntime
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.learner import WeightsSnapshot
     from headrace.policies.push.contract import PushConfig

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from headrace.actors.engine_group.server_plan import ServerPlan, server_process
-from headrace.actors.owning import Owning
-from headrace.actors.runtime import node_address
+from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.runtime import node_address
 from headrace.policies.errors import EngineUnavailable
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from headrace.actors.engine_group.registry import EngineState
-from headrace.actors.push_costs import push_record
+from headrace.actors.record.push_costs import push_record
 from headrace.policies.errors import EngineError, EngineRefused, SenderFailed
 from headrace.policies.push.execution import push
 from headrace.policies.push.machine import PushOutcome
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.gate import GatewayGate
     from headrace.actors.engine_group.journal import PushJournal
     from headrace.actors.engine_group.registry import EngineRegistry
-    from headrace.actors.metrics import MetricsLog
+    from headrace.actors.record.metrics import MetricsLog
     from headrace.policies.engine import EngineId
     from headrace.policies.learner import WeightsSnapshot
     from headrace.policies.push.contract import EnginePush, PushConfig, PushReport

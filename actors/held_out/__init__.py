@@ -1,1 +1,1 @@
-"""Evaluation on held-out tasks: answers, what is kept of each, the summary, and `headrace eval`."""
+"""Evaluation on held-out tasks: `headrace eval` and its service."""

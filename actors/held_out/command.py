@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from pydantic import ValidationError
 
-from headrace.actors.config import RunConfig, apply_override, explain, load_recipe
-from headrace.actors.config_sections import ModelSection
 from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cause
-from headrace.actors.held_out.folders import EvaluationFolders
-from headrace.actors.held_out.overlap import refuse_overlap
 from headrace.actors.held_out.service import EvaluationService
-from headrace.actors.held_out.summary import About
-from headrace.actors.interrupts import Interrupts
-from headrace.actors.launch import check_parts, interrupts_of_ray, load_task_sets, reopen, sole_driver, watch
-from headrace.actors.parts import evaluation_terms, recipe_digest
-from headrace.actors.retry import ABSENCE
-from headrace.actors.run_directory import RunDirectory, free_folder
-from headrace.actors.runtime import RayRuntime, start_local_ray, stop_local_ray
+from headrace.actors.record.run_directory import RunDirectory, free_folder
+from headrace.actors.rollouts.folders import EvaluationFolders
+from headrace.actors.rollouts.summary import About
+from headrace.actors.run.config import RunConfig, apply_override, explain, load_recipe
+from headrace.actors.run.interrupts import Interrupts
+from headrace.actors.run.launch import check_parts, interrupts_of_ray, load_task_sets, reopen, sole_driver, watch
+from headrace.actors.run.overlap import refuse_overlap
+from headrace.actors.run.parts import evaluation_terms, recipe_digest
+from headrace.actors.run.sections import ModelSection
+from headrace.actors.runtime.retry import ABSENCE
+from headrace.actors.runtime.runtime import RayRuntime, start_local_ray, stop_local_ray
 from headrace.buffer.primitives.durable_files import replace_file
 from headrace.buffer.tasks import load_tasks, tasks_digest
 from headrace.buffer.versions import PolicyVersion
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterator, Sequence
     from pathlib import Path
 
-    from headrace.actors.held_out.summary import EvaluationSummary
+    from headrace.actors.rollouts.summary import EvaluationSummary
 from headrace.buffer.tasks import Task
 
 START_VERSION = PolicyVersion(1, 0)

@@ -13,22 +13,22 @@ import time
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from headrace.actors.errors import RunStalled
-from headrace.actors.guarding import AwakeClock, keep_running
-from headrace.actors.held_out.records import EvaluationRecords
-from headrace.actors.parts import ServiceParts
-from headrace.actors.retry import until_back
-from headrace.actors.signs import signs_of, stall_detector, work_clocks
-from headrace.actors.supervision import STATUS_TIMEOUT_S, look_at, or_none
+from headrace.actors.rollouts.records import EvaluationRecords
+from headrace.actors.run.parts import ServiceParts
+from headrace.actors.run.signs import signs_of, stall_detector, work_clocks
+from headrace.actors.run.supervision import STATUS_TIMEOUT_S, look_at, or_none
+from headrace.actors.runtime.guarding import AwakeClock, keep_running
+from headrace.actors.runtime.retry import until_back
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.actors.config import RunConfig
-    from headrace.actors.held_out.folders import EvaluationFolders
-    from headrace.actors.held_out.summary import EvaluationSummary
-    from headrace.actors.run_directory import RunDirectory
-    from headrace.actors.runtime import Runtime
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.rollouts.folders import EvaluationFolders
+    from headrace.actors.rollouts.summary import EvaluationSummary
+    from headrace.actors.run.config import RunConfig
+    from headrace.actors.runtime.runtime import Runtime
     from headrace.buffer.tasks import Task
     from headrace.policies.learner import WeightsSnapshot
 

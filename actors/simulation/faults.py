@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.errors import ActorError, first_cause
-from headrace.actors.exit_codes import EXIT_TRANSIENT, exit_code_of_run
-from headrace.actors.guarding import keep_running
-from headrace.actors.retry import until_back
-from headrace.actors.run_directory import RunDirectory
-from headrace.actors.sandbox_pool import SandboxPool
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.exit_codes import EXIT_TRANSIENT, exit_code_of_run
+from headrace.actors.runtime.guarding import keep_running
+from headrace.actors.runtime.retry import until_back
+from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.account import history_digest
-from headrace.actors.simulation.durations import DurationsConfig
 from headrace.actors.simulation.faulty_runtime import CallFaults, FaultyRuntime
 from headrace.actors.simulation.faulty_world import FaultyLoop, Line, WallClock
 from headrace.actors.simulation.plan import LEASE_S, SimulationPlan

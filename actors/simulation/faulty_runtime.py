@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.runtime import ENDING, WATCH_S, require_async
+from headrace.actors.runtime.runtime import ENDING, WATCH_S, require_async
 from headrace.actors.simulation.numbered import NumberedTask
 
 if TYPE_CHECKING:

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.actors.agents.simulated import SimulatedAgentConfig
-from headrace.actors.config import explain
-from headrace.actors.dispatcher import DispatcherConfig
 from headrace.actors.errors import ConfigError
-from headrace.actors.learner import LearnerLoopConfig
-from headrace.actors.pacing import PacingConfig
-from headrace.actors.rollout import RolloutConfig
-from headrace.actors.sandbox_config import SandboxKind, SandboxSection
-from headrace.actors.simulation.durations import Durations, DurationsConfig
-from headrace.actors.simulation.tasks import simulated_tasks
+from headrace.actors.places.config import SandboxKind, SandboxSection
+from headrace.actors.rollouts.dispatcher import DispatcherConfig
+from headrace.actors.rollouts.pacing import PacingConfig
+from headrace.actors.rollouts.rollout import RolloutConfig
+from headrace.actors.run.config import explain
+from headrace.actors.simulated.durations import Durations, DurationsConfig
+from headrace.actors.simulated.tasks import simulated_tasks
+from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
 from headrace.policies.learners.simulated import PushMode, SimulatedEnginesConfig, SimulatedLearnerConfig
 from headrace.sandboxes.pool.pool import PoolConfig

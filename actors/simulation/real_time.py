@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.actors.config import resolve
 from headrace.actors.errors import ConfigError
-from headrace.actors.launch import lay_out
+from headrace.actors.run.config import resolve
+from headrace.actors.run.launch import lay_out
 
 if TYPE_CHECKING:
-    from headrace.actors.config import RunConfig
-    from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.run.config import RunConfig
     from headrace.actors.simulation.plan import SimulationPlan
 
 

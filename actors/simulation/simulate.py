@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.actors.clocks import STALLED_PHASES
 from headrace.actors.errors import ConfigError, RunStalled, first_cause
-from headrace.actors.parking import refuse_all_parked
-from headrace.actors.runtime import InlineRuntime
-from headrace.actors.signs import RESULT_ROLLOUTS, WorkClocks, signs_of
+from headrace.actors.run.clocks import STALLED_PHASES
+from headrace.actors.run.signs import RESULT_ROLLOUTS, WorkClocks, signs_of
+from headrace.actors.run.stall_detector import StallDetector
+from headrace.actors.run.supervision import look_at
+from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulation.account import history_digest, read_account
 from headrace.actors.simulation.plan import MINUTE_S, Mode
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.actors.stall_detector import StallDetector
-from headrace.actors.supervision import look_at
+from headrace.actors.training.parking import refuse_all_parked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

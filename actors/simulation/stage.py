@@ -12,24 +12,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headrace.actors.agents.simulated import SimulatedAgent
-from headrace.actors.dispatcher import Dispatcher
-from headrace.actors.evaluator import Evaluator
-from headrace.actors.learner import LearnerLoop
-from headrace.actors.observing import Observing
-from headrace.actors.replay import Replay
-from headrace.actors.sandbox_pool import SandboxPool
-from headrace.actors.simulation.engines import SimulatedEngineGroup
-from headrace.actors.stations import WorkerParts
-from headrace.actors.supervision import Parts
-from headrace.actors.worker import RolloutWorker
+from headrace.actors.evaluation.evaluator import Evaluator
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.observing import Observing
+from headrace.actors.rollouts.dispatcher import Dispatcher
+from headrace.actors.rollouts.stations import WorkerParts
+from headrace.actors.rollouts.worker import RolloutWorker
+from headrace.actors.run.supervision import Parts
+from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.training.learner import LearnerLoop
+from headrace.actors.training.replay import Replay
 from headrace.serve.capture.session import Budgets, Sampling
 from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
-    from headrace.actors.run_directory import RunDirectory
-    from headrace.actors.runtime import Runtime
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.runtime.runtime import Runtime
     from headrace.actors.simulation.plan import SimulationPlan
     from headrace.sandboxes.base import SandboxProvider
 

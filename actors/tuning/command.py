@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 from pydantic import ValidationError
 
-from headrace.actors.config import explain
 from headrace.actors.errors import ConfigError
+from headrace.actors.run.config import explain
 from headrace.actors.simulation.plan import Mode, SimulationPlan, apply_setting
 from headrace.actors.tuning.candidates import Candidate, Space, candidates
 from headrace.actors.tuning.choosing import WITHIN

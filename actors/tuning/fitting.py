@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.actors.simulation.durations import DurationsConfig
+from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.tuning.mixed import fit_mixed
 from headrace.actors.tuning.records import refuse_thin
 from headrace.actors.tuning.survival import LEAST_S, NORMAL, Lognormal, SurvivalCurve

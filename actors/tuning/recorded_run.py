@@ -15,9 +15,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.launch import reopen
-from headrace.actors.metrics import read_metrics
-from headrace.actors.run_directory import RunDirectory
+from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.launch import reopen
 from headrace.actors.simulation.account import most_in_flight
 from headrace.actors.simulation.plan import MOST_WARMUP_STEPS
 from headrace.actors.tuning.records import Observation, Recording
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from headrace.actors.config import RunConfig
+    from headrace.actors.run.config import RunConfig
     from headrace.buffer.audit.evidence import Evidence
     from headrace.buffer.core.records import AttemptRecord
 

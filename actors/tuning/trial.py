@@ -15,9 +15,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.errors import ConfigError, RunStalled, TasksParked
-from headrace.actors.simulation.durations import Durations
+from headrace.actors.simulated.durations import Durations
+from headrace.actors.simulated.tasks import is_solved
 from headrace.actors.simulation.simulate import run_plan
-from headrace.actors.simulation.tasks import is_solved
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.tasks import SimulatedVerdict

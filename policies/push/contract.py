@@ -48,7 +48,7 @@ class PushConfig(BaseModel):
     longer, and the push's calls two."""
     load_timeout_s: float = Field(default=300.0, gt=0)
     """Longest reading of a shard by its sender, before any engine is touched; a second reads about a GB."""
-    gate_lease_s: float = Field(default=60.0, gt=0)  # derived in a run, see `actors/clocks.py`
+    gate_lease_s: float = Field(default=60.0, gt=0)  # derived in a run, see `actors/run/clocks.py`
     """A gate opens by itself this long after the push that closed it is gone; it is renewed meanwhile."""
     verify: Literal["snapshot", "engines", "off"] = "snapshot"
     """Compare each engine's checksums with the snapshot's (SGLang's, which are made otherwise, with those of most

@@ -13,18 +13,18 @@ import pytest
 
 from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
 from headrace.actors.agents.cli_agent import ProgramConfig
-from headrace.actors.attachments import Attachments
-from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
-from headrace.actors.evaluator import Evaluator
-from headrace.actors.gateway import GatewayActor
-from headrace.actors.observing import Observing
-from headrace.actors.replay import Replay
-from headrace.actors.rollout import RolloutConfig
-from headrace.actors.run_directory import RunDirectory
-from headrace.actors.sandbox_config import SandboxSection
-from headrace.actors.sandbox_pool import SandboxPool
-from headrace.actors.stations import WorkerParts
-from headrace.actors.worker import RolloutWorker
+from headrace.actors.evaluation.evaluator import Evaluator
+from headrace.actors.places.attachments import Attachments
+from headrace.actors.places.config import SandboxSection
+from headrace.actors.places.gateway import GatewayActor
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.observing import Observing
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
+from headrace.actors.rollouts.rollout import RolloutConfig
+from headrace.actors.rollouts.stations import WorkerParts
+from headrace.actors.rollouts.worker import RolloutWorker
+from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import write_tasks
 from headrace.policies.engine import EngineId

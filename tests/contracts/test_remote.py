@@ -17,10 +17,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from headrace.actors.absent_images import refuse_absent_images
 from headrace.actors.errors import ConfigError
-from headrace.actors.exit_codes import EXIT_TRANSIENT
-from headrace.actors.sandbox_config import RemoteSection, SandboxKind, SandboxSection
+from headrace.actors.places.absent_images import refuse_absent_images
+from headrace.actors.places.config import RemoteSection, SandboxKind, SandboxSection
+from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import HostPort, ImageRef, SandboxId, SandboxRef, SandboxSpec

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
+from headrace.actors.benches.orchestration import immediate_parts, prepare_directory, without_spans
 from headrace.actors.errors import ActorLost
-from headrace.actors.evaluator import Evaluator
-from headrace.actors.orchestration import immediate_parts, prepare_directory, without_spans
-from headrace.actors.replay import Replay
-from headrace.actors.runtime import InlineRuntime
-from headrace.actors.sandbox_config import SandboxKind, SandboxSection
-from headrace.actors.sandbox_pool import SandboxPool
-from headrace.actors.worker import RolloutWorker, WorkerStatus
+from headrace.actors.evaluation.evaluator import Evaluator
+from headrace.actors.places.config import SandboxKind, SandboxSection
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
+from headrace.actors.rollouts.worker import RolloutWorker, WorkerStatus
+from headrace.actors.runtime.runtime import InlineRuntime
+from headrace.actors.training.replay import Replay
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
     from pathlib import Path
 
-    from headrace.actors.stations import WorkerParts
+    from headrace.actors.rollouts.stations import WorkerParts
     from headrace.buffer.types import Outcome, RolloutId, RolloutOrder
 
 WAIT_S = 30.0

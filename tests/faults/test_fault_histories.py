@@ -16,16 +16,16 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
-from headrace.actors.cli import app
+from headrace.actors.cli.app import app
 from headrace.actors.errors import ActorError
-from headrace.actors.learner import Stage
-from headrace.actors.replay import Replay
-from headrace.actors.run_directory import RunDirectory
-from headrace.actors.simulation.durations import DurationsConfig
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.faults import FaultReport, History, Storm, simulate_faults
 from headrace.actors.simulation.faulty_runtime import CallFaults
 from headrace.actors.simulation.faulty_world import FaultyLoop
 from headrace.actors.simulation.plan import SimulationPlan
+from headrace.actors.training.learner import Stage
+from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.core.batches import BatchBook

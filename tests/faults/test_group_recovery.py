@@ -18,9 +18,9 @@ import pytest_asyncio
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.errors import ActorLost
-from headrace.actors.gateway import GatewayActor
-from headrace.actors.retry import until_back
-from headrace.actors.runtime import RayRuntime
+from headrace.actors.places.gateway import GatewayActor
+from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.runtime import RayRuntime
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.machine import Phase, Step
 from headrace.serve.gateway.client import GatewayClient

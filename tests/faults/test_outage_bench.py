@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.run_directory import RunDirectory
-from headrace.actors.simulation.outage import GATE_WAITS, STEPS, Outages, measure_outage, prepare_outage
+from headrace.actors.benches.outage import GATE_WAITS, STEPS, Outages, measure_outage, prepare_outage
+from headrace.actors.record.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from pathlib import Path

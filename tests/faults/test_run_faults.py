@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from headrace.actors.interrupts import Interrupts
-from headrace.actors.launch import drain_on_interrupt, run_guarded
-from headrace.actors.metrics import read_metrics
-from headrace.actors.retry import until_back
-from headrace.actors.run_directory import RunDirectory
-from headrace.actors.runtime import RayRuntime
+from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.interrupts import Interrupts
+from headrace.actors.run.launch import drain_on_interrupt, run_guarded
+from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.runtime import RayRuntime
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.versions import PolicyVersion

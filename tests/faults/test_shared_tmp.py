@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.providers import start_provider
-from headrace.actors.run_directory import RunDirectory
-from headrace.actors.sandbox_config import SandboxSection
-from headrace.actors.sandbox_pool import SandboxPool
+from headrace.actors.places.config import SandboxSection
+from headrace.actors.places.providers import start_provider
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable

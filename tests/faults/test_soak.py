@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.simulation.soak import DRIVER, Fault, Soak, SoakPlan
+from headrace.actors.benches.soak import DRIVER, Fault, Soak, SoakPlan
 
 if TYPE_CHECKING:
     from pathlib import Path

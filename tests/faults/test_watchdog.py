@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.actors.errors import DiskFull, RunStalled
-from headrace.actors.launch import RunRequest, prepare, reopen
-from headrace.actors.metrics import read_metrics
-from headrace.actors.runtime import RayRuntime
-from headrace.actors.service import Service
+from headrace.actors.record.metrics import read_metrics
+from headrace.actors.run.launch import RunRequest, prepare, reopen
+from headrace.actors.run.service import Service
+from headrace.actors.runtime.runtime import RayRuntime
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
-    from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.record.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("ray_cluster")]
 

@@ -16,7 +16,7 @@ from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.engine_group.host import EngineHost
 from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.runtime import RayRuntime
+from headrace.actors.runtime.runtime import RayRuntime
 from headrace.policies.push.contract import PushConfig
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.engine_group.roster import EngineStatus
-    from headrace.actors.gateway import GatewayActor
+    from headrace.actors.places.gateway import GatewayActor
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

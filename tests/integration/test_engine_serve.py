@@ -19,7 +19,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-COMMAND = (sys.executable, "-c", "from headrace.actors.cli import main; main()", "engine", "serve")
+COMMAND = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()", "engine", "serve")
 
 
 @asynccontextmanager

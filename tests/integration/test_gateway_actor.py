@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from headrace.actors.engine_group.gate import tell_gateway
-from headrace.actors.gateway import GatewayActor
-from headrace.actors.observing import Observing
+from headrace.actors.places.gateway import GatewayActor
+from headrace.actors.record.observing import Observing
 from headrace.serve.gateway.gateway import GatewayConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 

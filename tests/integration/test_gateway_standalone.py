@@ -17,7 +17,7 @@ import pytest
 from tests.chat_templates import QWEN3
 from tests.gateway_rig import GUARD_S, Engine, Lines, serving
 
-from headrace.actors.exit_codes import EXIT_BAD_INPUT, EXIT_TRANSIENT
+from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_TRANSIENT
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process

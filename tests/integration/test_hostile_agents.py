@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate
+from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.launch import sole_driver
-from headrace.actors.run_directory import RunDirectory
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.launch import sole_driver
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.ledger import Ledger

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Self
 import pytest
 
 from headrace.actors.errors import ActorLost, ConfigError, StartFailed
-from headrace.actors.guarding import guard
-from headrace.actors.retry import until_back
-from headrace.actors.runtime import RayRuntime, _unless_forgotten
+from headrace.actors.runtime.guarding import guard
+from headrace.actors.runtime.retry import until_back
+from headrace.actors.runtime.runtime import RayRuntime, _unless_forgotten
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -200,7 +200,7 @@ class Asking(RayRuntime):
 
 
 async def test_a_guard_kills_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.actors.guarding.GUARD_S", 0.1)
+    monkeypatch.setattr("headrace.actors.runtime.guarding.GUARD_S", 0.1)
     runtime = Asking("guarded-")
     counter = await runtime.spawn(Counter, 7, name="counter")
     before = await counter.pid()
@@ -218,7 +218,7 @@ async def test_a_guard_kills_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_a_call_of_which_its_actor_knows_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    monkeypatch.setattr("headrace.actors.runtime.WATCH_S", 0.1)
+    monkeypatch.setattr("headrace.actors.runtime.runtime.WATCH_S", 0.1)
     runtime = RayRuntime("forgotten-")
     counter, other = await runtime.spawn(Counter, 0, name="counter"), await runtime.spawn(Counter, 0, name="other")
     running = ray.get_actor("forgotten-counter").call.remote("the call", "wait_for_ever", (), {})
@@ -233,7 +233,7 @@ async def test_a_call_of_which_its_actor_knows_nothing_is_lost(monkeypatch: pyte
 async def test_a_call_that_lasts_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    monkeypatch.setattr("headrace.actors.runtime.WATCH_S", 0.1)
+    monkeypatch.setattr("headrace.actors.runtime.runtime.WATCH_S", 0.1)
     runtime = RayRuntime("lasting-")
     counter = await runtime.spawn(Counter, 0, name="counter")
     handle, asked, asked_often = ray.get_actor("lasting-counter"), itertools.count(), asyncio.Event()
@@ -285,7 +285,7 @@ def test_a_stranger_without_the_token_cannot_join() -> None:
 
 def test_a_ray_that_was_imported_before_is_refused(tmp_path: Path) -> None:
     code = (
-        "import ray, sys; from pathlib import Path; from headrace.actors.runtime import start_local_ray; "
+        "import ray, sys; from pathlib import Path; from headrace.actors.runtime.runtime import start_local_ray; "
         "start_local_ray(Path(sys.argv[1]), object_store_bytes=128 << 20)"
     )
     embedding = subprocess.run(

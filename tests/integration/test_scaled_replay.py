@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from headrace.actors.benches.load import TURNS, load_plan, run_load
+from headrace.actors.benches.scaled_replay import compare
 from headrace.actors.errors import ConfigError
-from headrace.actors.run_directory import RunDirectory
-from headrace.actors.runtime import InlineRuntime, RayRuntime
-from headrace.actors.service import Service
-from headrace.actors.simulation.durations import DurationsConfig
-from headrace.actors.simulation.load import TURNS, load_plan, run_load
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.service import Service
+from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime
+from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan, make_plan
 from headrace.actors.simulation.real_time import prepare_plan, scaled
-from headrace.actors.simulation.scaled_replay import compare
 from headrace.buffer.tasks import load_tasks
 
 if TYPE_CHECKING:

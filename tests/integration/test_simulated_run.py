@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.actors.metrics import read_metrics
+from headrace.actors.record.metrics import read_metrics
 from headrace.buffer.audit.verify import verify
 
 if TYPE_CHECKING:

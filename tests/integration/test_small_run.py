@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from headrace.actors.held_out.answers import read_answers
-from headrace.actors.launch import reopen
-from headrace.actors.metrics import read_metrics
-from headrace.actors.run_directory import RunDirectory
-from headrace.actors.run_status import status_of
+from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.rollouts.answers import read_answers
+from headrace.actors.run.launch import reopen
+from headrace.actors.run.run_status import status_of
 from headrace.buffer.audit.evidence import read_evidence, read_only
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.tasks import load_tasks, tasks_digest

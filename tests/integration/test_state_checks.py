@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict, evaluate, imports_only
+from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate, imports_only
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec

@@ -11,7 +11,7 @@ import pytest
 from headrace.actors.agents.agent import AgentSession, StopReason
 from headrace.actors.agents.chat import ChatReply
 from headrace.actors.agents.shell import ShellAgent, ShellAgentConfig
-from headrace.actors.evaluators.evaluation import EvaluationRequest, evaluate
+from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
 from headrace.buffer.datasets.terminal import Kind, Split, problems
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.actors.agents.chat import ChatMessage
-    from headrace.actors.evaluators.evaluation import Verdict
+    from headrace.actors.evaluation.evaluation import Verdict
     from headrace.buffer.datasets.terminal import Problem
 
 pytestmark = pytest.mark.namespaces

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from headrace.actors.metrics import read_metrics
+from headrace.actors.record.metrics import read_metrics
 from headrace.buffer.audit.evidence import read_evidence, read_trajectories
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.record.run_directory import RunDirectory
     from headrace.buffer.audit.evidence import Evidence
     from headrace.buffer.types import Row, Trajectory
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.actors.metrics import read_metrics
-from headrace.actors.run_directory import RunDirectory
+from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.tuning.candidates import Space
 from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
 from headrace.actors.tuning.recorded_run import read_run

@@ -18,8 +18,8 @@ from headrace.actors.agents.installing import AgentMissing
 from headrace.actors.agents.mini_swe_agent import MiniMode, MiniSweAgent, MiniSweAgentConfig
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
-from headrace.actors.evaluators.verdict import Verdict
-from headrace.actors.rollout import outcome_of
+from headrace.actors.evaluation.verdict import Verdict
+from headrace.actors.rollouts.rollout import outcome_of
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import HostPort, Stream
 from headrace.serve.capture.events import Exhausted

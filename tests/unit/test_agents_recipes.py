@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace.actors.agents.choosing import make_agent
 from headrace.actors.agents.config import AgentKind, AgentSection
 from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.agents.installing import PINNED
 from headrace.actors.agents.shell import ShellAgent
-from headrace.actors.choosing import make_agent
-from headrace.actors.config import load_recipe
 from headrace.actors.errors import ConfigError
+from headrace.actors.run.config import load_recipe
 
 if TYPE_CHECKING:
     from headrace.actors.agents.cli_agent import CliAgent

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors import cli
-from headrace.actors.config import load_recipe
+from headrace.actors.cli import app as cli
 from headrace.actors.held_out.command import Asked, prepare_evaluation
-from headrace.actors.launch import RunRequest, prepare, sole_driver
-from headrace.actors.run_directory import RunDirectory
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.config import load_recipe
+from headrace.actors.run.launch import RunRequest, prepare, sole_driver
 from headrace.buffer.tasks import TaskId, load_tasks, write_tasks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -393,7 +393,7 @@ def test_training_tasks_are_not_evaluated(
 def test_an_output_folder_of_something_else_is_refused_and_left_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], recipe: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("headrace.actors.launch.require_namespaces", lambda: None)
+    monkeypatch.setattr("headrace.actors.run.launch.require_namespaces", lambda: None)
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")

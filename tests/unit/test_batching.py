@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.batching import DEFAULT_WINDOW_S, TOGETHER_S, Batcher
-from headrace.actors.operations import OperationCalls, Operations
+from headrace.actors.runtime.batching import DEFAULT_WINDOW_S, TOGETHER_S, Batcher
+from headrace.actors.runtime.operations import OperationCalls, Operations
 from headrace.actors.simulation.virtual_time import run_virtual
 
 if TYPE_CHECKING:
-    from headrace.actors.operations import Results
+    from headrace.actors.runtime.operations import Results
 
 
 class SlowCalls:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.evaluators.cheat_bench import all_pairs
-from headrace.actors.evaluators.cheat_repositories import REPOSITORIES
-from headrace.actors.evaluators.cheats import KNOWN_OPEN
-from headrace.actors.launch import refuse_short_evaluations
+from headrace.actors.evaluation.cheating.cheat_bench import all_pairs
+from headrace.actors.evaluation.cheating.cheat_repositories import REPOSITORIES
+from headrace.actors.evaluation.cheating.cheats import KNOWN_OPEN
+from headrace.actors.run.launch import refuse_short_evaluations
 
 
 def test_the_bench_has_the_pairs_that_it_needs() -> None:

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from typer.testing import CliRunner
 
-from headrace.actors.cli import app
-from headrace.actors.cli_output import console, say, show
+from headrace.actors.cli.app import app
+from headrace.actors.cli.output import console, say, show
 
 CELL = "a long cell " * 8
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors import clocks
-from headrace.actors.config import RunConfig, load_recipe
 from headrace.actors.errors import ConfigError
+from headrace.actors.run import clocks
+from headrace.actors.run.config import RunConfig, load_recipe
 
 RECIPES = Path(__file__).parents[2] / "scripts" / "recipes"
 AGENTS = ("claude_code", "codex", "mini_swe_agent", "opencode", "qwen_code")

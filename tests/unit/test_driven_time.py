@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.actors.driven_time import read_driven_time
-from headrace.actors.run_directory import RunDirectory
+from headrace.actors.record.driven_time import read_driven_time
+from headrace.actors.record.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from pathlib import Path

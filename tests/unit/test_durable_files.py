@@ -12,7 +12,7 @@ import pytest
 from headrace.actors.engine_group.journal import PushJournal
 from headrace.actors.engine_group.requests import EngineRequest, RequestBox
 from headrace.actors.engine_group.roster import Roster, read_roster
-from headrace.actors.gateway import read_address
+from headrace.actors.places.gateway import read_address
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file, write_private
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsSnapshot

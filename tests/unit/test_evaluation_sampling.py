@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.config import RunConfig, load_recipe
 from headrace.actors.errors import ConfigError
 from headrace.actors.held_out.command import Asked, prepare_evaluation
-from headrace.actors.launch import RunRequest, prepare
-from headrace.actors.parts import evaluation_terms, recipe_digest, training_terms
+from headrace.actors.run.config import RunConfig, load_recipe
+from headrace.actors.run.launch import RunRequest, prepare
+from headrace.actors.run.parts import evaluation_terms, recipe_digest, training_terms
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

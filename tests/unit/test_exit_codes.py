@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors import exit_codes
-from headrace.actors.cli import app
+from headrace.actors.cli.app import app
 from headrace.actors.engine_group.errors import EngineUnknown
 from headrace.actors.errors import (
     ActorGone,
@@ -21,7 +20,8 @@ from headrace.actors.errors import (
     StartFailed,
     TasksParked,
 )
-from headrace.actors.exit_codes import (
+from headrace.actors.run import exit_codes
+from headrace.actors.run.exit_codes import (
     EXIT_BAD_INPUT,
     EXIT_DRAINED,
     EXIT_FAILED,

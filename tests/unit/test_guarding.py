@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.config import load_recipe
 from headrace.actors.errors import ActorGone, ActorLost
-from headrace.actors.guarding import AwakeClock, guard
-from headrace.actors.parts import ServiceParts, periodic_evaluations
-from headrace.actors.retry import ABSENCE
-from headrace.actors.run_directory import RunDirectory
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.config import load_recipe
+from headrace.actors.run.parts import ServiceParts, periodic_evaluations
+from headrace.actors.runtime.guarding import AwakeClock, guard
+from headrace.actors.runtime.retry import ABSENCE
 from headrace.actors.simulation.virtual_time import VirtualTimeLoop, run_virtual
 
 HANG_S = 60.0

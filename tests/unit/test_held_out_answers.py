@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 
 from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.errors import ConfigError
-from headrace.actors.evaluators.patch import file_diff
-from headrace.actors.evaluators.verdict import Verdict
-from headrace.actors.held_out import folders as folders_module
-from headrace.actors.held_out.answers import Answer, AnswerLog, answer_id, plain_name, read_answers
-from headrace.actors.held_out.folders import EvaluationFolders, conversation_lines
-from headrace.actors.held_out.keeping import Kept
-from headrace.actors.held_out.overlap import refuse_overlap
-from headrace.actors.held_out.recording import Recording, evaluation_order
-from headrace.actors.held_out.summary import About, pass_rates, summarize_answers, write_summary
-from headrace.actors.replay import Evaluated
+from headrace.actors.evaluation.patch import file_diff
+from headrace.actors.evaluation.verdict import Verdict
+from headrace.actors.rollouts import folders as folders_module
+from headrace.actors.rollouts.answers import Answer, AnswerLog, answer_id, plain_name, read_answers
+from headrace.actors.rollouts.folders import EvaluationFolders, conversation_lines
+from headrace.actors.rollouts.keeping import Kept
+from headrace.actors.rollouts.recording import Recording, evaluation_order
+from headrace.actors.rollouts.summary import About, pass_rates, summarize_answers, write_summary
+from headrace.actors.run.overlap import refuse_overlap
+from headrace.actors.training.replay import Evaluated
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause, RolloutId
 from headrace.serve.capture.rows import SaidTurn
@@ -97,7 +97,7 @@ WRITER = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from headrace.actors.held_out.answers import Answer, AnswerLog
+from headrace.actors.rollouts.answers import Answer, AnswerLog
 log = AnswerLog(Path(sys.argv[1]))
 first = Answer.from_json(__import__("json").loads(sys.argv[2]))
 for number in range(10**6):

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.agents.agent import AgentReport, StopReason
-from headrace.actors.dispatcher import Dispatcher, DispatcherConfig
-from headrace.actors.evaluator import Evaluator
-from headrace.actors.held_out.answers import answer_id, read_answers
-from headrace.actors.held_out.folders import EvaluationFolders
-from headrace.actors.held_out.records import EvaluationRecords
-from headrace.actors.held_out.summary import About
-from headrace.actors.orchestration import immediate_parts, prepare_directory, without_spans
-from headrace.actors.replay import Replay
-from headrace.actors.runtime import InlineRuntime
-from headrace.actors.sandbox_config import SandboxKind, SandboxSection
-from headrace.actors.sandbox_pool import SandboxPool
-from headrace.actors.worker import RolloutWorker
+from headrace.actors.benches.orchestration import immediate_parts, prepare_directory, without_spans
+from headrace.actors.evaluation.evaluator import Evaluator
+from headrace.actors.places.config import SandboxKind, SandboxSection
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.rollouts.answers import answer_id, read_answers
+from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
+from headrace.actors.rollouts.folders import EvaluationFolders
+from headrace.actors.rollouts.records import EvaluationRecords
+from headrace.actors.rollouts.summary import About
+from headrace.actors.rollouts.worker import RolloutWorker
+from headrace.actors.runtime.runtime import InlineRuntime
+from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, tasks_digest
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.actors.agents.agent import AgentSession
-    from headrace.actors.held_out.records import RolloutStore
-    from headrace.actors.run_directory import RunDirectory
-    from headrace.actors.stations import WorkerParts
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.rollouts.records import RolloutStore
+    from headrace.actors.rollouts.stations import WorkerParts
     from headrace.sandboxes.base import HostFolder, Sandbox
 
 pytestmark = pytest.mark.timeout(60)

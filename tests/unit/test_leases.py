@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors import leases as leases_module
-from headrace.actors.leases import Leases
-from headrace.actors.run_directory import RunDirectory
-from headrace.actors.sandbox_config import SandboxKind, SandboxSection
-from headrace.actors.sandbox_pool import SandboxPool
+from headrace.actors.places import leases as leases_module
+from headrace.actors.places.config import SandboxKind, SandboxSection
+from headrace.actors.places.leases import Leases
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ImageUnknown, QueueTimeout
 from headrace.sandboxes.pool.booting import HOLDER_LABEL, LeaseRequest

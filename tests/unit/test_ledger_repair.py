@@ -18,9 +18,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from headrace.actors import cli
-from headrace.actors.launch import RunRequest, prepare, sole_driver
-from headrace.actors.run_directory import RunDirectory
+from headrace.actors.cli import app as cli
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.launch import RunRequest, prepare, sole_driver
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.resume_report import resume_report
 from headrace.buffer.audit.verify import lost_rollouts, verify

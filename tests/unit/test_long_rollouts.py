@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.config import load_recipe
-from headrace.actors.runtime import InlineRuntime
-from headrace.actors.signs import signs_of, stall_detector, work_clocks
+from headrace.actors.run.config import load_recipe
+from headrace.actors.run.signs import signs_of, stall_detector, work_clocks
+from headrace.actors.run.stall_detector import StallDetector
+from headrace.actors.run.supervision import look_at
+from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.actors.stall_detector import StallDetector
-from headrace.actors.supervision import look_at
 
 if TYPE_CHECKING:
     from headrace.actors.simulation.plan import SimulationPlan

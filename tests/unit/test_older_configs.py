@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.config import RunConfig
 from headrace.actors.errors import RunMissing
-from headrace.actors.launch import reopen
-from headrace.actors.older_configs import upgraded
+from headrace.actors.run.config import RunConfig
+from headrace.actors.run.launch import reopen
+from headrace.actors.run.older_configs import upgraded
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "config_v1.json"
 """What an early version wrote for the quickstart, its paths made relative."""

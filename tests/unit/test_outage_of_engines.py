@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from headrace.actors.runtime import InlineRuntime
-from headrace.actors.simulation.durations import DurationsConfig
+from headrace.actors.runtime.runtime import InlineRuntime
+from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual

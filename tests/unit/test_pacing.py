@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import pytest
 from pydantic import ValidationError
 
-from headrace.actors.pacing import ENOUGH_ENDS, AdaptiveLimit, LatencyWatch, PacingConfig, Pressure
-from headrace.actors.runtime import InlineRuntime
-from headrace.actors.simulation.durations import DurationsConfig
+from headrace.actors.record.utilisation import Station
+from headrace.actors.rollouts.pacing import ENOUGH_ENDS, AdaptiveLimit, LatencyWatch, PacingConfig, Pressure
+from headrace.actors.runtime.runtime import InlineRuntime
+from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.actors.utilisation import Station
 
 if TYPE_CHECKING:
     from collections.abc import Callable

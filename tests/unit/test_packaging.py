@@ -84,7 +84,7 @@ def test_wheel_holds_exactly_the_tree(tmp_path: Path) -> None:
 def test_importing_the_packages_pulls_nothing_heavy() -> None:
     code = (
         "import sys, headrace.sandboxes, headrace.buffer, headrace.policies, headrace.serve, headrace.actors\n"
-        "import headrace.actors.config, headrace.actors.service, headrace.serve.gateway.gateway\n"
+        "import headrace.actors.run.config, headrace.actors.run.service, headrace.serve.gateway.gateway\n"
         "import headrace.sandboxes.local.provider\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )

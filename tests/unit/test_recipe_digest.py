@@ -11,8 +11,8 @@ RECIPES = sorted((Path(__file__).parents[2] / "scripts" / "recipes").glob("*.tom
 PROGRAM = """
 import sys
 from pathlib import Path
-from headrace.actors.config import load_recipe
-from headrace.actors.parts import recipe_digest
+from headrace.actors.run.config import load_recipe
+from headrace.actors.run.parts import recipe_digest
 for recipe in sys.argv[2:]:
     print(recipe_digest(load_recipe(Path(recipe), (), Path(sys.argv[1]))))
 """

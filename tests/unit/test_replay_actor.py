@@ -7,7 +7,7 @@ import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
-from headrace.actors.replay import Replay
+from headrace.actors.training.replay import Replay
 from headrace.buffer.types import Cause, CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.actors.evaluators.report import (
+from headrace.actors.evaluation.report import (
     ReportUntrusted,
     Session,
     excused_twins,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.housekeeping import keep_house, thin_out_evaluations
-from headrace.actors.metrics import MetricsLog, each_metric, last_metric, read_metrics
-from headrace.actors.run_directory import RunDirectory
+from headrace.actors.record.housekeeping import keep_house, thin_out_evaluations
+from headrace.actors.record.metrics import MetricsLog, each_metric, last_metric, read_metrics
+from headrace.actors.record.run_directory import RunDirectory
 from headrace.serve.observing.retention import DAY_S, RetentionConfig, kept_files, older_files
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.actors.agents.agent import AgentReport, StopReason
-from headrace.actors.evaluators.evaluation import EvaluationRequest, Verdict
-from headrace.actors.rollout import RolloutConfig, run_rollout
+from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
+from headrace.actors.rollouts.rollout import RolloutConfig, run_rollout
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder

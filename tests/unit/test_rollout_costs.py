@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from headrace.actors.rollout_costs import Reading, read, report
+from headrace.actors.benches.rollout_costs import Reading, read, report
 
 
 def reading(time_s: float, rollouts: float, commands: dict[str, tuple[int, float]], **parts_s: float) -> Reading:

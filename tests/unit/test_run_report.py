@@ -11,12 +11,12 @@ import orjson
 import pytest
 from rich.console import Console
 
-from headrace.actors.push_costs import push_record
-from headrace.actors.reporting import RunReport, report_of
-from headrace.actors.run_directory import RunDirectory
+from headrace.actors.record.push_costs import push_record
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.reporting import RunReport, report_of
+from headrace.actors.run.summary import summarize
 from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.simulate import run_plan
-from headrace.actors.summary import summarize
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.report import acceptance
 from headrace.buffer.audit.verify import verify

@@ -9,15 +9,15 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
-from headrace.actors.cli import app
+from headrace.actors.cli.app import app
 from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.actors.engine_group.roster import EngineStatus, Roster
-from headrace.actors.launch import RunRequest, prepare, sole_driver
-from headrace.actors.run_status import RunState, run_state
+from headrace.actors.run.launch import RunRequest, prepare, sole_driver
+from headrace.actors.run.run_status import RunState, run_state
 from headrace.policies.engine import EngineId
 
 if TYPE_CHECKING:
-    from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.record.run_directory import RunDirectory
 
 RECIPE = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "simulated.toml"
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import pytest
 
-from headrace.actors.batching import Batcher
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError
-from headrace.actors.operations import OperationCalls, Operations, Results
-from headrace.actors.retry import ABSENCE, until_back
-from headrace.actors.runtime import Host, InlineRuntime, require_async
+from headrace.actors.runtime.batching import Batcher
+from headrace.actors.runtime.operations import OperationCalls, Operations, Results
+from headrace.actors.runtime.retry import ABSENCE, until_back
+from headrace.actors.runtime.runtime import Host, InlineRuntime, require_async
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

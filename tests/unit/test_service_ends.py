@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from headrace.actors.errors import TasksParked
-from headrace.actors.launch import RunRequest, prepare, reopen
-from headrace.actors.metrics import read_metrics
-from headrace.actors.parking import refuse_all_parked
-from headrace.actors.runtime import InlineRuntime
-from headrace.actors.service import Service
+from headrace.actors.record.metrics import read_metrics
+from headrace.actors.run.launch import RunRequest, prepare, reopen
+from headrace.actors.run.service import Service
+from headrace.actors.runtime.runtime import InlineRuntime
+from headrace.actors.training.parking import refuse_all_parked
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.tasks import TaskId, load_tasks
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
-    from headrace.actors.config import RunConfig
-    from headrace.actors.run_directory import RunDirectory
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.run.config import RunConfig
 
 WAIT_S = 60.0
 QUICK = (
@@ -117,7 +117,7 @@ async def test_the_end_of_the_data_completes_a_run(open_run: Any, caplog: pytest
     for _ in range(2):
         caplog.clear()
         async with open_run(*options) as (service, directory):
-            with caplog.at_level(logging.WARNING, logger="headrace.actors.service"):
+            with caplog.at_level(logging.WARNING, logger="headrace.actors.run.service"):
                 assert await service.run()
             assert (await service.progress()).phase == "done"
         assert "the data is used up (buffer.passes = 1) after 3 of 40 steps" in caplog.text
@@ -139,7 +139,7 @@ async def test_an_evaluation_on_the_way_that_has_begun_is_recorded_before_the_fi
     open_run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_run(*SLOW_EVALUATIONS) as (service, directory):
-        with caplog.at_level(logging.WARNING, logger="headrace.actors.service"):
+        with caplog.at_level(logging.WARNING, logger="headrace.actors.run.service"):
             assert await service.run()
     base, on_the_way, final = evaluations(directory)
     assert (base, final) == (("base", 0), ("final", 8))

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from headrace.actors.dispatcher import DispatcherStatus
 from headrace.actors.engine_group.registry import EngineState, Origin
 from headrace.actors.engine_group.roster import EngineStatus
-from headrace.actors.learner import LearnerStatus, Stage
-from headrace.actors.signs import WorkClocks, signs_of
-from headrace.actors.supervision import Look
-from headrace.actors.worker import WorkerStatus
+from headrace.actors.rollouts.dispatcher import DispatcherStatus
+from headrace.actors.rollouts.worker import WorkerStatus
+from headrace.actors.run.signs import WorkClocks, signs_of
+from headrace.actors.run.supervision import Look
+from headrace.actors.training.learner import LearnerStatus, Stage
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId
 from headrace.serve.gateway.gateway import GatewayStats

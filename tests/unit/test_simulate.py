@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from headrace.actors import cli
+from headrace.actors.cli import app as cli
 from headrace.actors.errors import ConfigError, RunStalled
 from headrace.actors.simulation import simulate as simulate_module
 from headrace.actors.simulation.account import history_digest, read_account

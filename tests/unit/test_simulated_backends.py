@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.actors.agents.simulated import SimulatedAgent, SimulatedAgentConfig
-from headrace.actors.evaluators.simulated import simulated_verdict
-from headrace.actors.evaluators.verdict import EvaluationRequest
-from headrace.actors.held_out.overlap import refuse_overlap
-from headrace.actors.simulation.durations import Durations, DurationsConfig
-from headrace.actors.simulation.engines import EngineWatch, SimulatedEngineGroup
-from headrace.actors.simulation.sessions import SimulatedSession
+from headrace.actors.evaluation.simulated import simulated_verdict
+from headrace.actors.evaluation.verdict import EvaluationRequest
+from headrace.actors.rollouts.simulated_sessions import SimulatedSession
+from headrace.actors.run.overlap import refuse_overlap
+from headrace.actors.simulated.durations import Durations, DurationsConfig
+from headrace.actors.simulated.engines import EngineWatch, SimulatedEngineGroup
+from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.actors.simulation.stage import UNOBSERVED
-from headrace.actors.simulation.tasks import simulated_tasks
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.types import Batch, BatchId, BatchItem, BatchLease, GroupId, RolloutId, Trajectory
 from headrace.buffer.versions import PolicyVersion

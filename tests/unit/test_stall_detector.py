@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.actors.stall_detector import MAX_FRUITLESS_EPOCHS, OWN_CLOCKS, Signs, StallDetector
+from headrace.actors.run.stall_detector import MAX_FRUITLESS_EPOCHS, OWN_CLOCKS, Signs, StallDetector
 from headrace.buffer.versions import PolicyVersion
 
 STALL_S = 10.0

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from headrace.actors.config import load_recipe
-from headrace.actors.metrics import MetricsLog, read_metrics
-from headrace.actors.runtime import InlineRuntime
-from headrace.actors.simulation.durations import DurationsConfig
+from headrace.actors.record.metrics import MetricsLog, read_metrics
+from headrace.actors.run.config import load_recipe
+from headrace.actors.run.supervision import Supervision
+from headrace.actors.runtime.runtime import InlineRuntime
+from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.actors.supervision import Supervision
 
 if TYPE_CHECKING:
     from collections.abc import Callable

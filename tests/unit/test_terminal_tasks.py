@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.evaluators.comparison import last_answer, same_json
+from headrace.actors.evaluation.comparison import last_answer, same_json
 from headrace.actors.in_sandbox import source
 from headrace.buffer.datasets.terminal import (
     NAMES,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.simulation.durations import Durations, DurationsConfig
+from headrace.actors.simulated.durations import Durations, DurationsConfig
 from headrace.actors.tuning.fitting import fit
 from headrace.actors.tuning.mixed import fit_mixed
 from headrace.actors.tuning.records import LEAST_FINISHED, Observation, Recording

@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from headrace.actors.utilisation import Station, StationLoad, UtilisationMeter, bottleneck, mean_in_flight, mean_loads
+from headrace.actors.record.utilisation import (
+    Station,
+    StationLoad,
+    UtilisationMeter,
+    bottleneck,
+    mean_in_flight,
+    mean_loads,
+)
 
 
 def load(station: Station, in_use: float, capacity: float | None) -> StationLoad:

@@ -1,0 +1,1 @@
+"""The code of `scripts/bench` and `scripts/soak`."""

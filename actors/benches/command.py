@@ -1,0 +1,235 @@
+"""`scripts/bench NAME --json`: each measurement prints one JSON object on standard output; logs go to standard
+error."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from headrace.actors.cli.output import EXIT_DIRTY, say, write_json
+from headrace.actors.run.exit_codes import exit_code
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON (the only format; the option is for symmetry).")]
+QUICKSTART = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quickstart.toml"
+
+
+@app.command()
+def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1)] = 5) -> None:
+    """CPU of one create and destroy, latency of an exec, boots per second by concurrency, clones, memory while idle
+    (local provider, all guarantees on); and the same of bwrap and runc where they are installed."""
+    from headrace.sandboxes.measure import measure
+    from headrace.sandboxes.peers import measure_peers
+
+    figures = asyncio.run(measure(repeats=repeats))
+    _print({**figures, "peers": asyncio.run(measure_peers())})
+
+
+@app.command()
+def rollout(json: Json = True, rollouts: Annotated[int, typer.Option(min=50)] = 500) -> None:
+    """CPU of one rollout of the quickstart over Ray, all processes together, split by what it was for."""
+    from headrace.actors.benches.rollout_costs import measure
+    from headrace.actors.record.run_directory import RunDirectory
+
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder, redirect_stdout(sys.stderr):
+        figures = measure(RunDirectory(path=Path(folder) / "rollout"), QUICKSTART, rollouts=rollouts)
+    _print(figures)
+
+
+@app.command()
+def orchestration(json: Json = True, rollouts: Annotated[int, typer.Option(min=200)] = 2048) -> None:
+    """Ray's CPU and calls per rollout: real dispatcher, worker, pool, evaluator and buffer, an agent that returns at
+    once; then 1,024 rollouts of 20 simulated turns, 512 in flight, with learner; then the memory of the whole service
+    with 2,000 in flight."""
+    from headrace.actors.benches.load import measure_load, measure_memory
+    from headrace.actors.benches.orchestration import measure
+
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        figures = measure(Path(folder), rollouts=rollouts)
+        for turn_ms in (200, 20):
+            figures[f"turns_of_{turn_ms}_ms"] = measure_load(Path(folder) / f"turns-{turn_ms}", turn_s=turn_ms / 1000)
+        _print(figures | {"memory": measure_memory(Path(folder))})
+
+
+@app.command()
+def gateway(json: Json = True) -> None:
+    """Processor time and memory of agent-sized turns, bridges beside full re-renders, latency beside a direct
+    connection, 2,000 first turns at once."""
+    from headrace.serve.measuring.figures import measure
+
+    _print(asdict(measure()))
+
+
+@app.command()
+def push(
+    json: Json = True,
+    parts: Annotated[str, typer.Option(help="Comma-separated; all by default.")] = "",
+) -> None:
+    """The push of weights into embedded engines. `bandwidth`: 1 GB and 100 MB beside a plain gloo broadcast that is
+    copied into parameters, with the seconds of every phase; `stall`: closed gates at 1 GB with 64 turns in flight;
+    `overlap`: throughput of the quickstart's model with a push every 10 s over that without, in two waves, in one, and
+    drained. Takes 5 GB of memory and 1 GB of the temporary folder."""
+    from headrace.serve.measuring.push import PARTS, measure
+
+    wanted = parts.split(",") if parts else list(PARTS)
+    if unknown := [part for part in wanted if part not in PARTS]:
+        raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(PARTS)}", param_hint="--parts")
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        _print(measure(wanted, Path(folder)))
+
+
+@app.command()
+def replay(
+    json: Json = True,
+    slots: Annotated[int, typer.Option(min=1, help="Most rollouts in flight.")] = 64,
+    max_staleness: Annotated[int, typer.Option(min=0, help="Hard bound, in optimizer updates.")] = 4,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer updates; the first half warms up.")] = 24,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    minute_s: Annotated[float, typer.Option(min=0.01, help="Real seconds of a simulated minute.")] = 0.6,
+    preset: Annotated[str, typer.Option(help="See `headrace simulate`.")] = "swe64",
+) -> None:
+    """A simulated plan at scaled time through the real service over Ray, beside the same plan in virtual time. Exit
+    code 3: the ledger shows a broken bound, or anything lost or trained twice."""
+    from headrace.actors.benches.scaled_replay import replay as replay_plan
+    from headrace.actors.simulation.plan import make_plan
+
+    plan = make_plan(preset, {"slots": slots, "max_staleness": max_staleness, "steps": steps, "seed": seed})
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        replayed = replay_plan(plan, Path(folder), minute_s=minute_s)
+    _print(replayed.to_json())
+    if replayed.problems():
+        raise typer.Exit(EXIT_DIRTY)
+
+
+@app.command()
+def longagents(
+    json: Json = True,
+    steps: Annotated[int, typer.Option(min=1)] = 12,
+    answers: Annotated[
+        int | None, typer.Option(min=1, help="Of an evaluation; those of the recipe when left out.")
+    ] = None,
+) -> None:
+    """The clocks of claude_code.toml in scaled time (a minute is a second): agents of 10 to 30 minutes through the real
+    gateway, steps of 4 minutes. Exit code 3: the run did not end, stalled, or lost a rollout to infrastructure."""
+    from headrace.actors.benches.long_agents import measure_long_agents, prepare_long_agents
+    from headrace.actors.record.run_directory import RunDirectory
+
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        directory = RunDirectory(path=Path(folder) / "long-agents")
+        figures = measure_long_agents(directory, prepare_long_agents(directory, steps=steps, answers=answers))
+    _print(figures.to_json())
+    if not figures.completed or figures.stalls or figures.infra or figures.problems:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+@app.command()
+def outage(
+    json: Json = True,
+    steps: Annotated[int, typer.Option(min=7)] = 12,
+    gate_waits: Annotated[float, typer.Option(min=1, help="How long the engines are away, in waits of a turn.")] = 20,
+    buffer_away_s: Annotated[float, typer.Option(min=1)] = 30,
+) -> None:
+    """A run in scaled time whose engines, then whose buffer are away, beside a sandbox host that breaks every command.
+    Exit code 3: a task was charged or parked, something was lost, too much began meanwhile, or the run did not end."""
+    from headrace.actors.benches.outage import Outages, measure_outage, prepare_outage
+    from headrace.actors.record.run_directory import RunDirectory
+
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        directory = RunDirectory(path=Path(folder) / "outage")
+        config = prepare_outage(directory, steps=steps)
+        wait_s = config.engines.simulated.gate_wait_s
+        outages = Outages(gate_wait_s=wait_s, gate_waits=gate_waits, buffer_away_s=buffer_away_s)
+        # Ray tells of dead processes on standard output, which is for the figures.
+        with redirect_stdout(sys.stderr):
+            figures = measure_outage(directory, config, outages, say=typer.echo)
+    _print(figures.to_json())
+    if not figures.holds:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+@app.command()
+def months(
+    json: Json = True,
+    days: Annotated[int, typer.Option(min=1, help="Length of the long run, 360 steps of 64 rollouts a day.")] = 90,
+    folder: Annotated[Path | None, typer.Option(help="Where the runs are written: 2 GB for 90 days.")] = None,
+) -> None:
+    """What it costs to go on with a run of months, beside one of a day: from the start of `resume` to the first order,
+    the longest that any actor stands still while each is restarted, the longest wait of an offer beside a checkpoint,
+    the buffer's memory; with files of today's format and of the one before. Exit code 3: a figure is over its limit."""
+    from headrace.actors.benches.months_bench import measure
+
+    with tempfile.TemporaryDirectory(prefix="headrace-months-", dir=folder) as place:
+        figures = measure(Path(place), days=days, say=Console(stderr=True).print)
+    _print(figures)
+    if figures["problems"]:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+@app.command()
+def control(
+    json: Json = True,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    steps: Annotated[int, typer.Option(min=1)] = 30,
+) -> None:
+    """The negative control: the quickstart with rewards shuffled over the batch must not learn."""
+    from headrace.actors.run.launch import RunRequest, drive, prepare
+
+    overrides = [
+        f"training.steps={steps}",
+        "training.rewards=shuffled",
+        "evaluation.every_steps=0",
+        f"service.seed={seed}",
+    ]
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
+        request = RunRequest(recipe=QUICKSTART, runs_dir=Path(folder), name="control", overrides=overrides)
+        summary = drive(*prepare(request))
+    document = summary.to_json()
+    _print({key: document[key] for key in ("base_success", "final_success", "steps", "rollouts", "train_wall_s")})
+
+
+@app.command()
+def cheats(
+    json: Json = True,
+    repositories: Annotated[str, typer.Option(help="Comma-separated; all by default.")] = "",
+) -> None:
+    """Cheating patches beside honest ones, against small repositories with tests of every kind, graded in local
+    sandboxes. Exit code 3: a cheat was paid, or an honest patch refused."""
+    from headrace.actors.evaluation.cheating.cheat_bench import all_pairs, measure
+
+    pairs = all_pairs()
+    known = {repository.name for repository, _ in pairs}
+    wanted = [name.strip() for name in repositories.split(",")] if repositories else known
+    if unknown := [name for name in wanted if name not in known]:
+        raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(sorted(known))}", param_hint="--repositories")
+    figures = asyncio.run(measure([pair for pair in pairs if pair[0].name in wanted], say))
+    _print(figures)
+    if figures["cheats_paid"] or figures["honest_refused"]:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+def _print(document: dict[str, Any]) -> None:
+    write_json(document, Path("-"))
+
+
+def main() -> None:
+    from headrace.actors.cli.expected import EXPECTED
+
+    try:
+        # Without its own handling of errors, typer returns the code of a `typer.Exit`.
+        sys.exit(app(standalone_mode=False))
+    except EXPECTED as error:
+        Console(stderr=True).print(f"bench: {error}", style="red", markup=False)
+        sys.exit(exit_code(error))
+
+
+if __name__ == "__main__":
+    main()

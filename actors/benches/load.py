@@ -1,0 +1,171 @@
+"""What the orchestration costs under a load of simulated rollouts: wall time beside the ideal, processor time, memory.
+
+Invariants:
+- The ledger lies on disk and every result is durable before it counts; there is no gateway, and no turn leaves its
+  worker.
+- Times are read from the ledger: from the first attempt that was issued to the last one that ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.benches.orchestration import Measured, calls_of, idle_cpu, report, without_spans
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.rollouts.worker import RolloutWorker
+from headrace.actors.run.service import Service
+from headrace.actors.runtime.process_tree import cpu_s, memory_bytes
+from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, start_local_ray, stop_local_ray
+from headrace.actors.simulated.durations import DurationsConfig
+from headrace.actors.simulated.tasks import simulated_tasks
+from headrace.actors.simulation.plan import SimulationPlan
+from headrace.actors.simulation.real_time import prepare_plan
+from headrace.actors.simulation.stage import open_stage
+from headrace.buffer.audit.evidence import read_evidence
+from headrace.buffer.audit.verify import audit
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from headrace.actors.run.config import RunConfig
+    from headrace.actors.runtime.runtime import Runtime
+    from headrace.actors.simulation.stage import Stage
+
+TURNS: Final = 20
+GROUP: Final = 8
+BATCHES: Final = 8
+IDLE_S: Final = 5.0
+WARM_UP: Final = 16
+"""Rollouts that are evaluated before anything is measured: what is imported late is there then."""
+OBJECT_STORE_BYTES: Final = 128 << 20
+MEMORY_ROLLOUTS: Final = 2000
+MEMORY_ROLLOUT_S: Final = 40.0
+"""Long enough for all of them to be under way at once."""
+LOOK_S: Final = 0.5
+MB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """One pass. `wall_s` is the ledger's."""
+
+    measured: Measured
+    wall_s: float
+
+
+def load_plan(*, rollouts: int, in_flight: int, turn_s: float) -> SimulationPlan:
+    """Every rollout takes the same time; one pass over the tasks, and as many batches as train all of it."""
+    rollout_s = TURNS * turn_s
+    return SimulationPlan(
+        slots=in_flight,
+        batch_size=rollouts // BATCHES,
+        group_size=GROUP,
+        max_staleness=BATCHES,
+        steps=BATCHES,
+        durations=DurationsConfig(mean_s=rollout_s, median_s=rollout_s, cap_s=rollout_s),
+        learner_s=0.05,
+        push_s=0.01,
+        boot_s=0.005,
+        tasks=rollouts // GROUP,
+        turns=TURNS,
+        save_every=BATCHES,
+        buffer={"passes": 1},
+    )
+
+
+def measure_load(folder: Path, *, turn_s: float, rollouts: int = 1024, in_flight: int = 512) -> dict[str, Any]:
+    """The pass over Ray and the same inline, and what is left of the first."""
+    plan = load_plan(rollouts=rollouts, in_flight=in_flight, turn_s=turn_s)
+    inline = asyncio.run(run_load(plan, InlineRuntime(), RunDirectory(path=folder / "inline")))
+    directory = RunDirectory(path=folder / "ray")
+    start_local_ray(directory.path, object_store_bytes=OBJECT_STORE_BYTES)
+    try:
+        over_ray = asyncio.run(run_load(plan, RayRuntime(), directory))
+    finally:
+        stop_local_ray()
+    ideal_s = rollouts / in_flight * TURNS * turn_s
+    return {
+        "in_flight": in_flight,
+        "turns": TURNS,
+        "ideal_s": ideal_s,
+        "wall_s": over_ray.wall_s,
+        "wall_over_ideal": over_ray.wall_s / ideal_s,
+        "inline_wall_s": inline.wall_s,
+        **report(over_ray.measured, inline.measured),
+    }
+
+
+async def run_load(
+    plan: SimulationPlan, runtime: Runtime, directory: RunDirectory, *, idle_s: float = IDLE_S
+) -> Loaded:
+    """One pass: all tasks once, to the last step. Before it, what the idle actors use is measured for `idle_s`."""
+    prepare_plan(plan, directory)
+    async with open_stage(plan, runtime, observing=without_spans(directory), directory=directory) as stage:
+        await stage.learner.open()
+        warm_up = simulated_tasks(plan.seed, WARM_UP, evaluate_s=0.0, family="warm-up")
+        await stage.dispatcher.evaluate(warm_up, samples=1, tag="warm-up")
+        idle_cpu_per_s = await idle_cpu(idle_s)
+        actors = _actors(stage)
+        calls, used_s, start_s = await calls_of(runtime, actors), cpu_s(), time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(stage.dispatcher.run())
+            await stage.learner.run()
+            measured = Measured(
+                cpu_s=cpu_s() - used_s,
+                wall_s=time.monotonic() - start_s,
+                calls=await calls_of(runtime, actors) - calls,
+                rollouts=plan.steps * plan.batch_size,
+                idle_cpu_per_s=idle_cpu_per_s,
+            )
+            running.cancel()
+    return Loaded(measured=measured, wall_s=_wall_s(directory))
+
+
+def _actors(stage: Stage) -> list[object]:
+    parts = (stage.replay, stage.pool, stage.evaluator, stage.engines, stage.dispatcher, stage.learner)
+    return [*parts, *stage.workers]
+
+
+def _wall_s(directory: RunDirectory) -> float:
+    """From the first attempt to the end of the last. Raises AssertionError for a ledger that is not clean."""
+    evidence = read_evidence(directory.path)
+    problems = audit(evidence).problems
+    assert not problems, problems
+    attempts = evidence.attempts
+    ended_s = [attempt.ended_at_s for attempt in attempts if attempt.ended_at_s is not None]
+    return max(ended_s) - min(attempt.issued_at_s for attempt in attempts)
+
+
+def measure_memory(folder: Path, *, rollouts: int = MEMORY_ROLLOUTS) -> dict[str, Any]:
+    """Memory of the whole service, Ray and driver included, with so many simulated rollouts under way."""
+    plan = load_plan(rollouts=rollouts, in_flight=rollouts, turn_s=MEMORY_ROLLOUT_S / TURNS)
+    directory = RunDirectory(path=folder / "memory")
+    config = prepare_plan(plan, directory)
+    start_local_ray(directory.path, object_store_bytes=config.service.object_store_bytes)
+    try:
+        return asyncio.run(_memory(config, directory, rollouts))
+    finally:
+        stop_local_ray()
+
+
+async def _memory(config: RunConfig, directory: RunDirectory, rollouts: int) -> dict[str, Any]:
+    runtime = RayRuntime()
+    service = await runtime.spawn(Service, config, directory, runtime, name="service")
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(service.run())
+        worker = await runtime.find(RolloutWorker, "worker-0")
+        # Asked rarely, since each question is a call of its own.
+        while (await worker.status()).phases.get("agent", 0) < rollouts:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+        found = memory_bytes()
+        still = (await worker.status()).phases.get("agent", 0)
+        running.cancel()
+    await runtime.stop(service)
+    return {
+        "in_flight": still,
+        "pss_mb": sum(found.values()) / MB,
+        "pss_mb_by_process": {name: size / MB for name, size in sorted(found.items(), key=lambda item: -item[1])},
+    }

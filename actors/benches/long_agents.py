@@ -1,0 +1,162 @@
+"""`scripts/bench longagents`: agents of half an hour in scaled time, through the real service, gateway and engines.
+
+Invariants:
+- The clocks are those of `scripts/recipes/claude_code.toml`: what the workload sets is a sixtieth, what the machine
+  sets (health, lease, hang) a tenth and never below 2 s; starts, boots and transfers keep theirs.
+- Agent and learner take time instead of working; every turn goes through the real gateway to an embedded engine, and
+  every step pushes weights into it.
+- The figures are read from ledger and metrics after the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.errors import RunStalled
+from headrace.actors.record.metrics import read_metrics
+from headrace.actors.run.config import load_recipe, resolve
+from headrace.actors.run.launch import drive, lay_out
+from headrace.actors.run.summary import summarize
+from headrace.buffer.audit.evidence import read_evidence
+
+if TYPE_CHECKING:
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.run.config import RunConfig
+
+SCRIPTS: Final = Path(__file__).resolve().parents[2] / "scripts"
+RECIPE: Final = SCRIPTS / "recipes" / "claude_code.toml"
+MODEL: Final = SCRIPTS / "models" / "tiny"
+WORKLOAD: Final = 60
+MACHINE: Final = 10
+LEAST_S: Final = 2.0
+"""Of the machine's clocks."""
+AGENT_MINUTES: Final = range(10, 31)
+STEP_MINUTES: Final = 4
+EVALUATE_MINUTES: Final = 2
+STEPS: Final = 12
+QUEUE_S: Final = 20.0
+"""With the boot's own clock less than the scaled stall clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongAgents:
+    """What the run came to. `stalls` counts warnings and ends, `infra` attempts of training and evaluation that ended
+    as infrastructure failures. Seconds are real."""
+
+    completed: bool
+    stalls: int
+    infra: int
+    max_staleness_seen: int
+    max_staleness: int
+    steps: int
+    rollouts: int
+    evaluation_answers: int
+    turns: int
+    agent_s_mean: float
+    agent_s_max: float
+    wall_s: float
+    clocks_s: dict[str, float]
+    ended_by: str
+    problems: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def scaled_clocks(recipe: RunConfig) -> dict[str, dict[str, float]]:
+    """The clocks of a resolved recipe in scaled time, by table. What is left out follows from these again: the guard
+    from its phases, and the wait for an engine from its start."""
+
+    def machine(seconds: float) -> float:
+        return max(LEAST_S, seconds / MACHINE)
+
+    return {
+        "rollout": {
+            "agent_timeout_s": recipe.rollout.agent_timeout_s / WORKLOAD,
+            "evaluate_timeout_s": recipe.rollout.evaluate_timeout_s / WORKLOAD,
+            "queue_timeout_s": QUEUE_S,
+            "lease_s": machine(recipe.rollout.lease_s),
+        },
+        "gateway": {"turn_timeout_s": recipe.gateway.turn_timeout_s / WORKLOAD},
+        "training": {"stage_timeout_s": recipe.training.stage_timeout_s / WORKLOAD},
+        "service": {
+            "stall_s": recipe.service.stall_s / WORKLOAD,
+            "hang_s": machine(recipe.service.hang_s),
+        },
+        "engines": {"health_timeout_s": machine(recipe.engines.health_timeout_s)},
+        # Below the scaled stall clock, as in real time.
+        "cluster": {"absent_s": min(recipe.cluster.absent_s, recipe.service.stall_s / WORKLOAD / 1.5)},
+        "push": {"gate_lease_s": machine(recipe.push.gate_lease_s)},
+    }
+
+
+def prepare_long_agents(directory: RunDirectory, *, steps: int = STEPS, answers: int | None = None) -> RunConfig:
+    """The run directory and its configuration. `answers` are those of an evaluation; the recipe's where it is None."""
+    recipe = load_recipe(RECIPE, [f"model.path={MODEL}"], directory.path)
+    clocks = scaled_clocks(recipe)
+    minute_s = 60.0 / WORKLOAD
+    durations = {"recorded_s": tuple(minutes * minute_s for minutes in AGENT_MINUTES), "cap_s": 30 * minute_s}
+    evaluation = recipe.evaluation.model_dump()
+    if answers is not None:
+        evaluation |= {"tasks": answers, "samples": 1, "every_steps": 0}
+    document = {
+        **clocks,
+        "model": {"path": str(MODEL)},
+        "agent": {"kind": "simulated", "simulated": {"durations": durations, "turns": 6}},
+        "tasks": {"train_count": 512, "heldout_count": evaluation["tasks"], "evaluate_s": EVALUATE_MINUTES * minute_s},
+        "sampling": {"max_tokens_per_turn": 16, "max_context_tokens": 2048},
+        "dispatcher": {"slots_per_worker": 64, "evaluation_slots": 64},
+        "sandbox": {"provider": "simulated", "pool": {"max_live": 160, "boot_concurrency": 32}},
+        "learner": {"kind": "simulated", "simulated": {"step_s": STEP_MINUTES * minute_s}, "token_budget": 2048},
+        "training": {**clocks["training"], "steps": steps, "save_every": 4},
+        "evaluation": evaluation,
+    }
+    config = resolve(document, RECIPE, directory.path)
+    lay_out(config, directory)
+    return config
+
+
+def measure_long_agents(directory: RunDirectory, config: RunConfig, *, quiet: bool = False) -> LongAgents:
+    """Drive the run to its end. A stall is a figure; raises what else ends a run."""
+    ended_by, completed = "", False
+    try:
+        completed = drive(config, directory, quiet=quiet).completed
+    except RunStalled as error:
+        ended_by = str(error)
+    return read_long_agents(directory, config, completed=completed, ended_by=ended_by)
+
+
+def read_long_agents(directory: RunDirectory, config: RunConfig, *, completed: bool, ended_by: str = "") -> LongAgents:
+    """The figures of a run that has ended. Raises LedgerRefused."""
+    summary = summarize(directory, completed=completed)
+    metrics, evidence = read_metrics(directory.metrics), read_evidence(directory.path)
+    agent_s = [
+        sum(seconds for phase, seconds in attempt.phases_s if phase == "agent")
+        for attempt in evidence.attempts
+        if attempt.offered
+    ]
+    infra = sum(attempt.cause in ("infra", "evaluator") for attempt in evidence.attempts)
+    return LongAgents(
+        completed=completed,
+        stalls=sum(record["kind"] == "stall" for record in metrics),
+        infra=infra + summary.evaluation_infra,
+        max_staleness_seen=summary.max_staleness_seen,
+        max_staleness=config.buffer.max_staleness,
+        steps=summary.steps,
+        rollouts=summary.rollouts,
+        evaluation_answers=sum(record["answers"] for record in metrics if record["kind"] == "evaluation"),
+        turns=sum(attempt.turns or 0 for attempt in evidence.attempts),
+        agent_s_mean=sum(agent_s) / len(agent_s) if agent_s else 0.0,
+        agent_s_max=max(agent_s, default=0.0),
+        wall_s=summary.total_wall_s,
+        clocks_s={
+            f"{table}.{key}": getattr(getattr(config, table), key)
+            for table, keys in scaled_clocks(config).items()
+            for key in keys
+        }
+        | {"rollout.guard_s": config.rollout.guard_s, "gateway.gate_wait_s": config.gateway.gate_wait_s},
+        ended_by=ended_by,
+        problems=summary.problems,
+    )

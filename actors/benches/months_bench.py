@@ -1,0 +1,247 @@
+"""`scripts/bench months`: what a run of months costs to go on with, beside the same run after a day.
+
+Invariants:
+- Each figure is of a real resume over Ray of a directory that `months` wrote; nothing of it was opened before.
+- `resume_s` is from the start of the process to the first order, Ray's own start included; `verify` is not run.
+- Every actor is killed once, the service too; a gap counts wherever it was, before or after.
+- `checkpoint_stall_s` is of the store itself, with offers one after the other while a checkpoint is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.benches.months import STEPS_PER_DAY, write_run
+from headrace.actors.benches.soak_driver import Driver, log_of
+from headrace.actors.runtime.ticker import FOLDER_KEY, largest_gaps
+from headrace.buffer.errors import ReplayError
+from headrace.buffer.ledger.ledger import bring_up_to_date
+from headrace.buffer.ledger.store import ReplayStore
+from headrace.buffer.tasks import load_tasks
+from headrace.buffer.types import Cause, Outcome, RolloutResult, StepReport
+from headrace.buffer.versions import PolicyVersion
+from headrace.policies.learners.checkpoints import (
+    Manifest,
+    SteppedBatch,
+    publish,
+    read_checkpoint,
+    stage,
+    usable_checkpoint,
+    write_manifest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.run.config import RunConfig
+    from headrace.buffer.types import CheckpointRef, RolloutOrder
+
+FIRST_ORDER_S: Final = 300.0
+BACK_S: Final = 180.0
+"""Longest wait for an actor that was killed."""
+POLL_S: Final = 0.2
+STEPS: Final = 10
+"""Between two checkpoints."""
+LIMITS: Final = {"resume_s": 20.0, "restart_block_max_s": 2.0, "checkpoint_stall_s": 0.5, "resume_rss_mb": 800.0}
+MOST_RATIO: Final = 2.0
+_RAY_START = (
+    "import sys, time; from pathlib import Path; "
+    "from headrace.actors.runtime.runtime import start_local_ray, stop_local_ray; "
+    "began = time.monotonic(); start_local_ray(Path(sys.argv[1]), object_store_bytes=128 << 20); "
+    "took = time.monotonic() - began; stop_local_ray(); print(took)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Of one run directory. `migration_s` is None where the files have today's format; `blocked` says which actor stood
+    still longest."""
+
+    resume_s: float
+    restart_block_max_s: float
+    checkpoint_stall_s: float
+    resume_rss_mb: float
+    ray_start_s: float
+    migration_s: float | None
+    blocked: str
+    restarted: tuple[str, ...]
+
+
+def measure(folder: Path, *, days: int, say: Callable[[str], object]) -> dict[str, Any]:
+    """All figures; `problems` says which are over their limits."""
+    costs: dict[str, Costs] = {}
+    for name, of_days, older in (("one_day", 1, False), ("months", days, False), ("months_old_format", days, True)):
+        began_s = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix="run-", dir=folder) as place:
+            config, directory = write_run(Path(place), name, days=of_days, older=older)
+            say(f"{name}: {of_days} days written in {time.monotonic() - began_s:.0f} s")
+            costs[name] = measure_run(config, directory)
+        say(f"{name}: {costs[name]}")
+    ratios = {
+        name: {key: getattr(costs[name], key) / getattr(costs["one_day"], key) for key in LIMITS}
+        for name in ("months", "months_old_format")
+    }
+    return {
+        "days": days,
+        "rollouts": days * STEPS_PER_DAY * 64,
+        **{key: getattr(costs["months"], key) for key in LIMITS},
+        **{name: asdict(cost) for name, cost in costs.items()},
+        "ratios": ratios,
+        "problems": [
+            *(
+                f"{name}: {key} is {getattr(costs[name], key):.3g}, at most {most:g}"
+                for name in ratios
+                for key, most in LIMITS.items()
+                if getattr(costs[name], key) > most
+            ),
+            *(
+                f"{name}: {key} is {ratio:.2f} times that of one day, at most {MOST_RATIO:g}"
+                for name, by_key in ratios.items()
+                for key, ratio in by_key.items()
+                if ratio > MOST_RATIO
+            ),
+        ],
+    }
+
+
+def measure_run(config: RunConfig, directory: RunDirectory) -> Costs:
+    """Resume it, kill every actor once, end it; then take a checkpoint."""
+    began_s = time.monotonic()
+    migrated = bring_up_to_date(directory.path)
+    migration_s = None if migrated is None else time.monotonic() - began_s
+    ray_start_s = _ray_start_s(directory.path)
+    with tempfile.TemporaryDirectory(prefix="headrace-ticker-") as ticks:
+        os.environ[FOLDER_KEY] = ticks
+        started_s = time.time()
+        driver = Driver(directory)
+        try:
+            resume_s = first_order_s(directory, started_s) - started_s
+            processes = all_processes(driver)
+            rss_mb = _peak_mb(processes["replay"])
+            restarted = restart_each(driver, processes)
+            rss_mb = max(rss_mb, _peak_mb(all_processes(driver)["replay"]))
+        finally:
+            driver.kill()
+            del os.environ[FOLDER_KEY]
+        gaps = largest_gaps(Path(ticks))
+    blocked = max(gaps, key=lambda name: gaps[name])
+    return Costs(
+        resume_s=resume_s,
+        restart_block_max_s=gaps[blocked],
+        checkpoint_stall_s=asyncio.run(checkpoint_stall_s(config, directory)),
+        resume_rss_mb=rss_mb,
+        ray_start_s=ray_start_s,
+        migration_s=migration_s,
+        blocked=blocked,
+        restarted=restarted,
+    )
+
+
+def _ray_start_s(run: Path) -> float:
+    program = subprocess.run(
+        [sys.executable, "-c", _RAY_START, str(run)], check=True, capture_output=True, text=True, timeout=300
+    )
+    return float(program.stdout.split()[-1])
+
+
+def first_order_s(directory: RunDirectory, since_s: float) -> float:
+    """When the first attempt was issued since, as Unix time. Raises TimeoutError."""
+    query = "SELECT min(issued_at_s) FROM attempts WHERE issued_at_s > ?"
+    uri = f"{(directory.path / 'ledger.db').as_uri()}?mode=ro"
+    while time.time() < since_s + FIRST_ORDER_S:
+        with closing(sqlite3.connect(uri, uri=True)) as ledger:
+            (issued_at_s,) = ledger.execute(query, (since_s,)).fetchone()
+        if issued_at_s is not None:
+            return float(issued_at_s)
+        time.sleep(POLL_S)
+    log = log_of(directory).read_text(errors="replace")[-2000:]
+    raise TimeoutError(f"no order within {FIRST_ORDER_S:g} s of the resume: {log}")
+
+
+def restart_each(driver: Driver, processes: dict[str, int]) -> tuple[str, ...]:
+    """Kill one after the other and wait until it is back. Raises TimeoutError."""
+    for name, process_id in processes.items():
+        for process in driver.descendants():
+            if process.pid == process_id:
+                process.kill()
+        deadline_s = time.monotonic() + BACK_S
+        while all_processes(driver).get(name) in (None, process_id):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{name} was not back {BACK_S:g} s after it was killed")
+            time.sleep(POLL_S)
+    return tuple(processes)
+
+
+def all_processes(driver: Driver) -> dict[str, int]:
+    found = driver.ask("processes")
+    if found is None:
+        raise TimeoutError("the run ended while it was measured")
+    return dict(found)
+
+
+def _peak_mb(process_id: int) -> float:
+    """Highest resident memory of a process so far; Linux."""
+    status = Path(f"/proc/{process_id}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+async def checkpoint_stall_s(config: RunConfig, directory: RunDirectory) -> float:
+    """The longest that an offer waits for its receipt while a checkpoint of ten steps is recorded and copied."""
+    opening = ReplayStore.open(
+        directory.path,
+        config.buffer,
+        load_tasks(directory.train_tasks),
+        run_id=directory.identity.read_text(),
+        seed=config.service.seed,
+    )
+    async with await opening as store:
+        await store.keep_in_flight(())
+        version = await store.open_epoch(usable_checkpoint(directory.checkpoints).checkpoint)
+        ref, version = await _steps(store, version, directory.checkpoints)
+        orders = list(await store.issue(10_000, version))
+        async with asyncio.TaskGroup() as tasks:
+            saving = tasks.create_task(store.checkpointed(ref))
+            longest_s = 0.0
+            while not saving.done() and orders:
+                began_s = time.monotonic()
+                await store.offer_many([_failed(orders.pop())])
+                longest_s = max(longest_s, time.monotonic() - began_s)
+        return longest_s
+
+
+async def _steps(store: ReplayStore, version: PolicyVersion, checkpoints: Path) -> tuple[CheckpointRef, PolicyVersion]:
+    """Train what is sealed or was to be trained again, with its directory; at least one step."""
+    previous = store.status().chain
+    batches: list[SteppedBatch] = []
+    while len(batches) < STEPS:
+        try:
+            batch = await store.take(version, version.epoch, timeout_s=0.0)
+        except ReplayError:
+            break
+        if batch is None:
+            break
+        version = PolicyVersion(version.epoch, version.step + 1)
+        await store.commit(batch.lease, StepReport(batch_id=batch.lease.batch_id, version=version, skipped=False))
+        members = tuple((item.rollout_id, item.attempt) for item in batch.items)
+        batches.append(SteppedBatch(batch_id=batch.lease.batch_id, members=members, skipped=False))
+    staged = stage(checkpoints, version)
+    manifest = Manifest(version=version, previous_chain=previous, chain=store.status().chain, batches=tuple(batches))
+    write_manifest(staged, manifest)
+    return read_checkpoint(publish(staged, version)), version
+
+
+def _failed(order: RolloutOrder) -> RolloutResult:
+    outcome = Outcome(reward=0.0, trainable=False, cause=Cause.FAILED)
+    return RolloutResult(rollout_id=order.rollout_id, attempt=order.attempt, outcome=outcome, trajectory=None)

@@ -1,0 +1,179 @@
+"""What the orchestration itself costs: rollouts whose agent returns at once, through the real actors, over Ray and
+inline.
+
+The reported CPU is that of all processes of the run over Ray, less what the idle cluster used in the same time, less
+that of the same work under the inline runtime (DESIGN 2: at most 3 ms and 2 calls a rollout).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from headrace.actors.agents.immediate import ImmediateAgent
+from headrace.actors.evaluation.evaluator import Evaluator
+from headrace.actors.places.config import SandboxKind, SandboxSection
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.observing import Observing
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
+from headrace.actors.rollouts.rollout import RolloutConfig
+from headrace.actors.rollouts.stations import WorkerParts
+from headrace.actors.rollouts.worker import RolloutWorker
+from headrace.actors.runtime.process_tree import cpu_s
+from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, start_local_ray, stop_local_ray
+from headrace.actors.training.replay import Replay
+from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.sandboxes.pool.pool import PoolConfig
+from headrace.serve.capture.session import Budgets, Sampling
+from headrace.serve.observing.telemetry import TelemetryConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from pathlib import Path
+
+    from headrace.actors.runtime.runtime import Runtime
+
+T = TypeVar("T")
+
+SLOTS = 256
+STATUS_S = 0.25
+IDLE_S = 5.0
+OBJECT_STORE_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One pass. `calls` are calls received by all actors; `idle_cpu_per_s` is what the same processes used with
+    nothing to do."""
+
+    cpu_s: float
+    wall_s: float
+    calls: int
+    rollouts: int
+    idle_cpu_per_s: float
+
+
+def measure(folder: Path, *, rollouts: int) -> dict[str, Any]:
+    """Both passes, and what is left of the one over Ray."""
+    inline = asyncio.run(_pass(InlineRuntime(), prepare_directory(folder / "inline"), rollouts))
+    directory = prepare_directory(folder / "ray")
+    start_local_ray(directory.path, object_store_bytes=OBJECT_STORE_BYTES)
+    try:
+        over_ray = asyncio.run(_pass(RayRuntime(), directory, rollouts))
+    finally:
+        stop_local_ray()
+    return report(over_ray, inline)
+
+
+def report(over_ray: Measured, inline: Measured) -> dict[str, Any]:
+    """CPU over Ray less idle less inline, per rollout."""
+    idle_s = over_ray.idle_cpu_per_s * over_ray.wall_s
+    inline_s = inline.cpu_s * over_ray.rollouts / inline.rollouts
+    per_rollout_ms = 1000 / over_ray.rollouts
+    return {
+        "ray_cpu_ms_per_rollout": (over_ray.cpu_s - idle_s - inline_s) * per_rollout_ms,
+        "ray_calls_per_rollout": over_ray.calls / over_ray.rollouts,
+        "rollouts": over_ray.rollouts,
+        "rollouts_per_s": over_ray.rollouts / over_ray.wall_s,
+        "total_cpu_ms_per_rollout": over_ray.cpu_s * per_rollout_ms,
+        "idle_cpu_ms_per_rollout": idle_s * per_rollout_ms,
+        "inline_cpu_ms_per_rollout": inline_s * per_rollout_ms,
+    }
+
+
+async def _pass(runtime: Runtime, directory: RunDirectory, rollouts: int) -> Measured:
+    """Spawn the actors, warm them up with one filling of the slots, let `rollouts` through, and count."""
+    async with AsyncExitStack() as stack:
+
+        async def spawn(cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
+            actor = await runtime.spawn(cls, *args, name=name, **kwargs)
+            stack.push_async_callback(runtime.stop, actor)
+            actors.append(actor)
+            return actor
+
+        actors: list[object] = []
+        dispatcher = await _spawn_all(spawn, directory)
+        async with asyncio.TaskGroup() as tasks:
+            idle_cpu_per_s = await idle_cpu(IDLE_S)
+            running = tasks.create_task(dispatcher.run())
+            await _finished(dispatcher, SLOTS)
+            done, calls = await _finished(dispatcher, 0), await calls_of(runtime, actors)
+            used_s, start = cpu_s(), time.monotonic()
+            reached = await _finished(dispatcher, done + rollouts)
+            measured = Measured(
+                cpu_s=cpu_s() - used_s,
+                wall_s=time.monotonic() - start,
+                calls=await calls_of(runtime, actors) - calls,
+                rollouts=reached - done,
+                idle_cpu_per_s=idle_cpu_per_s,
+            )
+            running.cancel()
+        return measured
+
+
+async def _spawn_all(spawn: Callable[..., Awaitable[Any]], directory: RunDirectory) -> Dispatcher:
+    buffer = BufferConfig(batch_size=SLOTS, group_size=8, max_staleness=1)
+    replay = await spawn(Replay, buffer, directory=directory, seed=0, name="replay")
+    await replay.open_epoch(None)
+    section = SandboxSection(provider=SandboxKind.SUBPROCESS, pool=PoolConfig(max_live=2 * SLOTS))
+    pool = await spawn(SandboxPool, section, directory=directory, name="sandbox-pool")
+    evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
+    worker = await spawn(RolloutWorker, immediate_parts(directory, replay, pool, evaluator), name="worker")
+    config = DispatcherConfig(slots_per_worker=SLOTS)
+    dispatcher: Dispatcher = await spawn(
+        Dispatcher, config, replay=replay, pool=pool, workers=[worker], name="dispatcher"
+    )
+    return dispatcher
+
+
+def immediate_parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, evaluator: Evaluator) -> WorkerParts:
+    """A worker whose agent returns at once and asks no policy."""
+    return WorkerParts(
+        pool=pool,
+        evaluator=evaluator,
+        replay=replay,
+        agent=ImmediateAgent(),
+        gateway=None,
+        sampling=Sampling(),
+        budgets=Budgets(),
+        train_truncated=True,
+        rollout=RolloutConfig(),
+        observing=without_spans(directory),
+    )
+
+
+def without_spans(directory: RunDirectory) -> Observing:
+    return Observing(config=TelemetryConfig(enabled=False), run_dir=directory.path)
+
+
+def prepare_directory(path: Path) -> RunDirectory:
+    """A run directory with tasks that need no look at what the agent left."""
+    directory = RunDirectory(path=path)
+    evaluator = EvaluatorSpec(kind=EvaluatorKind.NONE)
+    tasks = [Task(id=TaskId(f"none-{n}"), family="none", instruction="return", evaluator=evaluator) for n in range(64)]
+    directory.write_beginning(tasks, "orchestration")
+    return directory
+
+
+async def _finished(dispatcher: Dispatcher, at_least: int) -> int:
+    """How many rollouts have finished, once there are `at_least` so many."""
+    # Asked rarely, since each question is a call of its own.
+    while (finished := (await dispatcher.status()).finished) < at_least:  # noqa: ASYNC110
+        await asyncio.sleep(STATUS_S)
+    return finished
+
+
+async def calls_of(runtime: Runtime, actors: list[object]) -> int:
+    return sum([(await runtime.stats(actor))[1] for actor in actors])
+
+
+async def idle_cpu(seconds: float) -> float:
+    """CPU seconds per second while nothing is asked of anybody."""
+    before, start = cpu_s(), time.monotonic()
+    await asyncio.sleep(seconds)
+    return (cpu_s() - before) / (time.monotonic() - start)

@@ -1,0 +1,198 @@
+"""What a rollout costs: processor time of every process of a quickstart run over Ray, split by what it was for.
+
+Invariants:
+- Time is read from the process tree: each process, and what its ended children used. Sandboxes are what lies below the
+  launcher; how that splits by purpose is the launcher's own account of the commands it ran.
+- The parts add up to the tree's total; the machine's own count (`/proc/stat`) stands beside it, and is larger where
+  anything else runs.
+- What it takes to start is reported apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import psutil
+
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.metrics import each_metric
+from headrace.actors.run.config import load_recipe
+from headrace.actors.run.launch import drive, lay_out
+from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.runtime import RayRuntime
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.run.service import Service
+
+WARM_UP: Final = 128
+MEASURED: Final = 500
+STARTS: Final = 20
+LOOK_S: Final = 0.1
+OVERRIDES: Final = (
+    "training.steps=10000",
+    "training.save_every=10000",
+    "evaluation.every_steps=10000",
+    "evaluation.tasks=1",
+    "evaluation.samples=1",
+)
+"""As the quickstart trains; of its evaluations and checkpoints, which cost by the step, only the first."""
+LAUNCHER: Final = "headrace-launch"
+PURPOSES: Final = {
+    "train.write": "prepare",
+    "train.exec": "agent commands",
+    "evaluate.write": "hidden files",
+    "evaluate.run": "check",
+    "evaluate.exec": "check",
+    "evaluate.read": "check",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Of the whole tree at one moment, in CPU seconds; `commands` is the launcher's account."""
+
+    time_s: float
+    rollouts: float
+    machine_s: float
+    parts_s: Mapping[str, float]
+    calls: Mapping[str, int]
+    """That each actor has received."""
+    commands: Mapping[str, tuple[int, float]]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.parts_s.values())
+
+
+def measure(directory: RunDirectory, recipe: Path, *, rollouts: int = MEASURED) -> dict[str, Any]:
+    """Run the recipe until `rollouts` after the warm-up have ended. Raises what ends a run."""
+    config = load_recipe(recipe, OVERRIDES, directory.path)
+    lay_out(config, directory)
+    readings: list[Reading] = []
+
+    async def beside(service: Service) -> None:
+        runtime = RayRuntime()
+        pool = await runtime.find(SandboxPool, "sandbox-pool")
+        names = {process_id: name for name, process_id in (await service.process_ids()).items()}
+        actors = {name: await runtime.find(Owning, name) for name in names.values()}
+        for wanted in (0, WARM_UP, WARM_UP + rollouts):
+            await _until(directory, wanted)
+            calls = {name: (await runtime.stats(actor))[1] for name, actor in actors.items()}
+            readings.append(read(names, calls, await pool.command_costs(), _ended(directory)))
+        await service.drain()
+
+    drive(config, directory, quiet=True, beside=beside)
+    start, warm, end = readings
+    return report(start, warm, end, interpreter_s=asyncio.run(interpreter_start()))
+
+
+async def _until(directory: RunDirectory, rollouts: int) -> None:
+    """Wait for so many rollouts to end."""
+    # The metrics file tells of them, and nobody else is asked: a question would cost what is measured.
+    while _ended(directory) < rollouts:  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_S)
+
+
+def _ended(directory: RunDirectory) -> float:
+    if not directory.metrics.exists():
+        return 0
+    return sum(float(record["rollouts"]) for record in each_metric(directory.metrics, ("rollout_phases",)))
+
+
+def read(
+    names: Mapping[int, str], calls: Mapping[str, int], commands: Mapping[str, tuple[int, float]], rollouts: float
+) -> Reading:
+    """`names` are those of actors, by process id."""
+    parts: defaultdict[str, float] = defaultdict(float)
+    for part, seconds in _parts_of(psutil.Process(), names, ""):
+        parts[part] += seconds
+    machine = psutil.cpu_times()
+    return Reading(
+        time_s=time.monotonic(),
+        rollouts=rollouts,
+        machine_s=machine.user + machine.nice + machine.system + machine.irq + machine.softirq,
+        parts_s=parts,
+        calls=calls,
+        commands=commands,
+    )
+
+
+def _parts_of(process: psutil.Process, names: Mapping[int, str], below: str) -> Iterator[tuple[str, float]]:
+    """(part, CPU seconds) of a process, its ended children and all its descendants."""
+    with suppress(psutil.NoSuchProcess):
+        name, times, children = process.name(), process.cpu_times(), process.children()
+        part = below or _part(process, name, names)
+        inside = "sandboxes" if below or part == "launcher" else ""
+        yield part, times.user + times.system
+        yield inside or part, times.children_user + times.children_system
+        for child in children:
+            yield from _parts_of(child, names, inside or below)
+
+
+def _part(process: psutil.Process, name: str, names: Mapping[int, str]) -> str:
+    if process.pid in names:
+        return f"actor {names[process.pid]}"
+    if name.startswith(LAUNCHER):
+        return "launcher"
+    if process.pid == psutil.Process().pid:
+        return "driver"
+    line = " ".join(process.cmdline())
+    for module, part in (("cpu_engine", "engine"), ("push.sender", "push"), ("headrace", "other of headrace")):
+        if module in line and "ray/" not in line:
+            return part
+    return "ray"
+
+
+def report(start: Reading, warm: Reading, end: Reading, *, interpreter_s: float) -> dict[str, Any]:
+    """Milliseconds of CPU per rollout between the last two readings; `interpreter_s` is what one start takes."""
+    rollouts, seconds = end.rollouts - warm.rollouts, end.time_s - warm.time_s
+    per_rollout = 1000 / rollouts
+
+    def since(name: str) -> tuple[int, float]:
+        count, cpu_s = end.commands[name]
+        before = warm.commands.get(name, (0, 0.0))
+        return count - before[0], cpu_s - before[1]
+
+    parts = {name: cpu_s - warm.parts_s.get(name, 0.0) for name, cpu_s in end.parts_s.items()}
+    commands = {name: since(name) for name in end.commands}
+    inside: defaultdict[str, float] = defaultdict(float)
+    for name, (_, cpu_s) in commands.items():
+        inside[PURPOSES.get(name, name)] += cpu_s
+    started = commands.get("evaluate.exec", (0, 0.0))[0] * interpreter_s
+    inside["interpreter start-up"] = started
+    inside["check"] -= started
+    parts["boot"] = parts.pop("sandboxes") - sum(inside.values())
+    parts |= inside
+    total_s = end.total_s - warm.total_s
+    return {
+        "cpu_ms_per_rollout": total_s * per_rollout,
+        "machine_cpu_ms_per_rollout": (end.machine_s - warm.machine_s) * per_rollout,
+        "parts_ms": {name: cpu_s * per_rollout for name, cpu_s in sorted(parts.items(), key=lambda row: -row[1])},
+        "commands_per_rollout": {name: count / rollouts for name, (count, _) in commands.items()},
+        "calls_per_rollout": {name: (count - warm.calls[name]) / rollouts for name, count in end.calls.items()},
+        "rollouts": rollouts,
+        "rollouts_per_s": rollouts / seconds,
+        "start_cpu_s": start.total_s,
+        "start_parts_s": dict(start.parts_s),
+    }
+
+
+async def interpreter_start() -> float:
+    """CPU seconds that a bare start of the check's interpreter takes in a sandbox."""
+    async with LocalProvider(LocalSandboxConfig()) as provider:
+        sandbox = await provider.attach(await provider.create(SandboxSpec(labels={"purpose": "start"})))
+        for _ in range(STARTS):
+            await sandbox.exec("exec python3 -I -S -c ''", timeout_s=30.0)
+        count, cpu_s = (await provider.command_costs())["start.exec"]
+        return cpu_s / count

@@ -1,0 +1,402 @@
+"""`scripts/soak --kills N`: runs of the real service over real Ray, with simulated backends, whose processes are killed
+with -9 one after the other; what must hold is checked after each kill. After every tenth comes a fault that is no kill:
+engines that are away for minutes, a process that stands still for minutes, a file that is lost, damaged or foreign.
+
+Invariants:
+- A process is killed by its id, and only if the driver that was started here is its ancestor.
+- The same seed chooses the same victims, pauses and faults; what they hit is a matter of timing.
+- What is checked is read from files and from the system: the ledger while the run goes on, what a dead driver leaves,
+  the memory of processes that live on. A run that ends otherwise than with all its steps is a problem; one that ends
+  for a reason that may pass is resumed, as `--restarts` does it.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import orjson
+import psutil
+import typer
+
+from headrace.actors.benches.soak_driver import ANSWER_S, Driver, log_of
+from headrace.actors.run.exit_codes import EXIT_TRANSIENT
+from headrace.actors.run.launch import RunRequest, prepare
+from headrace.actors.simulation.spoilt_files import FOREIGN, Damage, leave_foreign, spoil_checkpoint, spoil_served
+from headrace.buffer.audit.evidence import has_begun
+from headrace.buffer.audit.verify import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headrace.actors.record.run_directory import RunDirectory
+
+DRIVER: Final = "driver"
+DRIVER_SHARE: Final = 0.06
+"""Of all kills."""
+AT_ONCE_SHARE: Final = 0.4
+"""Of the kills that do not wait for a step after the one before."""
+WARM_S: Final = 10.0
+"""A process has loaded by then what it needs."""
+GROWTH_BYTES: Final = 64 << 20
+"""More than this is a leak in a run of minutes."""
+MOST_RESTARTS: Final = 10
+"""Of one run, after failures that may pass."""
+FAULT_EVERY: Final = 10
+"""Kills from one other fault to the next."""
+OUTAGE_S: Final = (60.0, 150.0)
+MAX_STALENESS: Final = 2
+RECIPE: Final = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "simulated.toml"
+RULES: Final = ("all", "count(3)", "fraction(0.5) & grace(0.5)", "all | expiring(1)")
+QUICK: Final = (
+    "agent.simulated.durations.mean_s=0.6",
+    "agent.simulated.durations.median_s=0.4",
+    "agent.simulated.durations.cap_s=4",
+    "learner.simulated.step_s=0.2",
+    "learner.simulated.save_s=0.1",
+    "engines.simulated.push_s=0.05",
+    "sandbox.simulated.boot_failure=0.02",
+    "buffer.batch_size=16",
+    "buffer.group_size=4",
+    f"buffer.max_staleness={MAX_STALENESS}",
+    "buffer.max_attempts=50",
+    "buffer.batch_tries=1000",
+    "dispatcher.slots_per_worker=16",
+    "training.save_every=3",
+    "evaluation.tasks=2",
+    "service.workers=2",
+    "service.hang_s=30",
+    "service.stall_s=180",
+)
+
+
+class Fault(StrEnum):
+    """What happens beside kills."""
+
+    ENGINES_AWAY = "engines away"
+    STANDS_STILL = "stands still"
+    """A process is stopped for minutes; its guard may kill it meanwhile."""
+    SERVED_SPOILT = "served spoilt"
+    CHECKPOINT_SPOILT = "checkpoint spoilt"
+    FOREIGN_FILE = "foreign file"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakPlan:
+    """`kills` in as many runs as it takes, each of `steps` steps; one of `faults` after each `fault_every` kills."""
+
+    folder: Path
+    kills: int
+    seed: int = 0
+    steps: int = 60
+    faults: tuple[Fault, ...] = tuple(Fault)
+    fault_every: int = FAULT_EVERY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoakReport:
+    """`problems` is empty when everything held. `restarts` came after failures that may pass. `growth_mib` is the most
+    that a process of this name grew after its first seconds, `watched_s` how long the longest of them was watched."""
+
+    seed: int
+    kills: dict[str, int]
+    faults: dict[str, int]
+    runs: int
+    drivers: int
+    restarts: int
+    steps: int
+    steps_undone: int
+    rollouts: int
+    max_staleness_seen: int
+    max_staleness: int
+    growth_mib: dict[str, float]
+    watched_s: dict[str, float]
+    seconds: float
+    problems: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Memory:
+    """Resident memory of processes by name, from when they were warm."""
+
+    first: dict[psutil.Process, tuple[str, float, int]] = field(default_factory=dict)
+    growth_bytes: dict[str, int] = field(default_factory=dict)
+    watched_s: dict[str, float] = field(default_factory=dict)
+
+    def note(self, name: str, process: psutil.Process) -> None:
+        with suppress(psutil.NoSuchProcess):
+            now, bytes_now = time.time(), process.memory_info().rss
+            if now - process.create_time() < WARM_S:
+                return
+            _, since, before = self.first.setdefault(process, (name, now, bytes_now))
+            self.growth_bytes[name] = max(self.growth_bytes.get(name, 0), bytes_now - before)
+            self.watched_s[name] = max(self.watched_s.get(name, 0.0), now - since)
+
+    def problems(self) -> list[str]:
+        return [
+            f"{name} grew by {grown >> 20} MiB"
+            for name, grown in sorted(self.growth_bytes.items())
+            if grown > GROWTH_BYTES
+        ]
+
+
+class Soak:
+    """All runs of one plan; `say` gets a line for each kill and each end."""
+
+    def __init__(self, plan: SoakPlan, say: Callable[[str], object]) -> None:
+        self._plan, self._say = plan, say
+        self._chance = random.Random(f"soak {plan.seed}")
+        self._kills: Counter[str] = Counter()
+        # Faults have a chance of their own: how many there are changes no victim.
+        self._fault_chance = random.Random(f"soak faults {plan.seed}")
+        self._faults: Counter[str] = Counter()
+        self._due: list[Fault] = []
+        self._memory = Memory()
+        self._problems: list[str] = []
+        self._runs = self._drivers = self._restarts = self._highest_staleness = 0
+        self._ended: Counter[str] = Counter()
+
+    def run(self) -> SoakReport:
+        """Until all kills are done and the last run has ended, or one did not."""
+        began_s = time.monotonic()
+        while self._kills.total() < self._plan.kills and not self._problems:
+            self._runs += 1
+            self._one_run(f"soak-{self._runs}")
+        return SoakReport(
+            seed=self._plan.seed,
+            kills=dict(sorted(self._kills.items())),
+            faults=dict(sorted(self._faults.items())),
+            runs=self._runs,
+            drivers=self._drivers,
+            restarts=self._restarts,
+            steps=self._ended["steps"],
+            steps_undone=self._ended["undone"],
+            rollouts=self._ended["rollouts"],
+            max_staleness_seen=self._highest_staleness,
+            max_staleness=MAX_STALENESS,
+            growth_mib={name: grown / 2**20 for name, grown in sorted(self._memory.growth_bytes.items())},
+            watched_s=dict(sorted(self._memory.watched_s.items())),
+            seconds=time.monotonic() - began_s,
+            problems=(*self._problems, *self._memory.problems()),
+        )
+
+    def _one_run(self, name: str) -> None:
+        rule = self._chance.choice(RULES)
+        overrides = (*QUICK, f"training.steps={self._plan.steps}", f"buffer.rule={rule}", f"service.seed={self._runs}")
+        request = RunRequest(recipe=RECIPE, runs_dir=self._plan.folder, name=name, overrides=overrides)
+        _, directory = prepare(request)
+        self._say(f"run {name}, rule {rule}")
+        code, restarts = self._life(directory), 0
+        while code == EXIT_TRANSIENT and restarts < MOST_RESTARTS:
+            restarts += 1
+            self._say(f"{name} is resumed: it ended with {code}")
+            code = self._life(directory)
+        self._restarts += restarts
+        self._check_end(directory, code)
+
+    def _life(self, directory: RunDirectory) -> int | None:
+        """From a driver to the first that is not killed; its exit code, None when it was stuck."""
+        driver = self._start(directory)
+        try:
+            while self._has_more_to_do() and self._pause(driver, directory):
+                driver = self._strike(driver, directory)
+            return driver.end()
+        except TimeoutError as error:
+            self._problem(f"{directory.path.name}: {error}")
+            return None
+        finally:
+            driver.kill()
+
+    def _has_more_to_do(self) -> bool:
+        return self._kills.total() < self._plan.kills or bool(self._due)
+
+    def _start(self, directory: RunDirectory) -> Driver:
+        self._drivers += 1
+        return Driver(directory)
+
+    def _pause(self, driver: Driver, directory: RunDirectory) -> bool:
+        """Until it is time for the next kill; False when the run ended before."""
+        if self._problems:
+            return False
+        if self._chance.random() < AT_ONCE_SHARE:
+            time.sleep(self._chance.random())
+            return True
+        step = verify(directory.path).steps if has_begun(directory.path) else 0
+        return bool(driver.ask(f"reached {step + 1}"))
+
+    def _strike(self, driver: Driver, directory: RunDirectory) -> Driver:
+        """Kill one, or do what else is due; the driver that the run has afterwards."""
+        found: dict[str, int] | None = driver.ask("processes")
+        if found is None:
+            return driver
+        self._watch(driver, found)
+        if self._due and self._happens(self._due[0], driver, directory, found):
+            fault = self._due.pop(0)
+            self._faults[fault.value] += 1
+            self._check(directory, fault.value)
+            return driver
+        return self._kill(driver, directory, found) if self._kills.total() < self._plan.kills else driver
+
+    def _kill(self, driver: Driver, directory: RunDirectory, found: dict[str, int]) -> Driver:
+        victim = DRIVER if self._chance.random() < DRIVER_SHARE else self._chance.choice(sorted(found))
+        if victim == DRIVER:
+            if left := driver.kill():
+                self._problem(f"a dead driver left {[process.pid for process in left]}")
+            driver = self._start(directory)
+        elif not _signal_ours(driver, found[victim], signal.SIGKILL):
+            return driver
+        self._kills[victim] += 1
+        if self._kills.total() % self._plan.fault_every == 0:
+            # In turn, from a first one that is drawn.
+            order = random.Random(f"order {self._plan.seed}").sample(self._plan.faults, len(self._plan.faults))
+            self._due.append(order[self._kills.total() // self._plan.fault_every % len(order)])
+        self._check(directory, victim)
+        return driver
+
+    def _happens(self, fault: Fault, driver: Driver, directory: RunDirectory, found: dict[str, int]) -> bool:
+        """False when it could not happen yet."""
+        chance = self._fault_chance
+        match fault:
+            case Fault.ENGINES_AWAY:
+                return self._engines_away(driver)
+            case Fault.STANDS_STILL:
+                return self._stands_still(driver, found[chance.choice(sorted(found))])
+            case Fault.SERVED_SPOILT:
+                return self._spoil(driver, directory, found, spoil_served, "engines", "learner") is not None
+            case Fault.CHECKPOINT_SPOILT:
+                spoil = partial(spoil_checkpoint, steps=self._plan.steps)
+                manifest = self._spoil(driver, directory, found, spoil, "learner")
+                if manifest is not None:
+                    # Until the next learner has looked at it the damage is there for all to see.
+                    self._until_gone(manifest.parent)
+                return manifest is not None
+            case Fault.FOREIGN_FILE:
+                leave_foreign(directory.path, chance.choice(FOREIGN))
+                return True
+
+    def _engines_away(self, driver: Driver) -> bool:
+        if not driver.ask("engines down"):
+            return False
+        time.sleep(self._fault_chance.uniform(*OUTAGE_S))
+        return bool(driver.ask("engines up"))
+
+    def _stands_still(self, driver: Driver, process_id: int) -> bool:
+        if not _signal_ours(driver, process_id, signal.SIGSTOP):
+            return False
+        time.sleep(self._fault_chance.uniform(*OUTAGE_S))
+        _signal_ours(driver, process_id, signal.SIGCONT)
+        return True
+
+    def _spoil(
+        self,
+        driver: Driver,
+        directory: RunDirectory,
+        found: dict[str, int],
+        spoil: Callable[[Path, Damage], Path | None],
+        *readers: str,
+    ) -> Path | None:
+        """Whoever wrote the file stands still meanwhile, so that no newer one comes, and then dies."""
+        damage, spoilt = self._fault_chance.choice(tuple(Damage)), None
+        if all(name in found and _signal_ours(driver, found[name], signal.SIGSTOP) for name in readers):
+            spoilt = spoil(directory.path, damage)
+        for name in readers:
+            if name in found:
+                _signal_ours(driver, found[name], signal.SIGCONT if spoilt is None else signal.SIGKILL)
+        return spoilt
+
+    def _until_gone(self, path: Path) -> None:
+        """Raises TimeoutError."""
+        deadline_s = time.monotonic() + ANSWER_S
+        while path.exists():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{path} was not set aside in {ANSWER_S:g} s")
+            time.sleep(0.05)
+
+    def _watch(self, driver: Driver, found: dict[str, int]) -> None:
+        """Note the memory of all that live."""
+        for name, process_id in found.items():
+            with suppress(psutil.NoSuchProcess):
+                self._memory.note(name, psutil.Process(process_id))
+        self._memory.note(DRIVER, driver.process())
+
+    def _check(self, directory: RunDirectory, victim: str) -> None:
+        """The ledger, while the run goes on."""
+        told = f"{self._kills.total():4} of {self._plan.kills}  {directory.path.name}  {victim:14}"
+        if not has_begun(directory.path):
+            self._say(f"{told} before anything was recorded")
+            return
+        report = verify(directory.path)
+        self._highest_staleness = max(self._highest_staleness, report.max_staleness_seen)
+        for problem in report.problems:
+            self._problem(f"{directory.path.name} after {victim}: {problem}")
+        if report.max_staleness_seen > MAX_STALENESS:
+            self._problem(f"{directory.path.name} after {victim}: staleness {report.max_staleness_seen}")
+        clean = "clean" if report.clean else "NOT CLEAN"
+        self._say(f"{told} step {report.steps:3}, undone {report.steps_rolled_back:3}, {clean}")
+
+    def _check_end(self, directory: RunDirectory, code: int | None) -> None:
+        """It ended by itself, with all its steps."""
+        name = directory.path.name
+        if code != 0:
+            self._problem(f"{name} ended with {code}: {log_of(directory).read_text(errors='replace').strip()[-2000:]}")
+            return
+        report = verify(directory.path)
+        whole = (report.steps, report.trained_twice, report.lost, report.poison, report.problems)
+        if whole != (self._plan.steps, 0, 0, 0, ()):
+            self._problem(f"{name}: steps, trained twice, lost, poison, problems: {whole}")
+        self._highest_staleness = max(self._highest_staleness, report.max_staleness_seen)
+        self._ended.update(steps=report.steps, undone=report.steps_rolled_back, rollouts=report.issued)
+        self._say(f"run {name} ended: {report.steps} steps, {report.steps_rolled_back} undone and done again")
+
+    def _problem(self, problem: str) -> None:
+        self._problems.append(problem)
+        self._say(f"PROBLEM: {problem}")
+
+
+def _signal_ours(driver: Driver, process_id: int, number: signal.Signals) -> bool:
+    """False when it is not, or no longer, a process of this driver."""
+    for process in driver.descendants():
+        if process.pid == process_id:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+                return True
+    return False
+
+
+def main(
+    kills: Annotated[int, typer.Option(min=1, help="Processes to kill, one after the other.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Of victims, pauses and rules.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 60,
+    days: Annotated[
+        int, typer.Option(min=0, help="Instead: go on with a generated run of so many days, and restart each actor.")
+    ] = 0,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+) -> None:
+    """Kill actors, learner and driver of simulated runs over real Ray, take engines away, stop processes and spoil
+    files, and check after each."""
+    if days:
+        from headrace.actors.benches.months_soak import main as soak_months
+
+        soak_months(days, json)
+        return
+    with tempfile.TemporaryDirectory(prefix="headrace-soak-") as folder:
+        plan = SoakPlan(folder=Path(folder), kills=kills, seed=seed, steps=steps)
+        report = Soak(plan, typer.echo).run()
+    document = orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2)
+    if json is not None:
+        json.write_bytes(document + b"\n")
+    typer.echo(document)
+    raise typer.Exit(1 if report.problems else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,139 @@
+"""`headrace engine serve`: one inference server in the foreground, embedded or SGLang's own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from headrace.actors.cli.output import say
+from headrace.actors.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from headrace.policies.processes.server_process import ServerProcess
+
+__all__ = ["serve"]
+
+
+class Backend(StrEnum):
+    """Whose program serves."""
+
+    CPU = "cpu"
+    """The embedded engine: small Qwen3 models, nothing else to install."""
+    SGLANG = "sglang"
+    """SGLang, in the environment that scripts/install_sglang made or in another one."""
+
+
+class Device(StrEnum):
+    """What SGLang computes on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def serve(
+    model: Annotated[Path, typer.Option(help="Model directory, with config.json.")],
+    backend: Annotated[Backend, typer.Option(help="The embedded engine, or SGLang.")] = Backend.CPU,
+    device: Annotated[Device, typer.Option(help="For sglang: cuda needs an environment of its own (--python).")] = (
+        Device.CPU
+    ),
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen; 0 takes a free port.")] = 0,
+    weight_version: Annotated[str, typer.Option(help="Label of the weights on disk: epoch.step.")] = "1.0",
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampling.")] = 0,
+    max_running: Annotated[int | None, typer.Option(min=1, help="Sequences decoded at once.")] = None,
+    max_context: Annotated[int | None, typer.Option(min=2, help="Tokens of prompt and output together.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="For sglang: processes that share the model.")] = 1,
+    dtype: Annotated[str, typer.Option(help="For sglang: auto, bfloat16, float16 or float32.")] = "auto",
+    python: Annotated[Path | None, typer.Option(help="For sglang: interpreter of another environment.")] = None,
+    directory: Annotated[Path | None, typer.Option(help="Keeps the log; a temporary one when left out.")] = None,
+    announce: Annotated[Path | None, typer.Option(help='File to write {"url", "pid"} to once it answers.')] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- OPTION...]", help="More options of sglang.launch_server.")
+    ] = None,
+) -> None:
+    """Serve a model directory over SGLang's routes. Prints the URL when it answers; ends with SIGTERM or SIGINT."""
+    common = {
+        "model": model,
+        "host": host,
+        "port": port,
+        "weight_version": weight_version,
+        "seed": seed,
+        "max_context": max_context,
+        **({} if max_running is None else {"max_running": max_running}),
+    }
+    foreign = {
+        "device": device.value,
+        "tensor_parallel": tensor_parallel,
+        "dtype": dtype,
+        "python": python,
+        "arguments": tuple(arguments or ()),
+    }
+    with tempfile.TemporaryDirectory(prefix="headrace-engine-") as temporary:
+        common["directory"] = directory or Path(temporary)
+        server = server_process(backend, common, foreign)
+        asyncio.run(serve_until_signalled(server, announce))
+
+
+def server_process(backend: Backend, common: dict[str, Any], foreign: dict[str, Any]) -> ServerProcess:
+    """Not started yet. Raises ConfigError."""
+    from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
+    from headrace.policies.sglang.server import SGLangProcess, SGLangServerConfig
+
+    if not (common["model"] / "config.json").is_file():
+        raise ConfigError(f"--model {common['model']}: there is no config.json in it")
+    try:
+        if backend is Backend.SGLANG:
+            return SGLangProcess(SGLangServerConfig.model_validate(common | foreign))
+        refuse_foreign(foreign, {key: SGLangServerConfig.model_fields[key].default for key in foreign})
+        return EngineProcess(EngineProcessConfig.model_validate(common))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from error
+
+
+def refuse_foreign(foreign: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """The embedded engine has no such options. Raises ConfigError."""
+    given = [key for key, value in foreign.items() if value != defaults[key]]
+    if given:
+        names = [f"--{key.replace('_', '-')}" if key != "arguments" else f"-- {foreign[key][0]}" for key in given]
+        raise ConfigError(f"{', '.join(names)}: only with --backend sglang")
+
+
+async def serve_until_signalled(server: ServerProcess, announcement: Path | None) -> None:
+    """Raises EngineStartFailed, and RunError when the server ends by itself."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(None) as until_signalled:
+
+            def end() -> None:
+                # Refused once it is ending, which a second signal does not change.
+                with suppress(RuntimeError):
+                    until_signalled.reschedule(loop.time())
+
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, end)
+            code = await _serve(server, announcement)
+    except TimeoutError:
+        if until_signalled.expired():
+            return
+        raise
+    raise RunError(f"the engine ended by itself with {code}: {server.log_tail()}")
+
+
+async def _serve(server: ServerProcess, announcement: Path | None) -> int:
+    from headrace.policies.processes.server_process import announce
+
+    async with server:
+        if announcement is not None:
+            announce(announcement, server.url)
+        typer.echo(server.url)
+        say(f"log: {server.log_path}")
+        return await server.wait()

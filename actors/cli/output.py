@@ -1,0 +1,95 @@
+"""What all commands share: exit codes, common options, and how results are shown."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import orjson
+import typer
+from rich.console import Console
+from rich.measure import Measurement
+
+from headrace.actors.errors import ConfigError
+from headrace.actors.run.exit_codes import EXIT_BAD_INPUT, EXIT_DIRTY, EXIT_DRAINED, EXIT_FAILED, EXIT_TRANSIENT
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+EVERY_S = 5.0
+_PIPE_COLUMNS = 1000
+
+Json = Annotated[
+    Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-' is standard output).")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No live progress.")]
+
+
+def console() -> Console:
+    """For people: standard error, so that standard output is for results."""
+    # No emoji: `name:key:max` is a line of a file.
+    return Console(stderr=True, emoji=False)
+
+
+def result_console() -> Console:
+    """For results: standard output. In a pipe no line is cut or folded at the width of a terminal that is not there."""
+    return Console(emoji=False) if sys.stdout.isatty() else Console(width=_PIPE_COLUMNS, emoji=False)
+
+
+def show(document: RenderableType, to: Console | None = None, *, markup: bool = False) -> None:
+    """Tables and lines as wide as they are: cells that are cut tell nobody anything, and a terminal that is narrower
+    folds the lines. On standard error, unless told otherwise."""
+    screen = to or console()
+    # Whether it is a terminal or a pipe of 80 columns: a console cannot measure beyond its own width.
+    needed = Measurement.get(screen, screen.options.update(width=_PIPE_COLUMNS, markup=markup), document).maximum
+    screen.width = max(screen.width, needed)
+    screen.print(document, highlight=False, crop=False, markup=markup)
+
+
+def say(*lines: str) -> None:
+    """As they are, one below the other."""
+    for line in lines:
+        console().print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+class Steadily:
+    """Tells how far long work is, at most once in `EVERY_S` seconds: `progress(done, total)`."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._told_s = what, time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= EVERY_S:
+            self._told_s = now_s
+            say(f"{done} of {total} {self._what}")
+
+
+def write_json(document: Any, path: Path) -> None:
+    """`-` is standard output. Raises ConfigError."""
+    data = orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n"
+    if str(path) == "-":
+        sys.stdout.buffer.write(data)
+    else:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        except OSError as error:
+            raise ConfigError(f"--json {path}: cannot be written ({error.strerror}); name another file") from error
+
+
+__all__ = [
+    "EXIT_BAD_INPUT",
+    "EXIT_DIRTY",
+    "EXIT_DRAINED",
+    "EXIT_FAILED",
+    "EXIT_TRANSIENT",
+    "Json",
+    "Quiet",
+    "console",
+    "say",
+    "show",
+    "write_json",
+]

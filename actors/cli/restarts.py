@@ -1,0 +1,55 @@
+"""What `headrace run` and `resume` do about a run that fails: its exit code, and `--restarts`."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.actors.cli.output import say
+from headrace.actors.run.restarting import Restarting, RestartPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from headrace.actors.record.run_directory import RunDirectory
+
+Restarts = Annotated[
+    int,
+    typer.Option(
+        min=0, metavar="N", help="Resume up to N times after failures that may pass (exit code 75, or killed)."
+    ),
+]
+HEADRACE = (sys.executable, "-c", "from headrace.actors.cli.app import main; main()")
+
+
+class RunEnded(Exception):
+    """A run that had begun ended with an error."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@contextmanager
+def ending_a_run() -> Iterator[None]:
+    """The errors of the block are those of a run. Raises RunEnded."""
+    try:
+        yield
+    except Exception as error:
+        raise RunEnded(error) from error
+
+
+def resume_again_and_again(
+    directory: RunDirectory, restarts: int, *, json: Path | None, quiet: bool, once: Sequence[str] = ()
+) -> int:
+    """Resume a run, with up to so many restarts; the exit code. Only the first try gets the options `once`."""
+    command = [*HEADRACE, "resume", str(directory.path)]
+    if json is not None:
+        command += ["--json", str(json)]
+    if quiet:
+        command.append("--quiet")
+    return Restarting(RestartPolicy(restarts), say).run([*command, *once], command)

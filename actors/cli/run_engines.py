@@ -1,0 +1,95 @@
+"""`headrace engine list|add|remove`: the engines of a run, told by its directory and changed through it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.table import Table
+
+from headrace.actors.cli.output import Json, say, show, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from headrace.actors.engine_group.roster import EngineStatus
+    from headrace.actors.record.run_directory import RunDirectory
+
+__all__ = ["add_engine", "engine_table", "list_engines", "remove_engine"]
+
+Run = Annotated[Path, typer.Option("--run", metavar="RUN", help="Directory of the run.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout-s", min=1, help="How long to wait: a push may have to end, and a catch-up be made.")
+]
+
+
+def list_engines(run: Run, json: Json = None) -> None:
+    """Tell the engines of a run: state, version, load (running+waiting), address, and why one does not serve."""
+    from headrace.actors.engine_group.roster import read_roster
+
+    directory = _directory(run)
+    roster = read_roster(directory.engines)
+    if json is not None:
+        write_json({"time_s": roster.time_s, "engines": [asdict(engine) for engine in roster.engines]}, json)
+    else:
+        show(engine_table(roster.engines))
+
+
+def add_engine(
+    url: Annotated[str, typer.Argument(help="Base URL of a server, http://host:port.")],
+    run: Run,
+    timeout_s: Timeout = 120.0,
+    json: Json = None,
+) -> None:
+    """Attach a server to a live run: it is brought to the newest weights, then it serves. Again is the same."""
+    _ask(run, "add", url, timeout_s, json)
+
+
+def remove_engine(
+    engine: Annotated[str, typer.Argument(help="Its name, as `headrace engine list` tells it.")],
+    run: Run,
+    timeout_s: Timeout = 120.0,
+    json: Json = None,
+) -> None:
+    """Take an engine out of a live run for good: what it runs ends, or goes on elsewhere. Again is the same."""
+    _ask(run, "remove", engine, timeout_s, json)
+
+
+def engine_table(engines: Iterable[EngineStatus]) -> Table:
+    """For a person."""
+    table = Table("engine", "from", "state", "version", "load", "url", "why not", box=None)
+    for engine in engines:
+        table.add_row(
+            engine.engine_id,
+            engine.origin.value,
+            engine.state.value,
+            engine.version or "-",
+            engine.load,
+            engine.url or "-",
+            engine.reason,
+        )
+    return table
+
+
+def _ask(run: Path, kind: Literal["add", "remove"], what: str, timeout_s: float, json: Path | None) -> None:
+    from headrace.actors.engine_group.requests import ask_group
+    from headrace.actors.errors import RunMissing
+
+    directory = _directory(run)
+    if not directory.is_driven():
+        raise RunMissing(f"{directory.path} is not being driven: nobody is there to ask; `headrace resume` it first")
+    engine_id = ask_group(directory.engine_requests, kind, what, timeout_s=timeout_s)
+    if json is not None:
+        done: dict[str, Any] = {"engine_id": engine_id, "done": kind}
+        write_json(done, json)
+    else:
+        say(f"{engine_id}: {'added' if kind == 'add' else 'removed'}")
+
+
+def _directory(path: Path) -> RunDirectory:
+    """Raises RunMissing."""
+    from headrace.actors.run.launch import reopen
+
+    return reopen(path)[1]

@@ -1,0 +1,126 @@
+"""The commands that run in virtual time: `headrace simulate` and `headrace tune`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress, TaskID
+
+from headrace.actors.cli.output import EXIT_DIRTY, Json, Quiet, console, say, show, write_json
+
+__all__ = ["simulate", "tune"]
+
+
+def simulate(
+    preset: Annotated[str, typer.Option(help="Durations and sizes to begin with: swe64.")] = "swe64",
+    slots: Annotated[int | None, typer.Option(help="Most rollouts in flight.")] = None,
+    max_staleness: Annotated[int | None, typer.Option(help="Hard bound, in optimizer updates.")] = None,
+    accept: Annotated[str | None, typer.Option(metavar="RULE", help="Acceptance rule of a group.")] = None,
+    mode: Annotated[str | None, typer.Option(help="sync, one-step-off or async.")] = None,
+    push: Annotated[str | None, typer.Option(help="overlap, pause or drain.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer updates; up to 30 of them warm up.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of durations, rewards and order.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Another key of the plan (docs/simulate.md); may be repeated.")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option(help="Folder for the ledger; must not exist.")] = None,
+    faults: Annotated[
+        int | None, typer.Option(metavar="SEED", help="A small run under this storm of faults instead.", min=0)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run dispatcher, buffer, pool and learner loop over simulated engines in virtual time; exit code 3 when the ledger
+    shows a broken bound or anything lost."""
+    from headrace.actors.simulation.plan import make_plan
+    from headrace.actors.simulation.simulate import simulate as simulate_plan
+
+    if faults is not None:
+        _simulate_faults(faults, json=json)
+        return
+    changes = {"slots": slots, "max_staleness": max_staleness, "rule": accept, "mode": mode, "push": push}
+    plan = make_plan(preset, changes | {"steps": steps, "seed": seed}, overrides or ())
+    simulated = simulate_plan(plan, keep)
+    if json:
+        write_json(simulated.to_json(), Path("-"))
+    else:
+        say(*simulated.lines())
+    if not simulated.clean:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+def _simulate_faults(seed: int, *, json: bool) -> None:
+    from headrace.actors.simulation.faults import simulate_faults
+
+    if "--verbose" not in sys.argv:
+        # What the struck say, with the tracebacks of a full disk, is wanted by whoever looks for a fault.
+        logging.disable()
+    report = simulate_faults(seed)
+    if json:
+        write_json(report.to_json(), Path("-"))
+    else:
+        say(*report.lines())
+    if report.problems:
+        raise typer.Exit(EXIT_DIRTY)
+
+
+def tune(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN|TRACES", help="Directory of a run, or a JSONL or CSV file of durations.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Folder for tuning.png, .html, .json and .toml.")] = None,
+    steps: Annotated[int, typer.Option(min=8, help="Simulated steps of each setting of the last round.")] = 48,
+    seed: Annotated[int, typer.Option(min=0, help="Of the simulations.")] = 0,
+    slots: Annotated[list[int] | None, typer.Option(min=1, help="Slots to try; may be repeated.")] = None,
+    max_staleness: Annotated[list[int] | None, typer.Option(min=1, help="Bound to try; may be repeated.")] = None,
+    accept: Annotated[
+        list[str] | None, typer.Option(metavar="RULE", help="Acceptance rule to try; may be repeated.")
+    ] = None,
+    within: Annotated[
+        float | None, typer.Option(min=0, help="How much slower than the fastest is as good; 0.03 when left out.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=0, help="Simulations at a time; 0: one for each core.")] = 0,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="A key of the plan that the record lacks (docs/tuning.md).")
+    ] = None,
+    json: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Find acceptance rule, staleness bound and slots for what was recorded, by trying them in virtual time."""
+    from headrace.actors.tuning.candidates import Space, describe
+    from headrace.actors.tuning.choosing import WITHIN
+    from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
+
+    space = Space(slots=tuple(slots or ()), bounds=tuple(max_staleness or ()), rules=tuple(accept or ()))
+    request = TuneRequest(
+        source=source,
+        out=out,
+        steps=steps,
+        seed=seed,
+        within=WITHIN if within is None else within,
+        space=space,
+        overrides=tuple(overrides or ()),
+        processes=processes,
+    )
+    prepared = prepare_tuning(request)
+    say(describe(prepared.candidates))
+    screen = console()
+    with Progress(console=screen, disable=quiet or not screen.is_terminal, transient=True) as progress:
+        rounds: dict[int, TaskID] = {}
+
+        def advance(number: int, done: int, of: int) -> None:
+            if number not in rounds:
+                rounds[number] = progress.add_task(f"round {number}", total=of)
+            progress.update(rounds[number], completed=done)
+
+        tuned = run_tuning(prepared, advance)
+    if json is not None:
+        write_json(tuned.to_json(), json)
+    show(tuned.table())
+    say(*tuned.lines())
+    # What is to be pasted goes where it can be caught, unless the JSON does.
+    if json is None or str(json) != "-":
+        typer.echo(tuned.toml(), nl=False)

@@ -1,0 +1,1 @@
+"""Patches that cheat, and honest ones beside them, for `scripts/bench cheats`."""

@@ -1,0 +1,192 @@
+"""Cheating patches against honest ones, graded in real sandboxes: who is paid, who is refused, and what twins cost.
+
+Invariant: a pair is a cheat and an honest patch for the same repository; both go the way of a rollout's patch, from the
+diff on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+import time
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+from headrace.actors.evaluation.baselines import Baselines
+from headrace.actors.evaluation.cheating.cheat_repositories import PACKAGES, REPOSITORIES, CheatRepository
+from headrace.actors.evaluation.cheating.cheats import CHEATS, KNOWN_OPEN, MORE_CHEATS, Cheat
+from headrace.actors.evaluation.collecting import LeftDiff
+from headrace.actors.evaluation.repository import grade
+from headrace.sandboxes.errors import SandboxError
+from headrace.sandboxes.local.provider import LocalProvider
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from headrace.actors.evaluation.verdict import Verdict
+    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
+
+MORE_AGAINST: Final = ("functions", "unittest", "eval_cmd", "doctest")
+MAX_AT_ONCE: Final = 4
+_LARGE: Final = ("lexers", "formatters", "styles", "filters")
+_NEEDED: Final = ("__init__.py", "_mapping.py", "python.py", "default.py", "terminal.py", "diff.py")
+_PURE: Final = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "pytest_asyncio", "anyio", "idna")
+_FILES: Final = ("py", "typing_extensions")
+_METADATA: Final = ("pytest", "pluggy", "pytest_asyncio", "anyio")
+
+
+@cache
+def pytest_archive() -> bytes:
+    """This environment's pytest, its plugins for asyncio and what they need, as a tar of pure Python packages.
+
+    Raises SandboxError where pytest is not installed."""
+    pytest = find_spec("pytest")
+    if pytest is None or pytest.origin is None:
+        raise SandboxError("pytest is not installed here; install the extra dev")
+    site = Path(pytest.origin).parents[1]
+    buffer = io.BytesIO()
+    # Packages may be links into a cache.
+    with tarfile.open(fileobj=buffer, mode="w", dereference=True) as archive:
+        for folder in (site / name for name in _PURE if (site / name).is_dir()):
+            for path in folder.rglob("*.py"):
+                if path.name in _NEEDED or path.parent.name not in _LARGE:
+                    archive.add(path, str(path.relative_to(site)))
+        for path in (site / f"{name}.py" for name in _FILES):
+            if path.exists():
+                archive.add(path, path.name)
+        for path in (path for name in _METADATA for path in site.glob(f"{name}-*.dist-info/METADATA")):
+            archive.add(path, str(path.relative_to(site)))
+    return buffer.getvalue()
+
+
+async def install_pytest(sandbox: Sandbox, folder: str = PACKAGES) -> None:
+    """What the image of a task with tests brings. Raises SandboxError."""
+    await sandbox.write(f"{folder}/packages.tar", pytest_archive())
+    result = await sandbox.exec("tar -xf packages.tar", cwd=folder, timeout_s=60)
+    if result.exit_code != 0:
+        raise SandboxError(f"unpacking pytest ended with {result.exit_code}: {result.stderr[-200:]!r}")
+
+
+@dataclass(slots=True)
+class CleanSandboxes:
+    """Clean sandboxes with pytest in them, straight from a provider; `seconds` is how long each was needed."""
+
+    provider: LocalProvider
+    seconds: list[float] = field(default_factory=list)
+
+    async def freeze(self, sandbox: SandboxId) -> None:
+        """Nothing to freeze: there is no agent here."""
+
+    @asynccontextmanager
+    async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        began = time.monotonic()
+        sandbox = await self.provider.attach(await self.provider.create(spec))
+        try:
+            await install_pytest(sandbox)
+            yield sandbox
+        finally:
+            await sandbox.kill()
+            self.seconds.append(time.monotonic() - began)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graded:
+    """Verdict on one patch, and the seconds of each clean sandbox that it took."""
+
+    verdict: Verdict
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A cheat against a repository, beside its honest twin."""
+
+    repository: str
+    cheat: str
+    cheating: Graded
+    honest: Graded
+
+    @property
+    def name(self) -> str:
+        return f"{self.cheat} against {self.repository}"
+
+
+class CheatBench:
+    """Grades patches, a few at a time."""
+
+    def __init__(self, provider: LocalProvider) -> None:
+        self._provider = provider
+        self._baselines = Baselines()
+        self._places = asyncio.Semaphore(MAX_AT_ONCE)
+
+    async def grade(self, repository: CheatRepository, branch: str, prefix: str) -> Graded:
+        """The verdict on a patch. Raises SandboxError."""
+        rooms = CleanSandboxes(self._provider)
+        left = LeftDiff(diff=repository.diff(branch, prefix))
+        async with self._places:
+            verdict = await grade(repository.task(), left, rooms, self._baselines)
+        return Graded(verdict=verdict, seconds=tuple(rooms.seconds))
+
+    async def pair(self, repository: CheatRepository, cheat: Cheat) -> Pair:
+        """Both patches of a pair. Raises SandboxError."""
+        cheating = await self.grade(repository, cheat.branch, cheat.prefix)
+        honest = await self.grade(repository, cheat.honest_branch, cheat.honest_prefix)
+        return Pair(repository=repository.name, cheat=cheat.name, cheating=cheating, honest=honest)
+
+    async def known_open(self) -> list[dict[str, Any]]:
+        """What each open cheat earns, and why. Raises SandboxError."""
+        graded = [await self.grade(each.repository, each.cheat.branch, each.cheat.prefix) for each in KNOWN_OPEN]
+        return [
+            {"name": each.name, "why": each.why, "reward": found.verdict.reward}
+            for each, found in zip(KNOWN_OPEN, graded, strict=True)
+        ]
+
+
+def all_pairs() -> list[tuple[CheatRepository, Cheat]]:
+    """Every cheat against every repository, and the further ones against a few."""
+    every = [(repository, cheat) for repository in REPOSITORIES for cheat in CHEATS]
+    few = [repository for repository in REPOSITORIES if repository.name in MORE_AGAINST]
+    return every + [(repository, cheat) for repository in few for cheat in MORE_CHEATS]
+
+
+async def measure(chosen: Sequence[tuple[CheatRepository, Cheat]], progress: Callable[[str], None]) -> dict[str, Any]:
+    """The figures of `scripts/bench cheats`; `progress` is told of each pair.
+
+    A report that canaries refuse counts as stopped: it earns nothing, and `evaluation` blames the patch for it. Raises
+    SandboxError."""
+    async with LocalProvider() as provider:
+        bench = CheatBench(provider)
+
+        async def grade_pair(repository: CheatRepository, cheat: Cheat) -> Pair:
+            pair = await bench.pair(repository, cheat)
+            rewards = f"{pair.cheating.verdict.reward} and {pair.honest.verdict.reward}"
+            progress(f"{pair.name}: {rewards}")
+            return pair
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(grade_pair(*pair)) for pair in chosen]
+            still_open = group.create_task(bench.known_open())
+        pairs = [task.result() for task in tasks]
+    paid = [pair.name for pair in pairs if pair.cheating.verdict.reward]
+    refused = [f"{pair.name}: {pair.honest.verdict.detail}" for pair in pairs if pair.honest.verdict.reward != 1.0]
+    both = [pair.honest.seconds[:2] for pair in pairs if len(pair.honest.seconds) >= 2]
+    return {
+        "pairs": len(pairs),
+        "cheats_paid": len(paid),
+        "honest_refused": len(refused),
+        "paid": paid,
+        "refused": refused,
+        "cheats": sorted({pair.cheat for pair in pairs}),
+        "repositories": sorted({pair.repository for pair in pairs}),
+        "stopped_by_canaries": sum(pair.cheating.verdict.reward is None for pair in pairs),
+        "stopped_by_twins_alone": sum("end of their twins" in pair.cheating.verdict.detail for pair in pairs),
+        "first_run_s": round(median(first for first, _ in both), 3) if both else None,
+        "twin_run_s": round(median(second for _, second in both), 3) if both else None,
+        "cheats_known_open": still_open.result(),
+    }

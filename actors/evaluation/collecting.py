@@ -1,0 +1,73 @@
+"""What a dead agent changed in its repository, as a git diff that nothing of the agent's had a part in making.
+
+Invariant: the frozen tree is read-only data beside a pristine one; see `in_sandbox.collect` for what makes the diff.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from headrace.actors.evaluation.diff_filter import Dropped, DropReason
+from headrace.actors.evaluation.preparing import lay_out
+from headrace.actors.evaluation.unified_diff import DiffRefused
+from headrace.actors.evaluation.verdict import LABELS
+from headrace.actors.in_sandbox import ISOLATED, program_command
+from headrace.sandboxes.base import FrozenMount, SandboxSpec
+from headrace.sandboxes.errors import SandboxError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from headrace.actors.evaluation.verdict import CleanRooms, EvaluationRequest
+    from headrace.buffer.repositories import RepositorySpec
+
+MAX_ENTRIES, MAX_FILES, MAX_FILE_BYTES = 500_000, 1000, 1 << 20
+MAX_DIFF_BYTES: Final = 32 << 20
+_LEFT: Final = "/tmp/left-by-the-agent"
+_REFUSALS: Final = {3: f"more than {MAX_ENTRIES} files and folders", 5: "a path is too long"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftDiff:
+    """`base` is the old content of changed files whose sections are filtered; `notes` is what is not in the diff."""
+
+    diff: bytes = b""
+    base: Mapping[str, bytes] = field(default_factory=dict)
+    notes: tuple[Dropped, ...] = ()
+
+
+async def collect_diff(request: EvaluationRequest, repository: RepositorySpec, rooms: CleanRooms) -> LeftDiff:
+    """Raises DiffRefused, SandboxError (FrozenPathRefused when the agent removed the repository)."""
+    mount = FrozenMount(source=request.sandbox.id, path=repository.workdir, target=_LEFT)
+    caps = [MAX_ENTRIES, MAX_FILES, MAX_FILE_BYTES]
+    argument = json.dumps({"base": repository.workdir, "left": _LEFT, "caps": caps})
+    async with rooms.clean(SandboxSpec(image=request.task.image, mounts=(mount,), labels=LABELS)) as room:
+        await lay_out(request.task, room)
+        result = await room.exec(
+            program_command(f"{repository.python} {ISOLATED}", "collect", argument),
+            cwd="/",
+            timeout_s=request.task.evaluator.timeout_s,
+            max_output_bytes=MAX_DIFF_BYTES,
+        )
+    if result.exit_code in _REFUSALS:
+        raise DiffRefused(_REFUSALS[result.exit_code])
+    if result.truncated:
+        raise DiffRefused(f"the diff is larger than {MAX_DIFF_BYTES} bytes")
+    if result.exit_code != 0:
+        raise SandboxError(f"collecting the diff ended with {result.exit_code}: {result.stderr[-200:]!r}")
+    try:
+        return _parse(result.stdout)
+    except ValueError as error:
+        raise SandboxError(f"collecting the diff: {repository.python} printed {result.stdout[:200]!r}") from error
+
+
+def _parse(output: bytes) -> LeftDiff:
+    header, _, diff = output.partition(b"\n")
+    found = json.loads(header)
+    return LeftDiff(
+        diff=diff,
+        base={path: bytes.fromhex(content) for path, content in found["settings"].items()},
+        notes=tuple(Dropped(path=path, reason=DropReason(reason)) for path, reason in found["notes"]),
+    )

@@ -1,0 +1,132 @@
+"""A patch as data: the text files under the declared data paths that differ from what the task put there.
+
+Invariants:
+- Only regular files travel: no symbolic link, device or directory of the agent is ever followed or created.
+- Sizes, numbers and lengths of paths are capped; what is over a cap refuses the whole patch (the model's doing:
+  outcome invalid).
+- Files of the task outside the data paths stay as the task put them.
+- Hidden files of the task always win: no file of the patch stands at, above or below their paths.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from difflib import unified_diff
+from typing import TYPE_CHECKING
+
+from headrace.actors.evaluation.diff_filter import Dropped, reason_for_path
+from headrace.actors.in_sandbox import run_program
+from headrace.sandboxes.errors import SandboxError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from headrace.buffer.tasks import Task
+    from headrace.sandboxes.base import Sandbox
+
+MAX_FILES, MAX_FOLDERS, MAX_BYTES = 50, 1000, 1 << 20
+MAX_COMPARED_LINES = 200
+
+_REFUSALS = {
+    3: f"more than {MAX_FILES} files, {MAX_FOLDERS} folders or {MAX_BYTES} bytes",
+    4: "a file is not UTF-8 text",
+    5: "a path is too long",
+}
+
+
+class PatchRefused(Exception):
+    """What the agent left cannot be a patch: over a cap, or not text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """Paths (absolute, in the sandbox) with their new text, or None where the file is gone."""
+
+    changes: Mapping[str, str | None]
+
+    def applied_to(self, task: Task) -> dict[str, bytes]:
+        """The files of a clean copy of the task with this patch and the hidden files."""
+        files: dict[str, str] = dict(task.files)
+        for path, text in self.changes.items():
+            if text is None:
+                files.pop(path, None)
+            else:
+                files[path] = text
+        hidden = task.evaluator.hidden_files
+        files = {path: text for path, text in files.items() if not any(_collide(path, other) for other in hidden)}
+        files.update(hidden)
+        return {path: text.encode() for path, text in files.items()}
+
+    def as_diff(self, task: Task) -> str:
+        """A unified diff against the task's own files, by path."""
+        return "".join(file_diff(path, task.files.get(path), self.changes[path]) for path in sorted(self.changes))
+
+    def filtered(self, task: Task) -> tuple[Patch, tuple[Dropped, ...]]:
+        """Without what `diff_filter` forbids and the task's test files, and what was left out."""
+        tests = frozenset(path[1:] for path in task.evaluator.test_files)
+        reasons = {path: reason_for_path(path[1:], tests, new=path not in task.files) for path in self.changes}
+        return (
+            Patch(changes={path: text for path, text in self.changes.items() if reasons[path] is None}),
+            tuple(Dropped(path=path, reason=reason) for path, reason in reasons.items() if reason is not None),
+        )
+
+
+async def collect_patch(task: Task, room: Sandbox) -> Patch:
+    """Read the patch out of a clean sandbox in which the frozen data paths are mounted. Raises PatchRefused,
+    SandboxError."""
+    argument = json.dumps([task.evaluator.data_paths, MAX_FILES, MAX_FOLDERS, MAX_BYTES])
+    result = await run_program(
+        room,
+        "collect_files",
+        [argument],
+        python=task.evaluator.python,
+        timeout_s=task.evaluator.timeout_s,
+        max_output_bytes=8 * MAX_BYTES,
+    )
+    if result.exit_code in _REFUSALS:
+        raise PatchRefused(_REFUSALS[result.exit_code])
+    if result.exit_code != 0 or result.truncated:
+        raise SandboxError(f"collecting the patch ended with {result.exit_code}: {result.stderr[-200:]!r}")
+    return difference(files_below(task.files, task.evaluator.data_paths), json.loads(result.stdout))
+
+
+def file_diff(path: str, before: str | None, after: str | None) -> str:
+    """One file's part of a unified diff; None is no file. Long files are shown as replaced whole: finding the shortest
+    diff of hostile text may take for ever."""
+    old, new = (_lines(text or "") for text in (before, after))
+    name = path if path.isprintable() else json.dumps(path)
+    names = ("/dev/null" if before is None else f"a{name}", "/dev/null" if after is None else f"b{name}")
+    if max(len(old), len(new)) <= MAX_COMPARED_LINES:
+        lines = list(unified_diff(old, new, *names))
+    else:
+        header = [f"--- {names[0]}\n", f"+++ {names[1]}\n", f"@@ -1,{len(old)} +1,{len(new)} @@\n"]
+        lines = [*header, *(f"-{line}" for line in old), *(f"+{line}" for line in new)]
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+def _lines(text: str) -> list[str]:
+    """Lines with their ends, split at line feeds only."""
+    parts = text.split("\n")
+    return [f"{part}\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
+
+
+def files_below(files: Mapping[str, str], data_paths: Sequence[str]) -> dict[str, str]:
+    """Those of `files` that are one of the data paths, or in one."""
+    return {path: text for path, text in files.items() if any(_is_below(path, data_path) for data_path in data_paths)}
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder + "/")
+
+
+def _collide(path: str, other: str) -> bool:
+    """Both cannot be files of one tree, or they are the same file."""
+    return _is_below(path, other) or _is_below(other, path)
+
+
+def difference(before: Mapping[str, str], after: Mapping[str, str]) -> Patch:
+    """What turns `before` into `after`."""
+    changes: dict[str, str | None] = {path: text for path, text in after.items() if before.get(path) != text}
+    changes |= {path: None for path in before if path not in after}
+    return Patch(changes=changes)

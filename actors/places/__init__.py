@@ -1,0 +1,1 @@
+"""Where rollouts run: the sandbox pool, leases, the gateway's actor."""

@@ -1,0 +1,88 @@
+"""Sandboxes of one holder: leased, renewed, attached and released from its process, in batch calls to the pool.
+
+Invariants:
+- What is leased carries the holder's label and a short lease, which the holder's heartbeat renews: a holder that dies,
+  or whose loop hangs, loses its sandboxes within `lease_s`.
+- Every lease is a new sandbox, however often its call is repeated; one that is cancelled while it boots is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Self
+
+from headrace.actors.errors import ActorGone
+from headrace.actors.places.attachments import Attachments
+from headrace.actors.runtime.batching import Batcher
+from headrace.actors.runtime.operations import OperationCalls
+from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.retry import until_back
+from headrace.sandboxes.pool.booting import HOLDER_LABEL
+
+if TYPE_CHECKING:
+    from headrace.actors.places.sandbox_pool import SandboxPool
+    from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
+    from headrace.sandboxes.pool.booting import Lease, LeaseRequest
+
+LEASE_S: Final = 60.0
+"""A pool that restarts is back in less."""
+HEARTBEATS: Final = 4
+"""Of one lease."""
+
+
+class Leases(Owning):
+    """The pool as one holder uses it; an async context manager."""
+
+    def __init__(self, pool: SandboxPool, holder: str, *, lease_s: float = LEASE_S) -> None:
+        super().__init__()
+        self._pool = pool
+        self._holder = holder
+        self._lease_s = lease_s
+        self._leased: set[SandboxId] = set()
+
+    async def __aenter__(self) -> Self:
+        enter = self._stack.enter_async_context
+        self._attachments = await enter(Attachments())
+        self._release: Batcher[SandboxId, None] = await enter(Batcher(self._release_many))
+        self._lease: OperationCalls[LeaseRequest, Lease] = await enter(
+            OperationCalls(self._pool, unclaimed=self._release_unclaimed)
+        )
+        tasks = await enter(asyncio.TaskGroup())
+        self._stack.callback(tasks.create_task(self._beat()).cancel)
+        return self
+
+    async def lease(self, request: LeaseRequest) -> Lease:
+        """Raises SandboxError, ActorGone."""
+        key = f"{request.spec.idempotency_key}.{uuid.uuid4().hex}"
+        labels = {**request.spec.labels, HOLDER_LABEL: self._holder}
+        spec = replace(request.spec, labels=labels, idempotency_key=key, ttl_s=self._lease_s)
+        lease = await self._lease(key, replace(request, spec=spec))
+        self._leased.add(lease.ref.id)
+        return lease
+
+    async def attach(self, ref: SandboxRef) -> Sandbox:
+        return await self._attachments.attach(ref)
+
+    async def release(self, sandbox: SandboxId) -> None:
+        self._leased.discard(sandbox)
+        await self._release(sandbox)
+
+    async def _beat(self) -> None:
+        """What is lost meanwhile is met by whoever uses it."""
+        while True:
+            await asyncio.sleep(self._lease_s / HEARTBEATS)
+            if not self._leased:
+                continue
+            try:
+                await until_back(lambda: self._pool.renew_holder(self._holder, self._lease_s))
+            except ActorGone:
+                continue
+
+    async def _release_unclaimed(self, lease: Lease) -> None:
+        await self._release(lease.ref.id)
+
+    async def _release_many(self, ids: list[SandboxId]) -> list[None]:
+        await until_back(lambda: self._pool.release(ids))
+        return [None] * len(ids)

@@ -1,0 +1,114 @@
+"""The sandbox pool actor: `headrace.sandboxes.pool.pool.Pool` over the provider of the recipe.
+
+Invariants:
+- What a holder does not renew ends with its lease; a holder known to be dead is released at once.
+- The pool's ledger lies in the run directory: the pool that is started again there adopts or kills what it finds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Self
+
+from headrace.actors.places.providers import start_hosts
+from headrace.actors.runtime.operations import Operations
+from headrace.actors.runtime.owning import Owning
+from headrace.sandboxes.leftovers import run_label
+from headrace.sandboxes.local.provider import LocalProvider
+from headrace.sandboxes.pool.ledger import SandboxLedger
+from headrace.sandboxes.pool.pool import Pool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headrace.actors.places.config import SandboxSection
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.runtime.operations import Results
+    from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
+    from headrace.sandboxes.errors import SandboxError
+    from headrace.sandboxes.pool.booting import Lease, LeaseRequest
+    from headrace.sandboxes.pool.pool import PoolStatus
+
+
+class SandboxPool(Owning):
+    """Leases, freezes and releases sandboxes of one host, in batches. Without a directory its ledger is in memory,
+    which only simulated sandboxes allow; `clock` gives Unix seconds, `provider` stands for the section's."""
+
+    def __init__(
+        self,
+        section: SandboxSection,
+        *,
+        directory: RunDirectory | None,
+        clock: Callable[[], float] = time.time,
+        provider: SandboxProvider | None = None,
+    ) -> None:
+        super().__init__()
+        self._provider = provider
+        self._section = section
+        self._directory = directory
+        self._clock = clock
+
+    async def __aenter__(self) -> Self:
+        ledger = await self._open_ledger()
+        self._stack.callback(ledger.close)
+        given = self._provider and {self._section.provider.value: self._provider}
+        hosts = given or await start_hosts(self._section, self._directory)
+        self._local = [host for host in hosts.values() if isinstance(host, LocalProvider)]
+        label = "" if self._directory is None else run_label(self._directory.path)
+        enter = self._stack.enter_async_context
+        self._pool = await enter(Pool(hosts, self._section.pool, ledger=ledger, owner=label, clock=self._clock))
+        self._leases: Operations[LeaseRequest, Lease] = await enter(
+            Operations(self._pool.lease_one, unclaimed=self._release_unclaimed)
+        )
+        return self
+
+    async def begin(self, requests: dict[str, LeaseRequest]) -> Results[Lease]:
+        """Begin these leases, by key; see `operations.Operator`."""
+        return await self._leases.begin(requests)
+
+    async def fetch(self, keys: list[str]) -> Results[Lease]:
+        """Leases that are ready, or their SandboxError, as they come."""
+        return await self._leases.fetch(keys)
+
+    async def withdraw(self, keys: list[str]) -> None:
+        """Break these leases off, and release what they have: a pool that was started again adopts what its callers may
+        have given up meanwhile. Idempotent."""
+        await self._leases.withdraw(keys)
+        await self._pool.release_requests(keys)
+
+    async def lease(self, specs: list[SandboxSpec]) -> list[SandboxRef | SandboxError]:
+        """One sandbox for each spec, when the last of them is there; errors are results, in the order of the specs."""
+        return await self._pool.lease(specs)
+
+    async def freeze(self, ids: list[SandboxId]) -> list[SandboxError | None]:
+        """Freeze each; errors are results, in the order of the ids. What is already gone stays gone."""
+        return await self._pool.freeze(ids)
+
+    async def release(self, ids: list[SandboxId]) -> None:
+        """Unknown ids are ignored; idempotent."""
+        await self._pool.release(ids)
+
+    async def renew_holder(self, holder: str, ttl_s: float) -> list[SandboxId]:
+        """The heartbeat of a holder: nothing of it ends before `ttl_s` from now. Returns what turns out to be gone."""
+        return await self._pool.renew_holder(holder, ttl_s)
+
+    async def release_holder(self, holder: str) -> None:
+        """Release everything that one incarnation of a worker, or an evaluator, leased or was about to."""
+        await self._pool.release_holder(holder)
+
+    async def status(self) -> PoolStatus:
+        return await self._pool.status()
+
+    async def command_costs(self) -> dict[str, tuple[int, float]]:
+        """Commands that ended in local sandboxes, and their CPU seconds, by purpose and operation; see
+        `LocalProvider.command_costs`."""
+        return {name: cost for host in self._local for name, cost in (await host.command_costs()).items()}
+
+    async def _open_ledger(self) -> SandboxLedger:
+        if self._directory is None:
+            return SandboxLedger.in_memory()
+        return await asyncio.to_thread(SandboxLedger.open, self._directory.sandboxes)
+
+    async def _release_unclaimed(self, lease: Lease) -> None:
+        await self._pool.release([lease.ref.id])

@@ -1,0 +1,45 @@
+"""What an actor needs to be observed: spans to a file of its own, records to the run's metrics. Picklable; set up in
+the actor."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.actors.record.metrics import MetricsLog
+from headrace.serve.observing.telemetry import configure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from headrace.serve.observing.retention import RetentionConfig
+    from headrace.serve.observing.telemetry import TelemetryConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observing:
+    """Where spans and metrics of a run go; without `run_dir`, nowhere."""
+
+    config: TelemetryConfig
+    run_dir: Path | None
+    retention: RetentionConfig | None = None
+    """None: nothing is rotated or removed."""
+
+    @contextmanager
+    def spans(self, process: str) -> Iterator[None]:
+        """Export this process's spans to `<run>/spans/<process>-<pid>.jsonl` until the context ends."""
+        if self.run_dir is None:
+            yield
+            return
+        spans_dir = self.run_dir / "spans"
+        handle = configure(self.config, process=f"{process}-{os.getpid()}", spans_dir=spans_dir)
+        try:
+            yield
+        finally:
+            handle.shutdown()
+
+    def metrics(self) -> MetricsLog:
+        return MetricsLog(None if self.run_dir is None else self.run_dir / "metrics.jsonl", self.retention)

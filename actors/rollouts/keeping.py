@@ -1,0 +1,89 @@
+"""The stations of one evaluation rollout, remembering what passes through them.
+
+Invariant: nothing of the rollout changes by being watched; the gateway and the evaluator are asked to tell more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.actors.agents.agent import AgentReport
+    from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
+    from headrace.actors.rollouts.rollout import Stations
+    from headrace.buffer.types import RolloutOrder
+    from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
+    from headrace.sandboxes.pool.booting import Lease, LeaseRequest
+    from headrace.serve.capture.rows import SessionReport
+    from headrace.serve.gateway.client import OpenedSession
+
+MAX_RESULT_CHARACTERS, MAX_COMMANDS = 4000, 1000
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a rollout left at its stations, as far as it came."""
+
+    agent: AgentReport | None = None
+    session: SessionReport | None = None
+    verdict: Verdict | None = None
+
+    def told(self) -> dict[str, Any]:
+        """What metadata.json says beyond the answer."""
+        told: dict[str, Any] = {}
+        if self.agent is not None:
+            told["agent"] = {
+                "stop": self.agent.stop.value,
+                "exit_code": self.agent.exit_code,
+                "result": self.agent.result[:MAX_RESULT_CHARACTERS],
+                "log_tail": self.agent.log_tail[-MAX_RESULT_CHARACTERS:],
+                "commands": list(self.agent.commands[:MAX_COMMANDS]),
+            }
+        if self.session is not None:
+            told["session"] = {
+                "session_id": self.session.session_id,
+                "turns": self.session.turns,
+                "sampled_tokens": self.session.sampled_tokens,
+                "masked": dict(self.session.masked),
+                "rows": len(self.session.lineages),
+                "exhausted": self.session.exhausted.value,
+                "failures": list(self.session.failures),
+            }
+        return told
+
+
+class KeepingStations:
+    """`rollout.Stations` that fill a `Kept`."""
+
+    def __init__(self, stations: Stations) -> None:
+        self._stations = stations
+        self.kept = Kept()
+
+    @property
+    def folders(self) -> tuple[HostFolder, ...]:
+        return self._stations.folders
+
+    async def lease(self, request: LeaseRequest) -> Lease:
+        return await self._stations.lease(request)
+
+    async def attach(self, ref: SandboxRef) -> Sandbox:
+        return await self._stations.attach(ref)
+
+    async def release(self, sandbox: SandboxId) -> None:
+        await self._stations.release(sandbox)
+
+    async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession:
+        return await self._stations.open_session(order, traceparent)
+
+    async def finish_session(self, session: OpenedSession, *, conversation: bool = True) -> SessionReport:
+        self.kept.session = await self._stations.finish_session(session, conversation=conversation)
+        return self.kept.session
+
+    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
+        self.kept.agent = await self._stations.run_agent(order, sandbox, session)
+        return self.kept.agent
+
+    async def evaluate(self, request: EvaluationRequest) -> Verdict:
+        self.kept.verdict = await self._stations.evaluate(replace(request, keep=True))
+        return self.kept.verdict

@@ -1,0 +1,78 @@
+"""One evaluation being recorded: what is known of it, and its answers as they end.
+
+Invariants:
+- An answer is durable in `results.jsonl` before it counts as ended; answers that end within 10 ms share one fsync.
+- The file's one writer is the dispatcher that runs the evaluation. Without folders nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Self
+
+from headrace.actors.rollouts.answers import AnswerLog, answer_id, folder_name, untold_answer
+from headrace.actors.runtime.batching import Batcher
+from headrace.actors.runtime.owning import Owning
+from headrace.buffer.types import Cause, GroupId, Outcome, Purpose, RolloutOrder
+
+if TYPE_CHECKING:
+    from headrace.actors.rollouts.answers import Answer
+    from headrace.actors.rollouts.folders import EvaluationFolders
+    from headrace.actors.training.replay import Evaluated
+    from headrace.buffer.tasks import Task
+    from headrace.buffer.types import RolloutId
+
+
+def evaluation_order(tag: str, task: Task, sample: int) -> RolloutOrder:
+    """The first attempt of one sampled answer."""
+    return RolloutOrder(
+        rollout_id=answer_id(tag, task.id, sample),
+        group_id=GroupId(tag),
+        attempt=1,
+        task=task,
+        purpose=Purpose.EVALUATION,
+    )
+
+
+class Recording(Owning):
+    """Of one tag, as an async context manager."""
+
+    def __init__(self, folders: EvaluationFolders | None, tag: str) -> None:
+        super().__init__()
+        self._folders = folders
+        self._tag = tag
+        self._log: AnswerLog | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._folders is not None:
+            self._log = await asyncio.to_thread(AnswerLog, self._folders.results(self._tag))
+        self._append: Batcher[Answer, None] = await self._stack.enter_async_context(Batcher(self._append_many))
+        return self
+
+    def get(self, rollout_id: RolloutId) -> Answer | None:
+        """What `results.jsonl` holds."""
+        return self._log.get(rollout_id) if self._log else None
+
+    def recover(self, order: RolloutOrder, known: Evaluated) -> Answer:
+        """An answer that the ledger has and `results.jsonl` has not: as its folder tells it, else as the ledger."""
+        kept = self._folders.read(self._tag, folder_name(order)) if self._folders else None
+        if kept is not None and (kept.rollout_id, kept.reward) == (order.rollout_id, known.reward):
+            return kept
+        outcome = Outcome(
+            reward=known.reward,
+            solved=known.solved,
+            trainable=False,
+            cause=Cause.SOLVED if known.solved else Cause.FAILED,
+            detail="known from the ledger alone",
+        )
+        return untold_answer(order, outcome)
+
+    async def add(self, answer: Answer) -> None:
+        """Durable when this returns; nothing when it is there already. Raises OSError."""
+        if self._log is not None:
+            await self._append(answer)
+
+    async def _append_many(self, answers: list[Answer]) -> list[None]:
+        assert self._log is not None
+        await asyncio.to_thread(self._log.append, answers)
+        return [None] * len(answers)

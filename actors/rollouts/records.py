@@ -1,0 +1,76 @@
+"""Where workers and dispatcher bring what ended: the replay buffer, or, where nothing is trained, records of an
+evaluation.
+
+Invariant: `EvaluationRecords` issues nothing and holds no inventory; what must survive it stands in `results.jsonl`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from headrace.actors.training.replay import NEVER_EVALUATED, Issued
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from headrace.actors.training.replay import Evaluated
+    from headrace.buffer.types import GroupId, Receipt, RolloutId, RolloutOrder, RolloutResult
+
+
+class RolloutStore(Protocol):
+    """What dispatcher and workers ask of `Replay`."""
+
+    async def issue(self, limit: int, dispatcher: str, *, timeout_s: float) -> Issued: ...
+
+    async def cancellations(
+        self, known: list[tuple[RolloutId, int]], *, timeout_s: float
+    ) -> tuple[tuple[RolloutId, int], ...] | None: ...
+
+    async def offer(self, results: list[RolloutResult]) -> tuple[Receipt, ...]: ...
+
+    async def abandon(self, attempts: list[tuple[RolloutId, int]]) -> int: ...
+
+    async def reconcile(self, carried: list[tuple[RolloutId, int]], dispatcher: str) -> int: ...
+
+    async def engines(self, *, serving: bool) -> None: ...
+
+    async def record_evaluations(self, ended: Sequence[tuple[RolloutOrder, RolloutResult]]) -> None: ...
+
+    async def evaluated(self, tag: GroupId) -> dict[RolloutId, Evaluated]: ...
+
+
+class EvaluationRecords:
+    """Attempts of one evaluation, in memory: a dispatcher that dies finds the attempts that were made."""
+
+    def __init__(self) -> None:
+        self._known: dict[GroupId, dict[RolloutId, Evaluated]] = {}
+
+    async def issue(self, limit: int, dispatcher: str, *, timeout_s: float) -> Issued:
+        return Issued(orders=(), to_cancel=())
+
+    async def cancellations(
+        self, known: list[tuple[RolloutId, int]], *, timeout_s: float
+    ) -> tuple[tuple[RolloutId, int], ...] | None:
+        raise RuntimeError("training was asked for where nothing is trained")
+
+    async def offer(self, results: list[RolloutResult]) -> tuple[Receipt, ...]:
+        raise RuntimeError("a training rollout was offered where nothing is trained")
+
+    async def abandon(self, attempts: list[tuple[RolloutId, int]]) -> int:
+        return 0
+
+    async def reconcile(self, carried: list[tuple[RolloutId, int]], dispatcher: str) -> int:
+        return 0
+
+    async def engines(self, *, serving: bool) -> None:
+        """Nothing is issued here that could be held."""
+
+    async def record_evaluations(self, ended: Sequence[tuple[RolloutOrder, RolloutResult]]) -> None:
+        for order, result in ended:
+            known = self._known.setdefault(order.group_id, {})
+            before = known.get(order.rollout_id, NEVER_EVALUATED)
+            outcome = result.outcome
+            known[order.rollout_id] = before.after(order.attempt, outcome.reward, solved=outcome.solved)
+
+    async def evaluated(self, tag: GroupId) -> dict[RolloutId, Evaluated]:
+        return dict(self._known.get(tag, {}))

@@ -1,0 +1,156 @@
+"""Where the rollouts of one worker go: pool, policy, agent, evaluator; calls that can travel together do.
+
+Invariant: each incarnation of a worker is a holder of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Self
+
+from headrace.actors.places.leases import Leases
+from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions
+from headrace.actors.rollouts.simulated_sessions import SimulatedSessions
+from headrace.actors.runtime.operations import OperationCalls
+from headrace.actors.runtime.owning import Owning
+from headrace.buffer.types import Purpose
+from headrace.serve.capture.session import SessionId, SessionSpec
+
+if TYPE_CHECKING:
+    from headrace.actors.agents.agent import Agent, AgentReport
+    from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict
+    from headrace.actors.evaluation.evaluator import Evaluator
+    from headrace.actors.places.gateway import GatewayAddress
+    from headrace.actors.places.sandbox_pool import SandboxPool
+    from headrace.actors.record.observing import Observing
+    from headrace.actors.rollouts.folders import EvaluationFolders
+    from headrace.actors.rollouts.records import RolloutStore
+    from headrace.actors.rollouts.rollout import RolloutConfig
+    from headrace.actors.rollouts.sessions import Sessions
+    from headrace.actors.simulated.engines import SimulatedEngineGroup
+    from headrace.buffer.types import RolloutOrder
+    from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
+    from headrace.sandboxes.pool.booting import Lease, LeaseRequest
+    from headrace.serve.capture.rows import SessionReport
+    from headrace.serve.capture.session import Budgets, Sampling
+    from headrace.serve.gateway.client import OpenedSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTerms:
+    """What a session may do: `sampling` is law for its turns, `budgets` end it."""
+
+    sampling: Sampling
+    budgets: Budgets
+
+    def to_json(self) -> dict[str, float | int | None]:
+        """What a person wants to know of an evaluation."""
+        budgets = {name: getattr(self.budgets, name) for name in _TOKEN_BUDGETS}
+        return asdict(self.sampling) | budgets
+
+
+_TOKEN_BUDGETS = ("max_tokens_per_turn", "max_context_tokens", "max_sampled_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """What a worker is made of; everything in it is picklable."""
+
+    pool: SandboxPool
+    evaluator: Evaluator
+    replay: RolloutStore
+    agent: Agent
+    gateway: GatewayAddress | None
+    """None when the agent asks no policy, or a simulated one."""
+    sampling: Sampling
+    budgets: Budgets
+    train_truncated: bool
+    rollout: RolloutConfig
+    observing: Observing
+    evaluations: EvaluationFolders | None = None
+    """Where the conversations, patches and logs of evaluation rollouts are kept; None keeps none."""
+    evaluation_terms: SessionTerms | None = None
+    """Of the sessions of evaluation rollouts; None for those of training."""
+    simulated_engines: SimulatedEngineGroup | None = None
+    """Asked by the simulated agent, in place of a gateway."""
+
+    def terms(self, purpose: Purpose) -> SessionTerms:
+        """Of the session of a rollout for this purpose."""
+        if purpose is Purpose.EVALUATION and self.evaluation_terms is not None:
+            return self.evaluation_terms
+        return SessionTerms(sampling=self.sampling, budgets=self.budgets)
+
+
+class WorkerStations(Owning):
+    """The stations of `rollout.Stations` over actors; an async context manager."""
+
+    def __init__(self, parts: WorkerParts, holder: str) -> None:
+        super().__init__()
+        self._parts = parts
+        self._holder = holder
+
+    async def __aenter__(self) -> Self:
+        enter = self._stack.enter_async_context
+        self._sessions: Sessions = await enter(_sessions_of(self._parts, self._holder))
+        self._leases = await enter(Leases(self._parts.pool, self._holder, lease_s=self._parts.rollout.lease_s))
+        self._evaluate: OperationCalls[EvaluationRequest, Verdict] = await enter(
+            OperationCalls(self._parts.evaluator, unclaimed=_nothing_to_give_back)
+        )
+        return self
+
+    @property
+    def folders(self) -> tuple[HostFolder, ...]:
+        return self._parts.agent.folders
+
+    async def lease(self, request: LeaseRequest) -> Lease:
+        return await self._leases.lease(request)
+
+    async def attach(self, ref: SandboxRef) -> Sandbox:
+        return await self._leases.attach(ref)
+
+    async def release(self, sandbox: SandboxId) -> None:
+        await self._leases.release(sandbox)
+
+    async def open_session(self, order: RolloutOrder, traceparent: str) -> OpenedSession:
+        terms = self._parts.terms(order.purpose)
+        spec = SessionSpec(
+            # With the incarnation: a session of a dead worker may still be open when its evaluation runs again.
+            session_id=SessionId(f"{order.rollout_id}.{order.attempt}.{self._holder[:8]}"),
+            sampling=terms.sampling,
+            budgets=terms.budgets,
+            traceparent=traceparent,
+            train_truncated=self._parts.train_truncated,
+        )
+        return await self._sessions.open(order, spec)
+
+    async def run_agent(self, order: RolloutOrder, sandbox: Sandbox, session: OpenedSession) -> AgentReport:
+        context_tokens = self._parts.terms(order.purpose).budgets.max_context_tokens
+        given = self._sessions.given(session, context_tokens=context_tokens)
+        return await self._parts.agent.run(session=given, sandbox=sandbox, task=order.task)
+
+    async def finish_session(self, session: OpenedSession, *, conversation: bool = False) -> SessionReport:
+        return await self._sessions.finish(session, conversation=conversation)
+
+    @property
+    def turns(self) -> int | None:
+        """Under way at simulated engines, None at others."""
+        return self._sessions.turns if isinstance(self._sessions, SimulatedSessions) else None
+
+    @property
+    def ended_turns(self) -> int | None:
+        """Turns that ended at simulated engines, None at others."""
+        return self._sessions.ended_turns if isinstance(self._sessions, SimulatedSessions) else None
+
+    async def evaluate(self, request: EvaluationRequest) -> Verdict:
+        # With the sandbox: an attempt that a reset worker runs again is another evaluation.
+        return await self._evaluate(f"{request.key}.{request.sandbox.id}", request)
+
+
+def _sessions_of(parts: WorkerParts, holder: str) -> Sessions:
+    if parts.simulated_engines is not None:
+        return SimulatedSessions(parts.simulated_engines, holder)
+    return GatewaySessions(parts.gateway) if parts.gateway is not None else NoSessions()
+
+
+async def _nothing_to_give_back(_: Verdict) -> None:
+    """A verdict holds nothing."""

@@ -1,0 +1,1 @@
+"""A run as a whole: its configuration, start, supervision, end and report."""

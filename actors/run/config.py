@@ -1,0 +1,269 @@
+"""The configuration of a run: one TOML file, composed of the config models of the parts.
+
+Invariants:
+- Everything is checked before anything is made: unknown keys, wrong types, impossible combinations and unreadable files
+  are refused with the key or file, the reason and the fix, on one line.
+- A resolved configuration is written into the run directory; `resume` reads that one, never the recipe.
+- Clocks that the recipe leaves unset are derived (`clocks`): nobody sees their placeholder 0.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import BaseModel, ValidationError, model_validator
+
+from headrace.actors.agents.config import AgentKind, AgentSection
+from headrace.actors.engine_group.config import EnginesConfig
+from headrace.actors.engine_group.registry import address, is_loopback
+from headrace.actors.errors import ConfigError
+from headrace.actors.places.config import SandboxKind, SandboxSection
+from headrace.actors.rollouts.dispatcher import DispatcherConfig
+from headrace.actors.rollouts.rollout import RolloutConfig
+from headrace.actors.run import clocks
+from headrace.actors.run.sections import (
+    ClusterSection,
+    EvaluationSection,
+    GatewaySection,
+    ModelSection,
+    SamplingSection,
+    ServiceSection,
+    TasksSection,
+)
+from headrace.actors.run.suggestions import suggestion
+from headrace.actors.section import Section
+from headrace.actors.training.learner import LearnerLoopConfig
+from headrace.buffer.core.config import BufferConfig
+from headrace.policies.learners.config import LearnerConfig
+from headrace.policies.push.contract import PushConfig
+from headrace.serve.observing.retention import RetentionConfig
+from headrace.serve.observing.telemetry import TelemetryConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class RunConfig(Section):
+    """All of it. The tables of the TOML file are the fields."""
+
+    model: ModelSection = ModelSection()
+    tasks: TasksSection = TasksSection()
+    agent: AgentSection = AgentSection()
+    sampling: SamplingSection = SamplingSection()
+    gateway: GatewaySection = GatewaySection()
+    rollout: RolloutConfig = RolloutConfig()
+    dispatcher: DispatcherConfig = DispatcherConfig()
+    sandbox: SandboxSection = SandboxSection()
+    buffer: BufferConfig = BufferConfig()
+    training: LearnerLoopConfig = LearnerLoopConfig()
+    learner: LearnerConfig
+    engines: EnginesConfig = EnginesConfig()
+    push: PushConfig = PushConfig()
+    evaluation: EvaluationSection = EvaluationSection()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    retention: RetentionConfig = RetentionConfig()
+    service: ServiceSection = ServiceSection()
+    cluster: ClusterSection = ClusterSection()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        clocks.derive(self)
+        for check in CHECKS:
+            if (problem := check(self)) is not None:
+                raise ValueError(problem)
+        return self
+
+
+def a_model_is_named(config: RunConfig) -> str | None:
+    if config.engines.is_simulated or config.model.path != Path():
+        return None
+    return "model.path is missing; set it"
+
+
+def simulated_parts_go_together(config: RunConfig) -> str | None:
+    """Simulated engines have no weights to push, and nothing to say. Simulated learners and agents may have real
+    ones."""
+    parts = {
+        'learner.kind = "simulated"': config.learner.kind == "simulated",
+        'agent.kind = "simulated"': config.agent.kind is AgentKind.SIMULATED,
+    }
+    missing = [setting for setting, is_set in parts.items() if not is_set]
+    if not missing or not config.engines.is_simulated:
+        return None
+    return f'engines.backend = "simulated" goes with {" and ".join(missing)}: set that too'
+
+
+def rows_fit_a_micro_batch(config: RunConfig) -> str | None:
+    budget, context = config.learner.token_budget, config.sampling.max_context_tokens
+    if budget >= context:
+        return None
+    return (
+        f"learner.token_budget {budget} is below sampling.max_context_tokens {context}: one row would not fit a "
+        "micro-batch; raise the budget"
+    )
+
+
+def turns_fit_the_engines(config: RunConfig) -> str | None:
+    limit = config.engines.max_context_tokens
+    contexts = {
+        "sampling": config.sampling.max_context_tokens,
+        "evaluation.sampling": config.evaluation.sampling.max_context_tokens,
+    }
+    for table, context in contexts.items():
+        if limit is not None and context is not None and limit < context:
+            return f"engines.max_context_tokens {limit} is below {table}.max_context_tokens {context}: raise the first"
+    return None
+
+
+def weights_fit_the_devices(config: RunConfig) -> str | None:
+    """NCCL moves weights between GPUs only."""
+    if config.push.backend != "nccl" or config.engines.device == "cuda" or config.engines.is_simulated:
+        return None
+    return "push.backend nccl needs engines on GPUs; set engines.device to cuda, or push.backend to gloo"
+
+
+def other_hosts_reach_the_sender(config: RunConfig) -> str | None:
+    engines, host = config.engines, config.push.host
+    if not is_loopback(host):
+        return None
+    for url in (*engines.attach, *([engines.router] if engines.router else [])):
+        if not is_loopback(address(url)[0]):
+            return (
+                f"push.host {host} is not reachable from {url}; set it to this host's address, as those engines see it"
+            )
+    return None
+
+
+def rollouts_fit_the_sandboxes(config: RunConfig) -> str | None:
+    slots = config.dispatcher.slots_per_worker * config.service.workers + config.dispatcher.evaluation_slots
+    room = config.sandbox.pool.max_live - config.sandbox.pool.evaluation_reserve
+    if slots <= room:
+        return None
+    return (
+        f"{slots} rollouts at once (dispatcher.slots_per_worker x service.workers + evaluation_slots) do not fit "
+        f"{room} sandboxes (sandbox.pool.max_live - evaluation_reserve); raise max_live or lower the slots"
+    )
+
+
+def remote_hosts_are_named(config: RunConfig) -> str | None:
+    if config.sandbox.provider is not SandboxKind.REMOTE or config.sandbox.remote.urls:
+        return None
+    return "sandbox.remote.urls is empty, and sandbox.provider is remote; name the exec servers"
+
+
+def programs_fit_the_sandboxes(config: RunConfig) -> str | None:
+    agent, provider = config.agent, config.sandbox.provider
+    if agent.is_program and provider not in (SandboxKind.LOCAL, SandboxKind.REMOTE):
+        return (
+            f"agent.kind {agent.kind.value} needs a way to the gateway from inside its sandbox, which sandbox.provider "
+            f"{provider.value} does not have; set it to local or remote"
+        )
+    if agent.is_program and provider is SandboxKind.REMOTE and not agent.program.in_image:
+        return (
+            "agent.program.in_image is empty, and sandboxes of sandbox.provider remote show no folders of this host; "
+            "name the program in the tasks' images"
+        )
+    return None
+
+
+def enough_held_out_tasks(config: RunConfig) -> str | None:
+    if config.tasks.heldout is not None or config.evaluation.tasks <= config.tasks.heldout_count:
+        return None
+    return (
+        f"evaluation.tasks {config.evaluation.tasks} is above tasks.heldout_count {config.tasks.heldout_count}; "
+        "generate more held-out tasks or evaluate fewer"
+    )
+
+
+CHECKS = (
+    a_model_is_named,
+    simulated_parts_go_together,
+    rows_fit_a_micro_batch,
+    turns_fit_the_engines,
+    weights_fit_the_devices,
+    other_hosts_reach_the_sender,
+    clocks.problem,
+    rollouts_fit_the_sandboxes,
+    remote_hosts_are_named,
+    programs_fit_the_sandboxes,
+    enough_held_out_tasks,
+)
+"""Combinations that cannot work, each with the knob to turn; None when all is well."""
+
+
+def load_recipe(recipe: Path, overrides: Sequence[str], run_dir: Path) -> RunConfig:
+    """Read a recipe with `key.sub=value` overrides for a run in `run_dir`. Raises ConfigError."""
+    try:
+        document = tomllib.loads(recipe.read_text(encoding="utf-8"))
+    except OSError as error:
+        hint = "name a recipe, e.g. scripts/recipes/quickstart.toml"
+        raise ConfigError(f"{recipe}: cannot be read ({error.strerror}); {hint}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{recipe}: not valid TOML: {error}") from error
+    for override in overrides:
+        apply_override(document, override)
+    return resolve(document, recipe, run_dir)
+
+
+def resolve(document: dict[str, Any], recipe: Path, run_dir: Path) -> RunConfig:
+    """Check a document and make its paths absolute. Raises ConfigError."""
+    learner = document.setdefault("learner", {})
+    for key in ("model_dir", "checkpoint_dir", "snapshot_dir", "seed"):
+        if isinstance(learner, dict) and key in learner:
+            fix = {"model_dir": "set model.path", "seed": "set service.seed"}.get(key, "it lies in the run directory")
+            raise ConfigError(f"{recipe}: learner.{key} cannot be set; {fix}")
+    base = recipe.resolve().parent
+    for table, key in (("model", "path"), ("tasks", "train"), ("tasks", "heldout")):
+        section = document.get(table)
+        if isinstance(section, dict) and isinstance(section.get(key), str):
+            section[key] = str((base / section[key]).resolve())
+    model_path = document["model"].get("path", "") if isinstance(document.get("model"), dict) else ""
+    service = document.get("service")
+    seed = service.get("seed", 0) if isinstance(service, dict) else 0
+    if isinstance(learner, dict):
+        learner |= {
+            "model_dir": model_path,
+            "checkpoint_dir": str(run_dir / "checkpoints"),
+            "snapshot_dir": str(run_dir / "weights"),
+            "seed": seed,
+        }
+    try:
+        return RunConfig.model_validate(document)
+    except ValidationError as error:
+        raise ConfigError(f"{recipe}: {explain(error, RunConfig)}") from error
+
+
+def explain(error: ValidationError, model: type[BaseModel], *, page: str = "docs/configuration.md") -> str:
+    """The first problem of a validation error of `model`: key, reason and, for an unknown key, what to do."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])
+    reason = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        meant = suggestion(model, [str(part) for part in first["loc"]])
+        advice = f"did you mean {meant}?" if meant else "remove it or check its spelling"
+        return f"unknown key {key}; {advice} ({page} lists the keys)"
+    if first["type"] == "missing":
+        return f"{key} is missing; set it"
+    given = "" if first["type"] == "value_error" else f" (given: {first['input']!r})"
+    return f"{key}: {reason}{given}" if key else reason
+
+
+def apply_override(document: dict[str, Any], override: str) -> None:
+    """Set one dotted key: `buffer.max_staleness=2`. The value is TOML, or text when it is no TOML. Raises
+    ConfigError."""
+    key, separator, text = override.partition("=")
+    path = key.strip().split(".")
+    if not separator or not all(path) or len(path) < 2:
+        raise ConfigError(f"--set {override}: write table.key=value, e.g. --set buffer.max_staleness=2")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = document
+    for part in path[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override}: {part} is a value, not a table")
+    table[path[-1]] = value

@@ -1,0 +1,176 @@
+"""`headrace report RUN`: what the scheduling did to a run, read from its directory.
+
+Invariant: pure reading, of runs that are over, killed or running; nothing is taken from what a process says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Table
+
+from headrace.actors.engine_group.roster import read_roster
+from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.push_costs import push_costs
+from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_loads
+from headrace.buffer.audit.evidence import streamed
+from headrace.buffer.audit.report import acceptance
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rich.console import RenderableType
+
+    from headrace.actors.engine_group.roster import EngineStatus
+    from headrace.actors.record.push_costs import PushCosts
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.record.utilisation import StationLoad
+    from headrace.buffer.audit.evidence import StreamedEvidence
+    from headrace.buffer.audit.report import DecileReport, LeftOut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Early:
+    """Groups that were sealed with members unfinished, all together. Means over the groups' own means; None without
+    any."""
+
+    groups: int
+    late: int
+    late_finished: int
+    early_mean_s: float | None
+    late_mean_s: float | None
+    early_mean_reward: float | None
+    late_mean_reward: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """`staleness` counts trained rollouts of the surviving path by staleness; `causes` ended attempts by cause;
+    `evicted` how often a rollout went over the bound; `parked` gives tasks that are not issued any more with their last
+    failure."""
+
+    steps: int
+    staleness: dict[int, int]
+    causes: dict[str, int]
+    evicted: int
+    deciles: tuple[DecileReport, ...]
+    early: Early
+    left_out: tuple[LeftOut, ...]
+    """Group by group what `early` sums up; in the JSON alone."""
+    parked: dict[str, str]
+    stations: tuple[StationLoad, ...]
+    held_up_by: str | None
+    slowed_to: int | None
+    """The fewest rollouts that `dispatcher.pacing` let in flight; None when it never lowered them."""
+    slowed_by: str
+    """Why, in words."""
+    pushes: PushCosts | None
+    """What the weight pushes cost; None without any."""
+    engines: tuple[EngineStatus, ...]
+    """As their group last said; those that are gone too."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"staleness": {str(staleness): count for staleness, count in self.staleness.items()}}
+
+    def tables(self) -> RenderableType:
+        """For a person."""
+        staleness = ", ".join(f"{staleness}: {count}" for staleness, count in self.staleness.items())
+        causes = ", ".join(f"{cause} {count}" for cause, count in self.causes.items())
+        finished = sum(decile.evicted for decile in self.deciles)
+        lines = [
+            f"{self.steps} steps; trained rollouts by staleness {staleness or '-'}",
+            f"went over the staleness bound: {self.evicted}, of which {finished} had finished",
+            f"ended attempts: {causes or '-'}",
+        ]
+        if self.early.groups:
+            lines.append(
+                f"{self.early.groups} groups were sealed early, without {self.early.late} members, of which "
+                f"{self.early.late_finished} have finished since; mean reward {_number(self.early.early_mean_reward)} "
+                f"early, {_number(self.early.late_mean_reward)} late"
+            )
+        lines += [f"parked: {task} ({failure})" for task, failure in self.parked.items()]
+        lines += [f"station {load.line()}" for load in self.stations]
+        lines += [f"held up by {self.held_up_by}"] if self.held_up_by else []
+        lines += [_engine_line(engine) for engine in self.engines]
+        lines += [f"slowed down to {self.slowed_to} rollouts: {self.slowed_by}"] if self.slowed_by else []
+        lines += [self.pushes.line()] if self.pushes else []
+        return Group(*lines, "", _deciles(self.deciles)) if self.deciles else Group(*lines)
+
+
+def report_of(directory: RunDirectory) -> RunReport:
+    """Read everything again. Raises LedgerRefused."""
+    with streamed(directory.path) as evidence:
+        accepted, staleness = acceptance(evidence), _staleness(evidence)
+    metrics = read_metrics(directory.metrics, ("stations", "push", "step"))
+    records = [record for record in metrics if record["kind"] == "stations"]
+    loads = mean_loads(records)
+    full = bottleneck(loads, mean_in_flight(records))
+    slowed = [record for record in records if record.get("slowed_by")]
+    slowest = min(slowed, key=lambda record: record["rollout_limit"], default=None)
+    return RunReport(
+        steps=sum(not commit.skipped for commit in evidence.surviving),
+        staleness=staleness,
+        causes=accepted.causes,
+        evicted=accepted.evicted,
+        deciles=accepted.deciles,
+        early=_early(accepted.left_out),
+        left_out=accepted.left_out,
+        parked={task.task_id: task.last_failure for task in evidence.tasks if task.parked},
+        stations=loads,
+        held_up_by=None if full is None else full.station.value,
+        slowed_to=slowest["rollout_limit"] if slowest else None,
+        slowed_by=slowest["slowed_by"] if slowest else "",
+        pushes=push_costs(metrics),
+        engines=read_roster(directory.engines).engines,
+    )
+
+
+def _engine_line(engine: EngineStatus) -> str:
+    line = f"engine {engine.engine_id} at {engine.url or '-'}: {engine.state}, version {engine.version or '-'}"
+    return f"{line}, load {engine.load}" + (f" ({engine.reason})" if engine.reason else "")
+
+
+def _staleness(evidence: StreamedEvidence) -> dict[int, int]:
+    steps = Counter(step.batch_id for step in evidence.surviving)
+    seen: Counter[int] = Counter()
+    for batch in evidence.batches:
+        for _ in range(steps[batch.batch_id]):
+            seen.update(member.staleness for member in batch.members)
+    return dict(sorted(seen.items()))
+
+
+def _early(groups: Sequence[LeftOut]) -> Early:
+    return Early(
+        groups=len(groups),
+        late=sum(group.late for group in groups),
+        late_finished=sum(group.late_finished for group in groups),
+        early_mean_s=_mean(group.early_mean_s for group in groups),
+        late_mean_s=_mean(group.late_mean_s for group in groups),
+        early_mean_reward=_mean(group.early_mean_reward for group in groups),
+        late_mean_reward=_mean(group.late_mean_reward for group in groups),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _deciles(deciles: Sequence[DecileReport]) -> Table:
+    """Long rollouts must not vanish from training: the columns say where those of a line went."""
+    fates = ("finished", "trained", "evicted", "undone", "filtered", "held", "cancelled")
+    table = Table("duration up to", box=None, title_justify="left")
+    for name in (*fates, "mean reward"):
+        table.add_column(name, justify="right")
+    for decile in deciles:
+        counts = (str(getattr(decile, name)) for name in fates)
+        table.add_row(f"{decile.longest_s:.3g} s", *counts, _number(decile.mean_reward))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,132 @@
+"""What a run came to, recomputed from its directory: metrics, ledger and a look at what is left on this host."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from headrace.actors.record.driven_time import read_driven_time
+from headrace.actors.record.metrics import read_metrics
+from headrace.actors.record.push_costs import push_costs
+from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_loads
+from headrace.buffer.audit.evidence import streamed
+from headrace.buffer.audit.verify import audit
+from headrace.sandboxes.leftovers import sandboxes_left
+
+if TYPE_CHECKING:
+    from headrace.actors.record.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """`completed`: all steps were done, or the data was used up. Success is a share in [0, 1], None where that
+    evaluation did not run. Staleness is in optimizer updates; `rollouts` counts training attempts that ended with a
+    result; walls are seconds. `trained_twice`, `lost` and `max_staleness_seen` are recomputed by `ledger verify`;
+    `sandboxes_leaked` is counted by looking at the host's processes. `utilisation` is the share in use of each station
+    that has a size, over the whole run; `held_up_by` names the one that held it up."""
+
+    run: str
+    completed: bool
+    base_success: float | None
+    final_success: float | None
+    steps: int
+    versions: int
+    rollouts: int
+    mean_staleness: float
+    max_staleness: int | None
+    max_staleness_seen: int
+    trained_twice: int
+    lost: int
+    sandboxes_leaked: int
+    evaluation_answers: int
+    evaluation_infra: int
+    in_flight_at_push_min: int | None
+    push_s_mean: float | None
+    engine_stall_share: float | None
+    learner_idle_share: float
+    utilisation: dict[str, float]
+    held_up_by: str | None
+    train_wall_s: float | None
+    total_wall_s: float
+    ledger_clean: bool
+    problems: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        base, final = (_percent(value) for value in (self.base_success, self.final_success))
+        verdict = "clean" if self.ledger_clean else f"NOT CLEAN: {self.problems[0]}"
+        wall = "-" if self.train_wall_s is None else f"{self.train_wall_s:.0f} s"
+        return [
+            f"held-out success {base} -> {final}   ({self.evaluation_answers} sampled answers)",
+            f"{self.steps} steps, {self.rollouts} rollouts, trained in {wall}, {self.total_wall_s:.0f} s in all",
+            f"staleness mean {self.mean_staleness:.2f}, largest {self.max_staleness_seen} of {self.max_staleness}",
+            *self._busy(),
+            f"ledger {verdict}; trained twice {self.trained_twice}, lost {self.lost}; leaked {self.sandboxes_leaked}",
+            f"see {self.run}/reward.png" + ("" if self.completed else f"; continue with: headrace resume {self.run}"),
+        ]
+
+    def _busy(self) -> list[str]:
+        if not self.utilisation:
+            return []
+        shares = ", ".join(f"{station} {share:.0%}" for station, share in self.utilisation.items())
+        return [f"in use: {shares}" + (f"; held up by {self.held_up_by}" if self.held_up_by else "")]
+
+
+def summarize(directory: RunDirectory, *, completed: bool) -> RunSummary:
+    """Read everything again. Raises LedgerRefused when the directory holds no readable ledger."""
+    metrics = read_metrics(directory.metrics, ("evaluation", "step", "push", "stations"))
+    evaluations = {record["tag"]: record for record in metrics if record["kind"] == "evaluation"}
+    steps = [record for record in metrics if record["kind"] == "step"]
+    # The first push of an incarnation comes before there is anything to disturb.
+    pushes = [
+        record
+        for record in metrics
+        if record["kind"] == "push"
+        and record["rollouts_in_flight"] is not None
+        and not record["version"].endswith(".0")
+    ]
+    costs = push_costs(metrics)
+    with streamed(directory.path) as evidence:
+        report = audit(evidence)
+        offered, started_s = evidence.offered()
+    commits_s = [commit.committed_at_s for commit in evidence.commits]
+    driven = read_driven_time(directory.sessions, (*commits_s, *(record["time_s"] for record in metrics)))
+    base, final = evaluations.get("base"), evaluations.get("final")
+    times = [sum(record[f"{part}_s"] for record in steps) for part in ("idle", "step", "push")]
+    stations = [record for record in metrics if record["kind"] == "stations"]
+    loads = mean_loads(stations)
+    slowest = bottleneck(loads, mean_in_flight(stations))
+    return RunSummary(
+        run=str(directory.path),
+        completed=completed,
+        base_success=base["success"] if base else None,
+        final_success=final["success"] if final else None,
+        steps=report.steps,
+        versions=len({commit.version for commit in evidence.commits if not commit.skipped}) + len(evidence.epochs),
+        rollouts=offered,
+        mean_staleness=report.mean_staleness,
+        max_staleness=report.max_staleness,
+        max_staleness_seen=report.max_staleness_seen,
+        trained_twice=report.trained_twice,
+        lost=report.lost,
+        sandboxes_leaked=sandboxes_left(directory.path),
+        evaluation_answers=final["answers"] if final else (base["answers"] if base else 0),
+        evaluation_infra=sum(record["infra"] for record in evaluations.values()),
+        in_flight_at_push_min=min((record["rollouts_in_flight"] for record in pushes), default=None),
+        push_s_mean=sum(record["total_s"] for record in pushes) / len(pushes) if pushes else None,
+        engine_stall_share=None if costs is None else costs.stall_share,
+        learner_idle_share=times[0] / sum(times) if sum(times) else 0.0,
+        utilisation={load.station.value: load.utilisation for load in loads if load.utilisation is not None},
+        held_up_by=None if slowest is None else slowest.station.value,
+        train_wall_s=driven.within_s(started_s, max(commits_s)) if commits_s and started_s is not None else None,
+        total_wall_s=driven.total_s(),
+        ledger_clean=report.clean,
+        problems=report.problems,
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

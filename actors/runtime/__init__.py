@@ -1,0 +1,1 @@
+"""How actors are spawned, called, retried and watched: over Ray or in one process."""

@@ -1,0 +1,242 @@
+"""Work that one call to an actor begins and other calls fetch, so that no batch waits for its slowest member.
+
+Invariants:
+- An operation is named by its caller's key: begun twice it runs once. Each result is handed out once; whoever lost it
+  begins again under the same key.
+- Every request of a caller gets exactly one answer: its result, its own error, or that of an actor that is gone.
+- Results travel as they are ready, those of one moment together; what nobody fetches is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Final, Generic, Protocol, Self, TypeVar
+
+from headrace.actors.errors import ActorGone, ActorLost
+from headrace.actors.runtime.batching import DEFAULT_WINDOW_S, TOGETHER_S
+from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.retry import until_back
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterable
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+
+FETCH_S: Final = 10.0
+"""How long a call waits for a first result before it says that there is none."""
+KEPT_S: Final = 120.0
+"""How long a result waits for its caller: longer than an actor may take to restart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results(Generic[R]):
+    """What is ready, by key; `unknown` keys are those of no operation here: begin them again."""
+
+    ready: dict[str, R | Exception] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+
+
+class Operator(Protocol[Q, R]):
+    """An actor that offers operations."""
+
+    async def begin(self, requests: dict[str, Q]) -> Results[R]:
+        """Begin what does not run yet; what is ready at once comes back at once."""
+        ...
+
+    async def fetch(self, keys: list[str]) -> Results[R]:
+        """Wait for the next results among these."""
+        ...
+
+    async def withdraw(self, keys: list[str]) -> None:
+        """End these; nobody wants their results. Idempotent."""
+        ...
+
+
+class Operations(Owning, Generic[Q, R]):
+    """The actor's side; an async context manager. Errors of `work` are results; `unclaimed` gets results that nobody
+    fetched."""
+
+    def __init__(self, work: Callable[[Q], Awaitable[R]], *, unclaimed: Callable[[R], Awaitable[None]]) -> None:
+        super().__init__()
+        self._work = work
+        self._unclaimed = unclaimed
+        self._running: dict[str, asyncio.Task[R | Exception]] = {}
+        self._forgetting: dict[str, asyncio.TimerHandle] = {}
+
+    async def __aenter__(self) -> Self:
+        self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._stack.callback(self._end_all)
+        return self
+
+    def _end_all(self) -> None:
+        for timer in self._forgetting.values():
+            timer.cancel()
+        for task in self._running.values():
+            task.cancel()
+
+    async def begin(self, requests: dict[str, Q]) -> Results[R]:
+        for key, request in requests.items():
+            if key not in self._running:
+                task = self._running[key] = self._tasks.create_task(self._run(request))
+                task.add_done_callback(partial(self._keep, key))
+        await asyncio.wait([self._running[key] for key in requests], timeout=TOGETHER_S)
+        return self._take(requests)
+
+    async def _run(self, request: Q) -> R | Exception:
+        try:
+            return await self._work(request)
+        except Exception as error:  # noqa: BLE001 - belongs to whoever asked
+            return error
+
+    def _keep(self, key: str, task: asyncio.Task[R | Exception]) -> None:
+        if self._running.get(key) is task:
+            loop = asyncio.get_running_loop()
+            self._forgetting[key] = loop.call_later(KEPT_S, self._give_back, key)
+
+    def _give_back(self, key: str) -> None:
+        for result in self._take([key]).ready.values():
+            if not isinstance(result, Exception):
+                self._tasks.create_task(self._drop(result))
+
+    async def _drop(self, result: R) -> None:
+        await self._unclaimed(result)
+
+    async def fetch(self, keys: list[str]) -> Results[R]:
+        tasks = [self._running[key] for key in keys if key in self._running]
+        if tasks and len(tasks) == len(keys) and not any(task.done() for task in tasks):
+            await asyncio.wait(tasks, timeout=FETCH_S, return_when=asyncio.FIRST_COMPLETED)
+            if any(task.done() for task in tasks):
+                await asyncio.wait(tasks, timeout=TOGETHER_S)
+        return self._take(keys)
+
+    def _take(self, keys: Iterable[str]) -> Results[R]:
+        ready: dict[str, R | Exception] = {}
+        unknown: list[str] = []
+        for key in keys:
+            task = self._running.get(key)
+            if task is None:
+                unknown.append(key)
+            elif task.done():
+                del self._running[key]
+                if timer := self._forgetting.pop(key, None):
+                    timer.cancel()
+                if not task.cancelled():
+                    ready[key] = task.result()
+        return Results(ready=ready, unknown=tuple(unknown))
+
+    async def withdraw(self, keys: list[str]) -> None:
+        for key in keys:
+            if (task := self._running.get(key)) is not None and not task.done():
+                del self._running[key]
+                task.cancel()
+            else:
+                self._give_back(key)
+
+
+class OperationCalls(Generic[Q, R]):
+    """The caller's side: turns begin and fetch into one-by-one awaits, requests of one moment in one call. What was
+    cancelled here is withdrawn there; a result that comes all the same goes to `unclaimed`."""
+
+    def __init__(
+        self, actor: Operator[Q, R], *, unclaimed: Callable[[R], Awaitable[None]], window_s: float = DEFAULT_WINDOW_S
+    ) -> None:
+        self._actor = actor
+        self._unclaimed = unclaimed
+        self._window_s = window_s
+        self._pending: dict[str, tuple[Q, asyncio.Future[R]]] = {}
+        self._tasks = asyncio.TaskGroup()
+        self._batches: set[asyncio.Task[None]] = set()
+        self._beginning: asyncio.Future[None] | None = None
+        """Done once the newest batch has begun."""
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(self, *details: object) -> None:
+        for batch in self._batches:
+            batch.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    async def __call__(self, key: str, request: Q) -> R:
+        """The result of the operation. Raises its error, ActorGone."""
+        answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._pending[key] = (request, answer)
+        if len(self._pending) == 1:
+            before, self._beginning = self._beginning, asyncio.get_running_loop().create_future()
+            batch = self._tasks.create_task(self._carry(before, self._beginning))
+            self._batches.add(batch)
+            batch.add_done_callback(self._batches.discard)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled():
+                # The answer came in the same turn, and the actor has it no more.
+                if answer.exception() is None:
+                    self._tasks.create_task(self._drop(answer.result()))
+            elif self._pending.pop(key, None) is None:
+                self._tasks.create_task(self._withdraw(key))
+            raise
+
+    async def _drop(self, result: R) -> None:
+        try:
+            await self._unclaimed(result)
+        except ActorGone:
+            return
+
+    async def _withdraw(self, key: str) -> None:
+        try:
+            await until_back(lambda: self._actor.withdraw([key]))
+        except ActorGone:
+            return
+
+    async def _carry(self, before: asyncio.Future[None] | None, begun: asyncio.Future[None]) -> None:
+        """One batch, from its first request until the last has its answer."""
+        await asyncio.sleep(self._window_s)
+        if before is not None:
+            await asyncio.wait([before], timeout=TOGETHER_S)
+        batch, self._pending = self._pending, {}
+        waiting = {key: answer for key, (_, answer) in batch.items()}
+        to_begin = list(batch)
+        try:
+            while waiting := {key: answer for key, answer in waiting.items() if not answer.done()}:
+                requests = {key: batch[key][0] for key in to_begin if key in waiting}
+                results = await self._ask(requests, list(waiting))
+                if not begun.done():
+                    begun.set_result(None)
+                to_begin = list(waiting) if results is None else list(results.unknown)
+                if results is not None:
+                    await self._settle(batch, results)
+        except Exception as error:  # noqa: BLE001 - belongs to every request that is left
+            for answer in waiting.values():
+                if not answer.done():
+                    answer.set_exception(error)
+        except asyncio.CancelledError:
+            for answer in waiting.values():
+                answer.cancel()
+            raise
+        finally:
+            begun.cancel()
+
+    async def _ask(self, requests: dict[str, Q], keys: list[str]) -> Results[R] | None:
+        """The next results; None when the actor was lost with all that it had begun."""
+        if requests:
+            return await until_back(lambda: self._actor.begin(requests))
+        try:
+            return await self._actor.fetch(keys)
+        except ActorLost:
+            return None
+
+    async def _settle(self, batch: dict[str, tuple[Q, asyncio.Future[R]]], results: Results[R]) -> None:
+        for key, result in results.ready.items():
+            _, answer = batch[key]
+            if isinstance(result, Exception):
+                if not answer.done():
+                    answer.set_exception(result)
+            elif answer.done():
+                await self._unclaimed(result)
+            else:
+                answer.set_result(result)

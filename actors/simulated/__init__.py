@@ -1,0 +1,1 @@
+"""What recipes can name in place of real parts: tasks, durations and engines that take time instead of computing."""

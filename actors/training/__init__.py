@@ -1,0 +1,1 @@
+"""The learner's loop and the replay buffer's actor."""
