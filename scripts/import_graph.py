@@ -1,0 +1,94 @@
+"""Which module imports which: cycles, and imports that go upwards in the order of a package.
+
+Imports for type checkers and those inside functions count like all others: a reader has to follow them too.
+"""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+ORDER: dict[str, tuple[str, ...]] = {
+    "sandboxes": (
+        *("base", "capture", "errors", "launcher", "command_streams", "private_folders", "images", "leftovers"),
+        *("local", "doctor", "partial", "e2b", "measure", "unprotected", "oci", "peers", "retry", "pool", "remote"),
+        "simulated",
+    ),
+    "buffer": (
+        *("errors", "repositories", "task_errors", "tasks", "versions", "types", "cleaning", "codec", "packing"),
+        *("primitives", "core", "ledger", "audit", "datasets"),
+    ),
+    "policies": (
+        *("cancellation", "errors", "learner_errors", "transport_errors", "engine", "learner"),
+        *("tokens", "models", "processes", "push", "cpu_engine", "sglang", "learners"),
+    ),
+    "serve": (
+        *("conversation", "errors", "model_use", "observing", "parsing", "rendering", "capture", "dialects"),
+        *("gateway", "measuring", "e2b_sandboxes", "e2b", "exec"),
+    ),
+    "actors": (
+        *("errors", "section", "in_sandbox", "record", "runtime", "simulated", "agents", "places", "engine_group"),
+        *("evaluation", "training", "rollouts", "run", "held_out", "simulation", "tuning", "cli", "benches"),
+    ),
+}
+"""Modules and folders of each package, lowest first: each may import those before it."""
+
+
+def import_graph(root: Path) -> dict[str, set[str]]:
+    """Dotted names of the modules below the packages of `root`, without `headrace.`, and what each of them imports."""
+    modules = dict(_modules(root))
+    return {name: set(_imported(path, modules)) - {name} for name, path in modules.items()}
+
+
+def _modules(root: Path) -> Iterator[tuple[str, Path]]:
+    for package in ORDER:
+        for path in (root / package).rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def _imported(path: Path, modules: Mapping[str, Path]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            # What is imported may be a module or something in one.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            inner = name.removeprefix("headrace.")
+            if inner != name and (found := inner if inner in modules else inner.rpartition(".")[0]) in modules:
+                yield found
+
+
+def cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, the first one again at the end; empty where there are none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def misplaced(graph: Mapping[str, set[str]]) -> list[str]:
+    """What breaks the order of a package: imports that go upwards in it, and modules or folders that it lacks."""
+    units = sorted({(name.split(".")[0], name.split(".")[1]) for name in graph if "." in name})
+    problems = [f"{package}/{unit} stands in no order" for package, unit in units if unit not in ORDER[package]]
+    for name, imported in sorted(graph.items()):
+        problems += [
+            f"{name} imports {other}, which is above it" for other in sorted(imported) if _is_above(other, name)
+        ]
+    return problems
+
+
+def _is_above(other: str, name: str) -> bool:
+    (package, *place), (its_package, *its_place) = name.split("."), other.split(".")
+    if package != its_package or not place or not its_place:
+        return False
+    order = ORDER[package]
+    return {place[0], its_place[0]} <= set(order) and order.index(its_place[0]) > order.index(place[0])
