@@ -49,7 +49,7 @@ def check_reward(value: object) -> float:
 
 
 class Cause(StrEnum):
-    """Why a rollout ended (DESIGN 6)."""
+    """Why a rollout ended."""
 
     SOLVED = "solved"
     """The evaluator decided: the task is solved."""

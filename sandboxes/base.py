@@ -1,4 +1,4 @@
-"""The contract of a sandbox provider (DESIGN 5).
+"""The contract of a sandbox provider.
 
 Invariants every provider keeps:
 - A ref is frozen and picklable; whoever holds it attaches and talks to the sandbox directly, without Ray.

@@ -2,7 +2,7 @@
 inline.
 
 The reported CPU is that of all processes of the run over Ray, less what the idle cluster used in the same time, less
-that of the same work under the inline runtime (DESIGN 2: at most 3 ms and 2 calls a rollout).
+that of the same work under the inline runtime (at most 3 ms and 2 calls a rollout).
 """
 
 from __future__ import annotations

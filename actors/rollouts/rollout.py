@@ -303,7 +303,7 @@ def _check_agent(report: AgentReport, record: SessionReport) -> None:
 
 
 def outcome_of(report: AgentReport, exhausted: Exhausted, verdict: Verdict) -> Outcome:
-    """The outcome of a scored rollout (DESIGN 6): the verdict's, or `budget` when the agent ran out of something. A
+    """The outcome of a scored rollout: the verdict's, or `budget` when the agent ran out of something. A
     full context counts only where it ended the agent."""
     if verdict.reward is None:
         return Outcome(reward=None, trainable=False, cause=verdict.cause, detail=verdict.detail)

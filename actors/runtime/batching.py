@@ -21,7 +21,7 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 DEFAULT_WINDOW_S = 0.01
-"""DESIGN 2: all rollouts ready within 10 ms travel together."""
+"""All rollouts ready within 10 ms travel together."""
 TOGETHER_S = 0.1
 """How long something waits for more to travel with it: a message costs more than this delay does."""
 

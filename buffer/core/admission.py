@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """Rollouts in stock, by state (DESIGN 7)."""
+    """Rollouts in stock, by state."""
 
     pending: int
     in_flight: int

@@ -3,8 +3,7 @@
 Invariants:
 - A record is frozen; the core replaces it and hands the replacement to the shell, so that ledger and core hold equal
   records.
-- A rollout is in exactly one `RolloutState`; the states add up to all rollouts of all opened groups (conservation,
-  DESIGN 10).
+- A rollout is in exactly one `RolloutState`; the states add up to all rollouts of all opened groups (conservation).
 - `*_at_s` are seconds since the Unix epoch, given by the caller.
 """
 

@@ -116,7 +116,7 @@ class ReplayBuffer:
         )
 
     def admit(self, in_flight: int | None = None) -> int:
-        """How many rollouts may start now (DESIGN 7): pending ones, and whole new groups for which there is room."""
+        """How many rollouts may start now: pending ones, and whole new groups for which there is room."""
         stock = self.inventory(in_flight)
         allowed = stock.pending + self._groups_to_open(stock) * self.config.group_size
         cap = self.config.max_in_flight

@@ -48,7 +48,7 @@ REPLAY_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The recipe's sampling: law for every turn, whatever the agent sends (DESIGN 7)."""
+    """The recipe's sampling: law for every turn, whatever the agent sends."""
 
     temperature: float = 1.0
     top_p: float = 1.0

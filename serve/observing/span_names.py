@@ -1,4 +1,4 @@
-"""Names of spans and attributes, in one place (DESIGN 11).
+"""Names of spans and attributes, in one place.
 
 The tree: rollout > sandbox.boot > agent > turn (render, engine) > tool > evaluate > buffer.offer. Attributes follow
 the OpenTelemetry conventions for generative AI (`gen_ai.*`) where these have a word, `headrace.*` otherwise.

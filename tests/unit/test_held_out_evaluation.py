@@ -1,4 +1,4 @@
-"""Evaluations of the dispatcher by the rules of DESIGN 7: real actors in this process, agents that need no policy."""
+"""Evaluations of the dispatcher, with real actors in this process and agents that need no policy."""
 
 from __future__ import annotations
 
