@@ -133,7 +133,8 @@ class Purpose(StrEnum):
 class TurnRequest:
     """What an agent asks for. `max_tokens` is a wish that budgets can only lower; `stop` are stop strings; `agent`
     tells the agents of one session apart where the wire does ("" for the main one). With `calls_allowed` false, calls
-    in the answer stay text. The agent's temperature and its kin are not here on purpose: the session's sampling is law."""
+    in the answer stay text. The agent's temperature and its kin are not here on purpose: the session's sampling is
+    law."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
