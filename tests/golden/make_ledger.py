@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from headrace.buffer.store import ReplayStore
+from headrace.buffer.ledger.store import ReplayStore
 from headrace.buffer.types import Cause, CheckpointRef, StepReport
 from headrace.buffer.versions import PolicyVersion
-from headrace.policies.checkpoints import Manifest, SteppedBatch, write_manifest
+from headrace.policies.learners.checkpoints import Manifest, SteppedBatch, write_manifest
 
 cases = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "replay_cases.py")))
 

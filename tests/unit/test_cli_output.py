@@ -53,6 +53,6 @@ def test_the_version() -> None:
 
 
 def test_only_one_place_makes_a_console_for_commands() -> None:
-    root = Path(__file__).resolve().parents[2] / "actors"
-    made = {path.name for path in root.glob("cli*.py") if "Console(" in path.read_text()}
-    assert made == {"cli_output.py"}
+    root = Path(__file__).resolve().parents[2] / "actors" / "cli"
+    made = {path.name for path in root.glob("*.py") if "Console(" in path.read_text()}
+    assert made == {"output.py"}

@@ -91,7 +91,7 @@ def test_a_log_cut_anywhere_is_the_session_after_one_of_its_events(tmp_path: Pat
         path.write_bytes(data[:cut])
         log, whole = SessionLog(tmp_path), data[:cut].count(b"\n")
         if whole:
-            assert codec.write_report(log.load(SPEC.session_id).report()) == after[whole - 1]
+            assert codec.write_report(report_of(log.load(SPEC.session_id))) == after[whole - 1]
             continue
         assert list(log.known()) == [], "nobody was told of a session whose first line is torn"
         with pytest.raises(LogBroken):
