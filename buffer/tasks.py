@@ -47,6 +47,8 @@ class EvaluatorKind(StrEnum):
     REPOSITORY = "repository"
     """The change of a git repository is filtered, applied to a clean copy and graded by its tests (`repository`); a
     `check` with `expected`, where given, is compared too."""
+    PLUGIN = "plugin"
+    """A function of another package scores what the agent left (`plugin`; docs/extending.md)."""
     NONE = "none"
     """Reward 1 for every finished rollout, no sandbox: for measuring the orchestration only."""
     SIMULATED = "simulated"
@@ -73,6 +75,9 @@ class EvaluatorSpec:
     test_files: tuple[str, ...] = ()
     repository: RepositorySpec | None = None
     python: str = PYTHON
+    plugin: str = ""
+    """Of the kind plugin: `package.module:function`, or the name of an entry point. `check` and `expected` are then
+    whatever that function reads in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +158,10 @@ def tasks_digest(tasks: Iterable[Task]) -> str:
 
 def _canonical(task: Task) -> str:
     document = asdict(task)
-    if task.evaluator.python == PYTHON:
-        # A later field: left out, so that the digests of older runs' tasks stay what they are.
-        del document["evaluator"]["python"]
+    # Later fields: left out, so that the digests of older runs' tasks stay what they are.
+    for name, default in (("python", PYTHON), ("plugin", "")):
+        if document["evaluator"][name] == default:
+            del document["evaluator"][name]
     return json.dumps(document, sort_keys=True, ensure_ascii=False)
 
 
@@ -284,6 +290,10 @@ def _check_kind(evaluator: EvaluatorSpec, *, where: str) -> None:
         raise TaskFileError(f"{where}.repository: belongs to the kind repository, which needs it")
     if evaluator.repository is not None and (reason := why_unusable(evaluator.repository)) is not None:
         raise TaskFileError(f"{where}.repository.{reason}")
+    if (evaluator.kind is EvaluatorKind.PLUGIN) != bool(evaluator.plugin):
+        raise TaskFileError(f"{where}.plugin: belongs to the kind plugin, which needs it")
+    if evaluator.plugin:
+        return
     if evaluator.kind is EvaluatorKind.SIMULATED:
         _check_chance(evaluator.expected, where=f"{where}.expected")
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from headrace.actors.agents.claude_code import ClaudeCode
 from headrace.actors.agents.codex import Codex
@@ -15,35 +15,59 @@ from headrace.actors.agents.qwen_code import QwenCode
 from headrace.actors.agents.shell import ShellAgent
 from headrace.actors.agents.simulated import SimulatedAgent
 from headrace.actors.errors import ConfigError
+from headrace.buffer.primitives.registry import PartRefused, Registry
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
     from headrace.actors.agents.agent import Agent
     from headrace.actors.agents.config import AgentSection
 
+    MakeAgent: TypeAlias = Callable[[AgentSection], Agent]
+
 
 def make_agent(section: AgentSection) -> Agent:
-    """Raises ConfigError when its program is not installed."""
+    """Raises ConfigError when there is no such agent, its program is not installed, or its settings do not fit."""
     try:
-        return _make(section)
-    except AgentMissing as error:
+        return AGENTS.find(section.kind)(section)
+    except (AgentMissing, PartRefused) as error:
         raise ConfigError(f"agent.kind: {error}") from error
 
 
-def _make(section: AgentSection) -> Agent:
-    match section.kind:
-        case AgentKind.SHELL:
-            return ShellAgent(section.shell)
-        case AgentKind.IMMEDIATE:
-            return ImmediateAgent()
-        case AgentKind.SIMULATED:
-            return SimulatedAgent(section.simulated)
-        case AgentKind.CLAUDE_CODE:
-            return ClaudeCode(section.program, section.claude_code)
-        case AgentKind.CODEX:
-            return Codex(section.program, section.codex)
-        case AgentKind.MINI_SWE_AGENT:
-            return MiniSweAgent(section.program, section.mini_swe_agent)
-        case AgentKind.QWEN_CODE:
-            return QwenCode(section.program)
-        case AgentKind.OPENCODE:
-            return Opencode(section.program)
+def _of_another_package(found: object) -> MakeAgent:
+    """`found` is called with `agent.settings` and gives an Agent."""
+    if not callable(found):
+        raise TypeError("it cannot be called with the settings")
+    make: Callable[..., Any] = found
+
+    def made(section: AgentSection) -> Agent:
+        try:
+            agent: Agent = make(**section.settings)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"agent.settings: {section.kind} does not take them: {error}") from error
+        for name in ("run", "folders"):
+            if not hasattr(agent, name):
+                raise ConfigError(
+                    f"agent.kind: {section.kind!r} gives no agent: it has no {name!r} (docs/extending.md)"
+                )
+        return agent
+
+    return made
+
+
+AGENTS: Final[Registry[MakeAgent]] = Registry(
+    kind="agent",
+    group="headrace.agents",
+    own={
+        AgentKind.SHELL: lambda section: ShellAgent(section.shell),
+        AgentKind.IMMEDIATE: lambda _: ImmediateAgent(),
+        AgentKind.SIMULATED: lambda section: SimulatedAgent(section.simulated),
+        AgentKind.CLAUDE_CODE: lambda section: ClaudeCode(section.program, section.claude_code),
+        AgentKind.CODEX: lambda section: Codex(section.program, section.codex),
+        AgentKind.MINI_SWE_AGENT: lambda section: MiniSweAgent(section.program, section.mini_swe_agent),
+        AgentKind.QWEN_CODE: lambda section: QwenCode(section.program),
+        AgentKind.OPENCODE: lambda section: Opencode(section.program),
+    },
+    accept=_of_another_package,
+)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 from headrace.actors.agents.claude_code import ClaudeCodeConfig
 from headrace.actors.agents.cli_agent import ProgramConfig
@@ -34,10 +37,19 @@ class AgentKind(StrEnum):
     """A program for many providers, in the sandbox."""
 
 
+def _known(name: object) -> object:
+    """One of headrace's own is told from an agent of another package by its type."""
+    return AgentKind(name) if isinstance(name, str) and name in set(AgentKind) else name
+
+
 class AgentSection(Section):
-    kind: AgentKind = AgentKind.SHELL
+    kind: Annotated[AgentKind | str, BeforeValidator(_known)] = AgentKind.SHELL
     """Which agent works on the tasks: `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`, `opencode`,
-    `simulated`, which takes time, or `immediate`, which does nothing."""
+    `simulated`, which takes time, `immediate`, which does nothing, or one of another package (docs/extending.md)."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of an agent of another package, by name."""
+    turns: int = Field(default=50, ge=1)
+    """Answers of the policy in one session of an agent of another package."""
     shell: ShellAgentConfig = ShellAgentConfig()
     """Settings of the shell agent."""
     program: ProgramConfig = ProgramConfig()
@@ -52,13 +64,20 @@ class AgentSection(Section):
     """Settings of the simulated agent."""
 
     @property
+    def is_outside(self) -> bool:
+        """Whether the agent is of another package."""
+        return not isinstance(self.kind, AgentKind)
+
+    @property
     def is_program(self) -> bool:
-        """Whether the agent is a program in the sandbox."""
-        return self.kind not in (AgentKind.SHELL, AgentKind.IMMEDIATE, AgentKind.SIMULATED)
+        """Whether the agent is a program in the sandbox. One of another package is taken for a loop of its own."""
+        return not self.is_outside and self.kind not in (AgentKind.SHELL, AgentKind.IMMEDIATE, AgentKind.SIMULATED)
 
     @property
     def max_turns(self) -> int:
         """Answers of the policy in one session."""
+        if self.is_outside:
+            return self.turns
         if self.kind is AgentKind.SIMULATED:
             return self.simulated.turns
         return self.program.max_turns if self.is_program else self.shell.max_turns

@@ -14,6 +14,7 @@ import orjson
 import typer
 from rich.table import Table
 
+from headrace.actors.cli.data import data_app
 from headrace.actors.cli.engine import serve
 from headrace.actors.cli.ledger import drop_batch, retry_lost
 from headrace.actors.cli.output import (
@@ -45,6 +46,7 @@ engine_app = typer.Typer(no_args_is_help=True, help="Inference engines.")
 sandbox_app = typer.Typer(no_args_is_help=True, help="Sandboxes for other programs.")
 app.add_typer(ledger_app, name="ledger")
 app.add_typer(tasks_app, name="tasks")
+app.add_typer(data_app, name="data")
 app.add_typer(engine_app, name="engine")
 app.add_typer(sandbox_app, name="sandbox")
 

@@ -25,6 +25,7 @@ from headrace.actors.evaluation.collecting import LeftDiff
 from headrace.actors.evaluation.comparison import compare, last_answer
 from headrace.actors.evaluation.diff_filter import Dropped, summary
 from headrace.actors.evaluation.patch import Patch, PatchRefused, collect_patch
+from headrace.actors.evaluation.plugins import score_by_plugin
 from headrace.actors.evaluation.repository import grade, score_repository
 from headrace.actors.evaluation.verdict import (
     LABELS,
@@ -112,6 +113,8 @@ async def _score(request: EvaluationRequest, rooms: CleanRooms, baselines: Basel
             return await score_repository(request, rooms, baselines)
         case EvaluatorKind.PATCH | EvaluatorKind.COMPARE:
             return await _score_patch(request, rooms)
+        case EvaluatorKind.PLUGIN:
+            return await score_by_plugin(request, rooms)
         case _:
             return await _check_files(request.task, _hidden_files(request.task), _spec_with_data(request), rooms)
 
@@ -120,6 +123,8 @@ async def _score_untouched(task: Task, rooms: CleanRooms, baselines: Baselines) 
     """The same look at what the task put there itself. Raises SandboxError, EvaluatorFault."""
     if task.evaluator.kind is EvaluatorKind.REPOSITORY:
         return await grade(task, LeftDiff(), rooms, baselines, always_twins=True)
+    if task.evaluator.kind is EvaluatorKind.PLUGIN:
+        return broken("only what an agent left can be shown to an evaluator of another package")
     files = Patch(changes={}).applied_to(task)
     return await _check_files(task, files, SandboxSpec(image=task.image, labels=LABELS), rooms)
 

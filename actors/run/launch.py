@@ -33,6 +33,7 @@ from headrace.actors.errors import (
     StartFailed,
     first_cause,
 )
+from headrace.actors.evaluation.plugins import refuse_absent_evaluators
 from headrace.actors.evaluation.repository import REPOSITORY_RUNS
 from headrace.actors.places.absent_images import refuse_absent_images
 from headrace.actors.places.config import SandboxKind
@@ -141,6 +142,7 @@ def load_task_sets(config: RunConfig) -> tuple[tuple[Task, ...], tuple[Task, ...
         heldout = generate(seed, section.heldout_count, Split.HELD_OUT)
     refuse_overlap(train, heldout, "tasks.heldout")
     refuse_absent_images(config.sandbox, (*train, *heldout))
+    refuse_absent_evaluators((*train, *heldout))
     refuse_short_evaluations((*train, *heldout), config.rollout.evaluate_timeout_s)
     return train, heldout
 

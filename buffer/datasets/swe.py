@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping  # noqa: TC003 - pydantic reads SweEnvironment
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,6 @@ from headrace.buffer.repositories import Command, RepositorySpec, Script, Swepro
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
 _BASE_COMMIT = re.compile(r"git (?:reset --hard|checkout) ([0-9a-f]{40})\b")

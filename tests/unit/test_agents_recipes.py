@@ -55,7 +55,6 @@ def test_one_that_is_not_installed_is_refused_at_the_start(
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("agent.kind=claude", "agent.kind"),
         ("agent.max_turns=3", "unknown key agent.max_turns"),
         ("agent.program.prompt=do it", "instruction"),
         ("agent.mini_swe_agent.mode=both", "agent.mini_swe_agent.mode"),

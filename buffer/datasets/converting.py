@@ -1,0 +1,73 @@
+"""Converters of data sets to headrace tasks, by the name of their form.
+
+Invariant: each row becomes a task or a refusal that says why; what is written can be read back by `load_tasks`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from pydantic import TypeAdapter, ValidationError
+
+from headrace.buffer.datasets.swe import Refusal, SweEnvironment, read_rows
+from headrace.buffer.primitives.registry import Registry
+from headrace.buffer.tasks import load_tasks, write_tasks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from headrace.buffer.tasks import Task
+
+    Converter: TypeAlias = Callable[[Path, Mapping[str, Any]], tuple[tuple[Task, ...], tuple[Refusal, ...]]]
+
+TASKS, REFUSALS = "tasks.jsonl", "refused.jsonl"
+
+
+class SettingsRefused(ValueError):
+    """A form does not take these settings; the message says which it takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """Where the tasks are, how many, and the rows that are none."""
+
+    tasks: Path
+    count: int
+    refusals: tuple[Refusal, ...]
+
+
+def _software_engineering(source: Path, settings: Mapping[str, Any]) -> tuple[tuple[Task, ...], tuple[Refusal, ...]]:
+    known = [field.name for field in fields(SweEnvironment)]
+    if unknown := sorted(settings.keys() - set(known)):
+        raise SettingsRefused(f"{unknown[0]}: unknown; settings are {', '.join(known)}")
+    try:
+        environment = TypeAdapter(SweEnvironment).validate_python(settings)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise SettingsRefused(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    return read_rows(source, environment)
+
+
+def _function(found: object) -> Converter:
+    if not callable(found):
+        raise TypeError("it is no function of a path and settings")
+    converter: Converter = found
+    return converter
+
+
+CONVERTERS: Final[Registry[Converter]] = Registry(
+    kind="form of data", group="headrace.converters", own={"swe": _software_engineering}, accept=_function
+)
+
+
+def convert(source: Path, folder: Path, *, form: str, settings: Mapping[str, Any]) -> Converted:
+    """Write the tasks of a data file, and the rows refused, into a folder. Raises PartRefused, OSError, TaskFileError
+    for tasks that cannot be read back, SettingsRefused."""
+    tasks, refusals = CONVERTERS.find(form)(source, settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tasks(folder / TASKS, tasks)
+    (folder / REFUSALS).write_text("".join(json.dumps(asdict(refusal)) + "\n" for refusal in refusals))
+    return Converted(tasks=folder / TASKS, count=len(load_tasks(folder / TASKS)) if tasks else 0, refusals=refusals)

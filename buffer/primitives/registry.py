@@ -1,0 +1,91 @@
+"""Parts by name: those that headrace brings, and those of other packages.
+
+A name is one of headrace's own, `package.module:Name`, or an entry point of an installed distribution. Nothing is
+guessed: a name that leads nowhere, or to two parts, or to something of another kind is refused with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from importlib.metadata import EntryPoint
+
+T = TypeVar("T")
+
+
+class PartRefused(ValueError):
+    """A name does not lead to one part of its kind. The message says why, and which names do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registry(Generic[T]):
+    """All parts of one kind. `kind` names it in messages, `group` is that of its entry points."""
+
+    kind: str
+    group: str
+    own: Mapping[str, T]
+    accept: Callable[[object], T]
+    """What an object of another package is as a part. Raises TypeError that says what it lacks."""
+
+    def names(self) -> tuple[str, ...]:
+        """Those of headrace, then those of entry points; what is named by its module is not known before."""
+        return (*self.own, *sorted({point.name for point in self._points()}))
+
+    def find(self, name: str) -> T:
+        """The part of that name. Raises PartRefused."""
+        if ":" in name:
+            return self._accepted(name, _named(name, self.kind))
+        points = [point for point in self._points() if point.name == name]
+        if name in self.own:
+            if points:
+                raise PartRefused(
+                    f"{self.kind} {name!r} exists twice: in headrace and in {_origins(points)}; rename one"
+                )
+            return self.own[name]
+        if not points:
+            raise PartRefused(
+                f"there is no {self.kind} {name!r}; there are {', '.join(self.names())}, and package.module:Name names "
+                "one of your own"
+            )
+        if len(points) > 1:
+            raise PartRefused(
+                f"{self.kind} {name!r} exists twice: in {_origins(points)}; name it as package.module:Name"
+            )
+        try:
+            found = points[0].load()
+        except Exception as error:
+            raise PartRefused(f"{self.kind} {name!r} of {_origins(points)}: {_reason(error)}") from error
+        return self._accepted(name, found)
+
+    def _points(self) -> list[EntryPoint]:
+        return list(entry_points(group=self.group))
+
+    def _accepted(self, name: str, found: object) -> T:
+        try:
+            return self.accept(found)
+        except TypeError as error:
+            raise PartRefused(f"{name!r} is no {self.kind}: {error}") from error
+
+
+def _named(name: str, kind: str) -> object:
+    module, _, path = name.partition(":")
+    try:
+        found: object = import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise PartRefused(f"{kind} {name!r}: {_reason(error)}") from error
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _origins(points: list[EntryPoint]) -> str:
+    return " and ".join(sorted(point.dist.name if point.dist else point.value for point in points))

@@ -1,0 +1,287 @@
+"""An agent, an evaluator and a converter of a package outside of headrace, as recipes, tasks and commands name them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace.actors.agents.chat import ChatReply
+from headrace.actors.agents.choosing import make_agent
+from headrace.actors.agents.config import AgentSection
+from headrace.actors.cli.app import app
+from headrace.actors.errors import ConfigError
+from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
+from headrace.actors.evaluation.plugins import refuse_absent_evaluators
+from headrace.buffer.datasets.converting import convert
+from headrace.buffer.task_errors import TaskFileError
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, load_tasks, task_digest, write_tasks
+from headrace.buffer.types import Cause
+from headrace.sandboxes.base import SandboxSpec
+from headrace.sandboxes.local.provider import LocalProvider
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+    from headrace.actors.agents.chat import ChatMessage
+
+pytestmark = pytest.mark.namespaces
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "scripts" / "recipes" / "quickstart.toml"
+MODULE = '''
+import asyncio
+import json
+
+from headrace.actors.agents.agent import AgentReport, StopReason
+from headrace.actors.evaluation.verdict import rewarded
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task
+from headrace.sandboxes.base import FrozenMount, SandboxSpec
+
+
+class Greeter:
+    """An agent that asks nobody."""
+
+    folders = ()
+
+    def __init__(self, name="world"):
+        self.name = name
+
+    async def run(self, *, session, sandbox, task):
+        await sandbox.exec(f"echo hello {self.name} > /workspace/greeting", timeout_s=20)
+        return AgentReport(stop=StopReason.FINISHED, turns=0)
+
+
+async def by_length(request, rooms):
+    """The longer the greeting, the better."""
+    mount = FrozenMount(source=request.sandbox.id, path="/workspace", target="/workspace")
+    async with rooms.clean(SandboxSpec(image=request.task.image, mounts=(mount,))) as room:
+        greeting = await room.read("/workspace/greeting", max_bytes=1000)
+    return rewarded(len(greeting) / 10, solved=None)
+
+
+async def raises(request, rooms):
+    raise KeyError("reward")
+
+
+async def never(request, rooms):
+    await asyncio.Event().wait()
+
+
+async def number(request, rooms):
+    return 1.0
+
+
+async def infinite(request, rooms):
+    from headrace.actors.evaluation.verdict import Verdict
+    from headrace.buffer.types import Cause
+    return Verdict(reward=float("inf"), cause=Cause.SOLVED, solved=True)
+
+
+def rows(source, settings):
+    check = EvaluatorSpec(kind=EvaluatorKind.STATE, check="pass")
+    lines = source.read_text().splitlines()
+    return tuple(Task(id=line, family=settings["family"], instruction=line, evaluator=check) for line in lines), ()
+'''
+
+
+@pytest.fixture(autouse=True)
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_things.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "their_things", raising=False)
+
+
+def examples() -> dict[str, str]:
+    """The Python blocks of docs/extending.md by the name in their first line."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    blocks = [block.split("```")[0] for block in page.split("```python\n")[1:]]
+    return {block.split("\n")[0].removeprefix("# "): block for block in blocks}
+
+
+class Says:
+    """A policy that always gives the same answer."""
+
+    def __init__(self, text: str) -> None:
+        self.chat = self
+        self._text = text
+
+    async def __call__(self, messages: Sequence[ChatMessage]) -> ChatReply:
+        return ChatReply(text=self._text, finish_reason="stop")
+
+
+async def test_the_examples_of_the_docs(
+    load_support: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in examples().items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    page = (ROOT / "docs" / "extending.md").read_text()
+    (tmp_path / "task.jsonl").write_text(page.split("```json\n")[1].split("```")[0])
+    [long] = load_tasks(tmp_path / "task.jsonl")
+    recipe = tomllib.loads(page.split("```toml\n")[1].split("```")[0])
+    agent = make_agent(AgentSection.model_validate(recipe["agent"]))
+    async with LocalProvider() as provider:
+        ref = await provider.create(SandboxSpec())
+        sandbox = await provider.attach(ref)
+        session = Says("printf '%0120d' 0 > text")
+        report = await agent.run(session=session, sandbox=sandbox, task=long)  # type: ignore[arg-type]
+        rooms = load_support("evaluation_rooms").Rooms(provider, sandbox)
+        found = await evaluate(EvaluationRequest(key="1", task=long, sandbox=ref), rooms)
+    assert (report.turns, found.reward, found.solved) == (1, pytest.approx(1.2), True)
+    (tmp_path / "rows").write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "why?"}\n')
+    done = convert(tmp_path / "rows", tmp_path / "out", form="forms:questions", settings={"family": "sums"})
+    assert ([task.id for task in load_tasks(done.tasks)], len(done.refusals)) == (["sums-1"], 1)
+
+
+def task(plugin: str, **evaluator: Any) -> Task:
+    spec = EvaluatorSpec(kind=EvaluatorKind.PLUGIN, plugin=plugin, **evaluator)
+    return Task(id=TaskId("greet"), family="greet", instruction="greet somebody", evaluator=spec)
+
+
+async def verdict(load_support: Callable[[str], ModuleType], plugin: str, **evaluator: Any) -> Any:
+    rooms = load_support("evaluation_rooms").Rooms
+    agent = make_agent(AgentSection(kind="their_things:Greeter", settings={"name": "you"}))
+    async with LocalProvider() as provider:
+        ref = await provider.create(SandboxSpec())
+        sandbox = await provider.attach(ref)
+        greet = task(plugin, **evaluator)
+        await agent.run(session=None, sandbox=sandbox, task=greet)  # type: ignore[arg-type]
+        return await evaluate(EvaluationRequest(key="1", task=greet, sandbox=ref), rooms(provider, sandbox))
+
+
+async def test_an_agent_and_an_evaluator_of_another_package(load_support: Callable[[str], ModuleType]) -> None:
+    found = await verdict(load_support, "their_things:by_length")
+    assert (found.reward, found.cause) == (pytest.approx(1.0), Cause.SOLVED)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "said"),
+    [
+        ("raises", "their_things:raises raised KeyError: 'reward'"),
+        ("never", "their_things:never outlived timeout_s=0.2"),
+        ("number", "their_things:number: it gave float instead of a Verdict"),
+        ("infinite", "their_things:infinite: "),
+        ("absent", "has no attribute 'absent'"),
+    ],
+)
+async def test_what_an_evaluator_of_another_package_does_wrong_is_its_fault(
+    load_support: Callable[[str], ModuleType], plugin: str, said: str
+) -> None:
+    timeout = {"timeout_s": 0.2} if plugin == "never" else {}
+    found = await verdict(load_support, f"their_things:{plugin}", **timeout)
+    assert (found.reward, found.cause) == (None, Cause.EVALUATOR)
+    assert said in found.detail
+
+
+def test_agents_travel_to_workers() -> None:
+    agent = make_agent(AgentSection(kind="their_things:Greeter", settings={"name": "you"}))
+    assert pickle.loads(pickle.dumps(agent)).name == "you"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"kind": "claud-code"}, "there is no agent 'claud-code'; there are shell, immediate, simulated, claude-code"),
+        ({"kind": "their_things:Absent"}, "has no attribute 'Absent'"),
+        (
+            {"kind": "their_things:Greeter", "settings": {"nam": 1}},
+            "agent.settings: their_things:Greeter does not",
+        ),
+        ({"kind": "builtins:dict"}, "'builtins:dict' gives no agent: it has no 'run'"),
+        ({"kind": "sys:path"}, "is no agent: it cannot be called with the settings"),
+    ],
+)
+def test_an_agent_that_is_none_is_refused(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        make_agent(AgentSection.model_validate(section))
+    assert said in str(refused.value)
+
+
+def test_a_run_with_an_absent_agent_ends_at_its_start(tmp_path: Path) -> None:
+    command = ["run", str(QUICKSTART), "--runs-dir", str(tmp_path / "runs")]
+    told = CliRunner().invoke(app, [*command, "--set", "agent.kind=their_things:Absent"])
+    assert isinstance(told.exception, ConfigError)
+    assert "agent.kind: agent 'their_things:Absent': AttributeError" in str(told.exception)
+
+
+def test_tasks_name_their_evaluator(tmp_path: Path) -> None:
+    greet = task("their_things:by_length", check="whatever it reads", expected="this too")
+    write_tasks(tmp_path / "tasks.jsonl", [greet])
+    [read] = load_tasks(tmp_path / "tasks.jsonl")
+    assert (read, task_digest(read)) == (greet, task_digest(greet))
+    refuse_absent_evaluators([read])
+    with pytest.raises(ConfigError, match=r"task greet: evaluator\.plugin: 'their_things:rows' is no evaluator"):
+        refuse_absent_evaluators([task("their_things:rows")])
+    for evaluator in ({"kind": "plugin"}, {"kind": "state", "check": "pass", "plugin": "a:b"}):
+        document = {"id": "a", "family": "a", "instruction": "a", "evaluator": evaluator}
+        (tmp_path / "bad.jsonl").write_text(json.dumps(document) + "\n")
+        with pytest.raises(TaskFileError, match=r"evaluator\.plugin: belongs to the kind plugin, which needs it"):
+            load_tasks(tmp_path / "bad.jsonl")
+
+
+def test_a_form_of_data_of_another_package(tmp_path: Path) -> None:
+    (tmp_path / "greetings").write_text("one\ntwo\n")
+    command = ["data", "convert", str(tmp_path / "greetings"), "--out", str(tmp_path / "out")]
+    told = CliRunner().invoke(app, [*command, "--form", "their_things:rows", "--set", "family=greet"])
+    assert told.exit_code == 0, told.output
+    assert [task.instruction for task in load_tasks(tmp_path / "out" / "tasks.jsonl")] == ["one", "two"]
+
+
+SWE_ROW = {
+    "instance_id": "a__b-1",
+    "repo": "a/b",
+    "base_commit": "0" * 40,
+    "problem_statement": "mend it",
+    "image": "img:{instance_id}",
+    "test_patch": "diff --git a/t.py b/t.py\n--- a/t.py\n+++ b/t.py\n@@ -1 +1 @@\n-a\n+b\n",
+    "FAIL_TO_PASS": ["t.py::test_a"],
+}
+
+
+def test_swe_rows_are_converted_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(SWE_ROW), json.dumps({"instance_id": "x"}), "no json"]))
+    command = ["data", "convert", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
+    told = CliRunner().invoke(app, [*command, "--set", "timeout_s=60", "--json", str(tmp_path / "told.json")])
+    assert told.exit_code == 0, told.output
+    [read] = load_tasks(tmp_path / "out" / "tasks.jsonl")
+    assert (read.id, read.image, read.evaluator.timeout_s) == ("a__b-1", "img:a__b-1", 60.0)
+    refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
+    assert [row["line"] for row in refused] == [2, 3]
+    assert json.loads((tmp_path / "told.json").read_text())["refused"] == refused
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--form", "swebench"], "--form swebench: there is no form of data 'swebench'; there are swe"),
+        (["--set", "workdi=/x"], "--form swe: workdi: unknown; settings are image, workdir"),
+        (["--set", "timeout_s=soon"], "--form swe: timeout_s: Input should be a valid number"),
+    ],
+)
+def test_bad_input_of_a_conversion(tmp_path: Path, given: list[str], said: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(SWE_ROW))
+    command = ["data", "convert", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
+    told = CliRunner().invoke(app, [*command, *given])
+    assert isinstance(told.exception, ConfigError)
+    assert said in str(told.exception)
+
+
+def test_a_data_file_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name, said in (("absent", "No such file"), ("binary", "is not UTF-8 text"), (".", "Is a directory")):
+        told = CliRunner().invoke(app, ["data", "convert", str(tmp_path / name), "--out", str(tmp_path / "out")])
+        assert said in str(told.exception)
+
+
+async def test_a_cancelled_evaluation_is_no_verdict(load_support: Callable[[str], ModuleType]) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(2.0):
+            await verdict(load_support, "their_things:never", timeout_s=60.0)
