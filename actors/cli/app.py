@@ -14,6 +14,7 @@ import orjson
 import typer
 from rich.table import Table
 
+from headrace.actors.cli.check import check
 from headrace.actors.cli.data import data_app
 from headrace.actors.cli.engine import serve
 from headrace.actors.cli.ledger import drop_batch, retry_lost
@@ -251,6 +252,7 @@ def doctor(json: Json = None) -> None:
     show(table, result_console(), markup=True)
 
 
+app.command()(check)
 app.command()(simulate)
 app.command()(tune)
 

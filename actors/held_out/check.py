@@ -1,0 +1,106 @@
+"""`headrace check`: one rollout of one task of a recipe, told in full, to try one's own parts before a run.
+
+Invariants:
+- It is the rollout of an evaluation: the same parts, the sampling of training unless `[evaluation.sampling]` says else.
+- What the policy and the agent wrote is shown with its control characters spelt out: it cannot steer a terminal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from headrace.actors.errors import ConfigError, RunError
+from headrace.actors.held_out.command import START_VERSION, Evaluation
+from headrace.actors.run.config import load_recipe
+from headrace.actors.run.launch import check_parts, load_task_sets
+from headrace.actors.run.parts import recipe_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from headrace.buffer.tasks import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRollout:
+    """What `metadata.json`, `conversation.jsonl` and `evaluator.log` of one evaluation rollout say."""
+
+    task: Task
+    metadata: dict[str, Any]
+    turns: tuple[dict[str, Any], ...]
+    log: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"task": self.task.id, "rollout": self.metadata, "turns": self.turns, "log": self.log}
+
+    def lines(self) -> Iterator[str]:
+        """For people: the task, each turn as text with what is trained of it, the verdict and where the time went."""
+        yield f"task {self.task.id} ({self.task.family}): {_shown(self.task.instruction)}"
+        for number, turn in enumerate(self.turns, start=1):
+            if "answer" not in turn:
+                yield f"-- {turn}"
+                continue
+            masked = f"not trained ({turn['masked']})" if turn["masked"] else "trained"
+            versions = ", ".join(turn["versions"])
+            yield f"-- turn {number}: {turn['sampled_tokens']} tokens of version {versions}, {masked}, {turn['status']}"
+            yield _shown(turn["prompt"])
+            yield f">> {_shown(turn['answer'])}"
+        yield f"-- verdict: reward {self.metadata['reward']}, {_shown(self.log).rstrip(': ') or self.metadata['cause']}"
+        phases = self.metadata["phases_s"].items()
+        yield "-- " + ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in phases)
+
+
+def prepare_check(recipe: Path, wanted: str, overrides: Sequence[str], out: Path) -> Evaluation:
+    """Check everything; makes nothing. `wanted` is the id of a training or held-out task, or the number of a training
+    task, from 1. Raises what `prepare_evaluation` does."""
+    config = load_recipe(recipe, overrides, out / "service")
+    if config.engines.is_simulated:
+        raise ConfigError("engines.backend simulated has no policy to check with; set it to cpu")
+    train, held_out = load_task_sets(config)
+    task = _named(wanted, train, held_out)
+    check_parts(config)
+    return Evaluation(
+        config=config,
+        run=None,
+        version=START_VERSION,
+        tasks=(task,),
+        samples=1,
+        recipe_sha256=recipe_digest(config),
+        out=out,
+    )
+
+
+def _named(wanted: str, train: Sequence[Task], held_out: Sequence[Task]) -> Task:
+    for task in (*train, *held_out):
+        if task.id == wanted:
+            return task
+    if wanted.isdecimal() and 1 <= int(wanted) <= len(train):
+        return train[int(wanted) - 1]
+    raise ConfigError(f"--task {wanted}: no task has that id, and training tasks have numbers 1 to {len(train)}")
+
+
+def read_check(evaluation: Evaluation) -> CheckedRollout:
+    """What the rollout left. Raises RunError when it left nothing."""
+    [task] = evaluation.tasks
+    folders = sorted((evaluation.out / "rollouts").glob("[!.]*"))
+    if not folders:
+        raise RunError(f"the rollout of {task.id} left nothing in {evaluation.out / 'rollouts'}")
+    folder = folders[0]
+    conversation = folder / "conversation.jsonl"
+    lines = conversation.read_bytes().splitlines() if conversation.exists() else []
+    log = folder / "evaluator.log"
+    return CheckedRollout(
+        task=task,
+        metadata=orjson.loads((folder / "metadata.json").read_bytes()),
+        turns=tuple(orjson.loads(line) for line in lines),
+        log=log.read_text(errors="replace").strip() if log.exists() else "",
+    )
+
+
+def _shown(text: str) -> str:
+    """Line ends stay; other control characters are spelt out."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else repr(sign)[1:-1] for sign in text).rstrip("\n")

@@ -1,0 +1,80 @@
+"""`headrace check`: which task it takes, and how a rollout is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.actors.errors import ConfigError, RunError
+from headrace.actors.held_out.check import prepare_check, read_check
+from headrace.buffer.datasets.terminal import Split, generate
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "scripts" / "recipes" / "quickstart.toml"
+TURN = {
+    "turn_id": "t1",
+    "prompt": "<|user|>write\x1b[2J it<|end|>",
+    "answer": "echo a > b\nexit",
+    "sampled_tokens": 5,
+    "status": "accepted",
+    "masked": "",
+    "versions": ["1.0"],
+}
+METADATA = {"reward": 0.0, "cause": "failed", "phases_s": {"boot": 0.1, "agent": 0.25}}
+
+
+def test_a_task_by_its_number_or_its_id(tmp_path: Path) -> None:
+    first, second, *_ = train = generate(0, 512, Split.TRAIN)
+    held_out = generate(0, 64, Split.HELD_OUT)
+    for wanted, task in (("1", first), ("2", second), ("512", train[-1]), (held_out[3].id, held_out[3])):
+        assert prepare_check(QUICKSTART, wanted, (), tmp_path).tasks == (task,)
+    for wanted in ("0", "513", "-1", "absent", ""):
+        with pytest.raises(ConfigError, match=f"--task {wanted}: no task has that id, and training tasks have numbers"):
+            prepare_check(QUICKSTART, wanted, (), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_simulated_engines_have_nothing_to_say(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engines\.backend simulated has no policy to check with"):
+        prepare_check(ROOT / "scripts" / "recipes" / "simulated.toml", "1", (), tmp_path)
+
+
+def test_a_rollout_is_told_and_steers_no_terminal(tmp_path: Path) -> None:
+    evaluation = prepare_check(QUICKSTART, "1", (), tmp_path)
+    with pytest.raises(RunError, match="left nothing"):
+        read_check(evaluation)
+    folder = tmp_path / "rollouts" / "one-0"
+    folder.mkdir(parents=True)
+    (folder / "metadata.json").write_text(json.dumps(METADATA))
+    masked = TURN | {"masked": "side", "status": "aborted"}
+    (folder / "conversation.jsonl").write_text("\n".join(map(json.dumps, (TURN, masked, {"left_out_turns": 2}))))
+    (folder / "evaluator.log").write_text("failed: \n")
+    told = list(read_check(evaluation).lines())
+    assert told[1:] == [
+        "-- turn 1: 5 tokens of version 1.0, trained, accepted",
+        "<|user|>write\\x1b[2J it<|end|>",
+        ">> echo a > b\nexit",
+        "-- turn 2: 5 tokens of version 1.0, not trained (side), aborted",
+        "<|user|>write\\x1b[2J it<|end|>",
+        ">> echo a > b\nexit",
+        "-- {'left_out_turns': 2}",
+        "-- verdict: reward 0.0, failed",
+        "-- boot 0.10 s, agent 0.25 s",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.namespaces
+def test_the_command(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("headrace")), "check", str(QUICKSTART), "--quiet"]
+    command += ["--json", str(tmp_path / "told.json"), "--out", str(tmp_path / "out")]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert told.returncode == 0, told.stderr
+    document = json.loads((tmp_path / "told.json").read_text())
+    assert document["turns"]
+    assert document["rollout"]["reward"] in (0.0, 1.0)
+    assert f"task {document['task']}" in told.stderr
