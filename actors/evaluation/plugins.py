@@ -16,7 +16,7 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.verdict import Verdict, broken
 from headrace.buffer.primitives.registry import PartRefused, Registry
 from headrace.buffer.types import Cause, check_reward
-from headrace.sandboxes.errors import SandboxError
+from headrace.sandboxes.errors import SandboxError, SandboxFileError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
@@ -52,6 +52,9 @@ async def score_by_plugin(request: EvaluationRequest, rooms: CleanRooms) -> Verd
     try:
         async with asyncio.timeout(spec.timeout_s):
             verdict = await EVALUATORS.find(spec.plugin)(request, rooms)
+    except SandboxFileError as error:
+        # A file that is missing or too large is what the agent left: to expect that is the evaluator's task.
+        return broken(f"{spec.plugin} did not expect: {error}")
     except SandboxError:
         raise
     except TimeoutError:

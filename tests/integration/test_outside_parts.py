@@ -75,6 +75,11 @@ async def never(request, rooms):
     await asyncio.Event().wait()
 
 
+async def expects_a_file(request, rooms):
+    async with rooms.clean(SandboxSpec(image=request.task.image)) as room:
+        await room.read("/workspace/absent", max_bytes=10)
+
+
 async def number(request, rooms):
     return 1.0
 
@@ -167,6 +172,7 @@ async def test_an_agent_and_an_evaluator_of_another_package(load_support: Callab
     [
         ("raises", "their_things:raises raised KeyError: 'reward'"),
         ("never", "their_things:never outlived timeout_s=0.2"),
+        ("expects_a_file", "their_things:expects_a_file did not expect: /workspace/absent: No such file"),
         ("number", "their_things:number: it gave float instead of a Verdict"),
         ("infinite", "their_things:infinite: "),
         ("absent", "has no attribute 'absent'"),
