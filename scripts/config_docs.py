@@ -53,7 +53,7 @@ def section(path: str, model: type[BaseModel]) -> list[str]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             nested.append((f"{path}.{name}" if path else name, field.annotation))
             continue
-        default = "required" if field.is_required() else f"`{_shown(field.default)}`"
+        default = "required" if field.is_required() else f"`{_shown(field.get_default(call_default_factory=True))}`"
         if (derived := DERIVED.get(f"{path}.{name}")) is not None:
             default = f"derived: {derived[1]}"
         lines.append(f"| `{name}` | {default} | {texts.get(name, '')} |")
