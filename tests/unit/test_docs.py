@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from functools import cache
 from pathlib import Path
@@ -71,6 +72,16 @@ def test_what_is_not_there_is_found(tmp_path: Path) -> None:
         "actors/absent.py: no such file",
         "tests/unit/test_docs.py::test_absent: no such test",
     ]
+
+
+def test_the_list_of_modules_is_that_of_the_tree() -> None:
+    spec = importlib.util.spec_from_file_location("module_docs", ROOT / "scripts" / "module_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs" / "modules.md").read_text() == module.render(), "run scripts/module_docs.py"
+    assert "|  |" not in module.render(), "every module says what it is for"
 
 
 def test_the_glossary_is_short() -> None:
