@@ -51,7 +51,7 @@ def test_every_package_folder_is_listed() -> None:
         for package in RANKS
         for path in (ROOT / package).rglob("__init__.py")
     }
-    assert found == listed
+    assert found == listed, "run scripts/packages.py"
 
 
 def test_wheel_holds_exactly_the_tree(tmp_path: Path) -> None:

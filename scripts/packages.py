@@ -1,0 +1,32 @@
+"""Writes the list of packages in pyproject.toml from the tree. setuptools follows the five top folders to `headrace.*` only
+where each package is named; a test compares the two."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("actors", "buffer", "policies", "sandboxes", "serve")
+LISTED = re.compile(r"^packages = \[\n(?:  \"headrace\.[\w.]+\",\n)+\]$", re.MULTILINE)
+MAPPED = re.compile(r"^package-dir = \{.*\}$", re.MULTILINE)
+
+
+def packages() -> list[str]:
+    found = (path.parent.relative_to(ROOT).parts for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py"))
+    return sorted(".".join(parts) for parts in found)
+
+
+def render(text: str) -> str:
+    """pyproject.toml with the packages of the tree."""
+    listed = "".join(f'  "headrace.{name}",\n' for name in packages())
+    mapped = ", ".join(f'"headrace.{name}" = "{name.replace(".", "/")}"' for name in packages())
+    text, lists = LISTED.subn(f"packages = [\n{listed}]", text)
+    text, maps = MAPPED.subn(f"package-dir = {{ {mapped} }}", text)
+    assert (lists, maps) == (1, 1), "pyproject.toml has another form than this script knows"
+    return text
+
+
+if __name__ == "__main__":
+    path = ROOT / "pyproject.toml"
+    path.write_text(render(path.read_text(encoding="utf-8")), encoding="utf-8")
