@@ -1,5 +1,5 @@
-"""Writes the list of packages in pyproject.toml from the tree. setuptools follows the five top folders to `headrace.*` only
-where each package is named; a test compares the two."""
+"""Writes the list of packages in pyproject.toml from the tree; a test compares the two. setuptools maps the five folders
+to `headrace.*` only where each package is named."""
 
 from __future__ import annotations
 
