@@ -1,4 +1,4 @@
-"""Writes the list of packages in pyproject.toml from the tree; a test compares the two. setuptools maps the five folders
+"""Writes the list of packages in pyproject.toml from the tree; a test compares the two. setuptools maps the folders
 to `headrace.*` only where each package is named."""
 
 from __future__ import annotations
