@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from headrace.actors.agents.agent import StopReason
 from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.buffer.types import Cause
+from headrace.sandboxes.errors import SandboxGone
 from headrace.serve.capture.events import Exhausted
 
 if TYPE_CHECKING:
@@ -121,8 +123,10 @@ async def test_an_agent_that_is_killed_during_a_turn_is_judged_by_what_it_left(
     rigs: Any, tokenizer_dir: Path, agent: str
 ) -> None:
     async def kill(_: Any, sandbox: Any) -> None:
-        killed = await sandbox.exec(f"pkill -9 '^{COMM[agent]}'", timeout_s=10)
-        assert killed.exit_code == 0, killed
+        # The rollout may be over, and its sandbox with it, before this command has ended.
+        with suppress(SandboxGone):
+            killed = await sandbox.exec(f"pkill -9 '^{COMM[agent]}'", timeout_s=10)
+            assert killed.exit_code == 0, killed
 
     result, stations = await strike(rigs, tokenizer_dir, agent, kill)
     [report] = stations.reports
