@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 import tomllib
@@ -66,8 +67,14 @@ def test_wheel_holds_exactly_the_tree(tmp_path: Path) -> None:
         "-w",
         str(tmp_path),
     ]
+    # What an earlier build left in the checkout would be packed too.
+    (tmp_path / "extra.cfg").write_text(f"[build]\nbuild_base = {tmp_path / 'build'}\n")
     subprocess.run(
-        [*command, "--config-settings=--build-option=--quiet", str(ROOT)], check=True, cwd=tmp_path, timeout=100
+        [*command, "--config-settings=--build-option=--quiet", str(ROOT)],
+        check=True,
+        cwd=tmp_path,
+        timeout=100,
+        env={**os.environ, "DIST_EXTRA_CONFIG": str(tmp_path / "extra.cfg")},
     )
     [wheel] = tmp_path.glob("headrace-*.whl")
     with zipfile.ZipFile(wheel) as archive:
