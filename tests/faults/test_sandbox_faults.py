@@ -81,6 +81,15 @@ def inhabitants(spaces: set[Path | None]) -> set[int]:
     return {int(process) for process in processes if mount_namespace(process) in spaces}
 
 
+def opened(pids: set[int]) -> list[int]:
+    """Pidfds of those that have not ended meanwhile."""
+    handles = []
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            handles.append(os.pidfd_open(pid))
+    return handles
+
+
 async def all_dead(handles: list[int]) -> None:
     """Wait for the end of processes by their pidfds."""
     loop = asyncio.get_running_loop()
@@ -107,7 +116,7 @@ async def test_launcher_killed(tmp_path: Path) -> None:
         assert sandboxes_left(tmp_path) == 4
         spaces = namespaces_of(pids)
         assert len(spaces) == 4
-        handles = [os.pidfd_open(pid) for pid in pids | inhabitants(spaces)]
+        handles = opened(pids | inhabitants(spaces))
         os.kill(launcher, signal.SIGKILL)
         await all_dead(handles)
         assert sandboxes_left(tmp_path) == 0
@@ -217,7 +226,7 @@ async def test_owner_killed(tmp_path: Path, number: signal.Signals) -> None:
     assert len(pids) >= 10
     spaces = namespaces_of(pids)
     assert len(spaces) == 4
-    handles = [os.pidfd_open(pid) for pid in pids | inhabitants(spaces)]
+    handles = opened(pids | inhabitants(spaces))
     owner.send_signal(number)
     await owner.wait()
     await all_dead(handles)
