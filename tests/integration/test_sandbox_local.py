@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -370,7 +370,7 @@ async def test_kill_takes_daemons_and_is_idempotent(provider: LocalProvider, san
     await run(sandbox, "until [ $(pgrep -c sleep) = 2 ]; do :; done")
     pids = descendants(provider.launcher_pid)
     assert len(pids) >= 3
-    handles = [os.pidfd_open(pid) for pid in pids]
+    handles = opened(pids)
     await sandbox.kill()
     await sandbox.kill()
     await all_dead(handles)
@@ -778,7 +778,8 @@ async def test_closing_leaves_nothing() -> None:
         sandbox = await provider.attach(await provider.create(SandboxSpec()))
         await run(sandbox, "setsid sleep 1000 > /dev/null 2>&1 &")
         launcher = provider.launcher_pid
-        handles = [os.pidfd_open(pid) for pid in (launcher, *descendants(launcher)) if pid is not None]
+        assert launcher is not None
+        handles = opened([launcher, *descendants(launcher)])
         folder = Path(provider.endpoint).parent
     await all_dead(handles)
     assert folder.name not in host_folders(folder.parent)
@@ -818,6 +819,15 @@ def host_folders(parent: Path) -> set[str]:
 
 def host_mounts() -> str:
     return Path("/proc/self/mounts").read_text()
+
+
+def opened(pids: list[int]) -> list[int]:
+    """Pidfds of those that have not ended meanwhile."""
+    handles = []
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            handles.append(os.pidfd_open(pid))
+    return handles
 
 
 def descendants(root: int | None) -> list[int]:
