@@ -13,7 +13,7 @@ from headrace.actors.evaluation.diff_filter import Dropped, DropReason
 from headrace.actors.evaluation.preparing import lay_out
 from headrace.actors.evaluation.unified_diff import DiffRefused
 from headrace.actors.evaluation.verdict import LABELS
-from headrace.actors.in_sandbox import ISOLATED, program_command
+from headrace.actors.in_sandbox import program_command
 from headrace.sandboxes.base import FrozenMount, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 
@@ -46,7 +46,7 @@ async def collect_diff(request: EvaluationRequest, repository: RepositorySpec, r
     async with rooms.clean(SandboxSpec(image=request.task.image, mounts=(mount,), labels=LABELS)) as room:
         await lay_out(request.task, room)
         result = await room.exec(
-            program_command(f"{repository.python} {ISOLATED}", "collect", argument),
+            program_command(repository.python, "collect", argument),
             cwd="/",
             timeout_s=request.task.evaluator.timeout_s,
             max_output_bytes=MAX_DIFF_BYTES,

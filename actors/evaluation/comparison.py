@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.evaluation.verdict import Verdict, broken, failed, printed, solved
-from headrace.actors.in_sandbox import program_command
+from headrace.actors.in_sandbox import ISOLATED, program_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,14 +28,15 @@ async def compare(
     expected: str,
     *,
     python: str,
+    options: str = f"{ISOLATED} -B",
     timeout_s: float,
     user: str = "agent",
     cwd: str = "/",
     environment: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """Run `check` and compare its `result` with the JSON text `expected`. Raises ExecTimeout, SandboxGone."""
+    """Run `check`, with `options` of Python, and compare its `result` with the JSON text `expected`. Raises ExecTimeout, SandboxGone."""
     result = await room.exec(
-        program_command(python, "compute"),
+        program_command(python, "compute", options=options),
         user=user,
         stdin=check.encode(),
         cwd=cwd,

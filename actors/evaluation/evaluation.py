@@ -42,8 +42,8 @@ from headrace.actors.evaluation.verdict import (
     solved,
     told,
 )
-from headrace.actors.in_sandbox import ISOLATED, program_command, source
 from headrace.actors.in_sandbox import check as check_program
+from headrace.actors.in_sandbox import program_command, source
 from headrace.buffer.cleaning import clean_text
 from headrace.buffer.tasks import PYTHON, EvaluatorKind
 from headrace.buffer.types import Cause
@@ -175,15 +175,14 @@ async def run_check(task: Task, room: Sandbox) -> Verdict:
     """Run the task's check, given on standard input so that no file of it lies anywhere. Raises ExecTimeout,
     SandboxGone, EvaluatorFault."""
     spec = task.evaluator
-    python = f"{spec.python} {ISOLATED}"
     if spec.kind is EvaluatorKind.COMPARE:
-        return await compare(room, spec.check, spec.expected, python=f"{python} -B", timeout_s=spec.timeout_s)
+        return await compare(room, spec.check, spec.expected, python=spec.python, timeout_s=spec.timeout_s)
     result = None
     if spec.python == PYTHON and isinstance(room, ProgramRunner) and imports_only(spec.check, PRELOADED):
         result = await _run_plainly(spec, room)
     if result is None or result.exit_code == check_program.UNAVAILABLE:
         result = await room.exec(
-            program_command(python, "check", check_program.PACKAGES, *spec.data_paths),
+            program_command(spec.python, "check", check_program.PACKAGES, *spec.data_paths),
             stdin=spec.check.encode(),
             cwd="/",
             timeout_s=spec.timeout_s,

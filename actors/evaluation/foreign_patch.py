@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from headrace.actors.evaluation.diff_filter import FilterRules, filter_diff, summary
 from headrace.actors.evaluation.settings_sections import SECTIONED
 from headrace.actors.evaluation.unified_diff import DiffRefused, parse_diff
-from headrace.actors.in_sandbox import ISOLATED, program_command
+from headrace.actors.in_sandbox import program_command
 from headrace.actors.in_sandbox.apply import AGENT_REFUSED
 from headrace.sandboxes.errors import SandboxError, SandboxFileError
 
@@ -37,7 +37,7 @@ async def apply_patch(room: Sandbox, diff: bytes, cwd: str, timeout_s: float) ->
     folder = f"/tmp/{secrets.token_hex(8)}"
     await room.write_many({f"{folder}/agent.diff": filtered.diff, f"{folder}/tests.diff": b""})
     # A login shell, because that is where images of tasks have their Python.
-    in_login_shell = f"exec bash -lc {shlex.quote('exec ' + program_command(f'python3 {ISOLATED}', 'apply', folder))}"
+    in_login_shell = f"exec bash -lc {shlex.quote('exec ' + program_command('python3', 'apply', folder))}"
     result = await room.exec(in_login_shell, cwd=cwd, timeout_s=timeout_s)
     said = result.stderr[-300:].decode(errors="replace").strip()
     if result.exit_code == AGENT_REFUSED:

@@ -32,7 +32,7 @@ from headrace.actors.evaluation.report import (
 from headrace.actors.evaluation.running import RunBroken, TestRun, parse_logs, run_tests
 from headrace.actors.evaluation.unified_diff import DiffRefused, parse_diff
 from headrace.actors.evaluation.verdict import LABELS, Verdict, broken, failed, invalid, printed, solved, told
-from headrace.actors.in_sandbox import ISOLATED, program_command
+from headrace.actors.in_sandbox import program_command
 from headrace.buffer.repositories import RepositorySpec, Swepro, TestIds, required_ids
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import SandboxSpec
@@ -271,7 +271,7 @@ async def _apply(room: Sandbox, repository: RepositorySpec, diff: bytes, timeout
     folder = f"/opt/{secrets.token_hex(8)}"
     await room.write_many({f"{folder}/agent.diff": diff, f"{folder}/tests.diff": test_patch.encode()})
     result = await room.exec(
-        program_command(f"{repository.python} {ISOLATED}", "apply", folder),
+        program_command(repository.python, "apply", folder),
         cwd=repository.workdir,
         timeout_s=timeout_s,
     )
@@ -287,7 +287,8 @@ async def _compare(room: Sandbox, task: Task, repository: RepositorySpec) -> Ver
         room,
         task.evaluator.check,
         task.evaluator.expected,
-        python=f"{repository.python} -B",
+        python=repository.python,
+        options="-B",
         timeout_s=task.evaluator.timeout_s,
         user=repository.user,
         cwd=repository.workdir,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluation.preparing import ANY_OWNER
 from headrace.actors.evaluation.report import Session
-from headrace.actors.in_sandbox import ISOLATED, program_command, source
+from headrace.actors.in_sandbox import program_command, source
 from headrace.buffer.repositories import Command, RepositorySpec, Script, Swepro, TestIds, required_ids
 from headrace.sandboxes.errors import SandboxError
 
@@ -93,7 +93,7 @@ async def run_tests(
     files |= {f"{place.plugin}.py": source("canary_plugin"), "settings": json.dumps(settings)}
     await room.write_many({f"{place.folder}/{name}": text.encode() for name, text in files.items()})
     result = await room.exec(
-        program_command(f"{repository.python} {ISOLATED}", "monitor", f"{place.folder}/settings"),
+        program_command(repository.python, "monitor", f"{place.folder}/settings"),
         cwd="/",
         timeout_s=timeout_s + _CUT_S * cut,
         max_output_bytes=6 * (2 * MAX_LOG_BYTES + MAX_REPORT_BYTES),

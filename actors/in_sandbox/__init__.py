@@ -29,9 +29,9 @@ exec(sys.argv.pop(1))
 with 1 as a failed check does."""
 
 
-def program_command(python: str, name: str, *arguments: str) -> str:
-    """Shell text that runs one of the programs with `python`, itself shell text that may have options."""
-    return f"{python} {shlex.join(['-c', _START, source(name), *arguments])}"
+def program_command(python: str, name: str, *arguments: str, options: str = ISOLATED) -> str:
+    """Shell text that runs one of the programs; `options` are Python's."""
+    return f"{python} {options} {shlex.join(['-c', _START, source(name), *arguments])}"
 
 
 @cache
@@ -57,7 +57,7 @@ async def run_program(
             source(name), arguments, stdin=stdin, timeout_s=timeout_s, max_output_bytes=max_output_bytes
         )
     return await room.exec(
-        program_command(f"{python} {ISOLATED}", name, *arguments),
+        program_command(python, name, *arguments),
         stdin=stdin,
         cwd="/",
         timeout_s=timeout_s,

@@ -1,6 +1,6 @@
 """Prints what differs between a pristine tree and one that an agent left, as a git diff made by git alone.
 
-Runs as root in a clean sandbox; its argument is JSON (see `evaluators.collecting`). Invariants:
+Runs as root in a clean sandbox; its argument is JSON (see `evaluation.collecting`). Invariants:
 - Nothing of the agent's is trusted: its `.git` is never opened, its attributes, ignore rules and filters are not read,
   no link of its tree is followed, and git sees only blobs and trees written by this program in a repository of its own.
 - What is no regular file, or over a cap, is noted and not in the diff.
