@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
+from typing import TypeAlias
 
 from import_graph import ORDER, cycle, import_graph, misplaced
 
@@ -29,21 +30,23 @@ LARGE_CLASSES = {
 LARGE_FOLDERS = {"sandboxes/launcher": 29}
 
 
-def definitions(root: Path) -> list[tuple[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, Path]]:
-    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+Definition: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def definitions(root: Path) -> list[tuple[Definition, Path]]:
     paths = (path for package in ORDER for path in sorted((root / package).rglob("*.py")))
     trees = ((path.relative_to(root), ast.parse(path.read_text(encoding="utf-8"))) for path in paths)
-    return [(node, path) for path, tree in trees for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [(node, path) for path, tree in trees for node in ast.walk(tree) if isinstance(node, Definition)]
 
 
-def lines_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def lines_of(node: Definition) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def long_functions(root: Path) -> list[str]:
+def long_functions(found: list[tuple[Definition, Path]]) -> list[str]:
     lengths = sorted(
         (lines_of(node), f"{path}:{node.lineno} {node.name}")
-        for node, path in definitions(root)
+        for node, path in found
         if not isinstance(node, ast.ClassDef)
     )
     problems = [f"{where}: {lines} lines, at most {MAX_LINES}" for lines, where in lengths if lines > MAX_LINES]
@@ -52,18 +55,17 @@ def long_functions(root: Path) -> list[str]:
     return problems
 
 
-def large_classes(root: Path) -> list[str]:
+def large_classes(found: list[tuple[Definition, Path]]) -> list[str]:
     problems = []
-    for node, path in definitions(root):
+    for node, path in found:
         if not isinstance(node, ast.ClassDef):
             continue
-        lines, methods = (
-            lines_of(node),
-            sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body),
-        )
-        most_lines, most_methods = LARGE_CLASSES.get(node.name, (MAX_CLASS_LINES, MAX_METHODS))
-        if lines > max(most_lines, MAX_CLASS_LINES) or methods > max(most_methods, MAX_METHODS):
-            bounds = f"at most {max(most_lines, MAX_CLASS_LINES)} and {max(most_methods, MAX_METHODS)}"
+        lines = lines_of(node)
+        methods = sum(isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef) for part in node.body)
+        known_lines, known_methods = LARGE_CLASSES.get(node.name, (0, 0))
+        most_lines, most_methods = max(known_lines, MAX_CLASS_LINES), max(known_methods, MAX_METHODS)
+        if lines > most_lines or methods > most_methods:
+            bounds = f"at most {most_lines} and {most_methods}"
             problems.append(f"{path}:{node.lineno} {node.name}: {lines} lines and {methods} methods, {bounds}")
     return problems
 
@@ -79,10 +81,10 @@ def large_folders(root: Path) -> list[str]:
 
 def problems_of(root: Path) -> list[str]:
     """Everything that is out of bounds in the packages below `root`."""
-    graph = import_graph(root)
+    graph, found = import_graph(root), definitions(root)
     circle = cycle(graph)
     circles = [f"these import each other in a circle: {' -> '.join(circle)}"] if circle else []
-    return [*circles, *misplaced(graph), *long_functions(root), *large_classes(root), *large_folders(root)]
+    return [*circles, *misplaced(graph), *long_functions(found), *large_classes(found), *large_folders(root)]
 
 
 def main() -> int:
