@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from headrace.actors.agents.claude_code import ClaudeCodeConfig
 from headrace.actors.agents.cli_agent import ProgramConfig
@@ -37,13 +37,8 @@ class AgentKind(StrEnum):
     """A program for many providers, in the sandbox."""
 
 
-def _known(name: object) -> object:
-    """One of headrace's own is told from an agent of another package by its type."""
-    return AgentKind(name) if isinstance(name, str) and name in set(AgentKind) else name
-
-
 class AgentSection(Section):
-    kind: Annotated[AgentKind | str, BeforeValidator(_known)] = AgentKind.SHELL
+    kind: AgentKind | str = Field(default=AgentKind.SHELL, union_mode="left_to_right")
     """Which agent works on the tasks: `shell`, `claude-code`, `codex`, `mini-swe-agent`, `qwen-code`, `opencode`,
     `simulated`, which takes time, `immediate`, which does nothing, or one of another package (docs/extending.md)."""
     settings: dict[str, Any] = Field(default_factory=dict)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from headrace.actors.engine_group.config import EnginesConfig
-    from headrace.actors.places.config import SandboxSection
     from headrace.actors.rollouts.rollout import RolloutConfig
     from headrace.actors.run.sections import ClusterSection, GatewaySection, ServiceSection
     from headrace.actors.training.learner import LearnerLoopConfig
@@ -48,8 +47,6 @@ class Clocked(Protocol):
     def rollout(self) -> RolloutConfig: ...
     @property
     def gateway(self) -> GatewaySection: ...
-    @property
-    def sandbox(self) -> SandboxSection: ...
     @property
     def training(self) -> LearnerLoopConfig: ...
     @property
