@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from functools import cache
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -37,6 +38,10 @@ def _function(found: object) -> Score:
 EVALUATORS: Final[Registry[Score]] = Registry(kind="evaluator", group="headrace.evaluators", own={}, accept=_function)
 
 
+# For every rollout: to look through the entry points of an environment takes tens of milliseconds.
+_evaluator = cache(EVALUATORS.find)
+
+
 def refuse_absent_evaluators(tasks: Iterable[Task]) -> None:
     """Raises ConfigError for the first name that leads to no evaluator."""
     for name, task in {task.evaluator.plugin: task for task in tasks if task.evaluator.plugin}.items():
@@ -51,7 +56,7 @@ async def score_by_plugin(request: EvaluationRequest, rooms: CleanRooms) -> Verd
     spec = request.task.evaluator
     try:
         async with asyncio.timeout(spec.timeout_s):
-            verdict = await EVALUATORS.find(spec.plugin)(request, rooms)
+            verdict = await _evaluator(spec.plugin)(request, rooms)
     except SandboxFileError as error:
         # A file that is missing or too large is what the agent left: to expect that is the evaluator's task.
         return broken(f"{spec.plugin} did not expect: {error}")
