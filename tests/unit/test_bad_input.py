@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import sys
 from dataclasses import replace
@@ -320,14 +321,8 @@ def test_overrides_keep_their_types(recipe: Path, tmp_path: Path) -> None:
 
 
 def test_the_page_of_keys_is_the_code() -> None:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("config_docs", ROOT / "scripts" / "config_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert (ROOT / "docs" / "configuration.md").read_text() == module.render(), "run scripts/config_docs.py"
+    rendered = runpy.run_path(str(ROOT / "scripts" / "config_docs.py"))["render"]()
+    assert (ROOT / "docs" / "configuration.md").read_text() == rendered, "run scripts/config_docs.py"
 
 
 def eval_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
