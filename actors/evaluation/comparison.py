@@ -34,7 +34,8 @@ async def compare(
     cwd: str = "/",
     environment: Mapping[str, str] | None = None,
 ) -> Verdict:
-    """Run `check`, with `options` of Python, and compare its `result` with the JSON text `expected`. Raises ExecTimeout, SandboxGone."""
+    """Run `check` and compare its `result` with the JSON text `expected`; `options` are Python's. Raises ExecTimeout,
+    SandboxGone."""
     result = await room.exec(
         program_command(python, "compute", options=options),
         user=user,
