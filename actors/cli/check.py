@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -23,20 +24,13 @@ def check(
     quiet: Quiet = False,
 ) -> None:
     """Run one rollout of one task, and tell its text, what of it is trained, the verdict and where the time went."""
-    if out is not None:
-        _check(recipe, task, out.resolve(), tuple(overrides or ()), json, quiet=quiet)
-        return
-    with tempfile.TemporaryDirectory(prefix="headrace-check-") as folder:
-        _check(recipe, task, Path(folder).resolve(), tuple(overrides or ()), json, quiet=quiet)
-
-
-def _check(recipe: Path, task: str, out: Path, overrides: tuple[str, ...], json: Path | None, *, quiet: bool) -> None:
     from headrace.actors.held_out.check import prepare_check, read_check
     from headrace.actors.held_out.command import drive_evaluation
 
-    evaluation = prepare_check(recipe, task, overrides, out)
-    drive_evaluation(evaluation, quiet=quiet)
-    checked = read_check(evaluation)
+    with tempfile.TemporaryDirectory(prefix="headrace-check-") if out is None else nullcontext(out) as folder:
+        evaluation = prepare_check(recipe, task, overrides or (), Path(folder).resolve())
+        drive_evaluation(evaluation, quiet=quiet)
+        checked = read_check(evaluation)
     if json is not None:
         write_json(checked.to_json(), json)
     say(*checked.lines())

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from headrace.actors.errors import ConfigError, RunError
-from headrace.actors.held_out.command import START_VERSION, Evaluation
+from headrace.actors.held_out.command import of_start_policy, refuse_taken
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import check_parts, load_task_sets
-from headrace.actors.run.parts import recipe_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from headrace.actors.held_out.command import Evaluation
     from headrace.buffer.tasks import Task
 
 
@@ -63,15 +63,9 @@ def prepare_check(recipe: Path, wanted: str, overrides: Sequence[str], out: Path
     train, held_out = load_task_sets(config)
     task = _named(wanted, train, held_out)
     check_parts(config)
-    return Evaluation(
-        config=config,
-        run=None,
-        version=START_VERSION,
-        tasks=(task,),
-        samples=1,
-        recipe_sha256=recipe_digest(config),
-        out=out,
-    )
+    evaluation = of_start_policy(config, (task,), samples=1, out=out)
+    refuse_taken(evaluation)
+    return evaluation
 
 
 def _named(wanted: str, train: Sequence[Task], held_out: Sequence[Task]) -> Task:

@@ -111,7 +111,7 @@ def prepare_evaluation(asked: Asked) -> Evaluation:
     if evaluation.config.engines.is_simulated:
         raise ConfigError("engines.backend simulated has no policy to evaluate; set it to cpu")
     check_parts(evaluation.config)
-    _refuse_taken(evaluation)
+    refuse_taken(evaluation)
     return evaluation
 
 
@@ -120,13 +120,18 @@ def _of_recipe(asked: Asked) -> Evaluation:
         raise ConfigError(f"--checkpoint {asked.checkpoint}: {asked.source} is a recipe; name the directory of a run")
     out = (asked.out or free_folder(asked.runs_dir, f"{asked.source.stem}-eval")).resolve()
     config = load_recipe(asked.source, asked.overrides, out / "service")
-    train, held_out = load_task_sets(config)
+    tasks = _chosen(asked, config, *load_task_sets(config))
+    return of_start_policy(config, tasks, samples=asked.samples or config.evaluation.samples, out=out)
+
+
+def of_start_policy(config: RunConfig, tasks: tuple[Task, ...], *, samples: int, out: Path) -> Evaluation:
+    """An evaluation of the model that a recipe names."""
     return Evaluation(
         config=config,
         run=None,
         version=START_VERSION,
-        tasks=_chosen(asked, config, train, held_out),
-        samples=asked.samples or config.evaluation.samples,
+        tasks=tasks,
+        samples=samples,
         recipe_sha256=recipe_digest(config),
         out=out,
     )
@@ -203,7 +208,7 @@ def _chosen(asked: Asked, config: RunConfig, train: Sequence[Task], held_out: Se
     return tasks
 
 
-def _refuse_taken(evaluation: Evaluation) -> None:
+def refuse_taken(evaluation: Evaluation) -> None:
     """Raises ConfigError unless the folder is free, or holds this very evaluation, unfinished."""
     out = evaluation.out
     if out.exists() and not out.is_dir():

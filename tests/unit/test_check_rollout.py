@@ -38,6 +38,12 @@ def test_a_task_by_its_number_or_its_id(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not empty, and holds something else"):
+        prepare_check(QUICKSTART, "1", (), tmp_path)
+
+
 def test_simulated_engines_have_nothing_to_say(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engines\.backend simulated has no policy to check with"):
         prepare_check(ROOT / "scripts" / "recipes" / "simulated.toml", "1", (), tmp_path)
