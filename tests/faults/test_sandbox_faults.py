@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
 
 pytestmark = pytest.mark.namespaces
+processes = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "process_handles.py")))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,29 +84,6 @@ def inhabitants(spaces: set[Path | None]) -> set[int]:
     return {int(process) for process in processes if mount_namespace(process) in spaces}
 
 
-def opened(pids: set[int]) -> list[int]:
-    """Pidfds of those that have not ended meanwhile."""
-    handles = []
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            handles.append(os.pidfd_open(pid))
-    return handles
-
-
-async def all_dead(handles: list[int]) -> None:
-    """Wait for the end of processes by their pidfds."""
-    loop = asyncio.get_running_loop()
-    for handle in handles:
-        ended = asyncio.Event()
-        loop.add_reader(handle, ended.set)
-        try:
-            async with asyncio.timeout(30):
-                await ended.wait()
-        finally:
-            loop.remove_reader(handle)
-            os.close(handle)
-
-
 async def test_launcher_killed(tmp_path: Path) -> None:
     async with LocalProvider(configured(tmp_path)) as provider:
         sandboxes = [await busy_sandbox(provider) for _ in range(3)]
@@ -116,9 +96,9 @@ async def test_launcher_killed(tmp_path: Path) -> None:
         assert sandboxes_left(tmp_path) == 4
         spaces = namespaces_of(pids)
         assert len(spaces) == 4
-        handles = opened(pids | inhabitants(spaces))
+        handles = processes.opened(pids | inhabitants(spaces))
         os.kill(launcher, signal.SIGKILL)
-        await all_dead(handles)
+        await processes.all_dead(handles)
         assert sandboxes_left(tmp_path) == 0
         with pytest.raises(SandboxGone):
             await running
@@ -226,10 +206,10 @@ async def test_owner_killed(tmp_path: Path, number: signal.Signals) -> None:
     assert len(pids) >= 10
     spaces = namespaces_of(pids)
     assert len(spaces) == 4
-    handles = opened(pids | inhabitants(spaces))
+    handles = processes.opened(pids | inhabitants(spaces))
     owner.send_signal(number)
     await owner.wait()
-    await all_dead(handles)
+    await processes.all_dead(handles)
     assert sandboxes_left(tmp_path) == 0
     # Only the socket's folder may be left, and the next start sweeps it.
     async with LocalProvider():

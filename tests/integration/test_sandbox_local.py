@@ -7,13 +7,15 @@ import json
 import os
 import pickle
 import resource
+import runpy
 import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import ExecResult, Sandbox, SandboxId, SandboxRef
 
 pytestmark = pytest.mark.namespaces
+processes = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "process_handles.py")))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -370,10 +373,10 @@ async def test_kill_takes_daemons_and_is_idempotent(provider: LocalProvider, san
     await run(sandbox, "until [ $(pgrep -c sleep) = 2 ]; do :; done")
     pids = descendants(provider.launcher_pid)
     assert len(pids) >= 3
-    handles = opened(pids)
+    handles = processes.opened(pids)
     await sandbox.kill()
     await sandbox.kill()
-    await all_dead(handles)
+    await processes.all_dead(handles)
     for action in (
         run(sandbox, "true"),
         sandbox.renew(5),
@@ -779,9 +782,9 @@ async def test_closing_leaves_nothing() -> None:
         await run(sandbox, "setsid sleep 1000 > /dev/null 2>&1 &")
         launcher = provider.launcher_pid
         assert launcher is not None
-        handles = opened([launcher, *descendants(launcher)])
+        handles = processes.opened([launcher, *descendants(launcher)])
         folder = Path(provider.endpoint).parent
-    await all_dead(handles)
+    await processes.all_dead(handles)
     assert folder.name not in host_folders(folder.parent)
     assert str(folder) not in host_mounts()
 
@@ -821,15 +824,6 @@ def host_mounts() -> str:
     return Path("/proc/self/mounts").read_text()
 
 
-def opened(pids: list[int]) -> list[int]:
-    """Pidfds of those that have not ended meanwhile."""
-    handles = []
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            handles.append(os.pidfd_open(pid))
-    return handles
-
-
 def descendants(root: int | None) -> list[int]:
     parents = {}
     for process in Path("/proc").glob("[0-9]*"):
@@ -841,17 +835,3 @@ def descendants(root: int | None) -> list[int]:
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return [pid for pid in found - {root} if pid is not None]
-
-
-async def all_dead(handles: list[int]) -> None:
-    """Wait for the end of processes by their pidfds."""
-    loop = asyncio.get_running_loop()
-    for handle in handles:
-        ended = asyncio.Event()
-        loop.add_reader(handle, ended.set)
-        try:
-            async with asyncio.timeout(30):
-                await ended.wait()
-        finally:
-            loop.remove_reader(handle)
-            os.close(handle)
