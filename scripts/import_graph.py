@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ORDER: dict[str, tuple[str, ...]] = {
     "sandboxes": (
         *("base", "capture", "errors", "launcher", "command_streams", "private_folders", "images", "leftovers"),
-        *("local", "doctor", "partial", "e2b", "measure", "unprotected", "oci", "peers", "retry", "pool", "remote"),
+        *("local", "doctor", "partial", "e2b", "unprotected", "oci", "retry", "pool", "remote"),
         "simulated",
     ),
     "buffer": (
@@ -29,11 +29,11 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "serve": (
         *("conversation", "errors", "model_use", "observing", "parsing", "rendering", "capture", "dialects"),
-        *("gateway", "measuring", "e2b_sandboxes", "e2b", "exec"),
+        *("gateway", "e2b_sandboxes", "e2b", "exec"),
     ),
     "actors": (
         *("errors", "section", "in_sandbox", "record", "runtime", "simulated", "agents", "places", "engine_group"),
-        *("evaluation", "training", "rollouts", "run", "held_out", "simulation", "tuning", "cli", "benches"),
+        *("evaluation", "training", "rollouts", "run", "held_out", "simulation", "tuning", "cli"),
     ),
 }
 """Modules and folders of each package, lowest first: each may import those before it."""

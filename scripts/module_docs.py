@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "modules.md"
-PACKAGES = ("actors", "serve", "policies", "buffer", "sandboxes")
+PACKAGES = ("actors", "serve", "policies", "buffer", "sandboxes", "scripts/benches")
 HEAD = """# Modules
 
 What each file is for: the first sentence of its docstring. This page is written by `scripts/module_docs.py`;
@@ -23,8 +23,7 @@ def first_sentence(path: Path) -> str:
 
 
 def folders() -> list[Path]:
-    found = [path.parent for package in PACKAGES for path in sorted((ROOT / package).rglob("__init__.py"))]
-    return sorted(found, key=lambda folder: (PACKAGES.index(folder.relative_to(ROOT).parts[0]), folder.parts))
+    return [path.parent for package in PACKAGES for path in sorted((ROOT / package).rglob("__init__.py"))]
 
 
 def render() -> str:

@@ -27,6 +27,7 @@ LARGE_CLASSES = {
     "EngineRegistry": (157, 27),
 }
 """Classes that were larger when the bounds came: lines and methods, which may only become fewer."""
+FOLDERS = (*ORDER, "scripts/benches")
 LARGE_FOLDERS = {"sandboxes/launcher": 29}
 
 
@@ -34,7 +35,7 @@ Definition: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def definitions(root: Path) -> list[tuple[Definition, Path]]:
-    paths = (path for package in ORDER for path in sorted((root / package).rglob("*.py")))
+    paths = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py")))
     trees = ((path.relative_to(root), ast.parse(path.read_text(encoding="utf-8"))) for path in paths)
     return [(node, path) for path, tree in trees for node in ast.walk(tree) if isinstance(node, Definition)]
 
@@ -72,7 +73,7 @@ def large_classes(found: list[tuple[Definition, Path]]) -> list[str]:
 
 def large_folders(root: Path) -> list[str]:
     problems = []
-    for folder in sorted({path.parent for package in ORDER for path in (root / package).rglob("*.py")}):
+    for folder in sorted({path.parent for top in FOLDERS for path in (root / top).rglob("*.py")}):
         name, modules = str(folder.relative_to(root)), len(list(folder.glob("*.py")))
         if modules > (most := LARGE_FOLDERS.get(name, MAX_MODULES)):
             problems.append(f"{name}: {modules} modules, at most {most}")

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("patient")
 
+# Processes that tests start, Ray's workers among them, import the package `benches` as scripts/bench does.
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SCRIPTS), os.environ.get("PYTHONPATH"))))
+
 # A lost query to a name server costs torch's store one second, and not five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 

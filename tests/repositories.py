@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from headrace.actors.evaluation.cheating import cheat_bench
+from benches.cheating import cheat_bench
+
 from headrace.actors.evaluation.evaluation import EvaluationRequest, Verdict, evaluate
 from headrace.actors.evaluation.preparing import prepare
 from headrace.buffer.repositories import RepositorySpec, TestIds

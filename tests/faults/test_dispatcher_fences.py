@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
+from benches.orchestration import immediate_parts, prepare_directory, without_spans
 
-from headrace.actors.benches.orchestration import immediate_parts, prepare_directory, without_spans
 from headrace.actors.errors import ActorLost
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.places.config import SandboxKind, SandboxSection

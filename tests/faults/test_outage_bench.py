@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from benches.outage import GATE_WAITS, STEPS, Outages, measure_outage, prepare_outage
 
-from headrace.actors.benches.outage import GATE_WAITS, STEPS, Outages, measure_outage, prepare_outage
 from headrace.actors.record.run_directory import RunDirectory
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-
-from headrace.actors.benches.soak import DRIVER, Fault, Soak, SoakPlan
+from benches.soak import DRIVER, Fault, Soak, SoakPlan
 
 if TYPE_CHECKING:
     from pathlib import Path

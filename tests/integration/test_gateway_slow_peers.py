@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
+from benches.gateway.process import raise_open_files
 from tests.chat_templates import FAT, LONG, QWEN3
 from tests.gateway_program import gateway_program
 from tests.gateway_rig import (
@@ -30,7 +31,6 @@ from tests.scripted_engine import check_exact
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.measuring.process import raise_open_files
 
 if TYPE_CHECKING:
     from pathlib import Path

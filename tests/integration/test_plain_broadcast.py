@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from benches.push.plain_broadcast import open_pair
 
 from headrace.policies.push.tensors import read_specs
 from headrace.policies.push.weights import read_snapshot
-from headrace.serve.measuring.plain_broadcast import open_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 import torch
+from benches.push.testbed import PoolGate, pool_over
 from safetensors.torch import save_file
 
 from headrace.buffer.versions import PolicyVersion
@@ -22,7 +23,6 @@ from headrace.policies.push.weights import read_snapshot
 from headrace.serve.capture.session import SessionId
 from headrace.serve.gateway.engines import EnginePool, join_pieces
 from headrace.serve.gateway.routing import Lineage
-from headrace.serve.measuring.push_floor import PoolGate, pool_over
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence

@@ -19,8 +19,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from benches import sandbox_costs as measure
 
-from headrace.sandboxes import doctor, measure
+from headrace.sandboxes import doctor
 from headrace.sandboxes.base import FrozenMount, Network, SandboxSpec
 from headrace.sandboxes.errors import (
     CapacityExceeded,

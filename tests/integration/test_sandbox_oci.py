@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from benches import sandbox_peers as peers
 
-from headrace.sandboxes import doctor, peers
+from headrace.sandboxes import doctor
 from headrace.sandboxes.base import FrozenMount, SandboxSpec
 from headrace.sandboxes.errors import BootFailed, CapacityExceeded, ImageRefused, NamespacesUnavailable, SpecRefused
 from headrace.sandboxes.oci import runtime as oci_runtime

@@ -7,9 +7,9 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from benches.load import TURNS, load_plan, run_load
+from benches.scaled_replay import compare
 
-from headrace.actors.benches.load import TURNS, load_plan, run_load
-from headrace.actors.benches.scaled_replay import compare
 from headrace.actors.errors import ConfigError
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.service import Service

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benches.cheating.cheat_bench import all_pairs
+from benches.cheating.cheats import KNOWN_OPEN
+from benches.cheating.repositories import REPOSITORIES
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.evaluation.cheating.cheat_bench import all_pairs
-from headrace.actors.evaluation.cheating.cheat_repositories import REPOSITORIES
-from headrace.actors.evaluation.cheating.cheats import KNOWN_OPEN
 from headrace.actors.run.launch import refuse_short_evaluations
 
 

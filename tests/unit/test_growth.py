@@ -13,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from benches.months import write_run
 
-from headrace.actors.benches.months import write_run
 from headrace.actors.record.metrics import read_metrics
 from headrace.buffer.audit.evidence import read_evidence, read_open, streamed
 from headrace.buffer.audit.export import export

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pytest
+from benches.orchestration import immediate_parts, prepare_directory, without_spans
 
 from headrace.actors.agents.agent import AgentReport, StopReason
-from headrace.actors.benches.orchestration import immediate_parts, prepare_directory, without_spans
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.places.sandbox_pool import SandboxPool

@@ -6,9 +6,10 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any, cast
 
+from benches.push import overlap as push_overlap
+from benches.push.testbed import Floor
+
 from headrace.policies.learner import WeightsShard
-from headrace.serve.measuring import push_overlap
-from headrace.serve.measuring.push_floor import Floor
 
 if TYPE_CHECKING:
     from pathlib import Path

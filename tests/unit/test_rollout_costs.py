@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-
-from headrace.actors.benches.rollout_costs import Reading, read, report
+from benches.rollout_costs import Reading, read, report
 
 
 def reading(time_s: float, rollouts: float, commands: dict[str, tuple[int, float]], **parts_s: float) -> Reading:

@@ -8,16 +8,16 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from benches.push.testbed import open_floor
 from headrace.policies.push.contract import PushConfig
-from headrace.serve.measuring.push_floor import open_floor
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
+    from benches.push.testbed import Floor
     from headrace.policies.push.contract import PushReport
-    from headrace.serve.measuring.push_floor import Floor
 
-MODEL = Path(__file__).resolve().parents[2] / "scripts" / "models" / "tiny"
+MODEL = Path(__file__).resolve().parents[3] / "scripts" / "models" / "tiny"
 AGENTS = 64
 TURN_TOKENS = 128
 WINDOW_S = 10.0

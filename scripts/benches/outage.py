@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.actors.benches.long_agents import (
+from benches.long_agents import (
     AGENT_MINUTES,
     EVALUATE_MINUTES,
     LEAST_S,

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.actors.benches.orchestration import Measured, calls_of, idle_cpu, report, without_spans
+from benches.orchestration import Measured, calls_of, idle_cpu, report, without_spans
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.service import Service

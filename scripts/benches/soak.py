@@ -28,7 +28,7 @@ import orjson
 import psutil
 import typer
 
-from headrace.actors.benches.soak_driver import ANSWER_S, Driver, log_of
+from benches.soak_driver import ANSWER_S, Driver, log_of
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.simulation.spoilt_files import FOREIGN, Damage, leave_foreign, spoil_checkpoint, spoil_served
@@ -384,7 +384,7 @@ def main(
     """Kill actors, learner and driver of simulated runs over real Ray, take engines away, stop processes and spoil
     files, and check after each."""
     if days:
-        from headrace.actors.benches.months_soak import main as soak_months
+        from benches.months_soak import main as soak_months
 
         soak_months(days, json)
         return

@@ -74,7 +74,7 @@ async def gateway_process(
     """Start a gateway before one engine. `watch` times every callback, which itself costs some microseconds each."""
     raise_open_files()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "headrace.serve.measuring.process", "--tokenizer", str(tokenizer_dir),
+        sys.executable, "-m", "benches.gateway.process", "--tokenizer", str(tokenizer_dir),
         "--log", str(log_dir), "--engine", engine_url, *(["--watch"] if watch else []),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from headrace.serve.measuring.model import END, code, prose
+from benches.gateway.model import END, code, prose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.actors.benches.months import STEPS_PER_DAY, write_run
-from headrace.actors.benches.soak_driver import Driver, log_of
+from benches.months import STEPS_PER_DAY, write_run
+from benches.soak_driver import Driver, log_of
 from headrace.actors.runtime.ticker import FOLDER_KEY, largest_gaps
 from headrace.buffer.errors import ReplayError
 from headrace.buffer.ledger.ledger import bring_up_to_date

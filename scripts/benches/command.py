@@ -27,8 +27,8 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quic
 def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1)] = 5) -> None:
     """CPU of one create and destroy, latency of an exec, boots per second by concurrency, clones, memory while idle
     (local provider, all guarantees on); and the same of bwrap and runc where they are installed."""
-    from headrace.sandboxes.measure import measure
-    from headrace.sandboxes.peers import measure_peers
+    from benches.sandbox_costs import measure
+    from benches.sandbox_peers import measure_peers
 
     figures = asyncio.run(measure(repeats=repeats))
     _print({**figures, "peers": asyncio.run(measure_peers())})
@@ -37,7 +37,7 @@ def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1)] = 5)
 @app.command()
 def rollout(json: Json = True, rollouts: Annotated[int, typer.Option(min=50)] = 500) -> None:
     """CPU of one rollout of the quickstart over Ray, all processes together, split by what it was for."""
-    from headrace.actors.benches.rollout_costs import measure
+    from benches.rollout_costs import measure
     from headrace.actors.record.run_directory import RunDirectory
 
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder, redirect_stdout(sys.stderr):
@@ -50,8 +50,8 @@ def orchestration(json: Json = True, rollouts: Annotated[int, typer.Option(min=2
     """Ray's CPU and calls per rollout: real dispatcher, worker, pool, evaluator and buffer, an agent that returns at
     once; then 1,024 rollouts of 20 simulated turns, 512 in flight, with learner; then the memory of the whole service
     with 2,000 in flight."""
-    from headrace.actors.benches.load import measure_load, measure_memory
-    from headrace.actors.benches.orchestration import measure
+    from benches.load import measure_load, measure_memory
+    from benches.orchestration import measure
 
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         figures = measure(Path(folder), rollouts=rollouts)
@@ -64,7 +64,7 @@ def orchestration(json: Json = True, rollouts: Annotated[int, typer.Option(min=2
 def gateway(json: Json = True) -> None:
     """Processor time and memory of agent-sized turns, bridges beside full re-renders, latency beside a direct
     connection, 2,000 first turns at once."""
-    from headrace.serve.measuring.figures import measure
+    from benches.gateway.figures import measure
 
     _print(asdict(measure()))
 
@@ -78,7 +78,7 @@ def push(
     copied into parameters, with the seconds of every phase; `stall`: closed gates at 1 GB with 64 turns in flight;
     `overlap`: throughput of the quickstart's model with a push every 10 s over that without, in two waves, in one, and
     drained. Takes 5 GB of memory and 1 GB of the temporary folder."""
-    from headrace.serve.measuring.push import PARTS, measure
+    from benches.push.figures import PARTS, measure
 
     wanted = parts.split(",") if parts else list(PARTS)
     if unknown := [part for part in wanted if part not in PARTS]:
@@ -99,7 +99,7 @@ def replay(
 ) -> None:
     """A simulated plan at scaled time through the real service over Ray, beside the same plan in virtual time. Exit
     code 3: the ledger shows a broken bound, or anything lost or trained twice."""
-    from headrace.actors.benches.scaled_replay import replay as replay_plan
+    from benches.scaled_replay import replay as replay_plan
     from headrace.actors.simulation.plan import make_plan
 
     plan = make_plan(preset, {"slots": slots, "max_staleness": max_staleness, "steps": steps, "seed": seed})
@@ -120,7 +120,7 @@ def longagents(
 ) -> None:
     """The clocks of claude_code.toml in scaled time (a minute is a second): agents of 10 to 30 minutes through the real
     gateway, steps of 4 minutes. Exit code 3: the run did not end, stalled, or lost a rollout to infrastructure."""
-    from headrace.actors.benches.long_agents import measure_long_agents, prepare_long_agents
+    from benches.long_agents import measure_long_agents, prepare_long_agents
     from headrace.actors.record.run_directory import RunDirectory
 
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
@@ -140,7 +140,7 @@ def outage(
 ) -> None:
     """A run in scaled time whose engines, then whose buffer are away, beside a sandbox host that breaks every command.
     Exit code 3: a task was charged or parked, something was lost, too much began meanwhile, or the run did not end."""
-    from headrace.actors.benches.outage import Outages, measure_outage, prepare_outage
+    from benches.outage import Outages, measure_outage, prepare_outage
     from headrace.actors.record.run_directory import RunDirectory
 
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
@@ -165,7 +165,7 @@ def months(
     """What it costs to go on with a run of months, beside one of a day: from the start of `resume` to the first order,
     the longest that any actor stands still while each is restarted, the longest wait of an offer beside a checkpoint,
     the buffer's memory; with files of today's format and of the one before. Exit code 3: a figure is over its limit."""
-    from headrace.actors.benches.months_bench import measure
+    from benches.months_bench import measure
 
     with tempfile.TemporaryDirectory(prefix="headrace-months-", dir=folder) as place:
         figures = measure(Path(place), days=days, say=Console(stderr=True).print)
@@ -203,7 +203,7 @@ def cheats(
 ) -> None:
     """Cheating patches beside honest ones, against small repositories with tests of every kind, graded in local
     sandboxes. Exit code 3: a cheat was paid, or an honest patch refused."""
-    from headrace.actors.evaluation.cheating.cheat_bench import all_pairs, measure
+    from benches.cheating.cheat_bench import all_pairs, measure
 
     pairs = all_pairs()
     known = {repository.name for repository, _ in pairs}

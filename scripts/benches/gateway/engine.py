@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
-    from headrace.serve.measuring.workload import Answer
+    from benches.gateway.workload import Answer
 
 _VERSION = "1.0"
 

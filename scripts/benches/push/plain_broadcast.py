@@ -71,7 +71,7 @@ class PlainPair:
 async def open_pair(snapshot: Path, meeting: Path, bucket_bytes: int) -> AsyncIterator[PlainPair]:
     """Start both, end both, and check what came. `meeting` is the file in which they find each other; it must not be
     there yet."""
-    command = [sys.executable, "-m", "headrace.serve.measuring.plain_broadcast", str(snapshot), str(meeting)]
+    command = [sys.executable, "-m", "benches.push.plain_broadcast", str(snapshot), str(meeting)]
     options = ["--bucket-bytes", str(bucket_bytes), "--parent-pid", str(os.getpid())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     pipe = asyncio.subprocess.PIPE
@@ -155,7 +155,7 @@ def tell(line: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="headrace.serve.measuring.plain_broadcast")
+    parser = argparse.ArgumentParser(prog="benches.push.plain_broadcast")
     parser.add_argument("snapshot", type=Path)
     parser.add_argument("meeting", type=Path)
     for name in ("--rank", "--bucket-bytes", "--parent-pid"):

@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Final
 
 import aiohttp
 
+from benches.gateway.agent import MeasuredAgent, MeasurementBroken
+from benches.gateway.process import ADMIN_TOKEN, gateway_process
+from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.measuring.agent import MeasuredAgent, MeasurementBroken
-from headrace.serve.measuring.process import ADMIN_TOKEN, gateway_process
-from headrace.serve.measuring.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from typing import Any
 
-    from headrace.serve.measuring.engine import ScriptedEngine
-    from headrace.serve.measuring.process import GatewayProcess
+    from benches.gateway.engine import ScriptedEngine
+    from benches.gateway.process import GatewayProcess
 
 AT_ONCE: Final = 40
 BATCHES: Final = 5

@@ -6,9 +6,9 @@ import asyncio
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from benches.push.random_model import write_random_model
+from benches.push.testbed import open_floor
 from headrace.policies.push.contract import PushConfig
-from headrace.serve.measuring.push_floor import open_floor
-from headrace.serve.measuring.random_model import write_random_model
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""A driver that can be asked: `python -m headrace.actors.benches.soaked RUN DESCRIPTOR` starts or resumes a run and
+"""A driver that can be asked: `python -m benches.soaked_run RUN DESCRIPTOR` starts or resumes a run and
 answers each line on its standard input with a JSON line on the open file DESCRIPTOR (Ray prints on standard output).
 
 `processes`: the process ids of service and actors by name. `reached N`: whether the run has made, or makes, step N.

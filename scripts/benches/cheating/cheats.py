@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from headrace.actors.evaluation.cheating.cheat_repositories import FAILS, PLAIN, RIGHT, CheatRepository
+from benches.cheating.repositories import FAILS, PLAIN, RIGHT, CheatRepository
 from headrace.buffer.repositories import Command, TestIds
 
 

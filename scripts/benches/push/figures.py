@@ -12,12 +12,12 @@ import statistics
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
+from benches.push.overlap import measure_overlap
+from benches.push.plain_broadcast import open_pair
+from benches.push.random_model import write_random_model
+from benches.push.stall import measure_stall
+from benches.push.testbed import open_floor
 from headrace.policies.push.contract import PushConfig
-from headrace.serve.measuring.plain_broadcast import open_pair
-from headrace.serve.measuring.push_floor import open_floor
-from headrace.serve.measuring.push_overlap import measure_overlap
-from headrace.serve.measuring.push_stall import measure_stall
-from headrace.serve.measuring.random_model import write_random_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

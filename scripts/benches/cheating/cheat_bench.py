@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
+from benches.cheating.cheats import CHEATS, KNOWN_OPEN, MORE_CHEATS, Cheat
+from benches.cheating.repositories import PACKAGES, REPOSITORIES, CheatRepository
 from headrace.actors.evaluation.baselines import Baselines
-from headrace.actors.evaluation.cheating.cheat_repositories import PACKAGES, REPOSITORIES, CheatRepository
-from headrace.actors.evaluation.cheating.cheats import CHEATS, KNOWN_OPEN, MORE_CHEATS, Cheat
 from headrace.actors.evaluation.collecting import LeftDiff
 from headrace.actors.evaluation.repository import grade
 from headrace.sandboxes.errors import SandboxError

@@ -9,12 +9,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.serve.measuring.engine import ScriptedEngine
-from headrace.serve.measuring.load import Bench
-from headrace.serve.measuring.model import write_model
-from headrace.serve.measuring.process import raise_open_files
-from headrace.serve.measuring.rendering import measure_rendering
-from headrace.serve.measuring.workload import answers
+from benches.gateway.engine import ScriptedEngine
+from benches.gateway.load import Bench
+from benches.gateway.model import write_model
+from benches.gateway.process import raise_open_files
+from benches.gateway.rendering import measure_rendering
+from benches.gateway.workload import answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Final
 import orjson
 import typer
 
-from headrace.actors.benches.months import SAVE_EVERY, write_run
-from headrace.actors.benches.months_bench import all_processes, first_order_s, restart_each
-from headrace.actors.benches.soak_driver import Driver
+from benches.months import SAVE_EVERY, write_run
+from benches.months_bench import all_processes, first_order_s, restart_each
+from benches.soak_driver import Driver
 from headrace.actors.record.metrics import last_metric
 from headrace.actors.run.reporting import report_of
 from headrace.buffer.audit.verify import verify

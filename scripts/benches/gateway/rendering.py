@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from benches.gateway.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head
 from headrace.policies.tokens.tokenizer import ChatTokenizer
 from headrace.serve.conversation import Message, Reasoning, Role, Text, ToolCall, ToolResult, ToolSpec, say
-from headrace.serve.measuring.workload import OUTPUT_CHARACTERS, TURNS, Texts, outputs, request_head
 from headrace.serve.rendering.template_renderer import TemplateRenderer, load_renderer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from headrace.serve.measuring.workload import Answer
+    from benches.gateway.workload import Answer
     from headrace.serve.rendering.render import Renderer
 
 LONG_TURNS: Final = 90

@@ -1,1 +1,0 @@
-"""The code of `scripts/bench` and `scripts/soak`."""

@@ -1,1 +1,0 @@
-"""Patches that cheat, and honest ones beside them, for `scripts/bench cheats`."""

@@ -1,0 +1,1 @@
+"""Code of `scripts/bench` and `scripts/soak`; not part of the wheel."""

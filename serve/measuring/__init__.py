@@ -1,1 +1,0 @@
-"""What the gateway costs: the parts of `scripts/bench gateway`."""
