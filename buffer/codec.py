@@ -17,8 +17,8 @@ import struct
 import numpy as np
 import zstandard
 
-from headrace.buffer.cleaning import plain_float, plain_int
 from headrace.buffer.errors import CodecError
+from headrace.buffer.sanitizer import plain_float, plain_int
 from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.buffer.versions import PolicyVersion
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace.sandboxes.errors import NamespacesUnavailable
-from headrace.sandboxes.launcher.host_limits import RESERVED_PROCESSES, HostLimits, default_live, share
-from headrace.sandboxes.launcher.stdlib_process import stdlib_command
+from headrace.sandboxes.kernel.host_limits import RESERVED_PROCESSES, HostLimits, default_live, share
+from headrace.sandboxes.kernel.stdlib_process import stdlib_command
 from headrace.sandboxes.local.provider import LocalSandboxConfig
 
 _PROBE_TIMEOUT_S: Final = 30.0

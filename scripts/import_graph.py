@@ -15,12 +15,22 @@ if TYPE_CHECKING:
 
 ORDER: dict[str, tuple[str, ...]] = {
     "sandboxes": (
-        *("base", "capture", "errors", "launcher", "command_streams", "private_folders", "images", "leftovers"),
-        *("local", "doctor", "partial", "e2b", "unprotected", "oci", "retry", "pool", "remote"),
+        *(
+            "base",
+            "capture",
+            "errors",
+            "kernel",
+            "launcher",
+            "command_streams",
+            "private_folders",
+            "images",
+            "leftovers",
+        ),
+        *("leftovers", "local", "doctor", "optional_features", "e2b", "unprotected", "oci", "retry", "pool", "remote"),
         "simulated",
     ),
     "buffer": (
-        *("errors", "repositories", "task_errors", "tasks", "versions", "types", "cleaning", "codec", "packing"),
+        *("errors", "repositories", "task_errors", "tasks", "versions", "types", "sanitizer", "codec", "packing"),
         *("primitives", "core", "ledger", "audit", "datasets"),
     ),
     "policies": (

@@ -28,7 +28,7 @@ LARGE_CLASSES = {
 }
 """Classes that were larger when the bounds came: lines and methods, which may only become fewer."""
 FOLDERS = (*ORDER, "scripts/benches")
-LARGE_FOLDERS = {"sandboxes/launcher": 29}
+LARGE_FOLDERS: dict[str, int] = {}
 
 
 Definition: TypeAlias = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

@@ -17,7 +17,7 @@ from headrace.actors.agents.agent import AgentSession
 from headrace.actors.agents.chat import ChatFailed
 from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
 from headrace.actors.agents.codex import Codex, CodexConfig
-from headrace.actors.agents.installing import AgentMissing, installed_folder
+from headrace.actors.agents.installation import AgentMissing, installed_folder
 from headrace.actors.agents.mini_swe_agent import MiniSweAgent, MiniSweAgentConfig
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode
@@ -30,7 +30,7 @@ from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.local.provider import LocalProvider
-from headrace.sandboxes.pool.booting import Lease
+from headrace.sandboxes.pool.boot import Lease
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from headrace.actors.evaluation.verdict import EvaluationRequest
     from headrace.buffer.types import RolloutResult
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.pool.booting import LeaseRequest
+    from headrace.sandboxes.pool.boot import LeaseRequest
     from headrace.serve.gateway.client import OpenedSession
 
 ADMIN = "an admin token of enough letters"

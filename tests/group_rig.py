@@ -16,7 +16,7 @@ import aiohttp
 from headrace.actors.engine_group.config import EnginesConfig
 from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.places.gateway import GatewayActor
-from headrace.actors.record.observing import Observing
+from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import WeightsShard, WeightsSnapshot
 from headrace.policies.processes.engine_process import EngineProcess, EngineProcessConfig
@@ -30,7 +30,7 @@ from headrace.serve.observing.telemetry import TelemetryConfig
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from headrace.actors.engine_group.roster import EngineStatus
+    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.policies.push.machine import Phase, Step
     from headrace.policies.sglang.client import SGLangEngine
 
@@ -61,8 +61,8 @@ def snapshot(model: Path, step: int) -> WeightsSnapshot:
     return WeightsSnapshot(version=PolicyVersion(1, step), shards=(WeightsShard.of(model / "model.safetensors"),))
 
 
-def observing(folder: Path) -> Observing:
-    return Observing(config=TelemetryConfig(enabled=False), run_dir=folder)
+def observing(folder: Path) -> ActorTelemetry:
+    return ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=folder)
 
 
 def gateway_of(model: Path, folder: Path, **settings: Any) -> GatewayActor:

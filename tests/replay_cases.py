@@ -6,7 +6,7 @@ import numpy as np
 
 from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.replay import ReplayBuffer
-from headrace.buffer.core.stream import TaskStream
+from headrace.buffer.core.task_stream import TaskStream
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import (
     BatchLease,

@@ -18,7 +18,7 @@ from headrace.actors.run.launch import RunRequest, prepare
 from headrace.actors.run.service import Service
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.buffer.audit.verify import verify
-from headrace.sandboxes.launcher import syscalls
+from headrace.sandboxes.kernel import syscalls
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

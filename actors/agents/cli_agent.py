@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from headrace.actors.agents.agent import AgentNotStarted, AgentReport, StopReason
-from headrace.actors.agents.installing import installed_folder
+from headrace.actors.agents.installation import installed_folder
 from headrace.sandboxes.base import HostFolder, HostPort, Stream
 from headrace.sandboxes.errors import SandboxError
 

@@ -118,7 +118,7 @@ def resume(
 ) -> None:
     """Continue a run from its last checkpoint and its ledger, after saying what is kept, restarted and lost."""
     from headrace.actors.run.launch import drive, reopen
-    from headrace.actors.run.resuming import Resuming
+    from headrace.actors.run.resume import Resuming
 
     config, directory = reopen(run_dir)
     resuming = Resuming(config, directory, say=say, from_start=from_start, retry_batch=retry_batch)
@@ -181,7 +181,7 @@ def status(
     json: Json = None,
 ) -> None:
     """Tell what run directories say; touches no process."""
-    from headrace.actors.engine_group.roster import read_roster
+    from headrace.actors.engine_group.members_file import read_roster
     from headrace.actors.errors import RunMissing
     from headrace.actors.run.launch import reopen
     from headrace.actors.run.run_status import RunState, status_of
@@ -226,7 +226,7 @@ def report(
 ) -> None:
     """Tell what the scheduling did: staleness, what became of short and long rollouts, full stations, parked tasks."""
     from headrace.actors.run.launch import reopen
-    from headrace.actors.run.reporting import report_of
+    from headrace.actors.run.report import report_of
 
     told = report_of(reopen(run_dir)[1])
     if json is not None:
@@ -366,7 +366,7 @@ def serve_sandboxes(
     """Lend sandboxes: E2B's API (E2B_API_URL and E2B_SANDBOX_URL are the printed URL), ours for the provider `remote`,
     and a drop-in for swe_exec_server and swe_env_pool_server."""
     from headrace.actors.evaluation.foreign_patch import apply_patch
-    from headrace.serve.exec.serving import ServeOptions, serve
+    from headrace.serve.exec.server import ServeOptions, serve
 
     options = ServeOptions(
         host=host,

@@ -32,8 +32,8 @@ def convert(
 ) -> None:
     """Write the rows of a data set as tasks (docs/tasks.md), and those that cannot be graded with the reason."""
     from headrace.actors.errors import ConfigError
-    from headrace.buffer.datasets.converting import SettingsRefused
-    from headrace.buffer.datasets.converting import convert as converted
+    from headrace.buffer.datasets.converters import SettingsRefused
+    from headrace.buffer.datasets.converters import convert as converted
     from headrace.buffer.primitives.registry import PartRefused
 
     try:

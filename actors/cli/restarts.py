@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.actors.cli.output import say
-from headrace.actors.run.restarting import Restarting, RestartPolicy
+from headrace.actors.run.restarts import Restarting, RestartPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,7 +14,7 @@ from headrace.actors.cli.output import Json, say, show, write_json
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from headrace.actors.engine_group.roster import EngineStatus
+    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.record.run_directory import RunDirectory
 
 __all__ = ["add_engine", "engine_table", "list_engines", "remove_engine"]
@@ -27,7 +27,7 @@ Timeout = Annotated[
 
 def list_engines(run: Run, json: Json = None) -> None:
     """Tell the engines of a run: state, version, load (running+waiting), address, and why one does not serve."""
-    from headrace.actors.engine_group.roster import read_roster
+    from headrace.actors.engine_group.members_file import read_roster
 
     directory = _directory(run)
     roster = read_roster(directory.engines)

@@ -91,8 +91,8 @@ def tune(
 ) -> None:
     """Find acceptance rule, staleness bound and slots for what was recorded, by trying them in virtual time."""
     from headrace.actors.tuning.candidates import Space, describe
-    from headrace.actors.tuning.choosing import WITHIN
     from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
+    from headrace.actors.tuning.selection import WITHIN
 
     space = Space(slots=tuple(slots or ()), bounds=tuple(max_staleness or ()), rules=tuple(accept or ()))
     request = TuneRequest(

@@ -17,12 +17,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace.actors.engine_group.bodies import Body, ForeignServer, OwnProcess, PlacedProcess
 from headrace.actors.engine_group.config import Placement
+from headrace.actors.engine_group.engine_process import Body, ForeignServer, OwnProcess, PlacedProcess
 from headrace.actors.engine_group.errors import EngineGroupError, EngineNotAdded
 from headrace.actors.engine_group.host import EngineHost
+from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.engine_group.registry import LIVING, EngineState, Origin, address, is_loopback
-from headrace.actors.engine_group.roster import EngineStatus
 from headrace.actors.engine_group.server_plan import ServerPlan, server_process
 from headrace.actors.errors import ActorError
 from headrace.actors.runtime.runtime import Resources, node_address
@@ -61,7 +61,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
+class EngineContext:
     """Where engines are started, and how they are pushed to. `runtime` may be None as long as none is placed by
     Ray."""
 
@@ -76,7 +76,7 @@ class Fleet:
     """All engines of a group. `started` counts those that were ever started; `retired` places stay empty."""
 
     def __init__(
-        self, config: EnginesConfig, registry: EngineRegistry, ground: Ground, http: aiohttp.ClientSession
+        self, config: EnginesConfig, registry: EngineRegistry, ground: EngineContext, http: aiohttp.ClientSession
     ) -> None:
         self._config = config
         self._registry = registry

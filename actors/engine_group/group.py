@@ -25,16 +25,16 @@ import aiohttp
 
 from headrace.actors.engine_group.config import check_url
 from headrace.actors.engine_group.errors import EngineGroupError, EngineNotAdded, EngineNotServing
-from headrace.actors.engine_group.fleet import Fleet, Ground, foreign_id
+from headrace.actors.engine_group.fleet import EngineContext, Fleet, foreign_id
 from headrace.actors.engine_group.gate import GatewayGate
 from headrace.actors.engine_group.health import HealthChecks
 from headrace.actors.engine_group.journal import PushJournal
-from headrace.actors.engine_group.leaving import leave
-from headrace.actors.engine_group.pushing import Pusher
+from headrace.actors.engine_group.members_file import Roster, read_roster
+from headrace.actors.engine_group.pusher import Pusher
 from headrace.actors.engine_group.recovery import recover
 from headrace.actors.engine_group.registry import LIVING, EngineRegistry, EngineState, Origin
+from headrace.actors.engine_group.removal import leave
 from headrace.actors.engine_group.requests import RequestBox
-from headrace.actors.engine_group.roster import Roster, read_roster
 from headrace.actors.engine_group.router import router_workers
 from headrace.actors.errors import first_cause
 from headrace.policies.engine import EngineId, PauseMode
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from headrace.actors.engine_group.config import EnginesConfig
-    from headrace.actors.engine_group.roster import EngineStatus
+    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.places.gateway import GatewayActor
-    from headrace.actors.record.observing import Observing
+    from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.actors.runtime.runtime import RayRuntime
     from headrace.buffer.versions import PolicyVersion
     from headrace.policies.learner import WeightsSnapshot
@@ -73,7 +73,7 @@ class EngineGroup:
         gateway: GatewayActor,
         model_dir: Path,
         seed: int,
-        observing: Observing,
+        observing: ActorTelemetry,
         runtime: RayRuntime | None = None,
     ) -> None:
         if observing.run_dir is None:
@@ -82,7 +82,7 @@ class EngineGroup:
         self._push_config = push_config
         self._observing = observing
         self._directory = observing.run_dir / "engines"
-        self._ground = Ground(
+        self._ground = EngineContext(
             model_dir=model_dir,
             directory=self._directory,
             seed=seed,

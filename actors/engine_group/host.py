@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from headrace.actors.engine_group.server_plan import ServerPlan, server_process
-from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.runtime import node_address
 from headrace.policies.errors import EngineUnavailable
 
@@ -30,7 +30,7 @@ class HostedEngine:
     node: str
 
 
-class EngineHost(Owning):
+class EngineHost(ResourceOwner):
     """Starts one engine where Ray put this actor. The paths of the plan are the same on every host."""
 
     def __init__(self, config: EnginesConfig, plan: ServerPlan) -> None:

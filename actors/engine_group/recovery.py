@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from headrace.actors.engine_group.fleet import Fleet
     from headrace.actors.engine_group.gate import GatewayGate
     from headrace.actors.engine_group.journal import BrokenPush
-    from headrace.actors.engine_group.pushing import Pusher
+    from headrace.actors.engine_group.members_file import EngineStatus, Roster
+    from headrace.actors.engine_group.pusher import Pusher
     from headrace.actors.engine_group.registry import EngineRegistry
-    from headrace.actors.engine_group.roster import EngineStatus, Roster
     from headrace.policies.engine import EngineInfo
 
 logger = logging.getLogger(__name__)

@@ -21,16 +21,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from headrace.actors.evaluation.baselines import Baselines
-from headrace.actors.evaluation.collecting import LeftDiff
 from headrace.actors.evaluation.comparison import compare, last_answer
 from headrace.actors.evaluation.diff_filter import Dropped, summary
 from headrace.actors.evaluation.patch import Patch, PatchRefused, collect_patch
+from headrace.actors.evaluation.patch_collection import LeftDiff
 from headrace.actors.evaluation.plugins import score_by_plugin
 from headrace.actors.evaluation.repository import grade, score_repository
 from headrace.actors.evaluation.verdict import (
     LABELS,
     MAX_DETAIL_CHARACTERS,
-    CleanRooms,
+    CleanSandboxes,
     EvaluationRequest,
     EvaluatorFault,
     Verdict,
@@ -44,7 +44,7 @@ from headrace.actors.evaluation.verdict import (
 )
 from headrace.actors.in_sandbox import check as check_program
 from headrace.actors.in_sandbox import program_command, source
-from headrace.buffer.cleaning import clean_text
+from headrace.buffer.sanitizer import clean_text
 from headrace.buffer.tasks import PYTHON, EvaluatorKind
 from headrace.buffer.types import Cause
 from headrace.sandboxes.base import FrozenMount, ProgramRunner, SandboxSpec
@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from headrace.buffer.tasks import EvaluatorSpec, Task
     from headrace.sandboxes.base import ExecResult, Sandbox
 
-__all__ = ["CleanRooms", "EvaluationRequest", "Verdict", "evaluate"]
+__all__ = ["CleanSandboxes", "EvaluationRequest", "Verdict", "evaluate"]
 
 
-async def evaluate(request: EvaluationRequest, rooms: CleanRooms, baselines: Baselines | None = None) -> Verdict:
+async def evaluate(request: EvaluationRequest, rooms: CleanSandboxes, baselines: Baselines | None = None) -> Verdict:
     """Score one rollout. `baselines` keeps what is known of untouched repositories from one call to the next. Errors of
     sandboxes become verdicts of cause infra; only programming errors are raised."""
     baselines = baselines or Baselines()
@@ -79,7 +79,7 @@ async def evaluate(request: EvaluationRequest, rooms: CleanRooms, baselines: Bas
         return Verdict(reward=None, cause=Cause.INFRA, detail=f"{type(error).__name__}: {error}")
 
 
-async def _kept(request: EvaluationRequest, rooms: CleanRooms, verdict: Verdict) -> Verdict:
+async def _kept(request: EvaluationRequest, rooms: CleanSandboxes, verdict: Verdict) -> Verdict:
     """The verdict with log and patch for those who keep them, without for all others. The patch of a task that is
     scored by its state is collected for this alone, and what goes wrong with that changes no verdict."""
     if not request.keep:
@@ -94,7 +94,7 @@ async def _kept(request: EvaluationRequest, rooms: CleanRooms, verdict: Verdict)
     return replace(verdict, patch=patch.as_diff(request.task))
 
 
-async def _blame(request: EvaluationRequest, rooms: CleanRooms, baselines: Baselines, first: Verdict) -> Verdict:
+async def _blame(request: EvaluationRequest, rooms: CleanSandboxes, baselines: Baselines, first: Verdict) -> Verdict:
     """Who broke the check: the evaluator, which breaks on untouched files too, chance, or the agent. Raises
     SandboxError."""
     if (await _score_untouched(request.task, rooms, baselines)).cause is Cause.EVALUATOR:
@@ -106,7 +106,7 @@ async def _blame(request: EvaluationRequest, rooms: CleanRooms, baselines: Basel
     return replace(blamed, log=again.log, patch=again.patch)
 
 
-async def _score(request: EvaluationRequest, rooms: CleanRooms, baselines: Baselines) -> Verdict:
+async def _score(request: EvaluationRequest, rooms: CleanSandboxes, baselines: Baselines) -> Verdict:
     """One look at what the agent left; a check that breaks is cause evaluator. Raises SandboxError, EvaluatorFault."""
     match request.task.evaluator.kind:
         case EvaluatorKind.REPOSITORY:
@@ -119,7 +119,7 @@ async def _score(request: EvaluationRequest, rooms: CleanRooms, baselines: Basel
             return await _check_files(request.task, _hidden_files(request.task), _spec_with_data(request), rooms)
 
 
-async def _score_untouched(task: Task, rooms: CleanRooms, baselines: Baselines) -> Verdict:
+async def _score_untouched(task: Task, rooms: CleanSandboxes, baselines: Baselines) -> Verdict:
     """The same look at what the task put there itself. Raises SandboxError, EvaluatorFault."""
     if task.evaluator.kind is EvaluatorKind.REPOSITORY:
         return await grade(task, LeftDiff(), rooms, baselines, always_twins=True)
@@ -129,7 +129,7 @@ async def _score_untouched(task: Task, rooms: CleanRooms, baselines: Baselines) 
     return await _check_files(task, files, SandboxSpec(image=task.image, labels=LABELS), rooms)
 
 
-async def _score_patch(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
+async def _score_patch(request: EvaluationRequest, rooms: CleanSandboxes) -> Verdict:
     try:
         async with rooms.clean(_spec_with_data(request)) as room:
             patch = await collect_patch(request.task, room)
@@ -147,7 +147,7 @@ async def _score_patch(request: EvaluationRequest, rooms: CleanRooms) -> Verdict
     return replace(verdict, detail=told(verdict.detail, summary(dropped)), patch=diff)
 
 
-async def _check_files(task: Task, files: Mapping[str, bytes], spec: SandboxSpec, rooms: CleanRooms) -> Verdict:
+async def _check_files(task: Task, files: Mapping[str, bytes], spec: SandboxSpec, rooms: CleanSandboxes) -> Verdict:
     """The check in a clean sandbox with these files. Raises SandboxError, EvaluatorFault."""
     async with rooms.clean(spec) as room:
         try:

@@ -18,10 +18,10 @@ from headrace.actors.evaluation.verdict import solved
 from headrace.actors.places.leases import LEASE_S, Leases
 from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import Operations
-from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.retry import until_back
 from headrace.buffer.tasks import EvaluatorKind
-from headrace.sandboxes.pool.booting import LeaseRequest
+from headrace.sandboxes.pool.boot import LeaseRequest
 from headrace.serve.observing import span_names as names
 from headrace.serve.observing.tracing import context_from
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from headrace.actors.places.sandbox_pool import SandboxPool
-    from headrace.actors.record.observing import Observing
+    from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.actors.runtime.operations import Results
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
@@ -39,7 +39,7 @@ tracer = trace.get_tracer("headrace.actors.evaluation.evaluator")
 HOLDER = "evaluator"
 
 
-class _Rooms(Owning):
+class _CleanSandboxes(ResourceOwner):
     """Clean sandboxes from the pool, in batch calls."""
 
     def __init__(self, pool: SandboxPool, lease_s: float) -> None:
@@ -74,12 +74,12 @@ class _Rooms(Owning):
         return await until_back(lambda: self._pool.freeze(ids))
 
 
-class Evaluator(Owning):
+class Evaluator(ResourceOwner):
     """Scores rollouts in clean sandboxes leased from the pool."""
 
-    def __init__(self, pool: SandboxPool, observing: Observing, *, lease_s: float = LEASE_S) -> None:
+    def __init__(self, pool: SandboxPool, observing: ActorTelemetry, *, lease_s: float = LEASE_S) -> None:
         super().__init__()
-        self._rooms = _Rooms(pool, lease_s)
+        self._rooms = _CleanSandboxes(pool, lease_s)
         self._baselines = Baselines()
         self._observing = observing
         self._simulated = 0

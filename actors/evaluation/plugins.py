@@ -22,10 +22,10 @@ from headrace.sandboxes.errors import SandboxError, SandboxFileError
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
 
-    from headrace.actors.evaluation.verdict import CleanRooms, EvaluationRequest
+    from headrace.actors.evaluation.verdict import CleanSandboxes, EvaluationRequest
     from headrace.buffer.tasks import Task
 
-    Score: TypeAlias = Callable[[EvaluationRequest, CleanRooms], Coroutine[Any, Any, Verdict]]
+    Score: TypeAlias = Callable[[EvaluationRequest, CleanSandboxes], Coroutine[Any, Any, Verdict]]
 
 
 def _function(found: object) -> Score:
@@ -51,7 +51,7 @@ def refuse_absent_evaluators(tasks: Iterable[Task]) -> None:
             raise ConfigError(f"task {task.id}: evaluator.plugin: {error}") from error
 
 
-async def score_by_plugin(request: EvaluationRequest, rooms: CleanRooms) -> Verdict:
+async def score_by_plugin(request: EvaluationRequest, rooms: CleanSandboxes) -> Verdict:
     """The agent's sandbox is frozen by now. Raises SandboxError."""
     spec = request.task.evaluator
     try:

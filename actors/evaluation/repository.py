@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from headrace.actors.evaluation.collecting import LeftDiff, collect_diff
 from headrace.actors.evaluation.comparison import compare
 from headrace.actors.evaluation.diff_filter import Dropped, FilterRules, filter_diff, summary
-from headrace.actors.evaluation.preparing import ANY_OWNER, GIT, lay_out
+from headrace.actors.evaluation.patch_collection import LeftDiff, collect_diff
+from headrace.actors.evaluation.preparation import ANY_OWNER, GIT, lay_out
 from headrace.actors.evaluation.report import (
     Report,
     ReportUntrusted,
@@ -29,7 +29,7 @@ from headrace.actors.evaluation.report import (
     read_report,
     without_twin,
 )
-from headrace.actors.evaluation.running import RunBroken, TestRun, parse_logs, run_tests
+from headrace.actors.evaluation.test_runner import RunBroken, TestRun, parse_logs, run_tests
 from headrace.actors.evaluation.unified_diff import DiffRefused, parse_diff
 from headrace.actors.evaluation.verdict import LABELS, Verdict, broken, failed, invalid, printed, solved, told
 from headrace.actors.in_sandbox import program_command
@@ -40,7 +40,7 @@ from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileErro
 
 if TYPE_CHECKING:
     from headrace.actors.evaluation.baselines import Baselines
-    from headrace.actors.evaluation.verdict import CleanRooms, EvaluationRequest
+    from headrace.actors.evaluation.verdict import CleanSandboxes, EvaluationRequest
     from headrace.buffer.tasks import Task
     from headrace.sandboxes.base import Sandbox
 
@@ -59,7 +59,7 @@ comm -z -13 "$1/before" "$1/after"
 """Prints the paths that the set-up changed: these are the tests."""
 
 
-async def score_repository(request: EvaluationRequest, rooms: CleanRooms, baselines: Baselines) -> Verdict:
+async def score_repository(request: EvaluationRequest, rooms: CleanSandboxes, baselines: Baselines) -> Verdict:
     """One look at what the agent left. Raises SandboxError."""
     repository = _repository_of(request.task)
     try:
@@ -79,7 +79,7 @@ def _repository_of(task: Task) -> RepositorySpec:
 
 
 async def grade(
-    task: Task, left: LeftDiff, rooms: CleanRooms, baselines: Baselines, *, always_twins: bool = False
+    task: Task, left: LeftDiff, rooms: CleanSandboxes, baselines: Baselines, *, always_twins: bool = False
 ) -> Verdict:
     """The verdict on a diff; an empty one is the untouched repository. `always_twins`: look whether twins can run too
     where the tests did not pass. Raises SandboxError."""
@@ -111,7 +111,7 @@ class _Grading:
 
     task: Task
     left: LeftDiff
-    rooms: CleanRooms
+    rooms: CleanSandboxes
     baselines: Baselines
     dropped: tuple[Dropped, ...] = ()
 
@@ -201,7 +201,7 @@ class _Grading:
         return await self.baselines.of(self.task, partial(_measure_untouched, self.task, self.rooms))
 
 
-async def _measure_untouched(task: Task, rooms: CleanRooms) -> Report:
+async def _measure_untouched(task: Task, rooms: CleanSandboxes) -> Report:
     """What the tests do without any patch, as twins. Where they end or hold up the session, which the patch may be
     there to mend, it is what they reported until then. Raises RunBroken, SandboxError."""
     outcome, _ = await _run(task, LeftDiff(), rooms, twins=True, cut=True)
@@ -209,7 +209,7 @@ async def _measure_untouched(task: Task, rooms: CleanRooms) -> Report:
 
 
 async def _run(
-    task: Task, left: LeftDiff, rooms: CleanRooms, *, twins: bool = False, cut: bool = False
+    task: Task, left: LeftDiff, rooms: CleanSandboxes, *, twins: bool = False, cut: bool = False
 ) -> tuple[Verdict | TestRun, tuple[Dropped, ...]]:
     """Apply and run in a clean sandbox: a verdict where it is already clear, else what the tests (or their twins) left;
     and what the filter dropped. Raises DiffRefused, RunBroken, SandboxError."""

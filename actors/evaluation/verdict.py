@@ -49,7 +49,7 @@ class EvaluatorFault(Exception):
     """The evaluator gave what cannot be a verdict. That is never the agent's doing: the message says what it gave."""
 
 
-class CleanRooms(Protocol):
+class CleanSandboxes(Protocol):
     """Freezes the agent's sandbox and lends clean ones; leaving their context releases them."""
 
     async def freeze(self, sandbox: SandboxId) -> None: ...

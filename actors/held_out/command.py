@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from headrace.actors.errors import ConfigError, RunExists, RunMissing, first_cause
 from headrace.actors.held_out.service import EvaluationService
 from headrace.actors.record.run_directory import RunDirectory, free_folder
-from headrace.actors.rollouts.folders import EvaluationFolders
+from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.summary import About
 from headrace.actors.run.config import RunConfig, apply_override, explain, load_recipe
 from headrace.actors.run.interrupts import Interrupts

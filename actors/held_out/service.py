@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from headrace.actors.errors import RunStalled
 from headrace.actors.rollouts.records import EvaluationRecords
 from headrace.actors.run.parts import ServiceParts
-from headrace.actors.run.signs import signs_of, stall_detector, work_clocks
+from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, look_at, or_none
-from headrace.actors.runtime.guarding import AwakeClock, keep_running
+from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.retry import until_back
 from headrace.serve.observing.progress import Progress
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.actors.record.run_directory import RunDirectory
-    from headrace.actors.rollouts.folders import EvaluationFolders
+    from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
     from headrace.actors.rollouts.summary import EvaluationSummary
     from headrace.actors.run.config import RunConfig
     from headrace.actors.runtime.runtime import Runtime

@@ -68,7 +68,7 @@ def _some_of(names: frozenset[str]) -> str:
 
 async def _lent(section: SandboxSection) -> frozenset[str] | None:
     """What any of the hosts boots; None when one of them did not say."""
-    from headrace.sandboxes.remote.spread import remote_hosts
+    from headrace.sandboxes.remote.multi_host import remote_hosts
 
     hosts = remote_hosts(section.remote.urls, section.remote.key_file)
     answers = await asyncio.gather(*map(_images_of, hosts))

@@ -20,15 +20,15 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import write_private
-from headrace.serve.gateway.garbage import portioned_collections
+from headrace.serve.gateway.garbage_collection import portioned_collections
 from headrace.serve.gateway.gateway import Gateway, GatewayConfig, GatewayStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from headrace.actors.record.observing import Observing
+    from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.policies.engine import EngineId
     from headrace.serve.gateway.routing import RoutingTable
 
@@ -44,10 +44,10 @@ class GatewayAddress:
     admin_token: str = field(repr=False)
 
 
-class GatewayActor(Owning):
+class GatewayActor(ResourceOwner):
     """Starts the gateway when entered; the same address after a restart."""
 
-    def __init__(self, config: GatewayConfig, *, address_file: Path, observing: Observing) -> None:
+    def __init__(self, config: GatewayConfig, *, address_file: Path, observing: ActorTelemetry) -> None:
         super().__init__()
         self._config = config
         self._address_file = address_file

@@ -14,17 +14,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Self
 
 from headrace.actors.errors import ActorGone
-from headrace.actors.places.attachments import Attachments
+from headrace.actors.places.sandbox_connections import SandboxConnections
 from headrace.actors.runtime.batching import Batcher
 from headrace.actors.runtime.operations import OperationCalls
-from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.retry import until_back
-from headrace.sandboxes.pool.booting import HOLDER_LABEL
+from headrace.sandboxes.pool.boot import HOLDER_LABEL
 
 if TYPE_CHECKING:
     from headrace.actors.places.sandbox_pool import SandboxPool
     from headrace.sandboxes.base import Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.pool.booting import Lease, LeaseRequest
+    from headrace.sandboxes.pool.boot import Lease, LeaseRequest
 
 LEASE_S: Final = 60.0
 """A pool that restarts is back in less."""
@@ -32,7 +32,7 @@ HEARTBEATS: Final = 4
 """Of one lease."""
 
 
-class Leases(Owning):
+class Leases(ResourceOwner):
     """The pool as one holder uses it; an async context manager."""
 
     def __init__(self, pool: SandboxPool, holder: str, *, lease_s: float = LEASE_S) -> None:
@@ -44,7 +44,7 @@ class Leases(Owning):
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
-        self._attachments = await enter(Attachments())
+        self._attachments = await enter(SandboxConnections())
         self._release: Batcher[SandboxId, None] = await enter(Batcher(self._release_many))
         self._lease: OperationCalls[LeaseRequest, Lease] = await enter(
             OperationCalls(self._pool, unclaimed=self._release_unclaimed)

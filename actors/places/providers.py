@@ -17,7 +17,7 @@ from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-from headrace.sandboxes.simulated.elsewhere import ElsewhereProvider, host_names
+from headrace.sandboxes.simulated.attached import AttachedProvider, host_names
 from headrace.sandboxes.simulated.provider import SimulatedProvider
 from headrace.sandboxes.unprotected.provider import SubprocessProvider
 
@@ -53,9 +53,9 @@ async def start_provider(section: SandboxSection, directory: RunDirectory | None
             await containers.start()
             return containers
         case SandboxKind.REMOTE:
-            from headrace.sandboxes.remote.spread import SpreadProvider, remote_hosts
+            from headrace.sandboxes.remote.multi_host import MultiHostProvider, remote_hosts
 
-            hosts = SpreadProvider(remote_hosts(section.remote.urls, section.remote.key_file))
+            hosts = MultiHostProvider(remote_hosts(section.remote.urls, section.remote.key_file))
             await hosts.start()
             return hosts
         case SandboxKind.LOCAL:
@@ -85,7 +85,7 @@ def attaching_providers() -> dict[str, SandboxProvider]:
     return {
         "local": LocalProvider(),
         "subprocess": SubprocessProvider(),
-        "simulated": ElsewhereProvider(),
+        "simulated": AttachedProvider(),
         "oci": OciProvider(),
         "remote": RemoteProvider(RemoteConfig()),
     }

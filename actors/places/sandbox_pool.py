@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 from headrace.actors.places.providers import start_hosts
 from headrace.actors.runtime.operations import Operations
-from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.resources import ResourceOwner
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.local.provider import LocalProvider
 from headrace.sandboxes.pool.ledger import SandboxLedger
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from headrace.actors.runtime.operations import Results
     from headrace.sandboxes.base import SandboxId, SandboxProvider, SandboxRef, SandboxSpec
     from headrace.sandboxes.errors import SandboxError
-    from headrace.sandboxes.pool.booting import Lease, LeaseRequest
+    from headrace.sandboxes.pool.boot import Lease, LeaseRequest
     from headrace.sandboxes.pool.pool import PoolStatus
 
 
-class SandboxPool(Owning):
+class SandboxPool(ResourceOwner):
     """Leases, freezes and releases sandboxes of one host, in batches. Without a directory its ledger is in memory,
     which only simulated sandboxes allow; `clock` gives Unix seconds, `provider` stands for the section's."""
 

@@ -27,8 +27,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.rollouts.answers import untold_answer
+from headrace.actors.rollouts.evaluation_log import Recording, evaluation_order
 from headrace.actors.rollouts.pacing import AdaptiveLimit, PacingConfig
-from headrace.actors.rollouts.recording import Recording, evaluation_order
 from headrace.actors.rollouts.summary import EvaluationSummary, summarize_answers, write_summary
 from headrace.actors.runtime.retry import until_back
 from headrace.actors.training.replay import NEVER_EVALUATED
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from headrace.actors.places.sandbox_pool import SandboxPool
     from headrace.actors.rollouts.answers import Answer
-    from headrace.actors.rollouts.folders import EvaluationFolders
+    from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
     from headrace.actors.rollouts.pacing import Pressure
     from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.worker import Finished, RolloutWorker

@@ -12,7 +12,7 @@ from tenacity import AsyncRetrying, retry_if_exception, wait_random_exponential
 
 from headrace.actors.agents.agent import AgentSession
 from headrace.actors.agents.chat import ChatClient, NoChat
-from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.resources import ResourceOwner
 from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.session import Session, SessionSpec
 from headrace.serve.errors import GatewayUnreachable, SessionUnknown
@@ -46,7 +46,7 @@ class Sessions(Protocol):
         ...
 
 
-class GatewaySessions(Owning):
+class GatewaySessions(ResourceOwner):
     """Sessions of a gateway, over HTTP."""
 
     def __init__(self, address: GatewayAddress) -> None:
@@ -79,7 +79,7 @@ class GatewaySessions(Owning):
         return reports[0]
 
 
-class NoSessions(Owning):
+class NoSessions(ResourceOwner):
     """For agents that ask no policy."""
 
     async def __aenter__(self) -> Self:

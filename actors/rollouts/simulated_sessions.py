@@ -16,7 +16,7 @@ import numpy as np
 
 from headrace.actors.agents.agent import AgentSession
 from headrace.actors.agents.chat import NoChat
-from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.simulated.engines import EngineWatch
 from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.policies.learners.simulated import VOCABULARY
@@ -87,7 +87,7 @@ class SimulatedSession:
         )
 
 
-class SimulatedSessions(Owning):
+class SimulatedSessions(ResourceOwner):
     """Satisfies `headrace.actors.rollouts.sessions.Sessions`."""
 
     def __init__(self, group: SimulatedEngineGroup, worker: str) -> None:

@@ -12,7 +12,7 @@ from headrace.actors.places.leases import Leases
 from headrace.actors.rollouts.sessions import GatewaySessions, NoSessions
 from headrace.actors.rollouts.simulated_sessions import SimulatedSessions
 from headrace.actors.runtime.operations import OperationCalls
-from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.types import Purpose
 from headrace.serve.capture.session import SessionId, SessionSpec
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from headrace.actors.evaluation.evaluator import Evaluator
     from headrace.actors.places.gateway import GatewayAddress
     from headrace.actors.places.sandbox_pool import SandboxPool
-    from headrace.actors.record.observing import Observing
-    from headrace.actors.rollouts.folders import EvaluationFolders
+    from headrace.actors.record.actor_telemetry import ActorTelemetry
+    from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
     from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.rollouts.rollout import RolloutConfig
     from headrace.actors.rollouts.sessions import Sessions
     from headrace.actors.simulated.engines import SimulatedEngineGroup
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.pool.booting import Lease, LeaseRequest
+    from headrace.sandboxes.pool.boot import Lease, LeaseRequest
     from headrace.serve.capture.rows import SessionReport
     from headrace.serve.capture.session import Budgets, Sampling
     from headrace.serve.gateway.client import OpenedSession
@@ -66,7 +66,7 @@ class WorkerParts:
     budgets: Budgets
     train_truncated: bool
     rollout: RolloutConfig
-    observing: Observing
+    observing: ActorTelemetry
     evaluations: EvaluationFolders | None = None
     """Where the conversations, patches and logs of evaluation rollouts are kept; None keeps none."""
     evaluation_terms: SessionTerms | None = None
@@ -81,7 +81,7 @@ class WorkerParts:
         return SessionTerms(sampling=self.sampling, budgets=self.budgets)
 
 
-class WorkerStations(Owning):
+class WorkerStations(ResourceOwner):
     """The stations of `rollout.Stations` over actors; an async context manager."""
 
     def __init__(self, parts: WorkerParts, holder: str) -> None:

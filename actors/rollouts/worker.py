@@ -24,7 +24,7 @@ from opentelemetry import trace
 
 from headrace.actors.errors import ActorLost
 from headrace.actors.rollouts.answers import answer_of
-from headrace.actors.rollouts.keeping import KeepingStations
+from headrace.actors.rollouts.recorded_stations import RecordedStations
 from headrace.actors.rollouts.rollout import run_rollout
 from headrace.actors.rollouts.stations import WorkerParts, WorkerStations
 from headrace.actors.runtime.batching import TOGETHER_S, Batcher
@@ -204,7 +204,7 @@ class RolloutWorker:
             return (await self._run_and_offer(order)).outcome
 
     async def _run_and_offer(self, order: RolloutOrder) -> RolloutResult:
-        keeping = KeepingStations(self._stations) if self._keeps(order) else None
+        keeping = RecordedStations(self._stations) if self._keeps(order) else None
         try:
             result = await run_rollout(order, keeping or self._stations, self._parts.rollout, self._occupied)
         except asyncio.CancelledError:
@@ -224,7 +224,7 @@ class RolloutWorker:
     def _keeps(self, order: RolloutOrder) -> bool:
         return order.purpose is Purpose.EVALUATION and self._parts.evaluations is not None
 
-    async def _keep(self, order: RolloutOrder, result: RolloutResult, keeping: KeepingStations | None) -> None:
+    async def _keep(self, order: RolloutOrder, result: RolloutResult, keeping: RecordedStations | None) -> None:
         """Remember the answer for the dispatcher, and write its folder where one is kept."""
         answer, folders = answer_of(order, result), self._parts.evaluations
         if keeping is not None and folders is not None and answer.cause is not Cause.CANCELLED:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 from pydantic import ValidationError
 
-from headrace.actors.agents.choosing import make_agent
 from headrace.actors.agents.config import AgentKind
+from headrace.actors.agents.registry import make_agent
 from headrace.actors.errors import (
     ActorLost,
     ConfigError,
@@ -45,7 +45,7 @@ from headrace.actors.run.older_configs import upgraded
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.run.service import Service
 from headrace.actors.run.summary import RunSummary, summarize
-from headrace.actors.runtime.guarding import guard, keep_running
+from headrace.actors.runtime.call_guard import guard, keep_running
 from headrace.actors.runtime.retry import ABSENCE
 from headrace.actors.runtime.runtime import RayRuntime, check_ray_folder, start_local_ray, stop_local_ray
 from headrace.actors.simulated.tasks import simulated_tasks

@@ -16,21 +16,21 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import orjson
 
-from headrace.actors.agents.choosing import make_agent
+from headrace.actors.agents.registry import make_agent
 from headrace.actors.engine_group.group import EngineGroup
 from headrace.actors.errors import DiskFull, first_cause
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.observing import Observing
+from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.rollouts.dispatcher import Dispatcher
-from headrace.actors.rollouts.folders import EvaluationFolders
+from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
 from headrace.actors.rollouts.stations import SessionTerms, WorkerParts
 from headrace.actors.rollouts.summary import About
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.supervision import Parts
-from headrace.actors.runtime.guarding import guard
-from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.call_guard import guard
+from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.retry import until_back
 from headrace.actors.simulated.engines import SimulatedEngineGroup
 from headrace.policies.engine import PauseMode
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-class ServiceParts(Owning):
+class ServiceParts(ResourceOwner):
     """Base of the services: starts the actors that they share."""
 
     def __init__(
@@ -61,7 +61,7 @@ class ServiceParts(Owning):
         self._directory = directory
         self._runtime = runtime
         self._evaluations = evaluations
-        self._observing = Observing(config=config.telemetry, run_dir=directory.path, retention=config.retention)
+        self._observing = ActorTelemetry(config=config.telemetry, run_dir=directory.path, retention=config.retention)
         self._gateway: GatewayActor | None = None
         self._actors: dict[str, object] = {}
         self._failed_to_start = False

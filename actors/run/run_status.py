@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from headrace.actors.engine_group.roster import read_roster
+from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.record.metrics import each_metric, last_metric
 from headrace.buffer.audit.condition import read_condition
 from headrace.buffer.core.outages import utc

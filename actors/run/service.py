@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.housekeeping import EVERY_S, keep_house, thin_out_evaluations
 from headrace.actors.run.parts import ServiceParts, periodic_evaluations
-from headrace.actors.run.signs import signs_of, stall_detector, work_clocks
+from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, or_none
-from headrace.actors.runtime.guarding import AwakeClock, keep_running
+from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.retry import until_back
 from headrace.actors.training.learner import LearnerLoop
-from headrace.actors.training.parking import parked_line, refuse_all_parked
+from headrace.actors.training.parked_tasks import parked_line, refuse_all_parked
 from headrace.actors.training.replay import Replay
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import GroupId

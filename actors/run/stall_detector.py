@@ -31,7 +31,7 @@ OWN_CLOCKS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signs:
+class ProgressSigns:
     """What the parts of a run report at one moment. `counts` grow with progress; a part that does not answer has none.
     `under_way` has the clock (seconds) of each kind of work that goes on now."""
 
@@ -72,7 +72,7 @@ class StallDetector:
         self._epoch = 0
         self._warned = False
 
-    def stalled(self, now_s: float, signs: Signs) -> str | None:
+    def stalled(self, now_s: float, signs: ProgressSigns) -> str | None:
         """Why the run should end, None while it makes progress."""
         if (version := signs.version) is not None:
             if version.step > self._highest_step:

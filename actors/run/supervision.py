@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, TypeVar
 from headrace.actors.errors import ActorLost
 from headrace.actors.record.utilisation import Station, UtilisationMeter, bottleneck
 from headrace.actors.rollouts.pacing import LatencyWatch, Pressure
-from headrace.actors.runtime.guarding import AwakeClock
+from headrace.actors.runtime.call_guard import AwakeClock
 from headrace.actors.training.learner import ENDING_STAGES, Stage
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from headrace.actors.engine_group.group import EngineGroup
-    from headrace.actors.engine_group.roster import EngineStatus
+    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.evaluation.evaluator import Evaluator
     from headrace.actors.places.gateway import GatewayActor
     from headrace.actors.places.sandbox_pool import SandboxPool

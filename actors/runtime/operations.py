@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, Self, TypeVar
 
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.runtime.batching import DEFAULT_WINDOW_S, TOGETHER_S
-from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.retry import until_back
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Operator(Protocol[Q, R]):
         ...
 
 
-class Operations(Owning, Generic[Q, R]):
+class Operations(ResourceOwner, Generic[Q, R]):
     """The actor's side; an async context manager. Errors of `work` are results; `unclaimed` gets results that nobody
     fetched."""
 

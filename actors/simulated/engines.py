@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Self
 import orjson
 
 from headrace.actors.errors import ActorGone
-from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.retry import until_back
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.buffer.versions import PolicyVersion
@@ -27,7 +27,7 @@ from headrace.policies.learners.simulated import PushMode, Served, SimulatedEngi
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.actors.record.observing import Observing
+    from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.policies.learner import WeightsSnapshot
     from headrace.policies.learners.simulated import SimulatedEnginesConfig
@@ -63,7 +63,7 @@ class SimulatedEngineGroup:
     """Stands where the engine group stands; serves what it is pushed."""
 
     def __init__(
-        self, config: SimulatedEnginesConfig, *, observing: Observing, directory: RunDirectory | None = None
+        self, config: SimulatedEnginesConfig, *, observing: ActorTelemetry, directory: RunDirectory | None = None
     ) -> None:
         self._config = config
         self._metrics = observing.metrics()
@@ -185,7 +185,7 @@ def _read_served(journal: Path) -> Served:
         return Served()
 
 
-class EngineWatch(Owning):
+class EngineWatch(ResourceOwner):
     """The engines as one worker process sees them; an async context manager."""
 
     def __init__(self, group: SimulatedEngineGroup, worker: str) -> None:

@@ -28,12 +28,12 @@ from headrace.actors.errors import ActorError, first_cause
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT, exit_code_of_run
-from headrace.actors.runtime.guarding import keep_running
+from headrace.actors.runtime.call_guard import keep_running
 from headrace.actors.runtime.retry import until_back
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.account import history_digest
 from headrace.actors.simulation.faulty_runtime import CallFaults, FaultyRuntime
-from headrace.actors.simulation.faulty_world import FaultyLoop, Line, WallClock
+from headrace.actors.simulation.faulty_world import FaultyLoop, NetworkModel, WallClock
 from headrace.actors.simulation.plan import LEASE_S, SimulationPlan
 from headrace.actors.simulation.spoilt_files import FOREIGN, Damage, leave_foreign, spoil_checkpoint, spoil_served
 from headrace.actors.simulation.stage import open_stage
@@ -227,7 +227,7 @@ class History:
             self.storm.plan.sandbox_section(),
             directory=self.directory,
             clock=self.clock.time,
-            provider=Line(self.cloud),
+            provider=NetworkModel(self.cloud),
         ):
             await asyncio.sleep(LEASES_S)
         if self.cloud.living:
@@ -287,7 +287,7 @@ class History:
 
     async def _drive(self, runtime: FaultyRuntime) -> None:
         """What the service does for a run: keep its loops running until the learner is done."""
-        line = Line(self.cloud)
+        line = NetworkModel(self.cloud)
         async with (
             open_stage(
                 self.storm.plan, runtime, clock=self.clock.time, directory=self.directory, provider=line

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.runtime.runtime import ENDING, WATCH_S, require_async
-from headrace.actors.simulation.numbered import NumberedTask
+from headrace.actors.simulation.ordered_tasks import NumberedTask
 
 if TYPE_CHECKING:
     import random

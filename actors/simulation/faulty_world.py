@@ -14,7 +14,7 @@ import sqlite3
 from typing import TYPE_CHECKING, Any
 
 from headrace.actors.simulation.faulty_runtime import RUNNING, require_alive
-from headrace.actors.simulation.numbered import NumberedFuture
+from headrace.actors.simulation.ordered_tasks import NumberedFuture
 from headrace.actors.simulation.virtual_time import VirtualTimeLoop
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class WallClock:
         self._offset_s += by_s
 
 
-class Line:
+class NetworkModel:
     """The way of pools to the host; satisfies `base.SandboxProvider`."""
 
     def __init__(self, provider: SimulatedProvider) -> None:

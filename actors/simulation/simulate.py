@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.errors import ConfigError, RunStalled, first_cause
 from headrace.actors.run.clocks import STALLED_PHASES
-from headrace.actors.run.signs import RESULT_ROLLOUTS, WorkClocks, signs_of
+from headrace.actors.run.progress_signs import RESULT_ROLLOUTS, WorkClocks, signs_of
 from headrace.actors.run.stall_detector import StallDetector
 from headrace.actors.run.supervision import look_at
 from headrace.actors.runtime.runtime import InlineRuntime
@@ -25,7 +25,7 @@ from headrace.actors.simulation.account import history_digest, read_account
 from headrace.actors.simulation.plan import MINUTE_S, Mode
 from headrace.actors.simulation.stage import open_stage
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.actors.training.parking import refuse_all_parked
+from headrace.actors.training.parked_tasks import refuse_all_parked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from headrace.actors.agents.simulated import SimulatedAgent
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.observing import Observing
+from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.rollouts.stations import WorkerParts
 from headrace.actors.rollouts.worker import RolloutWorker
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-UNOBSERVED = Observing(config=TelemetryConfig(enabled=False), run_dir=None)
+UNOBSERVED = ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ async def open_stage(
     runtime: Runtime,
     *,
     clock: Callable[[], float] = time.time,
-    observing: Observing = UNOBSERVED,
+    observing: ActorTelemetry = UNOBSERVED,
     directory: RunDirectory | None = None,
     provider: SandboxProvider | None = None,
 ) -> AsyncIterator[Stage]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from headrace.actors.engine_group.group import EngineGroup
-    from headrace.actors.record.observing import Observing
+    from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.actors.simulated.engines import SimulatedEngineGroup
     from headrace.actors.training.replay import Replay
     from headrace.buffer.types import Batch, BatchLease, CheckpointRef, StepReport
@@ -152,7 +152,7 @@ class LearnerLoop:
         *,
         replay: Replay,
         engines: EngineGroup | SimulatedEngineGroup,
-        observing: Observing,
+        observing: ActorTelemetry,
     ) -> None:
         self._config = config
         self._learner_config = learner

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from headrace.actors.simulation.plan import SimulationPlan
-    from headrace.actors.tuning.fitting import Fit
+    from headrace.actors.tuning.duration_fit import Fit
 
 CARRY: Final = "carry"
 ABORT: Final = "abort"

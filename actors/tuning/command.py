@@ -16,14 +16,14 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.run.config import explain
 from headrace.actors.simulation.plan import Mode, SimulationPlan, apply_setting
 from headrace.actors.tuning.candidates import Candidate, Space, candidates
-from headrace.actors.tuning.choosing import WITHIN
-from headrace.actors.tuning.fitting import Fit, fit
+from headrace.actors.tuning.duration_fit import Fit, fit
 from headrace.actors.tuning.page import page
 from headrace.actors.tuning.picture import pareto_png
 from headrace.actors.tuning.recorded_run import read_run
 from headrace.actors.tuning.records import Recording, read_traces
-from headrace.actors.tuning.result import Tuned
-from headrace.actors.tuning.searching import Effort, search
+from headrace.actors.tuning.result import TuningResult
+from headrace.actors.tuning.search import Effort, search
+from headrace.actors.tuning.selection import WITHIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,18 +74,18 @@ def prepare_tuning(request: TuneRequest) -> Prepared:
     return Prepared(request=request, recording=recording, fit=fitted, base=base, candidates=found)
 
 
-def run_tuning(prepared: Prepared, say: Callable[[int, int, int], None]) -> Tuned:
+def run_tuning(prepared: Prepared, say: Callable[[int, int, int], None]) -> TuningResult:
     """Search, choose, and write what was asked for. Raises ConfigError."""
     request = prepared.request
     effort = Effort(steps=request.steps, processes=request.processes or os.cpu_count() or 1, within=request.within)
     searched = search(prepared.candidates, prepared.base, effort, say)
-    tuned = Tuned(recording=prepared.recording, fit=prepared.fit, base=prepared.base, searched=searched)
+    tuned = TuningResult(recording=prepared.recording, fit=prepared.fit, base=prepared.base, searched=searched)
     if request.out is not None:
         write(tuned, request.out)
     return tuned
 
 
-def write(tuned: Tuned, out: Path) -> None:
+def write(tuned: TuningResult, out: Path) -> None:
     """Picture, page, JSON and TOML."""
     png = pareto_png(tuned.searched)
     (out / PICTURE).write_bytes(png)

@@ -16,7 +16,7 @@ from headrace.actors.tuning.result import COLUMNS, cells
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.actors.tuning.result import Tuned
+    from headrace.actors.tuning.result import TuningResult
     from headrace.actors.tuning.trial import Trial
 
 STYLE: Final = """
@@ -33,7 +33,7 @@ LEGEND: Final = (
 )
 
 
-def page(tuned: Tuned, png: bytes) -> str:
+def page(tuned: TuningResult, png: bytes) -> str:
     """The whole file."""
     picture = base64.b64encode(png).decode()
     said = "".join(f"<li>{escape(line)}</li>" for line in tuned.lines())
@@ -53,13 +53,13 @@ def page(tuned: Tuned, png: bytes) -> str:
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(sections)}</body></html>\n'
 
 
-def _table(tuned: Tuned, trials: Sequence[Trial]) -> str:
+def _table(tuned: TuningResult, trials: Sequence[Trial]) -> str:
     header = "".join(f"<th>{escape(name)}</th>" for name in ("", "setting", *COLUMNS))
     rows = "".join(_row(tuned, trial) for trial in trials)
     return f"<table><tr>{header}</tr>{rows}</table>"
 
 
-def _row(tuned: Tuned, trial: Trial) -> str:
+def _row(tuned: TuningResult, trial: Trial) -> str:
     mark = tuned.mark(trial)
     kind = {">": "chosen", "=": "recorded"}.get(mark, "")
     texts = (mark, trial.candidate.label(), *cells(trial))

@@ -13,7 +13,7 @@ from headrace.serve.observing.plots import AMBER, DEEP, INK, MIST, STONE, WATER
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from headrace.actors.tuning.searching import Searched
+    from headrace.actors.tuning.search import SearchResult
     from headrace.actors.tuning.trial import Trial
 
     Figure = Callable[[Trial], float]
@@ -30,7 +30,7 @@ SPARE: Final = 1.6
 """Settings slower than the chosen one by more than this factor are beside the point, unless they were recorded."""
 
 
-def pareto_png(searched: Searched) -> bytes:
+def pareto_png(searched: SearchResult) -> bytes:
     """Three panels (PNG, 1,650 x 640 pixels). Needs matplotlib (extra `cpu`)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
@@ -53,7 +53,7 @@ def pareto_png(searched: Searched) -> bytes:
     return out.getvalue()
 
 
-def _panel(axes: Any, searched: Searched, of: Figure) -> None:
+def _panel(axes: Any, searched: SearchResult, of: Figure) -> None:
     chosen = searched.chosen
     limit_s = max(SPARE * chosen.step_s, 1.05 * searched.recorded.step_s)
     screened = [trial for trial in searched.screened if trial.step_s <= limit_s]

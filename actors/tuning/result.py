@@ -12,27 +12,27 @@ import orjson
 from rich.table import Table
 
 from headrace.actors.tuning.candidates import recorded_candidate
-from headrace.actors.tuning.choosing import pareto_front
+from headrace.actors.tuning.selection import pareto_front
 
 if TYPE_CHECKING:
     from headrace.actors.simulation.plan import SimulationPlan
-    from headrace.actors.tuning.choosing import Prediction
-    from headrace.actors.tuning.fitting import Fit
+    from headrace.actors.tuning.duration_fit import Fit
     from headrace.actors.tuning.records import Recording
-    from headrace.actors.tuning.searching import Searched
+    from headrace.actors.tuning.search import SearchResult
+    from headrace.actors.tuning.selection import Prediction
     from headrace.actors.tuning.trial import Trial
 
 COLUMNS = ("step s", "staleness", "largest", "waste", "slow decile", "reward", "evicted/step", "learner")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
+class TuningResult:
     """One search, with what it rests on."""
 
     recording: Recording
     fit: Fit
     base: SimulationPlan
-    searched: Searched
+    searched: SearchResult
 
     @property
     def chosen(self) -> Trial:

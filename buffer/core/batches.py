@@ -20,7 +20,6 @@ from dataclasses import replace
 from heapq import nsmallest
 from typing import TYPE_CHECKING
 
-from headrace.buffer.cleaning import clean_text, plain_metrics
 from headrace.buffer.core.eviction import evict
 from headrace.buffer.core.records import (
     BatchMember,
@@ -42,6 +41,7 @@ from headrace.buffer.errors import (
     StaleEpoch,
     VersionMismatch,
 )
+from headrace.buffer.sanitizer import clean_text, plain_metrics
 from headrace.buffer.types import BatchId, extend_chain
 from headrace.buffer.versions import PolicyVersion
 
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.history import TaskHistory
     from headrace.buffer.core.records import AttemptRecord
     from headrace.buffer.core.state import ReplayState, Versions
+    from headrace.buffer.core.task_history import TaskHistory
     from headrace.buffer.types import BatchLease, CheckpointRef, RolloutId, StepReport
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from headrace.buffer.cleaning import clean_text, plain_float, plain_int, plain_version
 from headrace.buffer.codec import refuse_unstorable
 from headrace.buffer.core.records import TrainedTokens
+from headrace.buffer.sanitizer import clean_text, plain_float, plain_int, plain_version
 from headrace.buffer.types import Cause, Outcome, check_reward
 
 if TYPE_CHECKING:

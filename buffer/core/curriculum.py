@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal
 if TYPE_CHECKING:
     from headrace.buffer.core.records import TaskRecord
     from headrace.buffer.core.state import ReplayState
-    from headrace.buffer.core.stream import TaskStream
+    from headrace.buffer.core.task_stream import TaskStream
     from headrace.buffer.tasks import TaskId
 
 Curriculum = Literal["none", "frontier"]

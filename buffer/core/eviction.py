@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from headrace.buffer.core.records import RolloutState
 
 if TYPE_CHECKING:
-    from headrace.buffer.core.history import TaskHistory
     from headrace.buffer.core.state import ReplayState
+    from headrace.buffer.core.task_history import TaskHistory
     from headrace.buffer.types import RolloutId
     from headrace.buffer.versions import PolicyVersion
 

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.history import TaskHistory
     from headrace.buffer.core.outages import Outages
     from headrace.buffer.core.sealing import Sealing
     from headrace.buffer.core.state import ReplayState
+    from headrace.buffer.core.task_history import TaskHistory
     from headrace.buffer.tasks import TaskId
     from headrace.buffer.types import RolloutResult
     from headrace.buffer.versions import PolicyVersion

@@ -20,10 +20,10 @@ from headrace.buffer.types import Cause
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from headrace.buffer.core.history import TaskHistory
     from headrace.buffer.core.records import AttemptRecord, BatchRecord
     from headrace.buffer.core.sealing import Sealing
     from headrace.buffer.core.state import ReplayState
+    from headrace.buffer.core.task_history import TaskHistory
     from headrace.buffer.types import BatchId, RolloutId
 
 

@@ -15,19 +15,19 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from headrace.buffer.cleaning import clean_text, plain_checkpoint, plain_int, plain_version
 from headrace.buffer.core.acceptance import parse_rule
 from headrace.buffer.core.admission import Inventory, groups_to_open
 from headrace.buffer.core.batches import BatchBook
 from headrace.buffer.core.classification import classify
 from headrace.buffer.core.curriculum import TaskCursor
 from headrace.buffer.core.groups import GroupBook
-from headrace.buffer.core.history import TaskHistory
 from headrace.buffer.core.interventions import Interventions
 from headrace.buffer.core.outages import Outages, RecentEnds
 from headrace.buffer.core.records import EvaluationRecord, RolloutState, Snapshot
 from headrace.buffer.core.sealing import Sealing
 from headrace.buffer.core.state import ReplayState
+from headrace.buffer.core.task_history import TaskHistory
+from headrace.buffer.sanitizer import clean_text, plain_checkpoint, plain_int, plain_version
 from headrace.buffer.tasks import TaskId
 from headrace.buffer.types import Cause, Receipt, ReceiptStatus, RolloutId, RolloutOrder
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from headrace.buffer.core.config import BufferConfig
     from headrace.buffer.core.records import BatchRecord, Record, RolloutRecord
-    from headrace.buffer.core.stream import TaskStream
+    from headrace.buffer.core.task_stream import TaskStream
     from headrace.buffer.types import BatchId, BatchLease, CheckpointRef, RolloutResult, StepReport
     from headrace.buffer.versions import PolicyVersion
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from headrace.buffer.core.acceptance import AcceptanceRule
     from headrace.buffer.core.config import BufferConfig
-    from headrace.buffer.core.history import TaskHistory
     from headrace.buffer.core.records import GroupRecord, RolloutRecord
     from headrace.buffer.core.state import ReplayState
+    from headrace.buffer.core.task_history import TaskHistory
     from headrace.buffer.types import GroupId, RolloutId
 
 

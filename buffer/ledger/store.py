@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.buffer.core.replay import ReplayBuffer
-from headrace.buffer.core.stream import TaskStream
+from headrace.buffer.core.task_stream import TaskStream
 from headrace.buffer.errors import LedgerBroken, LedgerMismatch, ReplayError
 from headrace.buffer.ledger.ledger import TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory
 from headrace.buffer.types import Batch, BatchItem, BatchLease, ReceiptStatus

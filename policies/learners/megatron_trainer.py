@@ -27,7 +27,7 @@ from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner import LearnerState, WeightsShard, WeightsSnapshot
 from headrace.policies.learner_errors import CheckpointUnreadable, NonFiniteRun
 from headrace.policies.learners import checkpoints, megatron_checkpoint, megatron_model, megatron_world
-from headrace.policies.learners.objectives import Brakes, LossSums, collate, policy_loss, trained_logprobs
+from headrace.policies.learners.objectives import ClipConfig, LossSums, collate, policy_loss, trained_logprobs
 from headrace.policies.learners.train_rows import trained_tokens, weighted_rows
 from headrace.policies.models.qwen3_config import Qwen3Config
 
@@ -155,7 +155,7 @@ class MegatronTrainer:
         """Sum the gradient of all rows into Megatron's buffers; the loss and its sums over trained tokens."""
         self._ddp.zero_grad_buffer()
         lengths = [len(row.row.tokens_T) for row in rows]
-        brakes = Brakes(
+        brakes = ClipConfig(
             eps_low=self._config.eps_low, eps_high=self._config.eps_high, weight_cap=self._config.weight_cap
         )
         total, sums = 0.0, LossSums()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Brakes:
+class ClipConfig:
     """`eps_low`, `eps_high`: the clip lets the ratio be in [1 - eps_low, 1 + eps_high]. `weight_cap`: C, the largest
     importance weight."""
 
@@ -107,7 +107,7 @@ def trained_logprobs(logits_BTV: torch.Tensor, micro: MicroBatch) -> tuple[torch
 
 
 def policy_loss(
-    logprobs_N: torch.Tensor, micro: MicroBatch, brakes: Brakes, entropies_N: torch.Tensor
+    logprobs_N: torch.Tensor, micro: MicroBatch, brakes: ClipConfig, entropies_N: torch.Tensor
 ) -> tuple[torch.Tensor, LossSums]:
     """The weighted sum over trained tokens of
 

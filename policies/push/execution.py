@@ -24,8 +24,8 @@ from headrace.policies.cancellation import outlast
 from headrace.policies.engine import PauseMode
 from headrace.policies.errors import EngineRefused, GroupFailed, ModelInvalid, RequestInvalid, SenderFailed
 from headrace.policies.push.agreement import Agreement
+from headrace.policies.push.compatibility import check_fits
 from headrace.policies.push.contract import EnginePush, PushReport
-from headrace.policies.push.fitting import check_fits
 from headrace.policies.push.gates import HeldGates
 from headrace.policies.push.layout import group_name, lay_out
 from headrace.policies.push.machine import Phase, PushMachine, PushOutcome

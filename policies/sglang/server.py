@@ -22,7 +22,7 @@ from pydantic import Field
 from headrace.policies.errors import EngineSettingsInvalid, EngineStartFailed
 from headrace.policies.processes import parent_death
 from headrace.policies.processes.server_process import ServerCommand, ServerConfig, ServerProcess, option_list
-from headrace.policies.sglang.installing import SHIMS, environment_python
+from headrace.policies.sglang.installation import SHIMS, environment_python
 from headrace.policies.sglang.versions import DEFAULT_VERSION, release
 
 if TYPE_CHECKING:

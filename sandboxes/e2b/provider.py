@@ -40,7 +40,7 @@ from headrace.sandboxes.errors import (
     SpecRefused,
     Unsupported,
 )
-from headrace.sandboxes.partial import refuse_folders
+from headrace.sandboxes.optional_features import refuse_folders
 
 if TYPE_CHECKING:
     import builtins

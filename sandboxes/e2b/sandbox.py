@@ -21,7 +21,7 @@ from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, Sandbo
 from headrace.sandboxes.e2b.errors import Step, typed
 from headrace.sandboxes.e2b.process import MARK, E2bProcess, sweep, wrap
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError, SandboxGone, SpecRefused, Unsupported
-from headrace.sandboxes.partial import PartialSandbox
+from headrace.sandboxes.optional_features import PartialSandbox
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

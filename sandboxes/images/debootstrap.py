@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.errors import BootFailed, ImageRefused
-from headrace.sandboxes.launcher import syscalls
+from headrace.sandboxes.kernel import syscalls
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

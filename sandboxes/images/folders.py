@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NewType
 
-from headrace.sandboxes.launcher.processes import parse_stat
+from headrace.sandboxes.kernel.processes import parse_stat
 from headrace.sandboxes.private_folders import make_missing
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from headrace.sandboxes.errors import ImageRefused
 from headrace.sandboxes.images.streams import BUFFER_BYTES
 from headrace.sandboxes.images.tar_entries import DAMAGE, members, split_name
-from headrace.sandboxes.launcher import syscalls
+from headrace.sandboxes.kernel import syscalls
 
 if TYPE_CHECKING:
     import tarfile

@@ -26,7 +26,7 @@ from headrace.sandboxes.images.layers import UnpackLimits, unpack
 from headrace.sandboxes.images.merged_tree import check_usable
 from headrace.sandboxes.images.oci_archive import archive_blobs, find_image, layout_blobs, may_hold_images
 from headrace.sandboxes.images.streams import FileRange, TarStream, compression_of, copy_plain
-from headrace.sandboxes.launcher import syscalls
+from headrace.sandboxes.kernel import syscalls
 
 if TYPE_CHECKING:
     from headrace.sandboxes.images.oci_archive import ImagePlan, LayerSource

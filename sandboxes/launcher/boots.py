@@ -15,23 +15,24 @@ import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from headrace.sandboxes.launcher import requests, rootfs, syscalls
-from headrace.sandboxes.launcher.cgroups import GroupLimits
+from headrace.sandboxes.kernel import rootfs, syscalls
+from headrace.sandboxes.kernel.cgroups import GroupLimits
+from headrace.sandboxes.kernel.host_limits import default_live, share
+from headrace.sandboxes.kernel.id_blocks import FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
+from headrace.sandboxes.kernel.id_maps import IdMaps
+from headrace.sandboxes.kernel.reasons import reason_of
+from headrace.sandboxes.kernel.seccomp import filter_program
+from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.commands import Limits
-from headrace.sandboxes.launcher.host_limits import default_live, share
-from headrace.sandboxes.launcher.id_blocks import FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
-from headrace.sandboxes.launcher.id_maps import IdMaps
+from headrace.sandboxes.launcher.image_table import ImageTable
 from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
 from headrace.sandboxes.launcher.leases import IdRanges, OneId
-from headrace.sandboxes.launcher.reasons import reason_of
-from headrace.sandboxes.launcher.seccomp import filter_program
 from headrace.sandboxes.launcher.settings import Refused
-from headrace.sandboxes.launcher.shelf import Shelf
 from headrace.sandboxes.launcher.wire import Channel
 
 if TYPE_CHECKING:
-    from headrace.sandboxes.launcher.cgroups import Cgroups
-    from headrace.sandboxes.launcher.record import Record
+    from headrace.sandboxes.kernel.cgroups import Cgroups
+    from headrace.sandboxes.launcher.sandbox_record import Record
     from headrace.sandboxes.launcher.settings import Settings
     from headrace.sandboxes.launcher.wire import Message
 
@@ -67,7 +68,7 @@ class Boots:
         self._id_maps = IdMaps()
         ranges = IdRanges(IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks(ids_folder, os.fstat(own_pids).st_ino).claim)
         self._ranges: IdRanges | OneId = OneId() if single_id else ranges
-        self.shelf = Shelf(self.drop_layer, lambda: self._id_map(0, FIRST_ID))
+        self.shelf = ImageTable(self.drop_layer, lambda: self._id_map(0, FIRST_ID))
         with open("/proc/sys/kernel/cap_last_cap", encoding="utf-8") as file:
             self._last_capability = int(file.read())
         self._filter = filter_program(os.uname().machine)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from headrace.sandboxes.launcher.switchboard import Waiter
+    from headrace.sandboxes.launcher.connections import Waiter
     from headrace.sandboxes.launcher.wire import Channel, Message
 
 _MAX_KEPT: Final = 32

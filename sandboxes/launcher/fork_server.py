@@ -22,14 +22,15 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes.launcher import requests, rootfs, syscalls
-from headrace.sandboxes.launcher.costs import Costs
-from headrace.sandboxes.launcher.id_blocks import IDS_PER_SANDBOX
+from headrace.sandboxes.kernel import rootfs, syscalls
+from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
+from headrace.sandboxes.kernel.reasons import reason_of
+from headrace.sandboxes.launcher import requests
+from headrace.sandboxes.launcher.command_costs import Costs
+from headrace.sandboxes.launcher.connections import Connections, Waiter
 from headrace.sandboxes.launcher.leases import Deadlines
-from headrace.sandboxes.launcher.reasons import reason_of
-from headrace.sandboxes.launcher.record import Record
+from headrace.sandboxes.launcher.sandbox_record import Record
 from headrace.sandboxes.launcher.settings import Refused
-from headrace.sandboxes.launcher.switchboard import Switchboard, Waiter
 from headrace.sandboxes.launcher.wire import close_all
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from headrace.sandboxes.launcher.boots import Boots
     from headrace.sandboxes.launcher.executions import Execution
-    from headrace.sandboxes.launcher.keeping import Secrets
+    from headrace.sandboxes.launcher.launcher_secrets import Secrets
     from headrace.sandboxes.launcher.settings import Settings
     from headrace.sandboxes.launcher.wire import Channel, Message
 
@@ -52,7 +53,7 @@ class ForkServer:
     def __init__(self, settings: Settings, secrets: Secrets, boots: Boots, listener: socket.socket) -> None:
         self._settings = settings
         self._secrets = secrets
-        self._board = Switchboard(listener, self._on_message, self._on_client_gone)
+        self._board = Connections(listener, self._on_message, self._on_client_gone)
         self._sandboxes: dict[str, Record] = {}
         self._by_key: dict[str, str] = {}
         self._by_pid: dict[int, str] = {}

@@ -25,8 +25,9 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
-from headrace.sandboxes.launcher import commands, host_limits, processes, rootfs, syscalls
-from headrace.sandboxes.launcher.disk_layers import mount_disk_layer
+from headrace.sandboxes.kernel import host_limits, processes, rootfs, syscalls
+from headrace.sandboxes.kernel.disk_layers import mount_disk_layer
+from headrace.sandboxes.launcher import commands
 from headrace.sandboxes.launcher.wire import Channel, ChannelClosed, close_all
 
 if TYPE_CHECKING:

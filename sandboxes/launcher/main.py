@@ -20,12 +20,12 @@ import socket
 import sys
 from typing import Final
 
-from headrace.sandboxes.launcher import rootfs, syscalls
+from headrace.sandboxes.kernel import rootfs, syscalls
+from headrace.sandboxes.kernel.cgroups import Cgroups
+from headrace.sandboxes.kernel.reasons import reason_of
 from headrace.sandboxes.launcher.boots import Boots
-from headrace.sandboxes.launcher.cgroups import Cgroups
 from headrace.sandboxes.launcher.fork_server import ForkServer
-from headrace.sandboxes.launcher.keeping import Secrets
-from headrace.sandboxes.launcher.reasons import reason_of
+from headrace.sandboxes.launcher.launcher_secrets import Secrets
 from headrace.sandboxes.launcher.settings import Settings
 
 _BACKLOG: Final = 1024

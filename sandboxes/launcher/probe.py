@@ -17,12 +17,13 @@ import socket
 import tempfile
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes.launcher import init, rootfs, seccomp, syscalls
-from headrace.sandboxes.launcher.cgroups import Cgroups, GroupLimits
-from headrace.sandboxes.launcher.host_limits import HostLimits, allowed_to_sandboxes, read_host
-from headrace.sandboxes.launcher.id_blocks import FIRST_ID, IDS_PER_SANDBOX
-from headrace.sandboxes.launcher.id_maps import IdMaps
-from headrace.sandboxes.launcher.reasons import reason_of
+from headrace.sandboxes.kernel import rootfs, seccomp, syscalls
+from headrace.sandboxes.kernel.cgroups import Cgroups, GroupLimits
+from headrace.sandboxes.kernel.host_limits import HostLimits, allowed_to_sandboxes, read_host
+from headrace.sandboxes.kernel.id_blocks import FIRST_ID, IDS_PER_SANDBOX
+from headrace.sandboxes.kernel.id_maps import IdMaps
+from headrace.sandboxes.kernel.reasons import reason_of
+from headrace.sandboxes.launcher import init
 
 if TYPE_CHECKING:
     from collections.abc import Callable

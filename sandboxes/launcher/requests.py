@@ -10,7 +10,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.sandboxes.launcher.rootfs import Mount
+from headrace.sandboxes.kernel.rootfs import Mount
 from headrace.sandboxes.launcher.settings import Refused
 
 if TYPE_CHECKING:

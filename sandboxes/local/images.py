@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.errors import ImageRefused, SpecRefused, Unsupported
-from headrace.sandboxes.launcher import syscalls
+from headrace.sandboxes.kernel import syscalls
 from headrace.sandboxes.launcher.requests import FOLDER
 from headrace.sandboxes.launcher.wire import close_all
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from headrace.sandboxes.errors import LauncherGone, NamespacesUnavailable, SandboxError, SpecRefused
-from headrace.sandboxes.launcher.stdlib_process import stdlib_command
+from headrace.sandboxes.kernel.stdlib_process import stdlib_command
 from headrace.sandboxes.leftovers import LAUNCHER_NAME
 from headrace.sandboxes.local.client import LauncherClient
 from headrace.sandboxes.private_folders import make_private, new_private, user_folder

@@ -7,7 +7,7 @@ import subprocess
 from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.errors import BootFailed, OutOfDisk
-from headrace.sandboxes.launcher.disk_layers import template_name
+from headrace.sandboxes.kernel.disk_layers import template_name
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -31,7 +31,7 @@ from headrace.sandboxes.base import (
 )
 from headrace.sandboxes.errors import ImageUnknown, LauncherGone, SandboxGone, SpecRefused
 from headrace.sandboxes.images.store import ImageStore, default_image_folder
-from headrace.sandboxes.launcher.disk_layers import TEMPLATES
+from headrace.sandboxes.kernel.disk_layers import TEMPLATES
 from headrace.sandboxes.launcher.wire import close_all
 from headrace.sandboxes.local.client import LauncherConnections
 from headrace.sandboxes.local.images import LocalImages

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headrace.sandboxes.launcher.id_blocks import IDS_PER_SANDBOX
+from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from headrace.sandboxes.command_streams import CommandStreams
 from headrace.sandboxes.errors import ExecTimeout, SandboxGone, SpecRefused
-from headrace.sandboxes.launcher.stdlib_process import stdlib_command
+from headrace.sandboxes.kernel.stdlib_process import stdlib_command
 from headrace.sandboxes.launcher.wire import close_all
 
 if TYPE_CHECKING:

@@ -34,8 +34,8 @@ from headrace.sandboxes.errors import (
 from headrace.sandboxes.images.folders import Owner, is_alive, new_owner, remove
 from headrace.sandboxes.images.merged_tree import find
 from headrace.sandboxes.images.store import ImageStore
-from headrace.sandboxes.launcher import rootfs
-from headrace.sandboxes.launcher.id_blocks import IDS_PER_SANDBOX
+from headrace.sandboxes.kernel import rootfs
+from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.oci import cgroups as oci_cgroups
 from headrace.sandboxes.oci.bundle import BindMount, BundlePlan, Limits, bundle_config
 from headrace.sandboxes.oci.host_skeleton import HOST_IMAGE, host_skeleton, system_folders
@@ -43,7 +43,7 @@ from headrace.sandboxes.oci.keeper import PID_FILE
 from headrace.sandboxes.oci.keeper_client import KeeperClient
 from headrace.sandboxes.oci.runtime import OciRuntime, RuntimeKind
 from headrace.sandboxes.oci.sandbox import PAUSED_MARK, STATE_FILE, OciSandbox, SandboxState, open_private
-from headrace.sandboxes.partial import refuse_folders
+from headrace.sandboxes.optional_features import refuse_folders
 from headrace.sandboxes.private_folders import make_missing, user_folder
 from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
 

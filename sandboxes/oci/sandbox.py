@@ -31,9 +31,9 @@ from headrace.sandboxes.errors import (
     Unsupported,
 )
 from headrace.sandboxes.images.folders import remove
-from headrace.sandboxes.launcher import syscalls
+from headrace.sandboxes.kernel import syscalls
+from headrace.sandboxes.kernel.processes import parse_stat
 from headrace.sandboxes.launcher.commands import EXIT_CANNOT_RUN, FileProblem, find_account
-from headrace.sandboxes.launcher.processes import parse_stat
 from headrace.sandboxes.launcher.wire import close_all
 from headrace.sandboxes.local.client import open_null
 from headrace.sandboxes.oci import cgroups as oci_cgroups
@@ -42,7 +42,7 @@ from headrace.sandboxes.oci.bundle import command_process
 from headrace.sandboxes.oci.keeper import FROZEN_MARK, LAYER, PID_FILE
 from headrace.sandboxes.oci.process import CommandEnd, OciProcess, RunningCommand
 from headrace.sandboxes.oci.runtime import OciRuntime, RuntimeKind
-from headrace.sandboxes.partial import PartialSandbox
+from headrace.sandboxes.optional_features import PartialSandbox
 from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
 
 if TYPE_CHECKING:

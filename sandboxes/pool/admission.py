@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace.sandboxes.errors import CapacityExceeded, PermanentSandboxError, TransientSandboxError
 from headrace.sandboxes.pool.circuit_breaker import BreakerState, CircuitBreaker
-from headrace.sandboxes.pool.places import Places
+from headrace.sandboxes.pool.slots import Slots
 from headrace.sandboxes.pool.token_bucket import TokenBucket
 
 if TYPE_CHECKING:
-    from headrace.sandboxes.pool.places import Priority, Ticket
+    from headrace.sandboxes.pool.slots import Priority, Ticket
 
 _REMEMBERED_GRANTS: Final = 32
 _RETRY_AFTER_S: Final = (1.0, 60.0)
@@ -65,9 +65,7 @@ class Admission:
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
-        self._places = Places(
-            config.max_live, config.boot_concurrency, config.evaluation_reserve, config.held_out_share
-        )
+        self._places = Slots(config.max_live, config.boot_concurrency, config.evaluation_reserve, config.held_out_share)
         self._bucket = TokenBucket(config.boots_per_s, config.burst)
         self._breaker = CircuitBreaker(config.breaker_failures, config.breaker_open_s)
         self._granted_at_s: deque[float] = deque(maxlen=_REMEMBERED_GRANTS)

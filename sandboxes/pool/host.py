@@ -17,7 +17,7 @@ from headrace.sandboxes.pool.placement import HostView
 if TYPE_CHECKING:
     from headrace.sandboxes.base import SandboxProvider
     from headrace.sandboxes.pool.admission import AdmissionConfig
-    from headrace.sandboxes.pool.places import Priority, Ticket
+    from headrace.sandboxes.pool.slots import Priority, Ticket
 
 
 class Host:

@@ -4,7 +4,7 @@ Invariants:
 - Every spec of a `lease` ends as a ref or as a typed error, in its order; one failure ends no sibling.
 - A lease that is cancelled leaves no sandbox behind. Releases, renewals and freezes never wait for a boot.
 - What is leased has a deadline; what nobody renews is killed, by the pool, or by its provider when the pool is gone.
-- A pool that starts again on its ledger has what it had, and kills what is nobody's (see `Custody`, `Reaper`).
+- A pool that starts again on its ledger has what it had, and kills what is nobody's (see `DurableLeases`, `Reaper`).
 - Places of sandboxes that died by themselves come back: while somebody waits, the provider is asked who still lives.
 """
 
@@ -16,18 +16,18 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Self
 
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SandboxGone
-from headrace.sandboxes.pool.booting import EVALUATE, PURPOSE_LABEL, Booter, Lease, LeaseRequest
+from headrace.sandboxes.pool.boot import EVALUATE, PURPOSE_LABEL, Booter, Lease, LeaseRequest
 from headrace.sandboxes.pool.config import PoolConfig
-from headrace.sandboxes.pool.custody import Custody
-from headrace.sandboxes.pool.holdings import Held
+from headrace.sandboxes.pool.durable_leases import DurableLeases
 from headrace.sandboxes.pool.host import Host
+from headrace.sandboxes.pool.lease_table import Held
 from headrace.sandboxes.pool.ledger import Drop, EntryState, SandboxLedger
 from headrace.sandboxes.pool.ledger_writer import LedgerWriter
-from headrace.sandboxes.pool.places import Priority, Ticket
+from headrace.sandboxes.pool.pending_leases import PendingLeases
 from headrace.sandboxes.pool.reaper import Reaper
+from headrace.sandboxes.pool.slots import Priority, Ticket
 from headrace.sandboxes.pool.status import PoolStatus, Totals, status_of
 from headrace.sandboxes.pool.teardown import Teardown
-from headrace.sandboxes.pool.underway import Underway
 from headrace.sandboxes.pool.warm import WarmStock
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Pool:
         self._config = config or PoolConfig()
         self._ledger = ledger or SandboxLedger.in_memory()
         self._writer = LedgerWriter(self._ledger)
-        self._custody = Custody(self._writer, settle_s=self._config.create_timeout_s, clock=clock)
+        self._custody = DurableLeases(self._writer, settle_s=self._config.create_timeout_s, clock=clock)
         self._hosts = {
             name: Host(name, provider, self._config, self._custody.changed) for name, provider in hosts.items()
         }
@@ -83,7 +83,7 @@ class Pool:
         self._reaper = Reaper(*parts, self._teardown, self._config, self.owner, tasks)
         self._booter = Booter(*parts, self._config, self.owner, lambda host: self._warm.give_way(host))
         self._warm = WarmStock(*parts, self._booter, self._config, tasks, self.renew_holder)
-        self._underway = Underway(tasks)
+        self._underway = PendingLeases(tasks)
         self._renewals = asyncio.Semaphore(self._config.teardown_concurrency)
         tasks.create_task(self._writer.run())
         for entry in self._ledger.load():

@@ -13,16 +13,16 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from headrace.sandboxes.errors import SandboxError
-from headrace.sandboxes.pool.booting import KEY_LABEL, OWNER_LABEL
+from headrace.sandboxes.pool.boot import KEY_LABEL, OWNER_LABEL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from headrace.sandboxes.base import SandboxInfo
     from headrace.sandboxes.pool.config import PoolConfig
-    from headrace.sandboxes.pool.custody import Custody
-    from headrace.sandboxes.pool.holdings import Held
+    from headrace.sandboxes.pool.durable_leases import DurableLeases
     from headrace.sandboxes.pool.host import Host
+    from headrace.sandboxes.pool.lease_table import Held
     from headrace.sandboxes.pool.teardown import Teardown
 
 
@@ -32,7 +32,7 @@ class Reaper:
     def __init__(
         self,
         hosts: Mapping[str, Host],
-        custody: Custody,
+        custody: DurableLeases,
         teardown: Teardown,
         config: PoolConfig,
         owner: str,

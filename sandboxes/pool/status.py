@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headrace.sandboxes.pool.booting import Booter
+    from headrace.sandboxes.pool.boot import Booter
     from headrace.sandboxes.pool.circuit_breaker import BreakerState
-    from headrace.sandboxes.pool.holdings import Holdings
     from headrace.sandboxes.pool.host import Host
+    from headrace.sandboxes.pool.lease_table import LeaseTable
     from headrace.sandboxes.pool.reaper import Reaper
     from headrace.sandboxes.pool.teardown import Teardown
     from headrace.sandboxes.pool.warm import WarmStock
@@ -75,7 +75,7 @@ class PoolStatus:
 
 def status_of(
     hosts: Mapping[str, Host],
-    holdings: Holdings,
+    holdings: LeaseTable,
     totals: Totals,
     booter: Booter,
     teardown: Teardown,

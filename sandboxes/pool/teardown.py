@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
     from headrace.sandboxes.base import SandboxId
     from headrace.sandboxes.pool.config import PoolConfig
-    from headrace.sandboxes.pool.custody import Custody
-    from headrace.sandboxes.pool.holdings import Held
+    from headrace.sandboxes.pool.durable_leases import DurableLeases
     from headrace.sandboxes.pool.host import Host
+    from headrace.sandboxes.pool.lease_table import Held
 
 
 class Teardown:
     """Runs its kills in `tasks`."""
 
     def __init__(
-        self, hosts: Mapping[str, Host], custody: Custody, config: PoolConfig, tasks: asyncio.TaskGroup
+        self, hosts: Mapping[str, Host], custody: DurableLeases, config: PoolConfig, tasks: asyncio.TaskGroup
     ) -> None:
         self._hosts = hosts
         self._custody = custody

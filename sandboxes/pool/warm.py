@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.base import Network, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
-from headrace.sandboxes.pool.booting import HOLDER_LABEL, PURPOSE_LABEL, LeaseRequest
-from headrace.sandboxes.pool.places import Priority
+from headrace.sandboxes.pool.boot import HOLDER_LABEL, PURPOSE_LABEL, LeaseRequest
+from headrace.sandboxes.pool.slots import Priority
 from headrace.sandboxes.retry import full_jitter_s
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
     from headrace.sandboxes.base import SandboxId
-    from headrace.sandboxes.pool.booting import Booter
+    from headrace.sandboxes.pool.boot import Booter
     from headrace.sandboxes.pool.config import PoolConfig
-    from headrace.sandboxes.pool.custody import Custody
-    from headrace.sandboxes.pool.holdings import Held
+    from headrace.sandboxes.pool.durable_leases import DurableLeases
     from headrace.sandboxes.pool.host import Host
+    from headrace.sandboxes.pool.lease_table import Held
 
 WARM_HOLDER: Final = "(warm)"
 _MOST_FAILURES: Final = 20
@@ -46,7 +46,7 @@ class WarmStock:
     def __init__(
         self,
         hosts: Mapping[str, Host],
-        custody: Custody,
+        custody: DurableLeases,
         booter: Booter,
         config: PoolConfig,
         tasks: asyncio.TaskGroup,

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SecretRefused, SpecRefused
-from headrace.sandboxes.partial import refuse_folders
+from headrace.sandboxes.optional_features import refuse_folders
 from headrace.sandboxes.remote.http import RemoteHttp
 from headrace.sandboxes.remote.sandbox import RemoteSandbox, sandbox_url
 from headrace.sandboxes.retry import RetryConfig

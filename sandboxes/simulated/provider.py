@@ -27,7 +27,7 @@ from headrace.sandboxes.errors import (
     RateLimited,
     SandboxGone,
 )
-from headrace.sandboxes.partial import refuse_folders
+from headrace.sandboxes.optional_features import refuse_folders
 from headrace.sandboxes.pool.token_bucket import TokenBucket
 from headrace.sandboxes.simulated.sandbox import SimulatedSandbox, SimulatedState
 

@@ -20,7 +20,7 @@ from headrace.sandboxes.errors import (
     SecretRefused,
     Unsupported,
 )
-from headrace.sandboxes.partial import PartialSandbox
+from headrace.sandboxes.optional_features import PartialSandbox
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

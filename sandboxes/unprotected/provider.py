@@ -48,7 +48,7 @@ from headrace.sandboxes.errors import (
 from headrace.sandboxes.launcher.commands import EXIT_CANNOT_RUN, SEARCH_PATH
 from headrace.sandboxes.leftovers import LABEL_VARIABLE
 from headrace.sandboxes.local.client import open_null
-from headrace.sandboxes.partial import PartialSandbox, refuse_folders
+from headrace.sandboxes.optional_features import PartialSandbox, refuse_folders
 from headrace.sandboxes.private_folders import new_private, temporary_folder
 from headrace.sandboxes.unprotected.mapped_paths import PathMap, open_regular
 from headrace.sandboxes.unprotected.marked_processes import kill_marked

@@ -19,7 +19,7 @@ from benches.months import SAVE_EVERY, write_run
 from benches.months_bench import all_processes, first_order_s, restart_each
 from benches.soak_driver import Driver
 from headrace.actors.record.metrics import last_metric
-from headrace.actors.run.reporting import report_of
+from headrace.actors.run.report import report_of
 from headrace.buffer.audit.verify import verify
 from headrace.policies.learners.checkpoints import list_checkpoints
 

@@ -17,7 +17,7 @@ from headrace.actors.agents.immediate import ImmediateAgent
 from headrace.actors.evaluation.evaluator import Evaluator
 from headrace.actors.places.config import SandboxKind, SandboxSection
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.observing import Observing
+from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
@@ -147,8 +147,8 @@ def immediate_parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, 
     )
 
 
-def without_spans(directory: RunDirectory) -> Observing:
-    return Observing(config=TelemetryConfig(enabled=False), run_dir=directory.path)
+def without_spans(directory: RunDirectory) -> ActorTelemetry:
+    return ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=directory.path)
 
 
 def prepare_directory(path: Path) -> RunDirectory:

@@ -23,7 +23,7 @@ from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.metrics import each_metric
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.launch import drive, lay_out
-from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.runtime import RayRuntime
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
@@ -85,7 +85,7 @@ def measure(directory: RunDirectory, recipe: Path, *, rollouts: int = MEASURED) 
         runtime = RayRuntime()
         pool = await runtime.find(SandboxPool, "sandbox-pool")
         names = {process_id: name for name, process_id in (await service.process_ids()).items()}
-        actors = {name: await runtime.find(Owning, name) for name in names.values()}
+        actors = {name: await runtime.find(ResourceOwner, name) for name in names.values()}
         for wanted in (0, WARM_UP, WARM_UP + rollouts):
             await _until(directory, wanted)
             calls = {name: (await runtime.stats(actor))[1] for name, actor in actors.items()}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
-    from headrace.serve.e2b_sandboxes.live import LiveSandbox
+    from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
     OwnerHandler = Callable[[web.Request, Owner], Awaitable[web.StreamResponse]]

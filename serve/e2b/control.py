@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headrace.serve.e2b.access import Access
     from headrace.serve.e2b_sandboxes.keys import Owner
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
-    from headrace.serve.e2b_sandboxes.live import LiveSandbox
+    from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 R = TypeVar("R")
 

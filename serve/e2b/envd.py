@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from headrace.serve.e2b.connect_protocol import Message
     from headrace.serve.e2b_sandboxes.accounts import Account
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
-    from headrace.serve.e2b_sandboxes.live import LiveSandbox
+    from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
     Unary = Callable[["Call", Message], Awaitable[Message]]
     Streaming = Callable[["Call", ResponseStream], Awaitable[None]]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headrace.serve.e2b.envd import Envd
     from headrace.serve.e2b_sandboxes.accounts import Account
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
-    from headrace.serve.e2b_sandboxes.live import LiveSandbox
+    from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 _CHUNK_BYTES: Final = 1 << 16
 _FILE_NAME: Final = re.compile(r';\s*filename="((?:[^"\\]|\\.)*)"')

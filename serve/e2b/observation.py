@@ -18,7 +18,7 @@ from headrace.sandboxes.errors import SandboxError, SandboxGone
 from headrace.serve.e2b_sandboxes.bodies import Network, NewSnapshot, read_body
 from headrace.serve.e2b_sandboxes.errors import ApiError, not_found, unsupported
 from headrace.serve.e2b_sandboxes.lifecycle import spec_of
-from headrace.serve.e2b_sandboxes.live import CpuSample
+from headrace.serve.e2b_sandboxes.live_sandbox import CpuSample
 from headrace.serve.e2b_sandboxes.table import Snapshot, State
 from headrace.serve.e2b_sandboxes.timestamps import timestamp
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headrace.serve.e2b.access import Access
     from headrace.serve.e2b_sandboxes.keys import Owner
     from headrace.serve.e2b_sandboxes.lifecycle import Sandboxes
-    from headrace.serve.e2b_sandboxes.live import LiveSandbox
+    from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 _MAX_METRICS: Final = 100
 _FAMILIES: Final = ("templates", "volumes", "volumecontent", "secrets", "teams", "nodes", "events")

@@ -17,7 +17,7 @@ from headrace.serve.e2b_sandboxes.errors import ApiError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from headrace.serve.e2b_sandboxes.live import LiveSandbox
+    from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 
 def signature(path: str, operation: str, user: str, token: str, expiration: str) -> str:

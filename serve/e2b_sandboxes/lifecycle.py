@@ -26,7 +26,7 @@ from headrace.serve.e2b_sandboxes.bodies import digest
 from headrace.serve.e2b_sandboxes.boot_queue import BootQueue
 from headrace.serve.e2b_sandboxes.errors import ApiError, not_found, not_running, unsupported
 from headrace.serve.e2b_sandboxes.expiry import ExpiryClock
-from headrace.serve.e2b_sandboxes.live import LiveSandbox
+from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 from headrace.serve.e2b_sandboxes.table import Row, State
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aiohttp import web
 
     from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
-    from headrace.serve.exec.store import Lent
+    from headrace.serve.exec.store import LeasedSandbox
 
 
 def presented(request: web.Request) -> str:
@@ -35,7 +35,7 @@ def owner_of(request: web.Request, keys: ApiKeys) -> Owner:
     return owner
 
 
-def check_secret(request: web.Request, row: Lent) -> None:
+def check_secret(request: web.Request, row: LeasedSandbox) -> None:
     """Raises SecretRefused."""
     if not compare_digest(presented(request).encode(errors="surrogateescape"), row.secret.encode()):
         raise SecretRefused(f"the secret is not that of sandbox {row.id}")

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import ExecResult, Process, Sandbox
     from headrace.serve.exec.processes import KeptProcess, ProcessTable
     from headrace.serve.exec.registry import Registry
-    from headrace.serve.exec.store import Lent
+    from headrace.serve.exec.store import LeasedSandbox
 
-    Work = Callable[[web.Request, Lent, Sandbox], Coroutine[Any, Any, Any]]
+    Work = Callable[[web.Request, LeasedSandbox, Sandbox], Coroutine[Any, Any, Any]]
     Wrap = Callable[[Work], Callable[[web.Request], Awaitable[web.StreamResponse]]]
 
 _EXEC: Final = "/v1/sandboxes/{id}/exec"
@@ -48,7 +48,7 @@ class CommandRoutes:
             web.post(f"{_PROCESS}/size", on(self._resize)),
         ]
 
-    async def _exec(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _exec(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         body = await read_body(request, Exec)
         if body.exec_id is None:
             return _result(await sandbox.exec(**body.model_dump()))
@@ -57,7 +57,7 @@ class CommandRoutes:
         # Whoever repeats the request waits for the first run, which goes on without its client.
         return _result(await asyncio.shield(self._registry.tasks.share(sandbox.exec(**body.model_dump()))))
 
-    async def _spawn(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _spawn(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         body = await read_body(request, Spawn)
 
         async def start() -> Process:
@@ -76,34 +76,34 @@ class CommandRoutes:
         kept = await self._processes.spawn(row.id, body.spawn_id, start)
         return {"pid": kept.process.pid}
 
-    async def _kept(self, request: web.Request, row: Lent) -> KeptProcess:
+    async def _kept(self, request: web.Request, row: LeasedSandbox) -> KeptProcess:
         return await self._processes.find(row.id, request.match_info["spawn_id"])
 
-    async def _output(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _output(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         after = whole_number(request, "after", 1 << 60)
         pieces, ended = await (await self._kept(request, row)).window.after(after, LONGEST_POLL_S)
         encoded = [[piece.stream.value, base64.b64encode(piece.data).decode()] for piece in pieces]
         return {"pieces": encoded, "ended": ended}
 
-    async def _end(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _end(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         return {"exit_code": await (await self._kept(request, row)).wait(LONGEST_POLL_S)}
 
-    async def _stdin(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _stdin(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         body = await read_body(request, Stdin)
         kept = await self._kept(request, row)
         # A write that was cut in half could not be continued: nobody would know where.
         return {"taken": await asyncio.shield(self._registry.tasks.share(kept.write_stdin(body.offset, body.data)))}
 
-    async def _close_stdin(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _close_stdin(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         await (await self._kept(request, row)).process.close_stdin()
         return {}
 
-    async def _signal(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _signal(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         body = await read_body(request, Signal)
         await (await self._kept(request, row)).process.signal(body.number)
         return {}
 
-    async def _resize(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _resize(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         body = await read_body(request, Size)
         await (await self._kept(request, row)).process.resize(TerminalSize(rows=body.rows, columns=body.columns))
         return {}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
     from headrace.serve.e2b_sandboxes.keys import Owner
     from headrace.serve.exec.registry import Registry
-    from headrace.serve.exec.store import Lent
+    from headrace.serve.exec.store import LeasedSandbox
 
 MAX_CONTAINERS: Final = 512
 MAX_WAITING: Final = 4096
@@ -41,18 +41,18 @@ class Containers:
         self._ended = asyncio.Condition()
         self._waiting = 0
 
-    def all(self, owner: Owner) -> list[tuple[Lent, Container]]:
+    def all(self, owner: Owner) -> list[tuple[LeasedSandbox, Container]]:
         rows = self.registry.table.rows()
         return [(row, row.container) for row in rows if row.container is not None and row.owner == owner.name]
 
-    def find(self, owner: Owner, container: str) -> Lent:
+    def find(self, owner: Owner, container: str) -> LeasedSandbox:
         """By id or name. Raises SandboxGone."""
         for row, known in self.all(owner):
             if container in (row.id, known.name):
                 return row
         raise SandboxGone(f"no container {container[:80]}: destroyed, expired, or never made")
 
-    def find_lease(self, owner: Owner, lease_id: str) -> Lent:
+    def find_lease(self, owner: Owner, lease_id: str) -> LeasedSandbox:
         """Raises SandboxGone."""
         for row, known in self.all(owner):
             if lease_id and known.lease_id == lease_id:
@@ -61,7 +61,7 @@ class Containers:
 
     # Making and ending
 
-    async def create(self, owner: Owner, image: str, container: Container, *, key: str, wait_s: float) -> Lent:
+    async def create(self, owner: Owner, image: str, container: Container, *, key: str, wait_s: float) -> LeasedSandbox:
         """Raises SandboxError; CapacityExceeded when `wait_s` is over."""
         if self._waiting >= MAX_WAITING:
             raise CapacityExceeded(f"{self._waiting} containers wait for room")
@@ -74,7 +74,7 @@ class Containers:
         await self._set_up(row)
         return row
 
-    async def _make(self, owner: Owner, spec: SandboxSpec, container: Container, deadline_s: float) -> Lent:
+    async def _make(self, owner: Owner, spec: SandboxSpec, container: Container, deadline_s: float) -> LeasedSandbox:
         while True:
             try:
                 await self._check_room(owner)
@@ -99,7 +99,7 @@ class Containers:
         except TimeoutError:
             return
 
-    async def _set_up(self, row: Lent) -> None:
+    async def _set_up(self, row: LeasedSandbox) -> None:
         """The working folder is there, as `docker run -w` sees to it."""
         assert row.container is not None
         try:
@@ -109,7 +109,7 @@ class Containers:
             self.registry.tasks.start(self.destroy(row))
             raise
 
-    async def destroy(self, row: Lent) -> None:
+    async def destroy(self, row: LeasedSandbox) -> None:
         """Idempotent. Raises SandboxError."""
         await self.registry.kill(row)
         self._busy_until.pop(row.id, None)
@@ -118,7 +118,7 @@ class Containers:
 
     # Using
 
-    async def renew(self, row: Lent) -> Sandbox:
+    async def renew(self, row: LeasedSandbox) -> Sandbox:
         """Somebody spoke of it. Raises SandboxGone."""
         sandbox = await self.registry.attach(row)
         now = asyncio.get_running_loop().time()
@@ -131,7 +131,7 @@ class Containers:
         return sandbox
 
     @asynccontextmanager
-    async def busy(self, row: Lent, for_s: float) -> AsyncIterator[Sandbox]:
+    async def busy(self, row: LeasedSandbox, for_s: float) -> AsyncIterator[Sandbox]:
         """A time in which its lease does not end, and `lease_s` after it."""
         until = asyncio.get_running_loop().time() + for_s
         self._busy_until.setdefault(row.id, []).append(until)
@@ -140,7 +140,7 @@ class Containers:
         finally:
             await self._rest(row, until)
 
-    async def _rest(self, row: Lent, until: float) -> None:
+    async def _rest(self, row: LeasedSandbox, until: float) -> None:
         times = self._busy_until.get(row.id, [])
         if until in times:
             times.remove(until)

@@ -22,7 +22,7 @@ from headrace.serve.exec.bodies import read_body
 from headrace.serve.exec.containers import MAX_CONTAINERS, Containers, new_container
 from headrace.serve.exec.dropin_bodies import Diff, Evaluate, Make, Named, Run
 from headrace.serve.exec.evaluations import Evaluations
-from headrace.serve.exec.repeats import Repeats
+from headrace.serve.exec.idempotency import Repeats
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from headrace.serve.exec.answers import Answer
     from headrace.serve.exec.evaluations import ApplyPatch
     from headrace.serve.exec.registry import Registry
-    from headrace.serve.exec.store import Lent
+    from headrace.serve.exec.store import LeasedSandbox
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
     Work = Callable[[web.Request, Owner], Coroutine[Any, Any, Any]]
-    Find = Callable[[Owner, str], Lent]
+    Find = Callable[[Owner, str], LeasedSandbox]
 
 
 class DropIn:
@@ -120,7 +120,7 @@ class DropIn:
         lease_id = row.container.lease_id
         return {"ok": True, "lease_id": lease_id, "container_id": row.id, "node_url": _own_url(request)}
 
-    async def _make(self, owner: Owner, body: Make, *, lease: bool) -> Lent:
+    async def _make(self, owner: Owner, body: Make, *, lease: bool) -> LeasedSandbox:
         container = new_container(body.cwd, lease=lease, instance_id=body.instance_id)
         key = f"{lease}:{body.idempotency_key}" if body.idempotency_key else ""
         return await self._containers.create(owner, body.image, container, key=key, wait_s=body.timeout)
@@ -167,7 +167,9 @@ class DropIn:
 
         return work
 
-    async def _once(self, row: Lent, body: Run | Evaluate, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _once(
+        self, row: LeasedSandbox, body: Run | Evaluate, work: Callable[[], Coroutine[Any, Any, Any]]
+    ) -> Any:
         asked = body.exec_id or body.model_dump()
         digest = hashlib.sha256(orjson.dumps([row.id, type(body).__name__, asked])).hexdigest()
         return await self._repeats.run(digest, work, named=bool(body.exec_id))

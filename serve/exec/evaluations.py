@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headrace.serve.e2b_sandboxes.keys import Owner
     from headrace.serve.exec.containers import Containers
     from headrace.serve.exec.dropin_bodies import Diff, Evaluate, Run
-    from headrace.serve.exec.store import Lent
+    from headrace.serve.exec.store import LeasedSandbox
 
 ApplyPatch = Callable[[Sandbox, bytes, str, float], Awaitable[str | None]]
 """Applies a patch of an agent to the repository in a folder of a clean sandbox, within so many seconds; the reason when
@@ -45,7 +45,7 @@ class Evaluations:
         self._containers = containers
         self._apply_patch = apply_patch
 
-    async def run(self, row: Lent, body: Run) -> dict[str, Any]:
+    async def run(self, row: LeasedSandbox, body: Run) -> dict[str, Any]:
         exec_id = body.exec_id or None
         if Feature.EXEC_ID not in self._containers.registry.provider.features:
             exec_id = None
@@ -63,7 +63,7 @@ class Evaluations:
                 return {"ok": True, "returncode": -1, "output": f"Command timed out after {body.timeout:g}s"}
         return {"ok": True, "returncode": result.exit_code, "output": _text(result)}
 
-    async def diff(self, row: Lent, body: Diff) -> dict[str, Any]:
+    async def diff(self, row: LeasedSandbox, body: Diff) -> dict[str, Any]:
         async with self._containers.busy(row, _SHORT_S) as sandbox:
             result = await sandbox.exec(
                 login_shell(_DIFF), env=_ANY_OWNER, cwd=body.cwd, timeout_s=_SHORT_S, max_output_bytes=MAX_PATCH_BYTES
@@ -80,7 +80,7 @@ class Evaluations:
             return {"ok": True, "patch": "", "returncode": result.exit_code or 1, "error": error}
         return {"ok": True, "patch": patch, "returncode": 0, "error": ""}
 
-    async def evaluate(self, owner: Owner, row: Lent, body: Evaluate) -> dict[str, Any]:
+    async def evaluate(self, owner: Owner, row: LeasedSandbox, body: Evaluate) -> dict[str, Any]:
         if self._apply_patch is None:
             raise Unsupported("this server was started without a way to apply patches")
         if not looks_like_a_patch(body.patch):

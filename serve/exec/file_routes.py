@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from headrace.sandboxes.base import Sandbox
-    from headrace.serve.exec.store import Lent
+    from headrace.serve.exec.store import LeasedSandbox
 
-    Work = Callable[[web.Request, Lent, Sandbox], Coroutine[Any, Any, Any]]
+    Work = Callable[[web.Request, LeasedSandbox, Sandbox], Coroutine[Any, Any, Any]]
     Wrap = Callable[[Work], Callable[[web.Request], Awaitable[web.StreamResponse]]]
 
 MAX_UPLOAD_BYTES: Final = 8 << 30
@@ -42,11 +42,11 @@ class FileRoutes:
             web.put("/v1/sandboxes/{id}/files", on(self._write_many)),
         ]
 
-    async def _read(self, request: web.Request, row: Lent, sandbox: Sandbox) -> bytes:
+    async def _read(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> bytes:
         most = whole_number(request, "max_bytes", MAX_READ_BYTES)
         return await sandbox.read(_path(request), user=_user(request), max_bytes=most)
 
-    async def _write(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _write(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         size = request.content_length
         if size is not None and size <= SPOOL_BYTES:
             data = await read_bytes(request, SPOOL_BYTES)
@@ -63,7 +63,7 @@ class FileRoutes:
             await sandbox.write(_path(request), Path(file.name), user=_user(request))
         return {}
 
-    async def _write_many(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _write_many(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         files = unpack_files(await read_bytes(request, MAX_BODY_BYTES))
         await sandbox.write_many(files, user=_user(request))
         return {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from headrace.serve.exec.dropin import DropIn
 from headrace.serve.exec.registry import Registry
 from headrace.serve.exec.routes import ExecApi
-from headrace.serve.exec.store import LentTable
+from headrace.serve.exec.store import LeasedSandboxTable
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
@@ -36,7 +36,7 @@ class ExecPart:
 
     def open(self, stack: AsyncExitStack, tasks: ServerTasks) -> list[web.RouteDef]:
         """See `ServerPart.open`."""
-        table = LentTable(self.settings.state_folder)
+        table = LeasedSandboxTable(self.settings.state_folder)
         stack.callback(table.close)
         keys, images = self.settings.keys, self.settings.images
         registries = {name: Registry(self.provider, table, images, tasks, api=name) for name in sorted(self.apis)}

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 from headrace.sandboxes.base import FrozenMount, ImageRef, SandboxId, SandboxInfo, SandboxSpec
 from headrace.sandboxes.errors import CapacityExceeded, SandboxError, SandboxGone, SpecRefused
 from headrace.serve.e2b_sandboxes.boot_queue import BootQueue
-from headrace.serve.exec.store import Lent
+from headrace.serve.exec.store import LeasedSandbox
 
 if TYPE_CHECKING:
     import builtins
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.remote.tasks import ServerTasks
     from headrace.serve.e2b_sandboxes.images import ImageMap
     from headrace.serve.e2b_sandboxes.keys import Owner
-    from headrace.serve.exec.store import Container, LentTable
+    from headrace.serve.exec.store import Container, LeasedSandboxTable
 
 _LABELS: Final = "exec_server."
 _OWNER, _KEY, _API = f"{_LABELS}owner", f"{_LABELS}key", f"{_LABELS}api"
@@ -44,7 +44,7 @@ class Registry:
     """One for each API of a server, which is told apart by `api`; they share provider and table."""
 
     def __init__(
-        self, provider: SandboxProvider, table: LentTable, images: ImageMap, tasks: ServerTasks, *, api: str
+        self, provider: SandboxProvider, table: LeasedSandboxTable, images: ImageMap, tasks: ServerTasks, *, api: str
     ) -> None:
         self.provider = provider
         self.table = table
@@ -56,14 +56,14 @@ class Registry:
 
     # Finding
 
-    def find(self, sandbox: str) -> Lent:
+    def find(self, sandbox: str) -> LeasedSandbox:
         """Raises SandboxGone."""
         row = self.table.get(sandbox)
         if row is None:
             raise SandboxGone(f"sandbox {sandbox[:80]} is not here: killed, expired, or never made")
         return row
 
-    async def attach(self, row: Lent) -> Sandbox:
+    async def attach(self, row: LeasedSandbox) -> Sandbox:
         return await self.provider.attach(row.ref)
 
     async def list(self, owner: Owner) -> builtins.list[SandboxInfo]:
@@ -82,7 +82,7 @@ class Registry:
 
     # Making
 
-    async def create(self, owner: Owner, spec: SandboxSpec, container: Container | None = None) -> Lent:
+    async def create(self, owner: Owner, spec: SandboxSpec, container: Container | None = None) -> LeasedSandbox:
         """Raises SandboxError."""
         snapshots = {image: image for image in self.table.snapshots(owner.name).values()}
         image = HOST_IMAGE if spec.image == HOST_IMAGE else self.images.resolve(spec.image, {}, snapshots)
@@ -108,21 +108,21 @@ class Registry:
 
     async def _boot_shared(
         self, owner: Owner, key: str, boot: _Boot, order: tuple[SandboxSpec, str, Container | None]
-    ) -> Lent:
+    ) -> LeasedSandbox:
         boot.task = asyncio.current_task()
         try:
             return await self._boot(owner, *order)
         finally:
             self._booting.pop((owner.name, key), None)
 
-    async def _boot(self, owner: Owner, spec: SandboxSpec, image: str, container: Container | None) -> Lent:
+    async def _boot(self, owner: Owner, spec: SandboxSpec, image: str, container: Container | None) -> LeasedSandbox:
         async with self._queue:
             ref = await self.provider.create(spec)
         known = self.table.get(ref.id)
         if known is not None:
             return known
         secret = secrets.token_hex(32)
-        row = Lent(id=ref.id, owner=owner.name, secret=secret, ref=ref, image=image, container=container)
+        row = LeasedSandbox(id=ref.id, owner=owner.name, secret=secret, ref=ref, image=image, container=container)
         self.table.put(row)
         return row
 
@@ -142,11 +142,11 @@ class Registry:
 
     # Ending
 
-    async def kill(self, row: Lent) -> None:
+    async def kill(self, row: LeasedSandbox) -> None:
         """Idempotent; runs to its end though the client leaves. Raises SandboxError."""
         await asyncio.shield(self.tasks.share(self._kill(row)))
 
-    async def _kill(self, row: Lent) -> None:
+    async def _kill(self, row: LeasedSandbox) -> None:
         await (await self.attach(row)).kill()
         self.table.drop(row.id)
 
@@ -170,7 +170,7 @@ class Registry:
             if info.idempotency_key == key:
                 await self.destroy(owner, info.id)
 
-    async def snapshot(self, row: Lent) -> ImageRef:
+    async def snapshot(self, row: LeasedSandbox) -> ImageRef:
         """The image; the same one when it is asked for again, when the sandbox is gone. Raises SandboxError."""
         done = self.table.snapshots(row.owner).get(row.id)
         if done is not None:
@@ -185,7 +185,7 @@ class Registry:
             for row in self.table.rows():
                 group.create_task(self._end(row))
 
-    async def _end(self, row: Lent) -> None:
+    async def _end(self, row: LeasedSandbox) -> None:
         with suppress(SandboxError):
             await self._kill(row)
 
@@ -194,7 +194,7 @@ class _Boot:
     """A keyed create that goes on."""
 
     def __init__(self) -> None:
-        self.result: asyncio.Future[Lent] | None = None
+        self.result: asyncio.Future[LeasedSandbox] | None = None
         self.task: asyncio.Task[None] | asyncio.Task[object] | None = None
 
 

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
     from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
     from headrace.serve.exec.registry import Registry
-    from headrace.serve.exec.store import Lent
+    from headrace.serve.exec.store import LeasedSandbox
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
     OwnerWork = Callable[[web.Request, Owner], Coroutine[Any, Any, Any]]
-    SandboxWork = Callable[[web.Request, Lent, Sandbox], Coroutine[Any, Any, Any]]
+    SandboxWork = Callable[[web.Request, LeasedSandbox, Sandbox], Coroutine[Any, Any, Any]]
 
 ONE = "/v1/sandboxes/{id}"
 
@@ -93,7 +93,7 @@ class ExecApi:
 
         return handler
 
-    def _opened(self, request: web.Request) -> Lent:
+    def _opened(self, request: web.Request) -> LeasedSandbox:
         row = self._registry.find(request.match_info["id"])
         check_secret(request, row)
         return row
@@ -152,24 +152,24 @@ class ExecApi:
 
         return await expose(request, find)
 
-    async def _freeze(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _freeze(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         await sandbox.freeze()
         self._processes.forget(row.id)
         return {}
 
-    async def _pause(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _pause(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         await sandbox.pause()
         return {}
 
-    async def _resume(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _resume(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         await sandbox.resume()
         return {}
 
-    async def _renew(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _renew(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         await sandbox.renew((await read_body(request, Renew)).ttl_s)
         return {}
 
-    async def _usage(self, request: web.Request, row: Lent, sandbox: Sandbox) -> Any:
+    async def _usage(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         return asdict(await sandbox.usage())
 
 

@@ -38,7 +38,7 @@ class Container:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lent:
+class LeasedSandbox:
     """One sandbox. `secret` opens it through this server; `ref` is the provider's."""
 
     id: SandboxId
@@ -49,7 +49,7 @@ class Lent:
     container: Container | None = None
 
 
-class LentTable:
+class LeasedSandboxTable:
     """Rows in memory, each also on disk. Close it with `close`."""
 
     def __init__(self, folder: Path | None) -> None:
@@ -60,11 +60,11 @@ class LentTable:
         loaded = (_row(orjson.loads(blob)) for (blob,) in self._database.execute("SELECT row FROM lent"))
         self._rows = {row.id: row for row in loaded}
 
-    def put(self, row: Lent) -> None:
+    def put(self, row: LeasedSandbox) -> None:
         self._rows[row.id] = row
         self._database.execute("INSERT OR REPLACE INTO lent VALUES (?, ?)", (row.id, orjson.dumps(asdict(row))))
 
-    def get(self, sandbox: str) -> Lent | None:
+    def get(self, sandbox: str) -> LeasedSandbox | None:
         return self._rows.get(SandboxId(sandbox))
 
     def drop(self, sandbox: str) -> None:
@@ -72,7 +72,7 @@ class LentTable:
         if self._rows.pop(SandboxId(sandbox), None) is not None:
             self._database.execute("DELETE FROM lent WHERE id = ?", (sandbox,))
 
-    def rows(self) -> list[Lent]:
+    def rows(self) -> list[LeasedSandbox]:
         return list(self._rows.values())
 
     def put_snapshot(self, image: str, owner: str, source: str) -> None:
@@ -87,10 +87,10 @@ class LentTable:
         self._file.close()
 
 
-def _row(document: dict[str, Any]) -> Lent:
+def _row(document: dict[str, Any]) -> LeasedSandbox:
     ref = document.pop("ref")
     container = document.pop("container")
-    return Lent(
+    return LeasedSandbox(
         **{**document, "id": SandboxId(document["id"])},
         ref=SandboxRef(**{**ref, "id": SandboxId(ref["id"])}),
         container=None if container is None else Container(**container),

@@ -34,7 +34,7 @@ from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
 from headrace.serve.gateway.sessions import SessionTable
 from headrace.serve.gateway.turns import Turns
 from headrace.serve.model_use import ModelUse
-from headrace.serve.parsing.choosing import choose_parser
+from headrace.serve.parsing.parser_choice import choose_parser
 from headrace.serve.rendering.template_renderer import load_renderer
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineError
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.errors import OptionRefused
-from headrace.serve.gateway.garbage import portioned_collections
+from headrace.serve.gateway.garbage_collection import portioned_collections
 from headrace.serve.gateway.gateway import Gateway, GatewayConfig
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from headrace.serve.parsing.base import ParsedCall
 from headrace.serve.parsing.json_spans import after_blanks, encodable, object_text, read_object
-from headrace.serve.parsing.scanning import NOTHING, Found, scan
+from headrace.serve.parsing.scanner import NOTHING, Found, scan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.serve.parsing.scanning import scan
+from headrace.serve.parsing.scanner import scan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

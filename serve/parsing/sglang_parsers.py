@@ -18,7 +18,7 @@ from headrace.serve.conversation import Reasoning, Text
 from headrace.serve.parsing.base import ParsedCall, ParsedOutput
 from headrace.serve.parsing.errors import ParserMissing, ParserUnknown
 from headrace.serve.parsing.json_spans import encodable, object_text
-from headrace.serve.parsing.scanning import NOTHING, THINK, Found, scan
+from headrace.serve.parsing.scanner import NOTHING, THINK, Found, scan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.actors.agents.agent import StopReason
 from headrace.actors.agents.cli_agent import ProgramConfig
-from headrace.actors.agents.installing import PINNED, InstallFailed, install
+from headrace.actors.agents.installation import PINNED, InstallFailed, install
 from headrace.sandboxes import doctor
 from headrace.sandboxes.errors import NamespacesUnavailable
 

@@ -14,11 +14,11 @@ import pytest
 from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
 from headrace.actors.agents.cli_agent import ProgramConfig
 from headrace.actors.evaluation.evaluator import Evaluator
-from headrace.actors.places.attachments import Attachments
 from headrace.actors.places.config import SandboxSection
 from headrace.actors.places.gateway import GatewayActor
+from headrace.actors.places.sandbox_connections import SandboxConnections
 from headrace.actors.places.sandbox_pool import SandboxPool
-from headrace.actors.record.observing import Observing
+from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.dispatcher import Dispatcher, DispatcherConfig
 from headrace.actors.rollouts.rollout import RolloutConfig
@@ -59,7 +59,7 @@ def load_runs(load_support: Callable[[str], ModuleType]) -> Any:
 async def image_with_pytest(pool: SandboxPool, repositories: Any) -> ImageRef:
     """The task's image, prepared once in a sandbox."""
     [ref] = await pool.lease([SandboxSpec()])
-    async with Attachments() as attachments:
+    async with SandboxConnections() as attachments:
         sandbox = await attachments.attach(ref)
         await repositories.install_pytest(sandbox)
         return await sandbox.snapshot()
@@ -70,7 +70,7 @@ async def running(
     directory: RunDirectory, engine: Any, tokenizer_dir: Path, agent: Agent, repositories: Any
 ) -> AsyncIterator[Replay]:
     """Every actor of a run but engines and learner, in this process, at work."""
-    observing = Observing(config=TelemetryConfig(enabled=False), run_dir=directory.path)
+    observing = ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=directory.path)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         section = SandboxSection(pool=PoolConfig(max_live=8, evaluation_reserve=2))

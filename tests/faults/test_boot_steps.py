@@ -1,6 +1,6 @@
 """Every step of a boot fails once: the first process dies, the launcher dies, or the kernel refuses. Nothing is left.
 
-A step is a call of a wrapper in `headrace.sandboxes.launcher.syscalls`. The launcher runs as always, from a script that
+A step is a call of a wrapper in `headrace.sandboxes.kernel.syscalls`. The launcher runs as always, from a script that
 counts these calls and strikes at the wanted one.
 """
 
@@ -17,7 +17,7 @@ import pytest
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import BootFailed, LauncherGone, NamespacesUnavailable, SandboxError
-from headrace.sandboxes.launcher import cgroups, stdlib_process
+from headrace.sandboxes.kernel import cgroups, stdlib_process
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
 from headrace.sandboxes.local import launcher_process
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.namespaces
 
 STRIKER = """
 import errno, mmap, os, signal
-from headrace.sandboxes.launcher import syscalls
+from headrace.sandboxes.kernel import syscalls
 
 plan, step = {plan!r}, {step!r}
 launcher = os.getpid()
@@ -198,7 +198,7 @@ async def boot_again(provider: LocalProvider) -> None:
 
 def test_the_steps_are_those_of_the_module() -> None:
     """A new wrapper that a boot calls must be struck too."""
-    from headrace.sandboxes.launcher import syscalls
+    from headrace.sandboxes.kernel import syscalls
 
     known = set(STRIKER.split("for name in (")[1].split("):")[0].replace('"', "").replace(",", " ").split())
     boring = {"become_subreaper", "forbid_inspection", "name_process", "create_files_as"}

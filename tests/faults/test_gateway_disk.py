@@ -10,7 +10,7 @@ from tests.chat_templates import QWEN3
 from tests.gateway_rig import WIRES, Wire, world
 from tests.scripted_engine import segments
 
-from headrace.sandboxes.launcher import syscalls
+from headrace.sandboxes.kernel import syscalls
 from headrace.serve.errors import SERVER_FAILED, GatewayUnreachable
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 
 from headrace.actors.engine_group.breaker import CircuitBreaker
+from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.registry import EngineState
-from headrace.actors.engine_group.roster import read_roster
 from headrace.policies.push.machine import Phase
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 

@@ -19,7 +19,7 @@ from tests.faults.striking import Moment
 
 from headrace.buffer.audit.evidence import has_begun, read_evidence
 from headrace.buffer.audit.verify import verify
-from headrace.sandboxes.launcher import syscalls
+from headrace.sandboxes.kernel import syscalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

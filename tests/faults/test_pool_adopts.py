@@ -16,7 +16,7 @@ from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable, SandboxError
 from headrace.sandboxes.leftovers import run_label, sandboxes_left
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-from headrace.sandboxes.pool.booting import HOLDER_LABEL, OWNER_LABEL, LeaseRequest
+from headrace.sandboxes.pool.boot import HOLDER_LABEL, OWNER_LABEL, LeaseRequest
 from headrace.sandboxes.pool.ledger import SandboxLedger
 from headrace.sandboxes.pool.pool import Pool
 
@@ -30,7 +30,7 @@ POOL = """
 import asyncio, json, sys
 from pathlib import Path
 from headrace.sandboxes.base import SandboxSpec
-from headrace.sandboxes.pool.booting import HOLDER_LABEL, LeaseRequest
+from headrace.sandboxes.pool.boot import HOLDER_LABEL, LeaseRequest
 from headrace.sandboxes.pool.ledger import SandboxLedger
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 from headrace.sandboxes.pool.pool import Pool

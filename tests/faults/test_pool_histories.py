@@ -12,7 +12,7 @@ import pytest
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
-from headrace.sandboxes.pool.booting import HOLDER_LABEL, LeaseRequest
+from headrace.sandboxes.pool.boot import HOLDER_LABEL, LeaseRequest
 from headrace.sandboxes.pool.ledger import EntryState, SandboxLedger
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig

@@ -22,9 +22,9 @@ from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import NamespacesUnavailable
 from headrace.sandboxes.images.folders import Owner, is_alive, new_owner
-from headrace.sandboxes.launcher import cgroups
-from headrace.sandboxes.launcher.id_blocks import BLOCKS, FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
-from headrace.sandboxes.launcher.stdlib_process import stdlib_command
+from headrace.sandboxes.kernel import cgroups
+from headrace.sandboxes.kernel.id_blocks import BLOCKS, FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
+from headrace.sandboxes.kernel.stdlib_process import stdlib_command
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.local.launcher_process import OwnFolder
 from headrace.sandboxes.local.provider import LocalProvider

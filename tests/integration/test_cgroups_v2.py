@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.sandboxes.launcher.placement import LEAF
+from headrace.sandboxes.kernel.cgroup_placement import LEAF
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,9 +18,9 @@ from headrace.actors.engine_group.errors import (
     EngineUnknown,
 )
 from headrace.actors.engine_group.fleet import Fleet, foreign_id
+from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.engine_group.registry import REMEMBERED, EngineState, Origin
 from headrace.actors.engine_group.requests import ask_group
-from headrace.actors.engine_group.roster import read_roster
 from headrace.policies.engine import EngineId, PauseMode
 from headrace.policies.errors import EngineStartFailed
 from headrace.policies.push.machine import Phase

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
     from pathlib import Path
 
-    from headrace.actors.engine_group.roster import EngineStatus
+    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.places.gateway import GatewayActor
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")

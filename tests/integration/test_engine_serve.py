@@ -48,7 +48,7 @@ async def ended(*options: object, **environment: str) -> tuple[int | None, str]:
 @pytest.mark.timeout(300)
 async def test_it_prints_its_url_and_ends_with_sigterm(backend: str, tiny_model_dir: Path, tmp_path: Path) -> None:
     if backend == "sglang":
-        from headrace.policies.sglang.installing import environment_python
+        from headrace.policies.sglang.installation import environment_python
 
         if environment_python() is None:
             pytest.skip("SGLang is not installed: scripts/install_sglang")

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from headrace.actors.engine_group.gate import tell_gateway
 from headrace.actors.places.gateway import GatewayActor
-from headrace.actors.record.observing import Observing
+from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.serve.gateway.gateway import GatewayConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 
@@ -24,7 +24,7 @@ def gateway_of(folder: Path) -> GatewayActor:
     return GatewayActor(
         GatewayConfig(tokenizer_dir=TOKENIZER),
         address_file=folder / "gateway.json",
-        observing=Observing(config=TelemetryConfig(enabled=False), run_dir=folder),
+        observing=ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=folder),
     )
 
 

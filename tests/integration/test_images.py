@@ -23,7 +23,7 @@ from headrace.sandboxes.images.debootstrap import mirror_for
 from headrace.sandboxes.images.folders import StoreFolder, new_owner
 from headrace.sandboxes.images.merged_tree import find
 from headrace.sandboxes.images.store import ImageStore
-from headrace.sandboxes.launcher import syscalls
+from headrace.sandboxes.kernel import syscalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

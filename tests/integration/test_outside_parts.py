@@ -14,13 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.actors.agents.chat import ChatReply
-from headrace.actors.agents.choosing import make_agent
 from headrace.actors.agents.config import AgentSection
+from headrace.actors.agents.registry import make_agent
 from headrace.actors.cli.app import app
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
 from headrace.actors.evaluation.plugins import refuse_absent_evaluators
-from headrace.buffer.datasets.converting import convert
+from headrace.buffer.datasets.converters import convert
 from headrace.buffer.task_errors import TaskFileError
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, load_tasks, task_digest, write_tasks
 from headrace.buffer.types import Cause

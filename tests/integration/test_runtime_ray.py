@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 import pytest
 
 from headrace.actors.errors import ActorLost, ConfigError, StartFailed
-from headrace.actors.runtime.guarding import guard
+from headrace.actors.runtime.call_guard import guard
 from headrace.actors.runtime.retry import until_back
 from headrace.actors.runtime.runtime import RayRuntime, _unless_forgotten
 
@@ -200,7 +200,7 @@ class Asking(RayRuntime):
 
 
 async def test_a_guard_kills_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.actors.runtime.guarding.GUARD_S", 0.1)
+    monkeypatch.setattr("headrace.actors.runtime.call_guard.GUARD_S", 0.1)
     runtime = Asking("guarded-")
     counter = await runtime.spawn(Counter, 7, name="counter")
     before = await counter.pid()

@@ -20,7 +20,7 @@ from headrace.sandboxes.errors import (
     SandboxGone,
     SpecRefused,
 )
-from headrace.sandboxes.launcher import rootfs
+from headrace.sandboxes.kernel import rootfs
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:

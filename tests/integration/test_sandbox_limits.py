@@ -15,7 +15,7 @@ import pytest
 from headrace.sandboxes import doctor
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import CapacityExceeded, ExecTimeout, NamespacesUnavailable, SandboxGone, SpecRefused
-from headrace.sandboxes.launcher import cgroups, host_limits
+from headrace.sandboxes.kernel import cgroups, host_limits
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ import asyncio, json, os, sys, types
 from pathlib import Path
 import headrace.sandboxes.local.provider, headrace.sandboxes.doctor, headrace.sandboxes.pool.pool
 from headrace.sandboxes import doctor
-from headrace.sandboxes.launcher import stdlib_process
+from headrace.sandboxes.kernel import stdlib_process
 from headrace.sandboxes.local import launcher_process
 from headrace.sandboxes.base import FrozenMount, HostFolder, SandboxSpec
 from headrace.sandboxes.errors import ExecTimeout, SandboxGone, SpecRefused, Unsupported
@@ -44,7 +44,7 @@ os.setgroups([])
 os.setresgid(user, user, user)
 os.setresuid(user, user, user)
 stdlib_process.sys = types.SimpleNamespace(executable=python)
-stdlib_process.__file__ = folder + "/package/launcher/stdlib_process.py"
+stdlib_process.__file__ = folder + "/package/kernel/stdlib_process.py"
 os.environ.clear()
 os.environ["HOME"] = folder
 found = {}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from headrace.actors.tuning.result import Tuned
+    from headrace.actors.tuning.result import TuningResult
 
 LATENCY_BOUND = (
     "agent.simulated.turns=2",
@@ -101,7 +101,7 @@ async def test_the_predicted_step_time_is_met(ray_cluster: None, tmp_path: Path,
     assert measured_s == pytest.approx(predicted_s, rel=0.05)
 
 
-def _settings(tuned: Tuned) -> list[str]:
+def _settings(tuned: TuningResult) -> list[str]:
     """The pasted lines as overrides."""
     overrides, table = [], ""
     for line in tuned.toml().splitlines():

@@ -13,10 +13,10 @@ import numpy as np
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from headrace.buffer.cleaning import MAX_TEXT
 from headrace.buffer.core.classification import trained_tokens
 from headrace.buffer.errors import ReplayError
 from headrace.buffer.ledger.store import ReplayStore
+from headrace.buffer.sanitizer import MAX_TEXT
 from headrace.buffer.types import (
     Cause,
     CheckpointRef,

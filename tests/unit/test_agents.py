@@ -14,7 +14,7 @@ from headrace.actors.agents.agent import AgentReport, StopReason
 from headrace.actors.agents.claude_code import ClaudeCode, ClaudeCodeConfig
 from headrace.actors.agents.cli_agent import CliAgent, Place, Printed, ProgramConfig, target_of
 from headrace.actors.agents.codex import Codex, CodexConfig
-from headrace.actors.agents.installing import AgentMissing
+from headrace.actors.agents.installation import AgentMissing
 from headrace.actors.agents.mini_swe_agent import MiniMode, MiniSweAgent, MiniSweAgentConfig
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode

@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.actors.agents import installing, versions
-from headrace.actors.agents.installing import AgentMissing, InstallFailed, install, installed_folder, main, npm_packages
+from headrace.actors.agents import installation as installing
+from headrace.actors.agents import versions
+from headrace.actors.agents.installation import (
+    AgentMissing,
+    InstallFailed,
+    install,
+    installed_folder,
+    main,
+    npm_packages,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -110,7 +118,7 @@ def test_what_a_killed_installer_left_is_nothing_and_is_removed(
 ) -> None:
     os.mkfifo(tmp_path / "at_it")
     environment = {**os.environ, "HANG": str(tmp_path / "at_it")}
-    command = (sys.executable, "-m", "headrace.actors.agents.installing", "claude-code")
+    command = (sys.executable, "-m", "headrace.actors.agents.installation", "claude-code")
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as installer:
         npm_pid = int((tmp_path / "at_it").read_text())
         installer.kill()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.sandboxes.launcher.cgroups import Mount, find_mounts, is_orphan
-from headrace.sandboxes.launcher.placement import LEAF, place
-from headrace.sandboxes.launcher.processes import parse_stat
-from headrace.sandboxes.launcher.reasons import reason_of
+from headrace.sandboxes.kernel.cgroup_placement import LEAF, place
+from headrace.sandboxes.kernel.cgroups import Mount, find_mounts, is_orphan
+from headrace.sandboxes.kernel.processes import parse_stat
+from headrace.sandboxes.kernel.reasons import reason_of
 
 HYBRID = """\
 32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct

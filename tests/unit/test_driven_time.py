@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.actors.record.driven_time import read_driven_time
+from headrace.actors.record.active_time import read_driven_time
 from headrace.actors.record.run_directory import RunDirectory
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.engine_group.journal import PushJournal
+from headrace.actors.engine_group.members_file import Roster, read_roster
 from headrace.actors.engine_group.requests import EngineRequest, RequestBox
-from headrace.actors.engine_group.roster import Roster, read_roster
 from headrace.actors.places.gateway import read_address
 from headrace.buffer.primitives.durable_files import publish_folder, replace_file, write_private
 from headrace.buffer.versions import PolicyVersion

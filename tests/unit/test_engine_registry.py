@@ -9,9 +9,9 @@ import pytest
 from headrace.actors.engine_group.breaker import BreakerState, CircuitBreaker
 from headrace.actors.engine_group.errors import EngineAddressTaken, EngineGroupError, EngineUnknown
 from headrace.actors.engine_group.journal import TAIL_BYTES, PushJournal
+from headrace.actors.engine_group.members_file import EngineStatus, Roster, read_roster
 from headrace.actors.engine_group.registry import REMEMBERED, EngineRegistry, EngineState, Origin
 from headrace.actors.engine_group.requests import RequestBox, ask_group
-from headrace.actors.engine_group.roster import EngineStatus, Roster, read_roster
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.engine import EngineId, EngineInfo
 from headrace.policies.learner import WeightsShard, WeightsSnapshot

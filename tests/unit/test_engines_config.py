@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from headrace.actors.cli.app import app
 from headrace.actors.engine_group.config import EnginesConfig
-from headrace.actors.engine_group.fleet import Fleet, Ground
+from headrace.actors.engine_group.fleet import EngineContext, Fleet
+from headrace.actors.engine_group.members_file import EngineStatus, Roster
 from headrace.actors.engine_group.registry import EngineRegistry, EngineState, Origin
-from headrace.actors.engine_group.roster import EngineStatus, Roster
 from headrace.actors.engine_group.server_plan import ServerPlan, server_process
 from headrace.actors.errors import ConfigError, RunMissing
 from headrace.actors.run.config import load_recipe
@@ -95,7 +95,7 @@ def test_sglang_servers_get_the_settings(tmp_path: Path) -> None:
 def test_a_push_s_deadlines_reach_the_engines_it_pushes_to(tiny_model_dir: Path, tmp_path: Path) -> None:
     """Else somebody's default decides: the client's before the push's, the engine's group before the sender's."""
     given = PushConfig(phase_timeout_s=100.0, transfer_timeout_s=200.0)
-    ground = Ground(model_dir=tiny_model_dir, directory=tmp_path, seed=1, push=given, runtime=None)
+    ground = EngineContext(model_dir=tiny_model_dir, directory=tmp_path, seed=1, push=given, runtime=None)
     # No request is sent through it.
     fleet = Fleet(EnginesConfig(), EngineRegistry(), ground, http=cast("aiohttp.ClientSession", None))
     client = fleet._client(EngineId("e"), "http://127.0.0.1:9")._config

@@ -12,7 +12,7 @@ from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import load_recipe
 from headrace.actors.run.parts import ServiceParts, periodic_evaluations
-from headrace.actors.runtime.guarding import AwakeClock, guard
+from headrace.actors.runtime.call_guard import AwakeClock, guard
 from headrace.actors.runtime.retry import ABSENCE
 from headrace.actors.simulation.virtual_time import VirtualTimeLoop, run_virtual
 

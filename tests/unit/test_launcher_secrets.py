@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from headrace.sandboxes.launcher.costs import Costs
-from headrace.sandboxes.launcher.keeping import Secrets
+from headrace.sandboxes.launcher.command_costs import Costs
+from headrace.sandboxes.launcher.launcher_secrets import Secrets
 
 
 def test_only_the_right_secret_fits() -> None:

@@ -16,7 +16,7 @@ from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.errors import ImageUnknown, QueueTimeout
-from headrace.sandboxes.pool.booting import HOLDER_LABEL, LeaseRequest
+from headrace.sandboxes.pool.boot import HOLDER_LABEL, LeaseRequest
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
 

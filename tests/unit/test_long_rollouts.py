@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.run.config import load_recipe
-from headrace.actors.run.signs import signs_of, stall_detector, work_clocks
+from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.stall_detector import StallDetector
 from headrace.actors.run.supervision import look_at
 from headrace.actors.runtime.runtime import InlineRuntime

@@ -24,11 +24,18 @@ from headrace.buffer.types import (
 )
 from headrace.buffer.versions import PolicyVersion
 from headrace.policies.learner_errors import RowUnusable
-from headrace.policies.learners.objectives import Brakes, LossSums, MicroBatch, collate, policy_loss, trained_logprobs
+from headrace.policies.learners.objectives import (
+    ClipConfig,
+    LossSums,
+    MicroBatch,
+    collate,
+    policy_loss,
+    trained_logprobs,
+)
 from headrace.policies.learners.train_rows import WeightedRow, weighted_rows
 
-BRAKES = Brakes(eps_low=0.2, eps_high=0.28, weight_cap=2.0)
-UNCLIPPED = Brakes(eps_low=1.0, eps_high=math.inf, weight_cap=2.0)
+BRAKES = ClipConfig(eps_low=0.2, eps_high=0.28, weight_cap=2.0)
+UNCLIPPED = ClipConfig(eps_low=1.0, eps_high=math.inf, weight_cap=2.0)
 VOCABULARY = 11
 VERSION = PolicyVersion(1, 0)
 
@@ -45,7 +52,7 @@ def micro_batch(behaviour: list[float], advantages: list[float]) -> MicroBatch:
     )
 
 
-def gradient(ratios: list[float], advantages: list[float], brakes: Brakes = BRAKES) -> list[float]:
+def gradient(ratios: list[float], advantages: list[float], brakes: ClipConfig = BRAKES) -> list[float]:
     """d loss / d logp per token when current / behaviour is `ratios`."""
     logprobs = torch.full((len(ratios),), -1.0, requires_grad=True)
     micro = micro_batch([-1.0 - math.log(ratio) for ratio in ratios], advantages)

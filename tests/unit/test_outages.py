@@ -12,7 +12,7 @@ from headrace.buffer.core.config import BufferConfig
 from headrace.buffer.core.outages import PROBE_S, WINDOW_S
 from headrace.buffer.core.records import Charge, RolloutState
 from headrace.buffer.core.replay import ReplayBuffer
-from headrace.buffer.core.stream import TaskStream
+from headrace.buffer.core.task_stream import TaskStream
 from headrace.buffer.errors import TaskNotParked
 from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.types import Cause

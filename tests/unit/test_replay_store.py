@@ -17,12 +17,12 @@ import pytest
 
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
-from headrace.buffer.cleaning import MAX_TEXT
 from headrace.buffer.core.records import RolloutState
 from headrace.buffer.core.sealing import Sealing
 from headrace.buffer.errors import DataExhausted, LeaseError, LedgerBroken, StaleEpoch
 from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.ledger.store import ReplayStore
+from headrace.buffer.sanitizer import MAX_TEXT
 from headrace.buffer.types import Cause, CheckpointRef, Outcome, ReceiptStatus, RolloutId, StepReport
 from headrace.buffer.versions import PolicyVersion
 

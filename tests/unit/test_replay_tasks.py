@@ -18,7 +18,7 @@ from headrace.buffer.core.curriculum import WINDOW, TaskCursor, success
 from headrace.buffer.core.records import RolloutState, Snapshot, TaskRecord
 from headrace.buffer.core.replay import ReplayBuffer
 from headrace.buffer.core.state import ReplayState
-from headrace.buffer.core.stream import TaskStream
+from headrace.buffer.core.task_stream import TaskStream
 from headrace.buffer.errors import DataExhausted
 from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.tasks import TaskId

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.actors.run.restarting import LONGEST_WAIT_S, Restarting, RestartPolicy
+from headrace.actors.run.restarts import LONGEST_WAIT_S, Restarting, RestartPolicy
 
 ROOT = Path(__file__).parents[2]
 COUNTED = """
@@ -69,7 +69,7 @@ def test_tries_follow_each_other(tmp_path: Path, ends: list[str], restarts: int,
 
 LOOP = """
 import sys
-from headrace.actors.run.restarting import Restarting, RestartPolicy
+from headrace.actors.run.restarts import Restarting, RestartPolicy
 child = [sys.executable, "-c", sys.argv[1]]
 policy = RestartPolicy(5, first_wait_s=float(sys.argv[2]))
 sys.exit(Restarting(policy, lambda line: print(line, flush=True)).run(child, child))
@@ -105,7 +105,7 @@ def test_an_interrupt_between_two_tries_ends_the_loop() -> None:
 
 AT_LINE = """
 import os, signal, sys, threading
-from headrace.actors.run.restarting import Restarting, RestartPolicy
+from headrace.actors.run.restarts import Restarting, RestartPolicy
 failing = ["/bin/bash", "-c", "exit 75"]
 def strike():
     os.kill(os.getpid(), signal.SIGTERM)

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.run.resuming import Resuming
+from headrace.actors.run.resume import Resuming
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.resume_report import decile_edges, resume_report
 from headrace.buffer.audit.verify import verify

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.pool.booting import Lease, LeaseRequest
+    from headrace.sandboxes.pool.boot import Lease, LeaseRequest
     from headrace.serve.capture.rows import SessionReport
 
 CONFIG = RolloutConfig(

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from headrace.actors.record.push_costs import push_record
 from headrace.actors.record.run_directory import RunDirectory
-from headrace.actors.run.reporting import RunReport, report_of
+from headrace.actors.run.report import RunReport, report_of
 from headrace.actors.run.summary import summarize
 from headrace.actors.simulation.plan import make_plan
 from headrace.actors.simulation.simulate import run_plan

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.actors.cli.app import app
+from headrace.actors.engine_group.members_file import EngineStatus, Roster
 from headrace.actors.engine_group.registry import EngineState, Origin
-from headrace.actors.engine_group.roster import EngineStatus, Roster
 from headrace.actors.run.launch import RunRequest, prepare, sole_driver
 from headrace.actors.run.run_status import RunState, run_state
 from headrace.policies.engine import EngineId

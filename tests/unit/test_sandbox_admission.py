@@ -26,7 +26,7 @@ from headrace.sandboxes.errors import (
 from headrace.sandboxes.pool import admission as admission_module
 from headrace.sandboxes.pool.admission import Admission, AdmissionConfig
 from headrace.sandboxes.pool.circuit_breaker import BreakerState, CircuitBreaker
-from headrace.sandboxes.pool.places import Places, Priority, Ticket
+from headrace.sandboxes.pool.slots import Slots, Priority, Ticket
 from headrace.sandboxes.pool.token_bucket import TokenBucket
 from headrace.sandboxes.retry import FullJitter, RetryConfig, is_ambiguous, is_transient, retrying
 
@@ -255,7 +255,7 @@ def test_a_token_is_there_when_the_bucket_says_so(rate: float, start: float, dra
 
 @given(steps=st.lists(st.tuples(st.sampled_from(["ask", "start", "booted", "leave"]), st.integers(0, 30))))
 def test_places_never_exceed_their_limits(steps: list[tuple[str, int]]) -> None:
-    places = Places(max_live=5, boot_concurrency=2, evaluation_reserve=2)
+    places = Slots(max_live=5, boot_concurrency=2, evaluation_reserve=2)
     booting: list[Ticket] = []
     taken: set[Ticket] = set()
     known: list[Ticket] = []

@@ -12,11 +12,11 @@ import pytest
 
 from headrace.sandboxes import errors
 from headrace.sandboxes.base import SandboxId, SandboxRef
+from headrace.sandboxes.kernel.processes import ProcessEntry, parse_stat, tree_of
+from headrace.sandboxes.kernel.rootfs import MountRefused, check_target
+from headrace.sandboxes.kernel.seccomp import filter_program
 from headrace.sandboxes.launcher.commands import FileProblem, find_account
 from headrace.sandboxes.launcher.leases import Deadlines, IdRanges
-from headrace.sandboxes.launcher.processes import ProcessEntry, parse_stat, tree_of
-from headrace.sandboxes.launcher.rootfs import MountRefused, check_target
-from headrace.sandboxes.launcher.seccomp import filter_program
 from headrace.sandboxes.launcher.wire import Channel, ChannelClosed
 from headrace.sandboxes.unprotected.mapped_paths import PathMap
 

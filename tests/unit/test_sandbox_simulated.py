@@ -21,7 +21,7 @@ from headrace.sandboxes.errors import (
     SandboxError,
     SandboxGone,
 )
-from headrace.sandboxes.pool.booting import HOLDER_LABEL, OWNER_LABEL, LeaseRequest
+from headrace.sandboxes.pool.boot import HOLDER_LABEL, OWNER_LABEL, LeaseRequest
 from headrace.sandboxes.pool.circuit_breaker import BreakerState
 from headrace.sandboxes.pool.pool import Pool, PoolConfig
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig

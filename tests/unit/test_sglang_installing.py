@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from headrace.policies.sglang.installing import environment_directory, environment_python
+from headrace.policies.sglang.installation import environment_directory, environment_python
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,7 +35,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headrace.policies.sglang.installing", *arguments]
+    command = [sys.executable, "-m", "headrace.policies.sglang.installation", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 

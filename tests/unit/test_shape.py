@@ -21,8 +21,8 @@ FAULTS = {
         "these import each other in a circle: buffer.t",
     ),
     "an import that goes upwards": (
-        {"sandboxes/base.py": "from headrace.sandboxes.pool import places\n", "sandboxes/pool/places.py": ""},
-        "sandboxes.base imports sandboxes.pool.places, which is above it",
+        {"sandboxes/base.py": "from headrace.sandboxes.pool import slots\n", "sandboxes/pool/slots.py": ""},
+        "sandboxes.base imports sandboxes.pool.slots, which is above it",
     ),
     "an import of a name that goes upwards": (
         {"serve/capture/trie.py": "from headrace.serve.gateway.turns import X\n", "serve/gateway/turns.py": ""},

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from headrace.actors.engine_group.members_file import EngineStatus
 from headrace.actors.engine_group.registry import EngineState, Origin
-from headrace.actors.engine_group.roster import EngineStatus
 from headrace.actors.rollouts.dispatcher import DispatcherStatus
 from headrace.actors.rollouts.worker import WorkerStatus
-from headrace.actors.run.signs import WorkClocks, signs_of
+from headrace.actors.run.progress_signs import WorkClocks, signs_of
 from headrace.actors.run.supervision import Look
 from headrace.actors.training.learner import LearnerStatus, Stage
 from headrace.buffer.versions import PolicyVersion

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.actors.run.stall_detector import MAX_FRUITLESS_EPOCHS, OWN_CLOCKS, Signs, StallDetector
+from headrace.actors.run.stall_detector import MAX_FRUITLESS_EPOCHS, OWN_CLOCKS, ProgressSigns, StallDetector
 from headrace.buffer.versions import PolicyVersion
 
 STALL_S = 10.0
 
 
-def signs(*, under_way: dict[str, float] | None = None, version: tuple[int, int] | None = None, **counts: int) -> Signs:
-    return Signs(counts=counts, under_way=under_way or {}, version=None if version is None else PolicyVersion(*version))
+def signs(
+    *, under_way: dict[str, float] | None = None, version: tuple[int, int] | None = None, **counts: int
+) -> ProgressSigns:
+    return ProgressSigns(
+        counts=counts, under_way=under_way or {}, version=None if version is None else PolicyVersion(*version)
+    )
 
 
 @pytest.mark.parametrize("name", ["steps", "stages", "turns", "tokens", "answers", "judged_steps"])
@@ -44,7 +48,7 @@ def watched(result_s: float, *, scored_every: int | None) -> list[str | None]:
     told = []
     for second in range(1, 200):
         counts = {"turns": second, "scored": second // scored_every if scored_every else 0}
-        told.append(detector.stalled(float(second), Signs(counts=counts, on_the_way={"turns"})))
+        told.append(detector.stalled(float(second), ProgressSigns(counts=counts, on_the_way={"turns"})))
     return told
 
 
@@ -60,7 +64,9 @@ def test_turns_without_any_result_are_no_progress_for_ever() -> None:
 def test_boots_that_never_end_excuse_turns_without_results_only_for_a_time() -> None:
     detector = StallDetector(0.0, STALL_S, 60.0)
     working = [
-        detector.stalled(float(second), Signs(counts={"turns": second}, on_the_way={"turns"}, under_way={"boots": 5.0}))
+        detector.stalled(
+            float(second), ProgressSigns(counts={"turns": second}, on_the_way={"turns"}, under_way={"boots": 5.0})
+        )
         for second in range(1, 200)
     ]
     assert None in working
@@ -70,9 +76,9 @@ def test_boots_that_never_end_excuse_turns_without_results_only_for_a_time() -> 
 def test_a_long_start_of_an_engine_leaves_time_for_a_result() -> None:
     detector = StallDetector(0.0, STALL_S, 60.0)
     for second in range(1, 100):
-        assert detector.stalled(float(second), Signs(under_way={"engine start": 300.0})) is None
+        assert detector.stalled(float(second), ProgressSigns(under_way={"engine start": 300.0})) is None
     told = {
-        detector.stalled(float(second), Signs(counts={"turns": second}, on_the_way={"turns"}))
+        detector.stalled(float(second), ProgressSigns(counts={"turns": second}, on_the_way={"turns"}))
         for second in range(100, 150)
     }
     assert told == {None}

@@ -19,13 +19,13 @@ from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
 from headrace.actors.simulation.simulate import run_plan
 from headrace.actors.tuning.candidates import Candidate, Space, candidates, recorded_candidate
-from headrace.actors.tuning.choosing import Prediction, choose, is_worth_it, pareto_front
 from headrace.actors.tuning.command import TuneRequest, prepare_tuning, run_tuning
-from headrace.actors.tuning.fitting import fit
+from headrace.actors.tuning.duration_fit import fit
 from headrace.actors.tuning.page import page
 from headrace.actors.tuning.recorded_run import read_run
 from headrace.actors.tuning.records import read_traces
-from headrace.actors.tuning.searching import survivors
+from headrace.actors.tuning.search import survivors
+from headrace.actors.tuning.selection import Prediction, choose, is_worth_it, pareto_front
 from headrace.actors.tuning.trial import Trial, run_trial
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.core.config import BufferConfig
@@ -33,7 +33,7 @@ from headrace.buffer.core.config import BufferConfig
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from headrace.actors.tuning.result import Tuned
+    from headrace.actors.tuning.result import TuningResult
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -260,7 +260,7 @@ def test_survivors_are_the_fast_and_the_front() -> None:
 
 
 @pytest.fixture(scope="module")
-def tuned(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuned, Path]:
+def tuned(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TuningResult, Path]:
     """Of two rules, by one process."""
     out = tmp_path_factory.mktemp("tuned") / "out"
     request = TuneRequest(source=run, out=out, steps=8, space=SMALL, processes=1)
@@ -270,7 +270,7 @@ def tuned(run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tuned, P
     return found, out
 
 
-def test_tuning_finds_a_faster_rule_and_writes_it(tuned: tuple[Tuned, Path]) -> None:
+def test_tuning_finds_a_faster_rule_and_writes_it(tuned: tuple[TuningResult, Path]) -> None:
     found, out = tuned
     assert found.chosen.candidate != found.searched.recorded.candidate
     assert found.searched.chosen_prediction.step_s < found.searched.recorded_prediction.step_s
@@ -282,12 +282,12 @@ def test_tuning_finds_a_faster_rule_and_writes_it(tuned: tuple[Tuned, Path]) -> 
     assert written["chosen"]["rule"] == kept.rule
 
 
-def test_two_processes_find_the_same(run: Path, tuned: tuple[Tuned, Path]) -> None:
+def test_two_processes_find_the_same(run: Path, tuned: tuple[TuningResult, Path]) -> None:
     request = TuneRequest(source=run, steps=8, space=SMALL, processes=2)
     assert run_tuning(prepare_tuning(request), lambda *_: None).to_json() == tuned[0].to_json()
 
 
-def test_the_page_is_whole_and_escapes_what_it_shows(tuned: tuple[Tuned, Path]) -> None:
+def test_the_page_is_whole_and_escapes_what_it_shows(tuned: tuple[TuningResult, Path]) -> None:
     found, out = tuned
     text = (out / "tuning.html").read_text()
     picture = text[text.index("data:image") : text.index('"', text.index("data:image"))]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from benches.cheating.cheats import CHEATS, KNOWN_OPEN, MORE_CHEATS, Cheat
 from benches.cheating.repositories import PACKAGES, REPOSITORIES, CheatRepository
 from headrace.actors.evaluation.baselines import Baselines
-from headrace.actors.evaluation.collecting import LeftDiff
+from headrace.actors.evaluation.patch_collection import LeftDiff
 from headrace.actors.evaluation.repository import grade
 from headrace.sandboxes.errors import SandboxError
 from headrace.sandboxes.local.provider import LocalProvider
@@ -74,7 +74,7 @@ async def install_pytest(sandbox: Sandbox, folder: str = PACKAGES) -> None:
 
 
 @dataclass(slots=True)
-class CleanSandboxes:
+class BenchSandboxes:
     """Clean sandboxes with pytest in them, straight from a provider; `seconds` is how long each was needed."""
 
     provider: LocalProvider
@@ -127,7 +127,7 @@ class CheatBench:
 
     async def grade(self, repository: CheatRepository, branch: str, prefix: str) -> Graded:
         """The verdict on a patch. Raises SandboxError."""
-        rooms = CleanSandboxes(self._provider)
+        rooms = BenchSandboxes(self._provider)
         left = LeftDiff(diff=repository.diff(branch, prefix))
         async with self._places:
             verdict = await grade(repository.task(), left, rooms, self._baselines)

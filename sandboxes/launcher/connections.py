@@ -29,7 +29,7 @@ class Waiter(NamedTuple):
     request_id: int
 
 
-class Switchboard:
+class Connections:
     """`handle(channel, owner, message, descriptors)` gets every message; `owner` is what the channel was added with.
     `gone(channel)` is called for every client that left."""
 

@@ -26,10 +26,10 @@ import signal
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from headrace.sandboxes.launcher import host_limits
-from headrace.sandboxes.launcher.placement import place
-from headrace.sandboxes.launcher.processes import parse_stat
-from headrace.sandboxes.launcher.reasons import reason_of
+from headrace.sandboxes.kernel import host_limits
+from headrace.sandboxes.kernel.cgroup_placement import place
+from headrace.sandboxes.kernel.processes import parse_stat
+from headrace.sandboxes.kernel.reasons import reason_of
 
 CONTROLLERS: Final = ("memory", "cpu", "cpuacct", "pids", "freezer")
 _CPU_PERIOD_US: Final = 100_000

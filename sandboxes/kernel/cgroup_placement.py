@@ -18,7 +18,7 @@ import os
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from headrace.sandboxes.launcher.reasons import reason_of
+from headrace.sandboxes.kernel.reasons import reason_of
 
 LEAF: Final = "headrace-processes"
 _ROUNDS: Final = 100

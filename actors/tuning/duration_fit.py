@@ -19,14 +19,14 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.actors.simulated.durations import DurationsConfig
-from headrace.actors.tuning.mixed import fit_mixed
+from headrace.actors.tuning.mixed_model import fit_mixed
 from headrace.actors.tuning.records import refuse_thin
 from headrace.actors.tuning.survival import LEAST_S, NORMAL, Lognormal, SurvivalCurve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace.actors.tuning.mixed import MixedFit
+    from headrace.actors.tuning.mixed_model import MixedFit
     from headrace.actors.tuning.records import Observation, Recording
 
 QUANTILES: Final = 1000

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headrace.actors.rollouts.rollout import Stations
     from headrace.buffer.types import RolloutOrder
     from headrace.sandboxes.base import HostFolder, Sandbox, SandboxId, SandboxRef
-    from headrace.sandboxes.pool.booting import Lease, LeaseRequest
+    from headrace.sandboxes.pool.boot import Lease, LeaseRequest
     from headrace.serve.capture.rows import SessionReport
     from headrace.serve.gateway.client import OpenedSession
 
@@ -53,7 +53,7 @@ class Kept:
         return told
 
 
-class KeepingStations:
+class RecordedStations:
     """`rollout.Stations` that fill a `Kept`."""
 
     def __init__(self, stations: Stations) -> None:

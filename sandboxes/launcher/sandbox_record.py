@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from headrace.sandboxes.launcher.executions import Executions
 
 if TYPE_CHECKING:
-    from headrace.sandboxes.launcher.switchboard import Waiter
+    from headrace.sandboxes.launcher.connections import Waiter
     from headrace.sandboxes.launcher.wire import Channel
 
 

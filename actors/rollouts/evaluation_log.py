@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Self
 
 from headrace.actors.rollouts.answers import AnswerLog, answer_id, folder_name, untold_answer
 from headrace.actors.runtime.batching import Batcher
-from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.types import Cause, GroupId, Outcome, Purpose, RolloutOrder
 
 if TYPE_CHECKING:
     from headrace.actors.rollouts.answers import Answer
-    from headrace.actors.rollouts.folders import EvaluationFolders
+    from headrace.actors.rollouts.evaluation_folders import EvaluationFolders
     from headrace.actors.training.replay import Evaluated
     from headrace.buffer.tasks import Task
     from headrace.buffer.types import RolloutId
@@ -34,7 +34,7 @@ def evaluation_order(tag: str, task: Task, sample: int) -> RolloutOrder:
     )
 
 
-class Recording(Owning):
+class Recording(ResourceOwner):
     """Of one tag, as an async context manager."""
 
     def __init__(self, folders: EvaluationFolders | None, tag: str) -> None:

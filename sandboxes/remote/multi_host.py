@@ -122,7 +122,7 @@ class _Host:
         return infos
 
 
-class SpreadProvider:
+class MultiHostProvider:
     """An async context manager over at least one host, by URL."""
 
     def __init__(self, hosts: Sequence[RemoteProvider]) -> None:
@@ -234,7 +234,7 @@ class SpreadProvider:
 def remote_hosts(
     urls: Sequence[str], key_file: Path | None, retries: RetryConfig | None = None
 ) -> list[RemoteProvider]:
-    """Providers for `SpreadProvider`. Raises SpecRefused."""
+    """Providers for `MultiHostProvider`. Raises SpecRefused."""
     try:
         configs = [RemoteConfig(url=url, key_file=key_file, retries=retries or RetryConfig()) for url in urls]
     except ValidationError as error:

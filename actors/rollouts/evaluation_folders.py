@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from headrace.actors.rollouts.keeping import Kept
+    from headrace.actors.rollouts.recorded_stations import Kept
     from headrace.actors.rollouts.summary import About
     from headrace.buffer.types import GroupId
     from headrace.serve.capture.rows import SaidTurn

@@ -23,7 +23,7 @@ import struct
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from headrace.sandboxes.launcher import syscalls
+from headrace.sandboxes.kernel import syscalls
 
 LAYERS: Final = "/layers"
 IMAGES: Final = "/images"

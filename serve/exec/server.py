@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from headrace.sandboxes.errors import SpecRefused
 from headrace.sandboxes.local.launcher_process import runtime_folder
 from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
-from headrace.sandboxes.remote.spread import SpreadProvider, remote_hosts
+from headrace.sandboxes.remote.multi_host import MultiHostProvider, remote_hosts
 from headrace.sandboxes.retry import RetryConfig
 from headrace.serve.e2b.server import E2bServer, ServerSettings
 from headrace.serve.e2b_sandboxes.images import load_images
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from headrace.serve.exec.evaluations import ApplyPatch
 
-    _Provider = LocalProvider | SpreadProvider
+    _Provider = LocalProvider | MultiHostProvider
 
 E2B: Final = "e2b"
 _HOST_RETRIES: Final = RetryConfig(boot_attempts=2)
@@ -117,7 +117,7 @@ async def _provider(options: ServeOptions) -> AsyncIterator[_Provider]:
     provider: _Provider
     match options.provider:
         case _ if options.host_urls:
-            provider = SpreadProvider(remote_hosts(options.host_urls, options.host_key, _HOST_RETRIES))
+            provider = MultiHostProvider(remote_hosts(options.host_urls, options.host_key, _HOST_RETRIES))
         case "local":
             stays_in = None if options.state is None else _launcher_folder(options.state)
             provider = LocalProvider(LocalSandboxConfig(stays_in=stays_in))

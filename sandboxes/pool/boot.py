@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final, cast
 from headrace.sandboxes.base import AVOID_LABEL
 from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeout, SandboxError, TransientSandboxError
 from headrace.sandboxes.pool.circuit_breaker import BreakerState
-from headrace.sandboxes.pool.holdings import Held
+from headrace.sandboxes.pool.lease_table import Held
 from headrace.sandboxes.pool.ledger import Entry, EntryState
 from headrace.sandboxes.pool.placement import choose
-from headrace.sandboxes.pool.places import Priority, Ticket
+from headrace.sandboxes.pool.slots import Priority, Ticket
 from headrace.sandboxes.retry import is_ambiguous, retrying
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from headrace.sandboxes.base import SandboxRef, SandboxSpec
     from headrace.sandboxes.pool.config import PoolConfig
-    from headrace.sandboxes.pool.custody import Custody
+    from headrace.sandboxes.pool.durable_leases import DurableLeases
     from headrace.sandboxes.pool.host import Host
 
 PURPOSE_LABEL: Final = "purpose"
@@ -127,7 +127,7 @@ class Booter:
     def __init__(
         self,
         hosts: Mapping[str, Host],
-        custody: Custody,
+        custody: DurableLeases,
         config: PoolConfig,
         owner: str,
         make_room: Callable[[Host], None],

@@ -41,7 +41,7 @@ class Ticket:
     number: int
 
 
-class Places:
+class Slots:
     """Tickets go from waiting to booting to live, and leave from any of these."""
 
     def __init__(

@@ -13,9 +13,9 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from headrace.sandboxes.pool.holdings import Held, Holdings
+from headrace.sandboxes.pool.lease_table import Held, LeaseTable
 from headrace.sandboxes.pool.ledger import Drop, Entry, EntryState, HolderGone, Renewed
-from headrace.sandboxes.pool.places import Priority
+from headrace.sandboxes.pool.slots import Priority
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from headrace.sandboxes.pool.ledger_writer import LedgerWriter
 
 
-class Custody:
+class DurableLeases:
     """`settle_s`: how long after a create was given up its sandbox may still come to life. `clock` gives Unix
     seconds."""
 
     def __init__(self, writer: LedgerWriter, *, settle_s: float, clock: Callable[[], float] = time.time) -> None:
-        self.holdings = Holdings()
+        self.holdings = LeaseTable()
         self._writer = writer
         self._settle_s = settle_s
         self._clock = clock

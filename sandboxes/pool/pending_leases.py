@@ -16,7 +16,7 @@ from headrace.sandboxes.errors import SandboxGone
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from headrace.sandboxes.pool.booting import Lease
+    from headrace.sandboxes.pool.boot import Lease
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class _Running:
     waiters: int = 0
 
 
-class Underway:
+class PendingLeases:
     """Runs leases in `tasks`."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:

@@ -8,7 +8,7 @@ from headrace.actors.agents.claude_code import ClaudeCode
 from headrace.actors.agents.codex import Codex
 from headrace.actors.agents.config import AgentKind
 from headrace.actors.agents.immediate import ImmediateAgent
-from headrace.actors.agents.installing import AgentMissing
+from headrace.actors.agents.installation import AgentMissing
 from headrace.actors.agents.mini_swe_agent import MiniSweAgent
 from headrace.actors.agents.opencode import Opencode
 from headrace.actors.agents.qwen_code import QwenCode

@@ -28,14 +28,14 @@ def host_names(config: SimulationConfig) -> tuple[str, ...]:
     return tuple(f"host-{n}" if n < whole else f"{BROKEN}-{n - whole}" for n in range(config.hosts))
 
 
-class ElsewhereProvider(SimulatedProvider):
+class AttachedProvider(SimulatedProvider):
     """Attaches to the sandboxes of any simulated host."""
 
     async def attach(self, ref: SandboxRef) -> SimulatedSandbox:
-        return ElsewhereSandbox(self, None, ref)
+        return AttachedSandbox(self, None, ref)
 
 
-class ElsewhereSandbox(SimulatedSandbox):
+class AttachedSandbox(SimulatedSandbox):
     """A sandbox that another process booted."""
 
     async def exec(

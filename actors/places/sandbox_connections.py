@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from headrace.actors.places.providers import attaching_providers
-from headrace.actors.runtime.owning import Owning
+from headrace.actors.runtime.resources import ResourceOwner
 from headrace.sandboxes.errors import SpecRefused
 
 if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox, SandboxRef
 
 
-class Attachments(Owning):
+class SandboxConnections(ResourceOwner):
     """One provider of each kind, none of which boots anything; closing them ends no sandbox."""
 
     def __init__(self) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes.launcher import rootfs
+from headrace.sandboxes.kernel import rootfs
+from headrace.sandboxes.kernel.rootfs import HOST, Image, Layer
 from headrace.sandboxes.launcher.requests import FOLDER
-from headrace.sandboxes.launcher.rootfs import HOST, Image, Layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HOST_NAME: Final = "host"
 
 
-class Shelf:
+class ImageTable:
     """Images by name. `drop_snapshot(sandbox id, base id)` is called when nobody needs a snapshot's layer any more.
     `id_map()` is any user namespace to try a layer with."""
 

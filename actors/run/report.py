@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.table import Table
 
-from headrace.actors.engine_group.roster import read_roster
+from headrace.actors.engine_group.members_file import read_roster
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.push_costs import push_costs
 from headrace.actors.record.utilisation import bottleneck, mean_in_flight, mean_loads
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from headrace.actors.engine_group.roster import EngineStatus
+    from headrace.actors.engine_group.members_file import EngineStatus
     from headrace.actors.record.push_costs import PushCosts
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.record.utilisation import StationLoad

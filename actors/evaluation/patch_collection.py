@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.evaluation.diff_filter import Dropped, DropReason
-from headrace.actors.evaluation.preparing import lay_out
+from headrace.actors.evaluation.preparation import lay_out
 from headrace.actors.evaluation.unified_diff import DiffRefused
 from headrace.actors.evaluation.verdict import LABELS
 from headrace.actors.in_sandbox import program_command
@@ -20,7 +20,7 @@ from headrace.sandboxes.errors import SandboxError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headrace.actors.evaluation.verdict import CleanRooms, EvaluationRequest
+    from headrace.actors.evaluation.verdict import CleanSandboxes, EvaluationRequest
     from headrace.buffer.repositories import RepositorySpec
 
 MAX_ENTRIES, MAX_FILES, MAX_FILE_BYTES = 500_000, 1000, 1 << 20
@@ -38,7 +38,7 @@ class LeftDiff:
     notes: tuple[Dropped, ...] = ()
 
 
-async def collect_diff(request: EvaluationRequest, repository: RepositorySpec, rooms: CleanRooms) -> LeftDiff:
+async def collect_diff(request: EvaluationRequest, repository: RepositorySpec, rooms: CleanSandboxes) -> LeftDiff:
     """Raises DiffRefused, SandboxError (FrozenPathRefused when the agent removed the repository)."""
     mount = FrozenMount(source=request.sandbox.id, path=repository.workdir, target=_LEFT)
     caps = [MAX_ENTRIES, MAX_FILES, MAX_FILE_BYTES]

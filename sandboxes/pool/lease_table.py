@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from headrace.sandboxes.base import SandboxRef
-    from headrace.sandboxes.pool.places import Ticket
+    from headrace.sandboxes.pool.slots import Ticket
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -46,7 +46,7 @@ class Held:
     """When the next one is due."""
 
 
-class Holdings:
+class LeaseTable:
     """Held sandboxes by id, holder, request and host."""
 
     def __init__(self) -> None:

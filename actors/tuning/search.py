@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 from headrace.actors.errors import ConfigError
-from headrace.actors.tuning.choosing import WITHIN, Prediction, choose, is_worth_it, pareto_front
+from headrace.actors.tuning.selection import WITHIN, Prediction, choose, is_worth_it, pareto_front
 from headrace.actors.tuning.trial import FailedTrial, Trial, run_trial
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Searched:
+class SearchResult:
     """`finals` had all steps, `screened` only the first round's, `failed` got nowhere."""
 
     recorded: Trial
@@ -70,7 +70,7 @@ class Searched:
 
 def search(
     candidates: Sequence[Candidate], base: SimulationPlan, effort: Effort, say: Callable[[int, int, int], None]
-) -> Searched:
+) -> SearchResult:
     """`candidates[0]` is the recorded one. `say` hears (round, trials done, trials in all). Raises ConfigError when the
     recorded one cannot be simulated."""
     context = multiprocessing.get_context("spawn")
@@ -89,7 +89,7 @@ def search(
     before, after = _prediction(third[0::2]), _prediction(third[1::2])
     if not is_worth_it(recorded, chosen, before, after):
         chosen, after = recorded, before
-    return Searched(
+    return SearchResult(
         recorded=recorded,
         chosen=chosen,
         recorded_prediction=before,

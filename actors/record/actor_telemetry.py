@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observing:
+class ActorTelemetry:
     """Where spans and metrics of a run go; without `run_dir`, nowhere."""
 
     config: TelemetryConfig

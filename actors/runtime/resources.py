@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-class Owning:
+class ResourceOwner:
     """Base of a class whose `__aenter__` puts what it opens on `_stack`: leaving closes that, and nothing else."""
 
     def __init__(self) -> None:

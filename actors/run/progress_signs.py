@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from headrace.actors.engine_group.registry import EngineState
 from headrace.actors.run import clocks
-from headrace.actors.run.stall_detector import Signs, StallDetector
+from headrace.actors.run.stall_detector import ProgressSigns, StallDetector
 from headrace.actors.training.learner import ENDING_STAGES, Stage
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ def stall_detector(config: RunConfig, now_s: float) -> StallDetector:
     return StallDetector(now_s, config.service.stall_s, RESULT_ROLLOUTS * config.rollout.guard_s)
 
 
-def signs_of(look: Look, longest: WorkClocks) -> Signs:
+def signs_of(look: Look, longest: WorkClocks) -> ProgressSigns:
     """What one look at the parts says of progress."""
     results, on_the_way = _results(look), _on_the_way(look)
-    return Signs(
+    return ProgressSigns(
         counts=results | on_the_way,
         on_the_way=on_the_way.keys(),
         under_way=_under_way(look, longest),
