@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from headrace.actors.errors import RunStalled
 from headrace.actors.rollouts.records import EvaluationRecords
-from headrace.actors.run.parts import ServiceParts
+from headrace.actors.run.parts import ServiceParts, parts_of
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, look_at, or_none
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
@@ -67,14 +67,14 @@ class EvaluationService(ServiceParts):
         for good."""
         self._wanted = len(tasks) * samples
         async with self._guarded(self._supervise()):
-            await until_back(lambda: self._engines.push(self._weights, rollouts_in_flight=0))
+            await until_back(lambda: self.engines.push(self._weights, rollouts_in_flight=0))
             return await keep_running(
-                lambda: self._dispatcher.evaluate(tasks, samples=samples, tag=tag), self._dispatcher.status
+                lambda: self.dispatcher.evaluate(tasks, samples=samples, tag=tag), self.dispatcher.status
             )
 
     async def progress(self) -> Progress:
         """One moment: a step is an answer."""
-        dispatcher, pool = await asyncio.gather(or_none(self._dispatcher.status), or_none(self._pool.status))
+        dispatcher, pool = await asyncio.gather(or_none(self.dispatcher.status), or_none(self.pool.status))
         return Progress(
             phase="evaluation",
             step=min(dispatcher.answered, self._wanted) if dispatcher else 0,
@@ -92,6 +92,6 @@ class EvaluationService(ServiceParts):
         while True:
             await asyncio.sleep(SUPERVISION_S)
             self._refuse_full_disk()
-            look = await look_at(self._parts())
+            look = await look_at(parts_of(self))
             if (reason := detector.stalled(clock.read(time.monotonic()), signs_of(look, longest))) is not None:
                 raise RunStalled(f"{reason}; {await self.progress()}")

@@ -1,8 +1,8 @@
-"""The actors that every service is made of, training or not: pool, gateway, engines, evaluator, workers, dispatcher.
+"""The one wiring of the actors: runs, evaluations, virtual time and benches all start them here.
 
 Invariants:
 - Every actor is named, kept in `_actors` for its guard, and stopped when the service's context ends, the last first.
-- Who starts them, and in what order, is the service's: see `service` and `held_out.service`.
+- A service decides which actors it starts, and in what order: see `service` and `held_out.service`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
+import time
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import orjson
@@ -33,36 +34,70 @@ from headrace.actors.runtime.call_guard import guard
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.retry import until_back
 from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.training.learner import LearnerLoop
+from headrace.actors.training.replay import Replay
 from headrace.policies.engine import PauseMode
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
 from headrace.serve.gateway.gateway import GatewayConfig
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine
 
     from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.rollouts.records import RolloutStore
     from headrace.actors.run.config import RunConfig
     from headrace.actors.runtime.runtime import Runtime
-    from headrace.actors.training.learner import LearnerLoop
+    from headrace.buffer.tasks import Task
+    from headrace.policies.learners.config import LearnerConfig
+    from headrace.policies.learners.simulated import SimulatedLearnerConfig
+    from headrace.sandboxes.base import SandboxProvider
 
 R = TypeVar("R")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Externals:
+    """What a service takes from outside its actors; virtual time brings its own."""
+
+    clock: Callable[[], float] = time.time
+    """Unix time, in seconds."""
+    provider: SandboxProvider | None = None
+    """Boots the sandboxes instead of the configuration's provider."""
+    tasks: tuple[Task, ...] = ()
+    """Training tasks of a run without a directory."""
+    look_s: float = 1.0
+    """Time between two looks of the supervision."""
+
+
 class ServiceParts(ResourceOwner):
-    """Base of the services: starts the actors that they share."""
+    """Base of the services: starts the actors that they share.
+
+    Without a directory the ledgers of rollouts and sandboxes are in memory, and nothing is recorded: that needs
+    simulated engines and sandboxes.
+    """
 
     def __init__(
-        self, config: RunConfig, directory: RunDirectory, runtime: Runtime, *, evaluations: EvaluationFolders
+        self,
+        config: RunConfig,
+        directory: RunDirectory | None,
+        runtime: Runtime,
+        *,
+        evaluations: EvaluationFolders | None,
+        externals: Externals | None = None,
     ) -> None:
         super().__init__()
         self._config = config
         self._directory = directory
         self._runtime = runtime
+        self._externals = externals or Externals()
         self._evaluations = evaluations
-        self._observing = ActorTelemetry(config=config.telemetry, run_dir=directory.path, retention=config.retention)
-        self._gateway: GatewayActor | None = None
+        self._observing = ActorTelemetry(
+            config=config.telemetry,
+            run_dir=None if directory is None else directory.path,
+            retention=config.retention,
+        )
+        self.gateway: GatewayActor | None = None
         self._actors: dict[str, object] = {}
         self._failed_to_start = False
 
@@ -89,11 +124,12 @@ class ServiceParts(ResourceOwner):
         disk is full, whatever that broke, else the first cause."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [
-                    tasks.create_task(guard(self._runtime, name, actor, self._config.service.hang_s))
-                    for name, actor in self._actors.items()
-                ]
-                beside.append(tasks.create_task(supervision))
+                beside = [tasks.create_task(supervision)]
+                if self._runtime.isolates_actors:
+                    beside += [
+                        tasks.create_task(guard(self._runtime, name, actor, self._config.service.hang_s))
+                        for name, actor in self._actors.items()
+                    ]
                 yield tasks
                 for task in beside:
                     task.cancel()
@@ -102,11 +138,33 @@ class ServiceParts(ResourceOwner):
             raise first_cause(group) from group
 
     async def _start_pool(self) -> None:
-        self._pool = await self._spawn("sandbox-pool", SandboxPool, self._config.sandbox, directory=self._directory)
+        self.pool = await self._spawn(
+            "sandbox-pool",
+            SandboxPool,
+            self._config.sandbox,
+            directory=self._directory,
+            clock=self._externals.clock,
+            provider=self._externals.provider,
+        )
+
+    async def _start_replay(self) -> None:
+        self.replay = await self._spawn(
+            "replay",
+            Replay,
+            self._config.buffer,
+            directory=self._directory,
+            seed=self._config.service.seed,
+            tasks=self._externals.tasks,
+            clock=self._externals.clock,
+        )
 
     async def _start_gateway(self) -> None:
+        """Start the gateway. Simulated engines need none: their sessions are in the workers."""
         config, directory = self._config, self._directory
-        self._gateway = await self._spawn(
+        if config.engines.is_simulated:
+            return
+        assert directory is not None
+        self.gateway = await self._spawn(
             "gateway",
             GatewayActor,
             GatewayConfig(
@@ -125,20 +183,20 @@ class ServiceParts(ResourceOwner):
             engines = starting.create_task(self._spawn_engines())
             lease_s = self._config.rollout.lease_s
             evaluator = starting.create_task(
-                self._spawn("evaluator", Evaluator, self._pool, self._observing, lease_s=lease_s)
+                self._spawn("evaluator", Evaluator, self.pool, self._observing, lease_s=lease_s)
             )
-        self._engines, self._evaluator = engines.result(), evaluator.result()
-        parts = await self._worker_parts(replay, self._evaluator)
+        self.engines, self.evaluator = engines.result(), evaluator.result()
+        parts = await self._worker_parts(replay)
         async with asyncio.TaskGroup() as starting:
             workers = [
                 starting.create_task(self._spawn(f"worker-{index}", RolloutWorker, parts))
                 for index in range(self._config.service.workers)
             ]
-        self._workers = [worker.result() for worker in workers]
+        self.workers = [worker.result() for worker in workers]
 
     async def _spawn_engines(self) -> EngineGroup | SimulatedEngineGroup:
         config = self._config
-        if self._gateway is None:
+        if self.gateway is None:
             return await self._spawn(
                 "engines",
                 SimulatedEngineGroup,
@@ -151,7 +209,7 @@ class ServiceParts(ResourceOwner):
             EngineGroup,
             _engines(config),
             config.push,
-            gateway=self._gateway,
+            gateway=self.gateway,
             model_dir=config.model.path,
             seed=config.service.seed,
             observing=self._observing,
@@ -159,27 +217,38 @@ class ServiceParts(ResourceOwner):
         )
 
     async def _start_dispatcher(self, replay: RolloutStore) -> None:
-        self._dispatcher = await self._spawn(
+        self.dispatcher = await self._spawn(
             "dispatcher",
             Dispatcher,
             self._config.dispatcher,
             replay=replay,
-            pool=self._pool,
-            workers=self._workers,
+            pool=self.pool,
+            workers=self.workers,
             evaluations=self._evaluations,
-            engines=self._engines,
+            engines=self.engines,
         )
 
-    async def _worker_parts(self, replay: RolloutStore, evaluator: Evaluator) -> WorkerParts:
+    async def _start_learner(self) -> None:
+        self.learner = await self._spawn(
+            "learner",
+            LearnerLoop,
+            self._config.training,
+            _learner(self._config, keeps=self._directory is not None),
+            replay=self.replay,
+            engines=self.engines,
+            observing=self._observing,
+        )
+
+    async def _worker_parts(self, replay: RolloutStore) -> WorkerParts:
         config = self._config
         training = training_terms(config)
         return WorkerParts(
-            pool=self._pool,
-            evaluator=evaluator,
+            pool=self.pool,
+            evaluator=self.evaluator,
             replay=replay,
             agent=make_agent(config.agent),
-            gateway=None if self._gateway is None else await until_back(self._gateway.address),
-            simulated_engines=cast("SimulatedEngineGroup", self._engines) if config.engines.is_simulated else None,
+            gateway=None if self.gateway is None else await until_back(self.gateway.address),
+            simulated_engines=cast("SimulatedEngineGroup", self.engines) if config.engines.is_simulated else None,
             sampling=training.sampling,
             budgets=training.budgets,
             evaluation_terms=evaluation_terms(config),
@@ -190,24 +259,14 @@ class ServiceParts(ResourceOwner):
         )
 
     def _refuse_full_disk(self) -> None:
+        if self._directory is None:
+            return
         free_bytes = shutil.disk_usage(self._directory.path).free
         if free_bytes < self._config.service.min_free_bytes:
             raise DiskFull(
                 f"the disk of {self._directory.path} has {free_bytes >> 20} MiB left, less than service.min_free_bytes "
                 f"({self._config.service.min_free_bytes >> 20} MiB): free some space, then resume the run"
             )
-
-    def _parts(self, learner: LearnerLoop | None = None) -> Parts:
-        """What supervision looks at."""
-        return Parts(
-            learner=learner,
-            dispatcher=self._dispatcher,
-            pool=self._pool,
-            evaluator=self._evaluator,
-            gateway=self._gateway,
-            engines=None if self._config.engines.is_simulated else cast("EngineGroup", self._engines),
-            workers=self._workers,
-        )
 
     async def _spawn(self, name: str, cls: type[R], *args: object, **kwargs: object) -> R:
         actor = await self._runtime.spawn(cls, *args, name=name, **kwargs)
@@ -218,6 +277,20 @@ class ServiceParts(ResourceOwner):
     async def _stop(self, actor: object) -> None:
         if not (self._failed_to_start and self._runtime.found(actor)):
             await self._runtime.stop(actor)
+
+
+def parts_of(service: ServiceParts, learner: LearnerLoop | None = None) -> Parts:
+    """The actors that the supervision of a service looks at; an evaluation has no learner."""
+    return Parts(
+        learner=learner,
+        dispatcher=service.dispatcher,
+        pool=service.pool,
+        evaluator=service.evaluator,
+        gateway=service.gateway,
+        # Simulated engines have no gateway, and no state to report.
+        engines=None if service.gateway is None else cast("EngineGroup", service.engines),
+        workers=service.workers,
+    )
 
 
 def training_terms(config: RunConfig) -> SessionTerms:
@@ -269,3 +342,17 @@ def _engines(config: RunConfig) -> EnginesConfig:
     most = max(config.sampling.max_context_tokens, config.evaluation.sampling.max_context_tokens or 0)
     context = config.engines.max_context_tokens or most
     return config.engines.model_copy(update={"max_context_tokens": context})
+
+
+def _learner(config: RunConfig, *, keeps: bool) -> LearnerConfig | SimulatedLearnerConfig:
+    """The configuration of the learner that the run has; it `keeps` checkpoints or nothing."""
+    learner = config.learner
+    if learner.kind == "megatron":
+        return learner
+    weights = None if config.engines.is_simulated else config.model.path / "model.safetensors"
+    set_by_the_run = {
+        "checkpoint_dir": learner.checkpoint_dir if keeps else None,
+        "seed": learner.seed,
+        "weights": weights,
+    }
+    return learner.simulated.model_copy(update=set_by_the_run)

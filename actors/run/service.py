@@ -22,16 +22,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.housekeeping import EVERY_S, keep_house, thin_out_evaluations
-from headrace.actors.run.parts import ServiceParts, periodic_evaluations
+from headrace.actors.run.parts import Externals, ServiceParts, parts_of, periodic_evaluations
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, or_none
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.retry import until_back
-from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.parked_tasks import parked_line, refuse_all_parked
-from headrace.actors.training.replay import Replay
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import GroupId
+from headrace.serve.gateway.joining import Joined as SingleFlight
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:
@@ -42,13 +41,8 @@ if TYPE_CHECKING:
     from headrace.actors.runtime.runtime import Runtime
     from headrace.buffer.core.replay import BufferStatus
     from headrace.buffer.types import StepReport
-    from headrace.policies.learners.config import LearnerConfig
-    from headrace.policies.learners.simulated import SimulatedLearnerConfig
 
 R = TypeVar("R")
-
-SUPERVISION_S = 1.0
-"""How often progress is read."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +50,16 @@ logger = logging.getLogger(__name__)
 class Service(ServiceParts):
     """One run from first to last step."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, runtime: Runtime) -> None:
-        super().__init__(config, directory, runtime, evaluations=periodic_evaluations(config, directory))
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory | None,
+        runtime: Runtime,
+        *,
+        externals: Externals | None = None,
+    ) -> None:
+        evaluations = None if directory is None else periodic_evaluations(config, directory)
+        super().__init__(config, directory, runtime, evaluations=evaluations, externals=externals)
         self._started_s = time.monotonic()
         self._phase = "starting"
         self._draining = asyncio.Event()
@@ -71,20 +73,34 @@ class Service(ServiceParts):
         self._tokens_per_s = 0.0
 
     async def __aenter__(self) -> Self:
-        self._heldout = load_tasks(self._directory.heldout_tasks)[: self._config.evaluation.tasks]
+        heldout = () if self._directory is None else load_tasks(self._directory.heldout_tasks)
+        self._heldout = heldout[: self._config.evaluation.tasks]
         self._metrics = self._observing.metrics()
         async with self._starting():
-            await self._start_stores()
-            await self._start_workers(self._replay)
-            await self._start_loops()
+            async with asyncio.TaskGroup() as starting:
+                for start in (self._start_replay, self._start_pool, self._start_gateway):
+                    starting.create_task(start())
+            await self._start_workers(self.replay)
+            async with asyncio.TaskGroup() as starting:
+                starting.create_task(self._start_dispatcher(self.replay))
+                starting.create_task(self._start_learner())
+            self._supervision = Supervision(
+                self._config, self._runtime, self._metrics, parts_of(self, self.learner), look_s=self._externals.look_s
+            )
+            # Left first: a run that is under way ends before its actors do.
+            self._runs: SingleFlight[bool] = SingleFlight(await self._stack.enter_async_context(asyncio.TaskGroup()))
+            self._stack.callback(self._runs.cancel_all)
         return self
 
     async def run(self) -> bool:
         """Evaluate, train, evaluate. True when all steps are done or the data is used up, False when the run was
-        drained before.
+        drained before. A call that arrives while another one runs waits for the same end.
 
         Raises RunStalled, TasksParked, DiskFull, and what ends the learner or the dispatcher for good.
         """
+        return await self._runs("run", self._run)
+
+    async def _run(self) -> bool:
         self._no_more_steps = False
         try:
             async with self._guarded(self._supervise()) as tasks:
@@ -99,11 +115,11 @@ class Service(ServiceParts):
     async def progress(self) -> Progress:
         """One moment of the run; parts that are restarting show their last or no value."""
         replay, learner, dispatcher, pool, gateway = await asyncio.gather(
-            or_none(self._replay.status),
-            or_none(self._learner.status),
-            or_none(self._dispatcher.status),
-            or_none(self._pool.status),
-            or_none(None if self._gateway is None else self._gateway.stats),
+            or_none(self.replay.status),
+            or_none(self.learner.status),
+            or_none(self.dispatcher.status),
+            or_none(self.pool.status),
+            or_none(None if self.gateway is None else self.gateway.stats),
         )
         self._count_tokens(gateway.sampled_tokens if gateway else 0)
         last, loads = learner.last if learner else None, self._supervision.held_up_by
@@ -130,7 +146,7 @@ class Service(ServiceParts):
         """Stop issuing, save after the step under way, and let `run` return False."""
         self._phase = "draining"
         self._draining.set()
-        await until_back(self._learner.drain)
+        await until_back(self.learner.drain)
 
     async def _evaluated_base(self) -> bool:
         """False when the run drains before it is done: the next one goes on with the answers that it has."""
@@ -158,25 +174,25 @@ class Service(ServiceParts):
         return self._step >= step
 
     async def _train_and_evaluate(self, tasks: asyncio.TaskGroup) -> bool:
-        await keep_running(self._learner.open, self._learner.status)
+        await keep_running(self.learner.open, self.learner.status)
         self._phase = "base evaluation"
         if not await self._evaluated_base():
             return False
         self._phase = "training"
-        dispatching = tasks.create_task(keep_running(self._dispatcher.run, self._dispatcher.status))
+        dispatching = tasks.create_task(keep_running(self.dispatcher.run, self.dispatcher.status))
         on_the_way = tasks.create_task(self._evaluate_on_the_way())
         # One that died meanwhile may not know that the run drains.
         await until_back(self._ready_learner)
-        end = await keep_running(self._learner.run, self._ready_learner)
+        end = await keep_running(self.learner.run, self._ready_learner)
         # Supervision may have seen none of the steps: a service that came back late finds them all done.
-        learner = await or_none(self._learner.status)
+        learner = await or_none(self.learner.status)
         completed = end.used_up or end.version.step >= self._config.training.steps
         if not completed:
             on_the_way.cancel()
         self._end_steps()
         self._note(end.version.step, learner.last if learner else None)
         dispatching.cancel()
-        await until_back(self._dispatcher.stop_training)
+        await until_back(self.dispatcher.stop_training)
         if not completed:
             return False
         if end.used_up:
@@ -193,9 +209,11 @@ class Service(ServiceParts):
 
     async def _tell_used_up(self, step: int) -> None:
         """Log after how many steps the data ended, and what is parked. Raises TasksParked."""
-        parked = (await until_back(self._replay.status)).parked
-        tasks = await asyncio.to_thread(load_tasks, self._directory.train_tasks)
-        refuse_all_parked(parked, tasks=len(tasks), step=step)
+        parked = (await until_back(self.replay.status)).parked
+        tasks = len(self._externals.tasks)
+        if self._directory is not None:
+            tasks = len(await asyncio.to_thread(load_tasks, self._directory.train_tasks))
+        refuse_all_parked(parked, tasks=tasks, step=step)
         passes, wanted = self._config.buffer.passes, self._config.training.steps
         logger.warning("the data is used up (buffer.passes = %s) after %d of %d steps", passes, step, wanted)
         if parked:
@@ -203,9 +221,9 @@ class Service(ServiceParts):
 
     async def _ready_learner(self) -> None:
         """A new incarnation of the learner knows nothing of a drain that was asked for before."""
-        await self._learner.status()
+        await self.learner.status()
         if self._draining.is_set():
-            await self._learner.drain()
+            await self.learner.drain()
 
     async def _evaluate_on_the_way(self) -> None:
         """Held-out success every so many steps, while training goes on; the base and final evaluations are separate."""
@@ -223,17 +241,19 @@ class Service(ServiceParts):
 
     async def _has_begun(self, tag: str) -> bool:
         """Whether an answer of this evaluation is in the ledger."""
-        return bool(await until_back(lambda: self._replay.evaluated(GroupId(tag))))
+        return bool(await until_back(lambda: self.replay.evaluated(GroupId(tag))))
 
     async def _evaluate_once(self, tag: str, samples: int) -> None:
-        """Run and record one evaluation; a resumed run leaves out what it has."""
+        """Run and record one evaluation; a resumed run leaves out what it has, and one without tasks has none."""
+        if not self._heldout:
+            return
         ended = await self._ended_evaluations()
         if tag in ended:
             self._success = ended[tag]
             return
         step = 0 if tag == "base" else self._step
         summary = await keep_running(
-            lambda: self._dispatcher.evaluate(self._heldout, samples=samples, tag=tag), self._dispatcher.status
+            lambda: self.dispatcher.evaluate(self._heldout, samples=samples, tag=tag), self.dispatcher.status
         )
         if summary.success is None:
             logger.error("evaluation %s: every answer was infra; nothing is recorded", tag)
@@ -241,34 +261,37 @@ class Service(ServiceParts):
         self._success = summary.success
         # In this order: a crash in between leaves one record twice, and no evaluation without one.
         self._metrics.append("evaluation", {"step": step, **asdict(summary)})
-        await until_back(lambda: self._replay.end_evaluation(GroupId(tag), step, asdict(summary)))
+        await until_back(lambda: self.replay.end_evaluation(GroupId(tag), step, asdict(summary)))
         ended[tag] = summary.success
-        await asyncio.to_thread(thin_out_evaluations, self._evaluations.root, self._config.retention, now_s=time.time())
+        if self._evaluations is not None:
+            root, now_s = self._evaluations.root, self._externals.clock()
+            await asyncio.to_thread(thin_out_evaluations, root, self._config.retention, now_s=now_s)
 
     async def _ended_evaluations(self) -> dict[str, float | None]:
         """The success of those that have ended, by tag: asked for once, since a run of months has thousands."""
         if self._ended is None:
-            self._ended = await until_back(self._replay.ended_evaluations)
+            self._ended = await until_back(self.replay.ended_evaluations)
         return self._ended
 
-    async def _keep_house(self) -> NoReturn:
-        """Bound what grows beside the ledger."""
-        while True:
+    async def _keep_house(self) -> None:
+        """Bound what grows beside the ledger, until cancelled."""
+        while self._directory is not None:
             await asyncio.to_thread(keep_house, self._directory, self._config.retention)
             await asyncio.sleep(EVERY_S)
 
     async def _supervise(self) -> NoReturn:
         """Notice steps and stalls: a run that gets nowhere ends with what each part was doing."""
-        clock = AwakeClock(2 * STATUS_TIMEOUT_S)
-        detector = stall_detector(self._config, clock.read(time.monotonic()))
+        now, look_s = asyncio.get_running_loop().time, self._externals.look_s
+        clock = AwakeClock(2 * STATUS_TIMEOUT_S + look_s)
+        detector = stall_detector(self._config, clock.read(now()))
         longest = work_clocks(self._config)
         while True:
-            await asyncio.sleep(SUPERVISION_S)
+            await asyncio.sleep(look_s)
             self._refuse_full_disk()
             look = await self._supervision.look()
             if look.learner and look.learner.version:
                 self._note(look.learner.version.step, look.learner.last)
-            now_s = clock.read(time.monotonic())
+            now_s = clock.read(now())
             reason = detector.stalled(now_s, signs_of(look, longest))
             if (warning := reason or detector.warning(now_s)) is not None:
                 logger.warning("%s", warning)
@@ -287,7 +310,7 @@ class Service(ServiceParts):
 
     async def _diagnosis(self) -> str:
         progress = await self.progress()
-        replay = await or_none(self._replay.status)
+        replay = await or_none(self.replay.status)
         return (
             f"phase {progress.phase}, step {progress.step}, "
             f"{progress.rollouts_in_flight} rollouts in flight, {progress.sandboxes} sandboxes, "
@@ -300,37 +323,6 @@ class Service(ServiceParts):
             self._tokens_per_s = max(0, total - before) / (now - then)
         self._last_tokens = (now, total)
 
-    async def _start_stores(self) -> None:
-        async with asyncio.TaskGroup() as starting:
-            replay = starting.create_task(self._spawn_replay())
-            starting.create_task(self._start_pool())
-            if not self._config.engines.is_simulated:
-                starting.create_task(self._start_gateway())
-        self._replay = replay.result()
-
-    async def _start_loops(self) -> None:
-        async with asyncio.TaskGroup() as starting:
-            starting.create_task(self._start_dispatcher(self._replay))
-            learner = starting.create_task(self._spawn_learner())
-        self._learner = learner.result()
-        self._supervision = Supervision(self._config, self._runtime, self._metrics, self._parts(self._learner))
-
-    async def _spawn_replay(self) -> Replay:
-        config = self._config
-        return await self._spawn("replay", Replay, config.buffer, directory=self._directory, seed=config.service.seed)
-
-    async def _spawn_learner(self) -> LearnerLoop:
-        config = self._config
-        return await self._spawn(
-            "learner",
-            LearnerLoop,
-            config.training,
-            _learner(config),
-            replay=self._replay,
-            engines=self._engines,
-            observing=self._observing,
-        )
-
 
 def _buffer_line(status: BufferStatus | None) -> str:
     """What the buffer holds, and which tasks it gave up."""
@@ -341,12 +333,3 @@ def _buffer_line(status: BufferStatus | None) -> str:
     why = f"orders are held: {status.held}" if status.held else ""
     suspects = ", ".join(f"host {host} gets probes only: {reason}" for host, reason in status.suspects.items())
     return "; ".join(part for part in (line, why, suspects, parked_line(status.parked)) if part)
-
-
-def _learner(config: RunConfig) -> LearnerConfig | SimulatedLearnerConfig:
-    learner = config.learner
-    if learner.kind == "megatron":
-        return learner
-    weights = None if config.engines.is_simulated else config.model.path / "model.safetensors"
-    set_by_the_run = {"checkpoint_dir": learner.checkpoint_dir, "seed": learner.seed, "weights": weights}
-    return learner.simulated.model_copy(update=set_by_the_run)

@@ -117,15 +117,17 @@ async def look_at(parts: Parts) -> Look:
 
 
 class Supervision:
-    """Of one service; `look` once every `SUPERVISION_S`."""
+    """Supervision of one service, which calls `look` every `look_s` seconds."""
 
-    def __init__(self, config: RunConfig, runtime: Runtime, metrics: MetricsLog, parts: Parts) -> None:
+    def __init__(
+        self, config: RunConfig, runtime: Runtime, metrics: MetricsLog, parts: Parts, *, look_s: float = 1.0
+    ) -> None:
         self._config, self._runtime, self._metrics, self._parts = config, runtime, metrics, parts
         self._meter, self._latencies = UtilisationMeter(), LatencyWatch()
         self.loads: tuple[StationLoad, ...] = ()
         """Over the last full stretch."""
         self.held_up_by: StationLoad | None = None
-        self.clock = AwakeClock(2 * STATUS_TIMEOUT_S)
+        self.clock = AwakeClock(2 * STATUS_TIMEOUT_S + look_s)
 
     async def look(self) -> Look:
         """Ask every part, keep what it says, and act on it."""

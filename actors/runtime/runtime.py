@@ -28,7 +28,7 @@ import uuid
 from contextlib import AsyncExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Protocol, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost, ConfigError, StartFailed
 from headrace.actors.runtime.loop_lag import begin_ticking
@@ -109,6 +109,9 @@ PLAIN = Resources()
 class Runtime(Protocol):
     """Where actors live."""
 
+    isolates_actors: ClassVar[bool]
+    """Whether an actor may hang or die alone, so that it needs a guard."""
+
     async def spawn(self, cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
         """A ready actor. TypeError for a class with synchronous public methods, StartFailed when it does not come
         up."""
@@ -134,6 +137,8 @@ class Runtime(Protocol):
 class InlineRuntime:
     """The instance itself, in this process: for unit tests, virtual time and as the baseline of the orchestration
     bench."""
+
+    isolates_actors: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._stacks: dict[int, AsyncExitStack] = {}
@@ -373,6 +378,8 @@ async def _unless_forgotten(name: str, reference: Any, ask: Callable[[], Any]) -
 class RayRuntime:
     """Actors as named, detached Ray actors (with a local Ray they still die with the driver): restarted for ever unless
     their `Resources` say otherwise, never retried by Ray (retries are ours, by idempotency key)."""
+
+    isolates_actors: ClassVar[bool] = True
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix

@@ -16,6 +16,7 @@ import asyncio
 import gc
 import hashlib
 import random
+import sqlite3
 import tempfile
 import warnings
 from contextlib import suppress
@@ -24,27 +25,34 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.actors.errors import ActorError, first_cause
+from headrace.actors.errors import ActorError, RunError, first_cause
 from headrace.actors.places.sandbox_pool import SandboxPool
 from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.rollouts.dispatcher import Dispatcher
 from headrace.actors.run.exit_codes import EXIT_TRANSIENT, exit_code_of_run
-from headrace.actors.runtime.call_guard import keep_running
+from headrace.actors.run.launch import run_guarded
+from headrace.actors.run.parts import Externals
+from headrace.actors.run.service import Service
 from headrace.actors.runtime.retry import until_back
 from headrace.actors.simulated.durations import DurationsConfig
+from headrace.actors.simulated.engines import SimulatedEngineGroup
+from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.actors.simulation.account import history_digest
 from headrace.actors.simulation.faulty_runtime import CallFaults, FaultyRuntime
 from headrace.actors.simulation.faulty_world import FaultyLoop, NetworkModel, WallClock
 from headrace.actors.simulation.plan import LEASE_S, SimulationPlan
+from headrace.actors.simulation.plan_service import plan_config
 from headrace.actors.simulation.spoilt_files import FOREIGN, Damage, leave_foreign, spoil_checkpoint, spoil_served
-from headrace.actors.simulation.stage import open_stage
+from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.verify import verify
 from headrace.buffer.errors import ReplayError
+from headrace.buffer.tasks import write_tasks
 from headrace.sandboxes.simulated.provider import SimulatedProvider, SimulationConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headrace.actors.simulation.stage import Stage
+    from headrace.actors.run.config import RunConfig
 
 PATIENCE_S: Final = 6 * 3600.0
 """After a storm a run of a few steps needs minutes."""
@@ -58,6 +66,10 @@ RESTARTED_S: Final = 5.0
 """Between a run that failed and its next driver."""
 MOST_RESTARTS: Final = 30
 """Of drivers, after failures that may pass."""
+RUN_ERRORS: Final = (ActorError, RunError, ReplayError, OSError, sqlite3.Error)
+"""Errors that may end a run in a storm; any other one is a defect."""
+HELD_OUT: Final = 2
+"""Held-out tasks."""
 MEMORY: Final = Path("/dev/shm")
 
 
@@ -165,7 +177,7 @@ def simulate_faults(seed: int) -> FaultReport:
     """One history. Never raises for what the history shows: that is a problem in the report."""
     with tempfile.TemporaryDirectory(prefix="headrace-faults-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
         storm = draw_storm(seed)
-        directory = _prepare(Path(folder) / "run", storm.plan)
+        directory = prepare_storm(Path(folder) / "run", storm.plan)
         history = History(seed=seed, storm=storm, directory=directory)
         before = random.getstate()
         random.seed(seed)
@@ -180,10 +192,27 @@ def simulate_faults(seed: int) -> FaultReport:
         return history.report()
 
 
-def _prepare(path: Path, plan: SimulationPlan) -> RunDirectory:
+def prepare_storm(path: Path, plan: SimulationPlan) -> RunDirectory:
     directory = RunDirectory(path=path)
     directory.write_beginning(plan.task_set(), "faults")
+    heldout = simulated_tasks(plan.seed, HELD_OUT, evaluate_s=plan.evaluate_s, family="heldout")
+    write_tasks(directory.heldout_tasks, heldout)
     return directory
+
+
+def storm_config(plan: SimulationPlan, directory: RunDirectory) -> RunConfig:
+    """The configuration of a run with evaluations on the way, and with clocks that can be reached: a run that stands
+    still ends, and is resumed."""
+    rollout = {
+        "queue_timeout_s": OUTAGE_S,
+        "boot_timeout_s": OUTAGE_S,
+        "agent_timeout_s": OUTAGE_S,
+        "evaluate_timeout_s": OUTAGE_S,
+        "lease_s": LEASE_S,
+    }
+    evaluation = {"tasks": HELD_OUT, "samples": 1, "every_steps": 3}
+    tasks = {"heldout_count": HELD_OUT}
+    return plan_config(plan, directory.path, rollout=rollout, evaluation=evaluation, tasks=tasks)
 
 
 class DriverDied(Exception):
@@ -195,12 +224,12 @@ class History:
 
     def __init__(self, *, seed: int, storm: Storm, directory: RunDirectory) -> None:
         self.seed, self.storm, self.directory = seed, storm, directory
+        self.config = storm_config(storm.plan, directory)
         self.events: list[str] = []
         self.strikes: dict[str, int] = {}
         self.problems: list[str] = []
         self.ended_s = 0.0
         self.restarts = 0
-        self.stage: Stage | None = None
         self.clock = WallClock()
         self.chance = random.Random(f"strikes {seed}")
 
@@ -219,7 +248,7 @@ class History:
                     lives -= 1
         except TimeoutError:
             self.problems.append(f"the run did not end within {PATIENCE_S / 3600:g} h after the storm")
-        except (ActorError, ReplayError) as error:
+        except RUN_ERRORS as error:
             self.problems.append(f"the run ended with {type(error).__name__}: {error}")
         self.ended_s = loop.time()
         # The next run on this directory would begin so.
@@ -255,7 +284,7 @@ class History:
         """As `--restarts` does: a driver whose run failed for a reason that may pass is followed by another."""
         try:
             return await self._life(dies=dies)
-        except (ActorError, ReplayError) as error:
+        except RUN_ERRORS as error:
             self.restarts += 1
             if exit_code_of_run(error) != EXIT_TRANSIENT or self.restarts > MOST_RESTARTS:
                 raise
@@ -265,7 +294,7 @@ class History:
 
     async def _life(self, *, dies: bool) -> bool:
         """One driver; whether the run is done."""
-        runtime, self.stage = FaultyRuntime(self.storm.calls, self.chance, self.note), None
+        runtime = FaultyRuntime(self.storm.calls, self.chance, self.note)
         try:
             async with runtime, asyncio.TaskGroup() as tasks:
                 striking = tasks.create_task(self._strike(runtime))
@@ -286,33 +315,29 @@ class History:
         raise DriverDied
 
     async def _drive(self, runtime: FaultyRuntime) -> None:
-        """What the service does for a run: keep its loops running until the learner is done."""
-        line = NetworkModel(self.cloud)
-        async with (
-            open_stage(
-                self.storm.plan, runtime, clock=self.clock.time, directory=self.directory, provider=line
-            ) as stage,
-            asyncio.TaskGroup() as tasks,
-        ):
-            self.stage = stage
-            dispatching = tasks.create_task(keep_running(stage.dispatcher.run, stage.dispatcher.status))
-            await keep_running(stage.learner.run, stage.learner.status)
-            dispatching.cancel()
-            await until_back(stage.dispatcher.stop_training)
-            if not self._in_storm():
-                await self._settle(stage)
+        """Run the service as `launch` does, over the faulty runtime."""
+        externals = Externals(clock=self.clock.time, provider=NetworkModel(self.cloud))
+        service = await runtime.spawn(
+            Service, self.config, self.directory, runtime, externals=externals, name="service"
+        )
+        await run_guarded(runtime, service, self.config.service.hang_s)
+        if not self._in_storm():
+            await self._settle(runtime)
+        await runtime.stop(service)
 
-    async def _settle(self, stage: Stage) -> None:
-        """What was cancelled ends: then nobody carries anything, and the ledger has nothing in flight."""
+    async def _settle(self, runtime: FaultyRuntime) -> None:
+        """Wait until what was cancelled has ended: then no worker runs anything, and the ledger has nothing in
+        flight."""
+        dispatcher, replay = runtime.actor("dispatcher", Dispatcher), runtime.actor("replay", Replay)
         try:
             async with asyncio.timeout(SETTLE_S):
-                while (await until_back(stage.dispatcher.status)).in_flight:  # noqa: ASYNC110 - virtual time
+                while (await until_back(dispatcher.status)).in_flight:  # noqa: ASYNC110 - virtual time
                     await asyncio.sleep(1.0)
         except TimeoutError:
-            self.problems.append(f"after {SETTLE_S:g} s the dispatcher carries what has ended")
-        in_flight = (await until_back(stage.replay.status)).inventory.in_flight
+            self.problems.append(f"{SETTLE_S:g} s after the end the dispatcher still has rollouts in flight")
+        in_flight = (await until_back(replay.status)).inventory.in_flight
         if in_flight:
-            self.problems.append(f"{in_flight} attempts are in flight that nobody carries")
+            self.problems.append(f"{in_flight} attempts are in flight in the ledger, and no worker runs them")
 
     def _in_storm(self) -> bool:
         return asyncio.get_running_loop().time() < self.storm.lasts_s
@@ -372,9 +397,9 @@ async def _host_down(history: History, runtime: FaultyRuntime) -> None:
 
 
 async def _engines_down(history: History, runtime: FaultyRuntime) -> None:
-    if history.stage is None:
+    if "engines" not in runtime.cells:
         return
-    engines = history.stage.engines
+    engines = runtime.actor("engines", SimulatedEngineGroup)
     history.note("engines down", "engines", "")
     with suppress(ActorError):
         await engines.go_down()

@@ -20,7 +20,7 @@ import logging
 import pickle
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 from headrace.actors.errors import ActorGone, ActorLost
 from headrace.actors.runtime.runtime import ENDING, WATCH_S, require_async
@@ -35,6 +35,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 BURIAL_S = 0.001
+BURIAL_TIME_S = 1.0
 
 RUNNING: contextvars.ContextVar[Incarnation | None] = contextvars.ContextVar("headrace.incarnation", default=None)
 """The incarnation whose code runs."""
@@ -218,7 +219,9 @@ class FaultyRuntime:
     """How many times longer messages to an actor take."""
     is_dead: bool = False
     """Its driver was killed."""
+    isolates_actors: ClassVar[bool] = True
     _lives: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _found: set[str] = field(default_factory=set)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     async def __aenter__(self) -> Self:
@@ -227,6 +230,8 @@ class FaultyRuntime:
 
     async def __aexit__(self, *_: object) -> None:
         await self._end_all()
+        # Virtual time in which the tasks of the dead end, before anybody else cancels them a second time.
+        await asyncio.sleep(BURIAL_TIME_S)
 
     def _task_of_incarnation(
         self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **options: Any
@@ -244,17 +249,30 @@ class FaultyRuntime:
 
     async def spawn(self, cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
         require_async(cls)
+        require_alive()
+        if (known := self.cells.get(name)) is not None and not known.stopped:
+            self._found.add(name)
+            await known.entered.wait()
+            return cast("T", Proxy(known))
+        self._found.discard(name)
         cell = self.cells[name] = Cell(self, name, lambda: cls(*args, **kwargs))
         # Of the driver, whoever spawns: its own context, not that of the caller.
         self._lives[name] = asyncio.get_running_loop().create_task(cell.live(), context=contextvars.Context())
         await cell.entered.wait()
         return cast("T", Proxy(cell))
 
+    def actor(self, name: str, cls: type[T]) -> T:
+        """The actor of this name. KeyError when none was spawned."""
+        return cast("T", Proxy(self.cells[name]))
+
     def found(self, actor: object) -> bool:
-        """Never: a driver's death takes all actors along."""
-        return False
+        """Whether a service that came back found it alive."""
+        return cast("Proxy", actor)._cell.name in self._found  # noqa: SLF001 - the proxy is ours
 
     async def stop(self, actor: object) -> None:
+        # No error: contextlib of Python 3.11 may loop for ever when several exits of a dead actor raise.
+        if not _is_alive():
+            return
         cell = cast("Proxy", actor)._cell  # noqa: SLF001 - the proxy is ours
         cell.stopped = True
         cell.closing.set()

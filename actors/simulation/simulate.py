@@ -13,32 +13,22 @@ import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from headrace.actors.errors import ConfigError, RunStalled, first_cause
-from headrace.actors.run.clocks import STALLED_PHASES
-from headrace.actors.run.progress_signs import RESULT_ROLLOUTS, WorkClocks, signs_of
-from headrace.actors.run.stall_detector import StallDetector
-from headrace.actors.run.supervision import look_at
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulation.account import history_digest, read_account
 from headrace.actors.simulation.plan import MINUTE_S, Mode
-from headrace.actors.simulation.stage import open_stage
+from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual
-from headrace.actors.training.parked_tasks import refuse_all_parked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
+    from headrace.actors.simulated.engines import SimulatedEngineGroup
     from headrace.actors.simulation.account import Account
     from headrace.actors.simulation.plan import SimulationPlan
-    from headrace.actors.simulation.stage import Stage
-    from headrace.buffer.tasks import TaskId
 
-LOOK_S: Final = 600.0
-"""How often, in virtual time, a run is looked at."""
-BOOT_TAIL: Final = 100.0
-"""A simulated boot takes at most so many times its median, in all but a vanishing share of draws."""
 COLLECT_EVERY: Final = 50_000
 """Objects made between two collections of garbage."""
 MOST_SYNC_STEPS: Final = 20
@@ -174,44 +164,22 @@ def _rare_collections() -> Iterator[None]:
 
 
 async def _run(plan: SimulationPlan, folder: Path) -> float:
-    loop = asyncio.get_running_loop()
-    async with open_stage(plan, InlineRuntime(), clock=loop.time) as stage, asyncio.TaskGroup() as tasks:
-        background = [tasks.create_task(stage.dispatcher.run()), tasks.create_task(_look(plan, stage))]
-        end = await stage.learner.run()
-        if end.used_up:
-            _refuse_too_short(plan, end.version.step, (await stage.replay.status()).parked)
-        await stage.replay.export(folder)
-        generated_s = sum(load.generated_s for load in (await stage.engines.status()).loads)
-        for task in background:
-            task.cancel()
-    return generated_s / loop.time()
-
-
-def _refuse_too_short(plan: SimulationPlan, steps: int, parked: Mapping[TaskId, str]) -> None:
-    """For a plan whose data is used up. Raises TasksParked, and ConfigError when there is no step to measure."""
-    refuse_all_parked(parked, tasks=plan.tasks, step=steps)
-    if steps <= plan.warmup_steps:
-        raise ConfigError(
-            f"simulate: the data is used up after {steps} of {plan.steps} steps, and {plan.warmup_steps} of them warm "
-            "up: raise tasks or buffer.passes, or lower steps"
-        )
-
-
-async def _look(plan: SimulationPlan, stage: Stage) -> None:
-    """End a run that makes no progress, by the rule of a real one."""
-    longest = WorkClocks(
-        stage_s=plan.learner_s, engine_start_s=0.0, boot_s=BOOT_TAIL * plan.boot_s, push_s=plan.longest_s + plan.push_s
-    )
-    stall_s = STALLED_PHASES * max(plan.longest_s, plan.evaluate_s, LOOK_S)
-    rollout_s = BOOT_TAIL * plan.boot_s + plan.longest_s + plan.evaluate_s
-    detector = StallDetector(asyncio.get_running_loop().time(), stall_s, RESULT_ROLLOUTS * max(rollout_s, LOOK_S))
-    while True:
-        await asyncio.sleep(LOOK_S)
-        look = await look_at(stage.parts)
-        if detector.stalled(asyncio.get_running_loop().time(), signs_of(look, longest)) is not None:
-            step = look.learner.version.step if look.learner and look.learner.version else 0
-            raise RunStalled(
-                f"simulate: nothing moved for {stall_s / MINUTE_S:.0f} simulated minutes at step "
-                f"{step}: {(await stage.replay.status()).inventory}; "
-                "a rule that cannot be met, or too few slots for a batch"
+    now = asyncio.get_running_loop().time
+    async with open_service(plan, InlineRuntime(), clock=now) as service:
+        try:
+            await service.run()
+        except RunStalled as stalled:
+            advice = "a rule that cannot be met, or too few slots for a batch"
+            raise RunStalled(f"simulate: {stalled}; {advice}") from stalled
+        ended_s = now()
+        learner = await service.learner.status()
+        steps = 0 if learner.version is None else learner.version.step
+        if steps <= plan.warmup_steps:
+            raise ConfigError(
+                f"simulate: the data is used up after {steps} of {plan.steps} steps, and {plan.warmup_steps} of them "
+                "warm up: raise tasks or buffer.passes, or lower steps"
             )
+        await service.replay.export(folder)
+        engines = cast("SimulatedEngineGroup", service.engines)
+        generated_s = sum(load.generated_s for load in (await engines.status()).loads)
+    return generated_s / ended_s

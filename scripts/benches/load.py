@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from benches.orchestration import Measured, calls_of, idle_cpu, report, without_spans
+from benches.orchestration import Measured, calls_of, idle_cpu, report
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.rollouts.worker import RolloutWorker
 from headrace.actors.run.service import Service
@@ -22,8 +22,7 @@ from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime, start_loc
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulated.tasks import simulated_tasks
 from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.simulation.real_time import prepare_plan
-from headrace.actors.simulation.stage import open_stage
+from headrace.actors.simulation.plan_service import prepare_plan
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import audit
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from headrace.actors.run.config import RunConfig
     from headrace.actors.runtime.runtime import Runtime
-    from headrace.actors.simulation.stage import Stage
 
 TURNS: Final = 20
 GROUP: Final = 8
@@ -102,17 +100,18 @@ async def run_load(
     plan: SimulationPlan, runtime: Runtime, directory: RunDirectory, *, idle_s: float = IDLE_S
 ) -> Loaded:
     """One pass: all tasks once, to the last step. Before it, what the idle actors use is measured for `idle_s`."""
-    prepare_plan(plan, directory)
-    async with open_stage(plan, runtime, observing=without_spans(directory), directory=directory) as stage:
-        await stage.learner.open()
+    config = prepare_plan(plan, directory)
+    config = config.model_copy(update={"telemetry": config.telemetry.model_copy(update={"enabled": False})})
+    async with Service(config, directory, runtime) as service:
+        await service.learner.open()
         warm_up = simulated_tasks(plan.seed, WARM_UP, evaluate_s=0.0, family="warm-up")
-        await stage.dispatcher.evaluate(warm_up, samples=1, tag="warm-up")
+        await service.dispatcher.evaluate(warm_up, samples=1, tag="warm-up")
         idle_cpu_per_s = await idle_cpu(idle_s)
-        actors = _actors(stage)
+        actors = _actors(service)
         calls, used_s, start_s = await calls_of(runtime, actors), cpu_s(), time.monotonic()
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(stage.dispatcher.run())
-            await stage.learner.run()
+            running = tasks.create_task(service.dispatcher.run())
+            await service.learner.run()
             measured = Measured(
                 cpu_s=cpu_s() - used_s,
                 wall_s=time.monotonic() - start_s,
@@ -124,9 +123,9 @@ async def run_load(
     return Loaded(measured=measured, wall_s=_wall_s(directory))
 
 
-def _actors(stage: Stage) -> list[object]:
-    parts = (stage.replay, stage.pool, stage.evaluator, stage.engines, stage.dispatcher, stage.learner)
-    return [*parts, *stage.workers]
+def _actors(service: Service) -> list[object]:
+    parts = (service.replay, service.pool, service.evaluator, service.engines, service.dispatcher, service.learner)
+    return [*parts, *service.workers]
 
 
 def _wall_s(directory: RunDirectory) -> float:

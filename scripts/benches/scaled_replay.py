@@ -16,7 +16,7 @@ from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.launch import drive
 from headrace.actors.simulation.account import read_account
 from headrace.actors.simulation.plan import MINUTE_S
-from headrace.actors.simulation.real_time import prepare_plan, scaled
+from headrace.actors.simulation.plan_service import prepare_plan, scaled
 from headrace.actors.simulation.simulate import run_plan
 
 if TYPE_CHECKING:

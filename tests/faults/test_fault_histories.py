@@ -18,13 +18,12 @@ from typer.testing import CliRunner
 
 from headrace.actors.cli.app import app
 from headrace.actors.errors import ActorError
-from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.simulated.durations import DurationsConfig
-from headrace.actors.simulation.faults import FaultReport, History, Storm, simulate_faults
+from headrace.actors.simulation.faults import FaultReport, History, Storm, prepare_storm, simulate_faults
 from headrace.actors.simulation.faulty_runtime import CallFaults
 from headrace.actors.simulation.faulty_world import FaultyLoop
 from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.training.learner import Stage
+from headrace.actors.training.learner import LearnerLoop, Stage
 from headrace.actors.training.replay import Replay
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
@@ -86,8 +85,11 @@ class LearnerDies(History):
     """Nothing strikes but once: the learner, nine steps after the last checkpoint."""
 
     async def _strike(self, runtime: FaultyRuntime) -> None:
-        while self.stage is None or (await self.stage.replay.status()).steps_committed < 9:  # noqa: ASYNC110 - virtual
+        committed = 0
+        while committed < 9:
             await asyncio.sleep(1.0)
+            if "replay" in runtime.cells:
+                committed = (await runtime.actor("replay", Replay).status()).steps_committed
         runtime.cells["learner"].kill("struck")
 
 
@@ -108,8 +110,7 @@ def test_a_crash_nine_steps_after_a_checkpoint_costs_no_rollout(tmp_path: Path) 
         tasks=24,
         turns=3,
     )
-    directory = RunDirectory(path=tmp_path / "run")
-    directory.write_beginning(plan.task_set(), "faults")
+    directory = prepare_storm(tmp_path / "run", plan)
     calls = CallFaults(delay_s=0.01, slow=0, slow_s=1, lost=0, answer_lost=0, repeated=0, restart_s=1)
     storm = Storm(
         plan=plan, calls=calls, host=SimulationConfig(capacity=64), lasts_s=1.0, between_s=1.0, driver_deaths=0
@@ -156,8 +157,7 @@ def one_run(path: Path, kind: type[History], **changes: Any) -> tuple[History, s
         turns=3,
         **changes,
     )
-    directory = RunDirectory(path=path)
-    directory.write_beginning(plan.task_set(), "faults")
+    directory = prepare_storm(path, plan)
     calls = CallFaults(delay_s=0.01, slow=0, slow_s=1, lost=0, answer_lost=0, repeated=0, restart_s=1)
     storm = Storm(
         plan=plan, calls=calls, host=SimulationConfig(capacity=64), lasts_s=1.0, between_s=1.0, driver_deaths=0
@@ -209,10 +209,10 @@ class StepKills(History):
     async def _strike(self, runtime: FaultyRuntime) -> None:
         while True:
             await asyncio.sleep(0.5)
-            if self.stage is None or "learner" not in runtime.cells:
+            if "learner" not in runtime.cells:
                 continue
             with suppress(ActorError):
-                status = await self.stage.learner.status()
+                status = await runtime.actor("learner", LearnerLoop).status()
                 if status.stage is Stage.STEPPING and status.version is not None and status.version.step == 2:
                     runtime.cells["learner"].kill("struck")
 

@@ -16,7 +16,7 @@ from headrace.actors.run.service import Service
 from headrace.actors.runtime.runtime import InlineRuntime, RayRuntime
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan, make_plan
-from headrace.actors.simulation.real_time import prepare_plan, scaled
+from headrace.actors.simulation.plan_service import prepare_plan, scaled
 from headrace.buffer.tasks import load_tasks
 
 if TYPE_CHECKING:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.run.config import load_recipe
+from headrace.actors.run.parts import parts_of
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.stall_detector import StallDetector
 from headrace.actors.run.supervision import look_at
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulation.plan import make_plan
-from headrace.actors.simulation.stage import open_stage
+from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual
 
 if TYPE_CHECKING:
@@ -31,19 +32,19 @@ async def evaluate_watched(plan: SimulationPlan, stall_s: float | None) -> list[
     config = load_recipe(RECIPE, (), Path("run"))
     said: list[str] = []
     clock = asyncio.get_running_loop().time
-    async with open_stage(plan, InlineRuntime(), clock=clock) as stage, asyncio.TaskGroup() as tasks:
-        await stage.learner.open()
+    async with open_service(plan, InlineRuntime(), clock=clock) as service, asyncio.TaskGroup() as tasks:
+        await service.learner.open()
         detector = stall_detector(config, clock()) if stall_s is None else StallDetector(clock(), stall_s)
 
         async def watch() -> None:
             while True:
                 await asyncio.sleep(LOOK_S)
-                signs = signs_of(await look_at(stage.parts), work_clocks(config))
+                signs = signs_of(await look_at(parts_of(service, service.learner)), work_clocks(config))
                 lines = (detector.stalled(clock(), signs), detector.warning(clock()))
                 said.extend(line for line in lines if line is not None)
 
         watching = tasks.create_task(watch())
-        await stage.dispatcher.evaluate(plan.task_set()[:ANSWERS], samples=1, tag="base")
+        await service.dispatcher.evaluate(plan.task_set()[:ANSWERS], samples=1, tag="base")
         watching.cancel()
     return said
 

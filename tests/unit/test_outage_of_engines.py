@@ -7,7 +7,7 @@ import asyncio
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.simulation.stage import open_stage
+from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
@@ -28,19 +28,19 @@ PLAN = SimulationPlan(
 
 
 async def run_through_outage(folder):
-    async with open_stage(PLAN, InlineRuntime(), clock=asyncio.get_running_loop().time) as stage:
+    async with open_service(PLAN, InlineRuntime(), clock=asyncio.get_running_loop().time) as service:
         async with asyncio.TaskGroup() as tasks:
-            dispatching = tasks.create_task(stage.dispatcher.run())
-            learning = tasks.create_task(stage.learner.run())
+            dispatching = tasks.create_task(service.dispatcher.run())
+            learning = tasks.create_task(service.learner.run())
             await asyncio.sleep(BEGINS_S)
-            await stage.engines.go_down()
+            await service.engines.go_down()
             await asyncio.sleep(AWAY_S)
-            held = (await stage.replay.status()).held
-            await stage.engines.come_back()
+            held = (await service.replay.status()).held
+            await service.engines.come_back()
             await learning
             dispatching.cancel()
-        await stage.replay.export(folder)
-        return held, await stage.replay.status()
+        await service.replay.export(folder)
+        return held, await service.replay.status()
 
 
 def test_engines_that_are_away_for_ten_minutes_park_no_task_and_charge_none(tmp_path):

@@ -15,7 +15,7 @@ from headrace.actors.rollouts.pacing import ENOUGH_ENDS, AdaptiveLimit, LatencyW
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.simulation.stage import open_stage
+from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual
 
 if TYPE_CHECKING:
@@ -149,12 +149,12 @@ def test_a_dispatcher_has_fewer_in_flight_while_engines_are_overloaded() -> None
     async def history() -> list[int]:
         seen = []
         loop = asyncio.get_running_loop()
-        async with open_stage(plan, InlineRuntime(), clock=loop.time) as stage, asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(work()) for work in (stage.dispatcher.run, stage.learner.run)]
+        async with open_service(plan, InlineRuntime(), clock=loop.time) as service, asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(work()) for work in (service.dispatcher.run, service.learner.run)]
             for look in range(120):
                 await asyncio.sleep(10.0)
-                await stage.dispatcher.pace(QUEUED if look < 60 else QUIET)
-                seen.append((await stage.dispatcher.status()).in_flight)
+                await service.dispatcher.pace(QUEUED if look < 60 else QUIET)
+                seen.append((await service.dispatcher.status()).in_flight)
             for task in running:
                 task.cancel()
         return seen

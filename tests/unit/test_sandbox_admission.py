@@ -26,7 +26,7 @@ from headrace.sandboxes.errors import (
 from headrace.sandboxes.pool import admission as admission_module
 from headrace.sandboxes.pool.admission import Admission, AdmissionConfig
 from headrace.sandboxes.pool.circuit_breaker import BreakerState, CircuitBreaker
-from headrace.sandboxes.pool.slots import Slots, Priority, Ticket
+from headrace.sandboxes.pool.slots import Priority, Slots, Ticket
 from headrace.sandboxes.pool.token_bucket import TokenBucket
 from headrace.sandboxes.retry import FullJitter, RetryConfig, is_ambiguous, is_transient, retrying
 

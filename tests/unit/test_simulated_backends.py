@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from headrace.actors.agents.simulated import SimulatedAgent, SimulatedAgentConfig
 from headrace.actors.evaluation.simulated import simulated_verdict
 from headrace.actors.evaluation.verdict import EvaluationRequest
+from headrace.actors.record.actor_telemetry import ActorTelemetry
 from headrace.actors.rollouts.simulated_sessions import SimulatedSession
 from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.simulated.durations import Durations, DurationsConfig
 from headrace.actors.simulated.engines import EngineWatch, SimulatedEngineGroup
 from headrace.actors.simulated.tasks import simulated_tasks
-from headrace.actors.simulation.stage import UNOBSERVED
 from headrace.actors.simulation.virtual_time import run_virtual
 from headrace.buffer.types import Batch, BatchId, BatchItem, BatchLease, GroupId, RolloutId, Trajectory
 from headrace.buffer.versions import PolicyVersion
@@ -37,12 +37,14 @@ from headrace.policies.learners.simulated import (
 )
 from headrace.sandboxes.base import SandboxId, SandboxRef
 from headrace.serve.capture.session import SessionId
+from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from headrace.policies.engine import Completion
 
+UNOBSERVED = ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=None)
 SWE = DurationsConfig(mean_s=596.4, median_s=520.2, cap_s=1800)
 
 

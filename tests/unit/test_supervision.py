@@ -9,18 +9,19 @@ import pytest
 
 from headrace.actors.record.metrics import MetricsLog, read_metrics
 from headrace.actors.run.config import load_recipe
+from headrace.actors.run.parts import parts_of
 from headrace.actors.run.supervision import Supervision
 from headrace.actors.runtime.runtime import InlineRuntime
 from headrace.actors.simulated.durations import DurationsConfig
 from headrace.actors.simulation.plan import SimulationPlan
-from headrace.actors.simulation.stage import open_stage
+from headrace.actors.simulation.plan_service import open_service
 from headrace.actors.simulation.virtual_time import run_virtual
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from headrace.actors.simulation.stage import Stage
+    from headrace.actors.run.service import Service
 
 SHORT = DurationsConfig(mean_s=5.0, median_s=5.0, cap_s=10.0)
 PLAN = SimulationPlan(slots=8, batch_size=8, group_size=4, durations=SHORT, evaluate_s=300.0, learner_s=1.0)
@@ -28,23 +29,23 @@ PLAN = SimulationPlan(slots=8, batch_size=8, group_size=4, durations=SHORT, eval
 
 @pytest.fixture
 def watched(load_support: Callable[[str], Any], tmp_path: Path) -> Any:
-    """`watched(beginnings)`: the stations records of ten minutes beside these calls of a stage."""
+    """`watched(beginnings)`: the stations records of ten minutes beside these calls of a service."""
     recipe = load_support("run_rig").RECIPE.with_name("simulated.toml")
     path = tmp_path / "metrics.jsonl"
 
-    async def watch(begin: Callable[[Stage], list[Any]]) -> None:
+    async def watch(begin: Callable[[Service], list[Any]]) -> None:
         runtime, config = InlineRuntime(), load_recipe(recipe, (), tmp_path)
         clock = asyncio.get_running_loop().time
-        async with open_stage(PLAN, runtime, clock=clock) as stage, asyncio.TaskGroup() as tasks:
-            supervision = Supervision(config, runtime, MetricsLog(path), stage.parts)
-            running = [tasks.create_task(call) for call in begin(stage)]
+        async with open_service(PLAN, runtime, clock=clock) as service, asyncio.TaskGroup() as tasks:
+            supervision = Supervision(config, runtime, MetricsLog(path), parts_of(service, service.learner))
+            running = [tasks.create_task(call) for call in begin(service)]
             for _ in range(600):
                 await asyncio.sleep(1.0)
                 await supervision.look()
             for task in running:
                 task.cancel()
 
-    def watched(begin: Callable[[Stage], list[Any]]) -> list[dict[str, Any]]:
+    def watched(begin: Callable[[Service], list[Any]]) -> list[dict[str, Any]]:
         run_virtual(watch(begin))
         return [record for record in read_metrics(path) if record["kind"] == "stations"]
 
@@ -52,7 +53,7 @@ def watched(load_support: Callable[[str], Any], tmp_path: Path) -> Any:
 
 
 def test_records_tell_the_rollouts_in_flight_and_the_phase_lock(watched: Any) -> None:
-    records = watched(lambda stage: [stage.dispatcher.run(), stage.learner.run()])
+    records = watched(lambda service: [service.dispatcher.run(), service.learner.run()])
     locked = records[3:25]
     assert {record["held_up_by"] for record in locked} == {"evaluator"}
     assert [record["in_flight"] for record in locked] == pytest.approx([8.0] * 22)
@@ -61,7 +62,10 @@ def test_records_tell_the_rollouts_in_flight_and_the_phase_lock(watched: Any) ->
 def test_evaluations_count_among_what_ended(watched: Any) -> None:
     """Their time in the evaluator is in the figures: with none of them ended there would be none."""
     records = watched(
-        lambda stage: [stage.learner.open(), stage.dispatcher.evaluate(PLAN.task_set()[:40], samples=1, tag="base")]
+        lambda service: [
+            service.learner.open(),
+            service.dispatcher.evaluate(PLAN.task_set()[:40], samples=1, tag="base"),
+        ]
     )
     times = [record["stations"]["evaluator"]["mean_s"] for record in records]
     assert [time for time in times if time is not None]

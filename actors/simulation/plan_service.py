@@ -1,0 +1,91 @@
+"""A plan as an ordinary run: its configuration, and the real service over simulated backends.
+
+Invariant: the configuration is the same in virtual and in real time, over the inline runtime and over Ray, so that a
+plan means the same everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.actors.errors import ConfigError
+from headrace.actors.run.config import resolve
+from headrace.actors.run.launch import lay_out
+from headrace.actors.run.parts import Externals
+from headrace.actors.run.service import Service
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from headrace.actors.record.run_directory import RunDirectory
+    from headrace.actors.run.config import RunConfig
+    from headrace.actors.runtime.runtime import Runtime
+    from headrace.actors.simulation.plan import SimulationPlan
+
+LOOK_S = 600.0
+"""Time between two looks of the supervision in virtual time: one a second would cost more than the run."""
+
+
+def scaled(plan: SimulationPlan, factor: float) -> SimulationPlan:
+    """The same plan with every duration times `factor`."""
+    durations = plan.durations
+    changes = {
+        "mean_s": durations.mean_s * factor,
+        "median_s": durations.median_s * factor,
+        "cap_s": durations.cap_s * factor,
+        "recorded_s": tuple(duration_s * factor for duration_s in durations.recorded_s),
+    }
+    return plan.model_copy(
+        update={
+            "durations": durations.model_copy(update=changes),
+            "learner_s": plan.learner_s * factor,
+            "push_s": plan.push_s * factor,
+            "boot_s": plan.boot_s * factor,
+            "evaluate_s": plan.evaluate_s * factor,
+        }
+    )
+
+
+def plan_config(plan: SimulationPlan, run_dir: Path, **tables: dict[str, Any]) -> RunConfig:
+    """The configuration of a run of this plan in `run_dir`; `tables` replace those of the plan. Raises ConfigError."""
+    dispatcher = plan.dispatcher_config()
+    # All that are in flight at once have sandboxes: `SimulationPlan.sandbox_section` has room for twice the slots.
+    evaluation_slots = max(1, min(dispatcher.evaluation_slots, plan.slots - plan.workers))
+    document: dict[str, Any] = {
+        "agent": {"kind": "simulated", "simulated": plan.agent_config().model_dump()},
+        "tasks": {"train_count": plan.tasks, "heldout_count": 1, "evaluate_s": plan.evaluate_s},
+        "rollout": plan.rollout_config().model_dump(),
+        "dispatcher": dispatcher.model_dump() | {"evaluation_slots": evaluation_slots},
+        "sandbox": plan.sandbox_section().model_dump(),
+        "buffer": plan.buffer_config().model_dump(),
+        "engines": {"backend": "simulated", "simulated": plan.engines_config().model_dump()},
+        "learner": {"kind": "simulated", "simulated": plan.learner_config().model_dump()},
+        "training": plan.loop_config().model_dump(exclude_unset=True),
+        "evaluation": {"tasks": 1, "samples": 1, "every_steps": 0},
+        "service": {"seed": plan.seed, "workers": plan.workers},
+    }
+    return resolve(document | tables, Path("the plan"), run_dir)
+
+
+def prepare_plan(plan: SimulationPlan, directory: RunDirectory) -> RunConfig:
+    """Make the run directory of the plan, and return its configuration. One held-out rollout is evaluated before the
+    first step and one after the last. Raises ConfigError, also for `chances`: a recipe has no place for them."""
+    if plan.chances:
+        raise ConfigError("chances: tasks of a recipe draw their own; leave them out to run the plan in real time")
+    config = plan_config(plan, directory.path)
+    lay_out(config, directory)
+    return config
+
+
+@asynccontextmanager
+async def open_service(
+    plan: SimulationPlan, runtime: Runtime, *, clock: Callable[[], float] = time.time
+) -> AsyncIterator[Service]:
+    """The service of a plan with its ledger in memory and without held-out tasks, in the caller's process. Raises
+    ConfigError."""
+    externals = Externals(clock=clock, tasks=plan.task_set(), look_s=LOOK_S)
+    async with Service(plan_config(plan, Path("in memory")), None, runtime, externals=externals) as service:
+        yield service
