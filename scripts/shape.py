@@ -13,7 +13,6 @@ MAX_LINES, MAX_P95 = 70, 40
 MAX_CLASS_LINES, MAX_METHODS = 300, 25
 MAX_MODULES = 20
 LARGE_CLASSES = {
-    "ForkServer": (515, 50),
     "ReplayStore": (459, 51),
     "BatchBook": (379, 34),
     "EngineGroup": (360, 30),
@@ -21,7 +20,6 @@ LARGE_CLASSES = {
     "ReplayState": (333, 42),
     "Dispatcher": (329, 29),
     "ReplayBuffer": (301, 39),
-    "LocalProvider": (260, 27),
     "SGLangEngine": (230, 29),
     "Replay": (201, 28),
     "EngineRegistry": (157, 27),

@@ -1,1 +1,2 @@
-"""Linux as the launcher needs it: namespaces, control groups, mounts, ids, system calls; standard library only."""
+"""Linux kernel interfaces of the launcher: namespaces, control groups, mounts, ids, system calls; standard library
+only."""

@@ -1,20 +1,20 @@
 # ruff: noqa: PTH116, PTH123, PTH208
-# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
+# (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
 """Control groups of a launcher's sandboxes, on version 1, version 2 and hosts that have both.
 
 Invariants:
-- For each controller the version is chosen by what is mounted: a hybrid host has memory, cpu and pids on version 1 and
-  a version 2 mount with next to nothing.
+- The version is chosen for each controller by the mounts: a hybrid host has memory, cpu and pids on version 1 and an
+  almost empty version 2 mount.
 - The launcher owns one group `headrace-<pid namespace>-<pid>-<start time>` below its own in each hierarchy, and below
-  it one group for each sandbox. What a launcher killed with -9 left is removed by the next one: the name says whose it
-  was. A name of another form, or of another pid namespace, is somebody else's.
-- That group has limits below the host's, and below those of the groups around it: all sandboxes together leave
-  memory and processes for everybody else.
-- The memory limit of a sandbox holds for a group below the sandbox's own, of its commands only: what they fill their
-  memory with, and however they ask the kernel to spare them, it never kills the sandbox's first process.
+  it one group for each sandbox. The next launcher removes the groups of one that was killed by SIGKILL, whose name
+  identifies it. Groups with a name of another form, or of another pid namespace, are left alone.
+- That group has limits below the host's, and below those of the groups around it: all sandboxes together leave memory
+  and processes for other programs.
+- The memory limit of a sandbox is set on a group below the sandbox's own, which holds only its commands: whatever they
+  fill their memory with, and however they ask the kernel to spare them, it never kills the sandbox's first process.
 - All paths are relative to descriptors opened before the launcher leaves the host's file tree.
-- On version 2 `placement` says below which group that is.
-- A controller that cannot be had is named in `missing` with the reason: the error's name and the path that failed.
+- On version 2 `cgroup_placement` chooses the group below which the launcher's own is made.
+- An unavailable controller is in `missing` with the reason: the error's name and the path that failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 from headrace.sandboxes.kernel import host_limits
 from headrace.sandboxes.kernel.cgroup_placement import place
 from headrace.sandboxes.kernel.processes import parse_stat
-from headrace.sandboxes.kernel.reasons import reason_of
+from headrace.sandboxes.kernel.syscalls import reason_of
 
 CONTROLLERS: Final = ("memory", "cpu", "cpuacct", "pids", "freezer")
 _CPU_PERIOD_US: Final = 100_000
@@ -43,7 +43,7 @@ _NAMES_V2: Final = {"memory": "memory", "cpu": "cpu", "pids": "pids"}
 
 
 class GroupLimits(NamedTuple):
-    """None is no limit."""
+    """Limits of one sandbox's groups; None means no limit."""
 
     memory_bytes: int | None
     cpus: float | None
@@ -51,7 +51,7 @@ class GroupLimits(NamedTuple):
 
 
 class Mount(NamedTuple):
-    """Where one hierarchy shows this process's own group."""
+    """Folder at which one hierarchy shows this process's own group."""
 
     version: int
     controllers: frozenset[str]
@@ -79,13 +79,13 @@ def find_mounts(mountinfo: str, own_groups: str) -> list[Mount]:
 
 
 def _folder(point: str, root: str, group: str) -> str:
-    """The group as the mount shows it: a container's mount begins at the container's own group."""
+    """Return the group's folder in a mount, which begins at the container's own group inside a container."""
     below = group.removeprefix(root) if root != "/" and group.startswith(root) else group
     return f"{point}/{below.strip('/')}".rstrip("/")
 
 
 class _Hierarchy:
-    """One mount and our group in it."""
+    """One mount and the launcher's group in it."""
 
     def __init__(self, mount: Mount, controllers: frozenset[str], parent: str, name: str) -> None:
         self.version = mount.version
@@ -105,12 +105,11 @@ class _Hierarchy:
             raise self._named(error, self._name) from error
         if self.version == 2 and (wanted := self.controllers & _NAMES_V2.keys()):
             self.write(f"{self._name}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(wanted)))
-
         for file, value in self._totals:
             self.write(f"{self._name}/{file}", value)
 
     def limit_all(self, totals: tuple[tuple[str, str], ...]) -> None:
-        """Files of our own group, which holds those of all sandboxes, and their values."""
+        """Set control files of the launcher's group, which contains those of all sandboxes."""
         self._totals = totals
         self._make()
 
@@ -121,13 +120,13 @@ class _Hierarchy:
         try:
             os.mkdir(f"{self._name}/{group}", 0o755, dir_fd=self._parent)
         except FileNotFoundError:
-            # Somebody removed our group: it held nothing, so it can be made again.
+            # Our group was empty and another process removed it, so it can be made again.
             self._make()
             os.mkdir(f"{self._name}/{group}", 0o755, dir_fd=self._parent)
 
     def add_below(self, group: str) -> None:
-        """The group of a sandbox's commands; in version 2 its first process needs one too, for then none may be in the
-        group above ("no internal processes", cgroup-v2.rst)."""
+        """Make the group of a sandbox's commands. In version 2 its first process needs a group too, because then no
+        process may be in the group above ("no internal processes", cgroup-v2.rst)."""
         os.mkdir(f"{self._name}/{group}/{_COMMANDS}", 0o755, dir_fd=self._parent)
         if self.version == 2:
             os.mkdir(f"{self._name}/{group}/{_FIRST}", 0o755, dir_fd=self._parent)
@@ -158,7 +157,8 @@ class _Hierarchy:
             os.close(descriptor)
 
     def _named(self, error: OSError, path: str) -> OSError:
-        """The same error with the whole path: a write names none, and ours begin at a descriptor."""
+        """Return the error with the full path: a failed write names none, and our paths are relative to a
+        descriptor."""
         return OSError(error.errno, os.strerror(error.errno or 0), f"{self._folder}/{path}")
 
     def read(self, path: str) -> str:
@@ -174,15 +174,11 @@ class _Hierarchy:
         os.close(self._parent)
 
     def sweep(self) -> None:
-        """Remove the groups of launchers that are dead."""
+        """Remove the groups of dead launchers."""
         for name in os.listdir(self._parent):
             if is_orphan(name):
                 with suppress(OSError):
                     _remove_groups_of(self._parent, name)
-
-
-def _own_name() -> str:
-    return f"{_PREFIX}{_pid_namespace()}-{os.getpid()}-{_start_time(os.getpid())}"
 
 
 def _pid_namespace() -> int:
@@ -195,7 +191,7 @@ def _start_time(pid: int) -> int:
 
 
 def is_orphan(name: str) -> bool:
-    """Whether this is the group of a launcher of our pid namespace that is dead."""
+    """Return True if `name` is the group of a dead launcher of our pid namespace."""
     found = _NAME.fullmatch(name)
     if found is None or int(found[1]) != _pid_namespace():
         return False
@@ -206,41 +202,52 @@ def is_orphan(name: str) -> bool:
 
 
 def _remove_groups_of(parent: int, name: str) -> None:
-    """A launcher's group and all below it, with whatever still runs there. Raises OSError when something stays."""
+    """Remove a launcher's group and all below it, and kill their processes. Raises OSError when a group remains."""
     folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=parent)
     try:
         for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):
                 with suppress(OSError):
                     _remove_groups_of(folder, entry.name)
-        _kill_all(folder)
+        with open(os.open("cgroup.procs", os.O_RDONLY, dir_fd=folder), encoding="utf-8") as procs:
+            for line in procs:
+                with suppress(ProcessLookupError):
+                    os.kill(int(line), signal.SIGKILL)
     finally:
         os.close(folder)
     os.rmdir(name, dir_fd=parent)
 
 
-def _kill_all(folder: int) -> None:
-    with open(os.open("cgroup.procs", os.O_RDONLY, dir_fd=folder), encoding="utf-8") as procs:
-        for line in procs:
-            with suppress(ProcessLookupError):
-                os.kill(int(line), signal.SIGKILL)
-
-
 class Cgroups:
-    """All hierarchies of one launcher. `missing` maps a controller to why it cannot be had."""
+    """Groups of one launcher in all hierarchies. `missing` maps an unavailable controller to the reason."""
 
     def __init__(self, mounts: list[Mount]) -> None:
         self.missing: dict[str, str] = {}
         self._hierarchies: list[_Hierarchy] = []
         self._by_controller: dict[str, _Hierarchy] = {}
-        name = _own_name()
+        name = f"{_PREFIX}{_pid_namespace()}-{os.getpid()}-{_start_time(os.getpid())}"
         wanted = set(CONTROLLERS)
         for mount in sorted(mounts):
-            usable = mount.controllers if mount.version == 1 else frozenset(wanted)
-            if usable & wanted:
-                self._open(mount, frozenset(usable & wanted), name)
-                wanted -= self._by_controller.keys()
-        if self._by_controller.get("cpu", None) is not None and self._by_controller["cpu"].version == 2:
+            controllers = frozenset(wanted if mount.version == 2 else mount.controllers & wanted)
+            if not controllers:
+                continue
+            parent, found = mount.folder, controllers
+            if mount.version == 2:
+                chosen = place(mount.folder, controllers & _NAMES_V2.keys())
+                # Every group of version 2 can be frozen.
+                parent, found = chosen.folder, chosen.controllers | (controllers & {"freezer"})
+                self.missing.update(chosen.reasons)
+            try:
+                hierarchy = _Hierarchy(mount, found, parent, name)
+            except OSError as error:
+                self.missing.update(dict.fromkeys(controllers, reason_of(error)))
+                continue
+            self._hierarchies.append(hierarchy)
+            self._by_controller.update(dict.fromkeys(found, hierarchy))
+            for controller in found:
+                self.missing.pop(controller, None)
+            wanted -= self._by_controller.keys()
+        if "cpu" in self._by_controller and self._by_controller["cpu"].version == 2:
             # Version 2 counts processor time in the same controller.
             wanted.discard("cpuacct")
             self.missing.pop("cpuacct", None)
@@ -255,25 +262,8 @@ class Cgroups:
         with open("/proc/self/mountinfo", encoding="utf-8") as mountinfo, open("/proc/self/cgroup") as groups:
             return cls(find_mounts(mountinfo.read(), groups.read()))
 
-    def _open(self, mount: Mount, controllers: frozenset[str], name: str) -> None:
-        parent, had = mount.folder, controllers
-        if mount.version == 2:
-            found = place(mount.folder, controllers & _NAMES_V2.keys())
-            # Every group can be frozen.
-            parent, had = found.folder, found.controllers | (controllers & {"freezer"})
-            self.missing.update(found.reasons)
-        try:
-            hierarchy = _Hierarchy(mount, had, parent, name)
-        except OSError as error:
-            self.missing.update(dict.fromkeys(controllers, reason_of(error)))
-            return
-        self._hierarchies.append(hierarchy)
-        self._by_controller.update(dict.fromkeys(had, hierarchy))
-        for controller in had:
-            self.missing.pop(controller, None)
-
     def _limit_all(self) -> host_limits.HostLimits:
-        """Limit what all sandboxes take together, where there are controllers for it."""
+        """Limit the total of all sandboxes where the controllers exist, and return the totals."""
         memory, pids = self._by_controller.get("memory"), self._by_controller.get("pids")
         memory_file = "memory.max" if memory is not None and memory.version == 2 else "memory.limit_in_bytes"
         allowed = host_limits.allowed_to_sandboxes(
@@ -283,7 +273,7 @@ class Cgroups:
         )
         totals: dict[_Hierarchy, tuple[tuple[str, str], ...]] = {}
         if memory is not None:
-            # Before kernel 5.11 version 1 counts groups below only if told to (memory.rst, use_hierarchy).
+            # Before kernel 5.11 version 1 counts groups below only on request (memory.rst, use_hierarchy).
             tree = (("memory.use_hierarchy", "1"),) if memory.version == 1 else ()
             totals[memory] = (*tree, (memory_file, str(allowed.memory_bytes)))
         if pids is not None:
@@ -293,37 +283,30 @@ class Cgroups:
         return allowed
 
     def create(self, group: str, limits: GroupLimits) -> None:
-        """Make a sandbox's group in each hierarchy. Raises OSError: `remove` then clears away what was made."""
+        """Make a sandbox's group in each hierarchy and limit it. Raises OSError: `remove` then cleans up."""
         for hierarchy in self._hierarchies:
             hierarchy.add(group)
         if "memory" in self._by_controller:
             self._by_controller["memory"].add_below(group)
-        self._limit(group, limits)
-
-    def _limit(self, group: str, limits: GroupLimits) -> None:
         if limits.memory_bytes is not None:
-            commands = f"{group}/{_COMMANDS}"
-            self._set(commands, "memory", ("memory.limit_in_bytes", "memory.max"), str(limits.memory_bytes))
+            commands, memory = f"{group}/{_COMMANDS}", str(limits.memory_bytes)
+            self._set(commands, "memory", ("memory.limit_in_bytes", "memory.max"), (memory, memory))
             with suppress(OSError):
-                # Version 1 counts what lies in TCP and UDP sockets apart, and only if asked to (memory.rst).
-                tcp = ("memory.kmem.tcp.limit_in_bytes", "memory.max")
-                self._set(commands, "memory", tcp, str(limits.memory_bytes))
+                # Version 1 counts the contents of TCP and UDP sockets separately, and only on request (memory.rst).
+                self._set(commands, "memory", ("memory.kmem.tcp.limit_in_bytes", "memory.max"), (memory, memory))
             with suppress(OSError):
-                # Only where the kernel accounts swap.
-                swap = (str(limits.memory_bytes), "0")
-                self._set_each(commands, "memory", ("memory.memsw.limit_in_bytes", "memory.swap.max"), swap)
+                # The files exist only if the kernel accounts swap.
+                swap_files = ("memory.memsw.limit_in_bytes", "memory.swap.max")
+                self._set(commands, "memory", swap_files, (memory, "0"))
         if limits.cpus is not None:
             quota_us = max(1000, int(limits.cpus * _CPU_PERIOD_US))
             values = (str(quota_us), f"{quota_us} {_CPU_PERIOD_US}")
-            self._set_each(group, "cpu", ("cpu.cfs_quota_us", "cpu.max"), values)
+            self._set(group, "cpu", ("cpu.cfs_quota_us", "cpu.max"), values)
         if limits.processes is not None:
-            self._set(group, "pids", ("pids.max", "pids.max"), str(limits.processes))
+            self._set(group, "pids", ("pids.max", "pids.max"), (str(limits.processes),) * 2)
 
-    def _set(self, group: str, controller: str, files: tuple[str, str], value: str) -> None:
-        self._set_each(group, controller, files, (value, value))
-
-    def _set_each(self, group: str, controller: str, files: tuple[str, str], values: tuple[str, str]) -> None:
-        """File and value for version 1, and those for version 2. Does nothing without the controller."""
+    def _set(self, group: str, controller: str, files: tuple[str, str], values: tuple[str, str]) -> None:
+        """Write a value to a file, each given for version 1 and for version 2. Does nothing without the controller."""
         hierarchy = self._by_controller.get(controller)
         if hierarchy is not None:
             which = hierarchy.version - 1
@@ -336,15 +319,16 @@ class Cgroups:
             hierarchy.write(hierarchy.path(f"{group}/{_FIRST}" if apart else group, "cgroup.procs"), "0")
 
     def open_commands(self, group: str) -> int:
-        """A descriptor; a process that writes `0` to it is limited as a command from then on. -1 without a limit."""
+        """Return a descriptor, or -1 without a memory limit: a process that writes `0` to it is limited as a
+        command."""
         hierarchy = self._by_controller.get("memory")
         if hierarchy is None:
             return -1
-        # Moving just the own thread is fast in version 1 (kernel/cgroup/cgroup.c, cgroup_procs_write_start).
+        # In version 1 moving only the calling thread is faster (kernel/cgroup/cgroup.c, cgroup_procs_write_start).
         return hierarchy.open(hierarchy.path(f"{group}/{_COMMANDS}", ("tasks", "cgroup.procs")[hierarchy.version - 1]))
 
     def set_frozen(self, group: str, *, frozen: bool) -> None:
-        """Stop or continue all processes of a group. Raises OSError, also without a freezer."""
+        """Stop or continue all processes of a group. Raises OSError, also when there is no freezer."""
         hierarchy = self._by_controller.get("freezer")
         if hierarchy is None:
             raise OSError(errno.EOPNOTSUPP, f"no freezer: {self.missing['freezer']}")
@@ -354,18 +338,18 @@ class Cgroups:
         wanted = "FROZEN" if frozen else "THAWED"
         path = hierarchy.path(group, "freezer.state")
         for _ in range(_FREEZE_LOOKS):
-            # Each write takes those in that were forked meanwhile (freezer-subsystem.rst).
+            # Each write includes the processes that were forked meanwhile (freezer-subsystem.rst).
             hierarchy.write(path, wanted)
             if hierarchy.read(path).strip() == wanted:
                 return
 
     def lift_cpu_limit(self, group: str) -> None:
-        """Of a sandbox that is to die: to end takes processor time, too."""
+        """Remove the limit of a sandbox that is to be killed: its processes need processor time to end."""
         with suppress(OSError):
-            self._set_each(group, "cpu", ("cpu.cfs_quota_us", "cpu.max"), ("-1", "max"))
+            self._set(group, "cpu", ("cpu.cfs_quota_us", "cpu.max"), ("-1", "max"))
 
     def usage(self, group: str) -> dict[str, float]:
-        """cpu_s, memory_bytes, processes, oom_kills; what has no controller is left out."""
+        """Return cpu_s, memory_bytes, processes and oom_kills, without those that have no controller."""
         found: dict[str, float] = {}
         for controller, read in (("memory", _memory), ("pids", _processes), ("cpuacct", _cpu_v1), ("cpu", _cpu_v2)):
             hierarchy = self._by_controller.get(controller)
@@ -374,7 +358,8 @@ class Cgroups:
         return found
 
     def remove(self, group: str) -> None:
-        """Of a sandbox whose processes are dead. What the kernel does not let go of yet goes with the launcher."""
+        """Remove the groups of a sandbox whose processes are dead; a group that is still busy is removed with the
+        launcher's."""
         for hierarchy in self._hierarchies:
             with suppress(OSError):
                 hierarchy.remove(group)

@@ -1,13 +1,13 @@
 # ruff: noqa: PTH123, PTH208
-# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
-"""The processes of one sandbox as its init sees them, and how a command's whole tree is ended.
+# (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
+"""Processes of one sandbox as its init sees them, and the termination of a command's whole tree.
 
 Invariants:
-- Everything a process can choose about itself (its name above all) is only skipped over, never interpreted.
-- A tree is stopped before it is killed, so that nothing in it forks away between a look and a kill.
-- A command's shell is a child subreaper: a daemon it left with setsid and a double fork is still its descendant. One
-  that escaped all the same is a child of init and younger than the command: it is taken too while no other command
-  runs.
+- Text that a process can choose about itself (above all its name) is only skipped over, never interpreted.
+- A tree is stopped before it is killed, so that nothing in it can fork between a scan and a kill.
+- A command's shell is a child subreaper: a daemon that it left with setsid and a double fork is still its descendant. A
+  process that escaped nevertheless is a child of init and younger than the command: it is killed too unless another
+  command is running.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ _MAX_ROUNDS: Final = 8
 
 
 class ProcessEntry(NamedTuple):
+    """Parent, state and start time of a process."""
+
     parent: int
     state: str
     started: int
-    """Clock ticks since boot."""
+    """In clock ticks since boot."""
 
 
 def parse_stat(text: str) -> ProcessEntry:
-    """One line of /proc/<pid>/stat, whose second field is a free text in parentheses (proc(5))."""
+    """Parse a line of /proc/<pid>/stat, whose second field is free text in parentheses (proc(5))."""
     fields = text.rpartition(")")[2].split()
     return ProcessEntry(parent=int(fields[1]), state=fields[0], started=int(fields[19]))
 
 
 def read_processes() -> dict[int, ProcessEntry]:
-    """All processes of this pid namespace except init."""
+    """Return all processes of this pid namespace except init."""
     entries: dict[int, ProcessEntry] = {}
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     for pid in pids:
@@ -52,7 +54,8 @@ def read_processes() -> dict[int, ProcessEntry]:
 
 
 def tree_of(root: int, entries: Mapping[int, ProcessEntry], *, strays: bool) -> set[int]:
-    """Living descendants of `root` with itself; with `strays` also init's children that are not older, and theirs."""
+    """Return `root` and its living descendants; with `strays` also init's children that are not older, and their
+    descendants."""
     roots = {root} & entries.keys()
     if strays and root in entries:
         born = entries[root].started
@@ -71,7 +74,8 @@ def tree_of(root: int, entries: Mapping[int, ProcessEntry], *, strays: bool) -> 
 
 
 def kill_tree(root: int, *, strays: bool) -> bool:
-    """Stop, then kill a command and all it started. False when new processes kept appearing: end them all then."""
+    """Stop and then kill a command and all its descendants. Returns False when new processes kept appearing: the caller
+    must then kill all processes."""
     stopped: set[int] = set()
     for _ in range(_MAX_ROUNDS):
         fresh = tree_of(root, read_processes(), strays=strays) - stopped

@@ -1,14 +1,14 @@
 # ruff: noqa: PTH101, PTH102, PTH106, PTH112, PTH113, PTH114, PTH115, PTH123, PTH211
-# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
-"""What a sandbox sees: the file trees of the launcher and of each sandbox, built with direct mounts.
+# (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
+"""File trees of the launcher and of each sandbox, built with direct mounts.
 
 Invariants:
-- The launcher lives in a mount namespace of its own whose root is a private tmpfs: the host's /root, /home, /var, /etc
-  are not there, so no mistake further down can reach them, and everything vanishes with the last process.
-- Each sandbox has one size-capped tmpfs, `/layers/<id>` for the launcher and `/` for itself, or the upper layer of its
-  `/` above the read-only layers of an image. Nothing else is writable.
-- Layers of images are shown with the ids of the sandbox by mapped mounts: nothing is copied or changed.
-- Layers are built by real root before the sandbox's user namespace exists: the sandbox owns none of its mounts and
+- The launcher lives in a mount namespace of its own whose root is a private tmpfs: the host's /root, /home, /var and
+  /etc are not in it, so that no later mistake can reach them, and everything vanishes with the last process.
+- Each sandbox has one tmpfs of limited size, `/layers/<id>` for the launcher and `/` for itself, or the upper layer of
+  its `/` above the read-only layers of an image. Nothing else is writable.
+- Layers of images are shown with the ids of the sandbox by idmapped mounts: nothing is copied or changed.
+- Layers are mounted by real root before the sandbox's user namespace exists: the sandbox owns none of its mounts and
   cannot change them.
 """
 
@@ -28,11 +28,11 @@ from headrace.sandboxes.kernel import syscalls
 LAYERS: Final = "/layers"
 IMAGES: Final = "/images"
 DEVICES: Final = "/devices"
-"""Where loop devices are made for a moment."""
+"""Folder in which loop devices are made temporarily."""
 MAX_LAYERS: Final = 128
-"""Of one image; overlayfs takes up to 500, as long as their names fit in a page."""
+"""Maximum number of layers of one image; overlayfs takes up to 500, if their names fit in a page."""
 _TERMINALS: Final = 32
-"""Of one sandbox; the host has some 3,000 for all (kernel.pty.max)."""
+"""Maximum number of terminals of one sandbox; the host has about 3,000 in total (kernel.pty.max)."""
 _LOWER: Final = "/lower"
 _FROZEN: Final = "/frozen"
 
@@ -79,7 +79,7 @@ _NEEDED_FOLDERS: Final = (
     ("tmp", 0o1777),
     ("workspace", 0o777),
 )
-"""/dev/shm leads to /run/shm, which an image makes itself where it needs it."""
+"""/dev/shm leads to /run/shm, which an image makes itself if it needs it."""
 AGENT_ID: Final = 1000
 _ETC: Final = {
     "passwd": f"root:x:0:0:root:/root:/bin/bash\nagent:x:{AGENT_ID}:{AGENT_ID}:agent:/home/agent:/bin/bash\n"
@@ -96,37 +96,37 @@ _FORBIDDEN_TARGETS: Final = ("proc", "dev", "usr", "etc", *_SYSTEM_FOLDERS)
 
 
 class HostImage(NamedTuple):
-    """The parts of the host that the image `host` shows, all read-only, as found when the launcher started."""
+    """Parts of the host that the image `host` shows, all read-only, as found when the launcher started."""
 
     links: dict[str, str]
-    """/bin and its like where they are links into /usr."""
+    """/bin and the like, if they are links into /usr."""
     folders: tuple[str, ...]
-    """/bin and its like where they are folders of their own."""
+    """/bin and the like, if they are folders of their own."""
     files: dict[str, bytes]
-    """Files of /etc, by name below it."""
+    """Files of /etc, by their path below it."""
 
 
 class Layer(NamedTuple):
-    """A read-only layer of an image, or a folder of the host. Its files belong to ids that begin at `base_id`: 0 as
-    they were unpacked, that of the sandbox whose snapshot it is otherwise."""
+    """Read-only layer of an image, or a folder of the host. The ids of its files begin at `base_id`: 0 for an unpacked
+    layer, otherwise that of the sandbox it is a snapshot of."""
 
     path: str
     base_id: int
 
 
 class Image(NamedTuple):
-    """What sandboxes are made of."""
+    """Layers and settings that sandboxes are made from."""
 
     layers: tuple[Layer, ...]
-    """Topmost first; none for the plain host."""
+    """Topmost first; empty for the plain host."""
     shows_host: bool
-    """/usr and its like are the host's."""
+    """True: /usr and the like are the host's."""
     environment: dict[str, str]
     folder: str
-    """Where commands start unless told otherwise, if it is there."""
+    """Default working folder of commands, if it exists."""
 
     def above(self, layer: Layer) -> Image:
-        """The image with a further layer on top."""
+        """Return the image with another layer on top."""
         return self._replace(layers=(layer, *self.layers))
 
 
@@ -134,7 +134,7 @@ HOST: Final = Image((), True, {}, "/workspace")
 
 
 class Mount(NamedTuple):
-    """A frozen path: `path` in the root of the sandbox `source`, shown at `target`, both absolute."""
+    """Path of a frozen sandbox: `path` in the root of the sandbox `source`, shown at `target`; both are absolute."""
 
     source: str
     path: str
@@ -142,7 +142,7 @@ class Mount(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """A folder of the host, shown at `target`, absolute. `id_map` as in `Root`."""
+    """Folder of the host, shown at `target`, which is absolute. `id_map` is as in `Root`."""
 
     layer: Layer
     id_map: int
@@ -150,34 +150,34 @@ class Folder(NamedTuple):
 
 
 class Root(NamedTuple):
-    """What one sandbox's root is built from. `id_maps` are user namespaces for the layers, in their order, or -1 where
-    ids are shown as they are."""
+    """Parts from which one sandbox's root is built. `id_maps` are user namespaces for the layers, in their order, or -1
+    for layers whose ids are shown unchanged."""
 
     sandbox_id: str
     base_id: int
     single_id: bool
-    """There is no other id than that of root inside."""
+    """True: the sandbox has no other id than that of its root."""
     image: Image
     id_maps: tuple[int, ...]
     folders: tuple[Folder, ...]
     mounts: tuple[Mount, ...]
     source_image: Image
-    """Of the sandbox whose frozen paths are shown; it has the ids of this one."""
+    """Image of the sandbox whose frozen paths are shown; that sandbox has the same ids as this one."""
     source_id_maps: tuple[int, ...]
 
     @property
     def all_id_maps(self) -> set[int]:
-        """Descriptors that building it needs."""
+        """Descriptors that are needed to build the root."""
         return {*self.id_maps, *self.source_id_maps, *(folder.id_map for folder in self.folders)} - {-1}
 
 
 class ImageUnusable(Exception):
-    """No sandbox can be made of the image."""
+    """No sandbox can be made from the image."""
 
 
 class MountRefused(Exception):
-    """The frozen path is missing, leads through a symbolic link or is a file where the new root has a folder (or the
-    other way round), or the target is not allowed."""
+    """A mount of a frozen path is not possible. The path is missing, leads through a symbolic link, or is a file while
+    the new root has a folder there (or vice versa); or the target is not allowed."""
 
 
 def build_launcher_root(base: str, size_bytes: int = 64 << 20) -> HostImage:
@@ -199,22 +199,23 @@ def build_launcher_root(base: str, size_bytes: int = 64 << 20) -> HostImage:
             _bind_read_only(f"/{name}", f"{base}/system/{name}", syscalls.MS_NOSUID | syscalls.MS_NODEV)
             folders.append(name)
     _make_devices(f"{base}/dev")
-    _copy_alternatives(f"{base}/alternatives")
+    # Debian's /usr/bin/awk and many others lead through links of /etc/alternatives into /usr: copy those.
+    if os.path.isdir("/etc/alternatives"):
+        for entry in os.scandir("/etc/alternatives"):
+            if entry.is_symlink() and (target := os.readlink(entry.path)).startswith(("/usr/", "/bin/", "/lib/")):
+                os.symlink(target, f"{base}/alternatives/{entry.name}")
+    _bind_read_only(f"{base}/alternatives", f"{base}/alternatives", syscalls.MS_NOSUID | syscalls.MS_NODEV)
     files = {name: text.encode() for name, text in _ETC.items()}
     if os.path.isfile("/etc/ld.so.cache"):
         with open("/etc/ld.so.cache", "rb") as cache:
             files["ld.so.cache"] = cache.read()
-    _mount_launcher_proc(f"{base}/proc")
+    try:
+        syscalls.mount("proc", f"{base}/proc", "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
+    except PermissionError:
+        # Without root the pid namespace belongs to another user, but the host's view of it can be shown here.
+        syscalls.mount("/proc", f"{base}/proc", flags=syscalls.MS_BIND | syscalls.MS_REC)
     syscalls.pivot_into(base)
     return HostImage(links, tuple(folders), files)
-
-
-def _mount_launcher_proc(target: str) -> None:
-    try:
-        syscalls.mount("proc", target, "proc", syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC)
-    except PermissionError:
-        # Without root the pid namespace is somebody else's, but what the host shows of it can be shown here.
-        syscalls.mount("/proc", target, flags=syscalls.MS_BIND | syscalls.MS_REC)
 
 
 def _bind_read_only(source: str, target: str, flags: int) -> None:
@@ -237,31 +238,23 @@ def _make_devices(folder: str) -> None:
     _bind_read_only(folder, folder, syscalls.MS_NOSUID | syscalls.MS_NOEXEC)
 
 
-def _copy_alternatives(folder: str) -> None:
-    """Debian's /usr/bin/awk and many others lead through links of /etc/alternatives into /usr: keep those."""
-    if os.path.isdir("/etc/alternatives"):
-        for entry in os.scandir("/etc/alternatives"):
-            if entry.is_symlink() and (target := os.readlink(entry.path)).startswith(("/usr/", "/bin/", "/lib/")):
-                os.symlink(target, f"{folder}/{entry.name}")
-    _bind_read_only(folder, folder, syscalls.MS_NOSUID | syscalls.MS_NODEV)
-
-
 def make_layer(sandbox_id: str) -> str:
-    """The place of one sandbox's layer, empty yet."""
+    """Make the empty folder of one sandbox's layer and return its path."""
     path = f"{LAYERS}/{sandbox_id}"
     os.mkdir(path, 0o755)
     return path
 
 
 def mount_memory_layer(sandbox_id: str, base_id: int, size_bytes: int) -> None:
-    """Make a tmpfs owned by the sandbox's root. One inode for every 4 KiB, as the kernel does by itself."""
+    """Mount a tmpfs owned by the sandbox's root as its layer, with one inode for every 4 KiB, which is the kernel's
+    default."""
     path = f"{LAYERS}/{sandbox_id}"
     options = f"mode=755,size={size_bytes},nr_inodes={max(size_bytes // 4096, 1024)},uid={base_id},gid={base_id}"
     syscalls.mount("tmpfs", path, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
 
 
 def layer_usage(sandbox_id: str) -> dict[str, int]:
-    """disk_bytes and disk_limit_bytes of one sandbox's layer."""
+    """Return disk_bytes and disk_limit_bytes of one sandbox's layer."""
     status = os.statvfs(f"{LAYERS}/{sandbox_id}")
     used = (status.f_blocks - status.f_bfree) * status.f_frsize
     return {"disk_bytes": used, "disk_limit_bytes": status.f_blocks * status.f_frsize}
@@ -269,16 +262,14 @@ def layer_usage(sandbox_id: str) -> dict[str, int]:
 
 def drop_layer(sandbox_id: str) -> None:
     with suppress(OSError):
-        # A layer on disk is not there yet when its maker dies early.
+        # A layer on disk is not mounted yet if its first process died early.
         syscalls.detach(f"{LAYERS}/{sandbox_id}")
     os.rmdir(f"{LAYERS}/{sandbox_id}")
 
 
 def add_layer(number: int, mount: int, id_map: int) -> Layer:
-    """Attach a folder of the host, given as a mount that is attached nowhere, as a layer of images.
-
-    Raises OSError, also where the file system cannot show its files with other ids.
-    """
+    """Attach a folder of the host, given as a detached mount, as a layer of images. Raises OSError, also if its file
+    system cannot show files with other ids."""
     path = f"{IMAGES}/{number}"
     os.mkdir(path, 0o755)
     syscalls.attach_mount(mount, path)
@@ -290,7 +281,7 @@ def add_layer(number: int, mount: int, id_map: int) -> Layer:
             syscalls.map_mount_ids(trial, id_map)
     except OSError as error:
         drop_image_layer(layer)
-        text = f"{error.strerror}: its file system cannot be shown with other ids; use ext4, xfs, btrfs or tmpfs"
+        text = f"{error.strerror}: its file system does not support idmapped mounts; use ext4, xfs, btrfs or tmpfs"
         raise OSError(error.errno, text) from error
     finally:
         os.close(trial)
@@ -303,19 +294,23 @@ def drop_image_layer(layer: Layer) -> None:
 
 
 def own_layer(sandbox_id: str, image: Image) -> str:
-    """Where the files lie that a sandbox has written."""
+    """Return the folder of the files that a sandbox has written."""
     return f"{LAYERS}/{sandbox_id}/upper" if image.layers else f"{LAYERS}/{sandbox_id}"
 
 
 def build_sandbox_root(root: Root, host: HostImage) -> None:
-    """Called in the sandbox's first process, already in its own mount, pid and net namespaces: ends with the new root.
-
-    Raises MountRefused, ImageUnusable, OSError.
-    """
+    """Build the sandbox's root and make it this process's root. The caller is the sandbox's first process, already in
+    its own mount, pid and net namespaces. Raises MountRefused, ImageUnusable, OSError."""
     layer = f"{LAYERS}/{root.sandbox_id}"
     path = f"{layer}/root" if root.image.layers else layer
+    no_devices = syscalls.MS_NOSUID | syscalls.MS_NODEV
     if root.image.layers:
-        _mount_image(layer, root)
+        for name in ("upper", "work", "root"):
+            os.mkdir(f"{layer}/{name}", 0o755)
+        os.chown(f"{layer}/upper", root.base_id, root.base_id)
+        lower = _mount_layers(root.image, root.id_maps)
+        options = f"lowerdir={lower},upperdir={layer}/upper,workdir={layer}/work,{_overlay_options(root)}"
+        syscalls.mount("overlay", path, "overlay", no_devices, options)
     syscalls.create_files_as(root.base_id, root.base_id)
     if not root.image.layers:
         _write_tree(path, host)
@@ -326,42 +321,44 @@ def build_sandbox_root(root: Root, host: HostImage) -> None:
         os.mkdir(f"{path}/home/agent", 0o755)
         if not root.single_id:
             os.chown(f"{path}/home/agent", root.base_id + AGENT_ID, root.base_id + AGENT_ID)
+    recursive_bind = syscalls.MS_BIND | syscalls.MS_REC
     if root.image.shows_host:
-        _mount_system(path, host)
-    _mount_kernel(path, root)
+        syscalls.mount("/usr", f"{path}/usr", flags=recursive_bind)
+        for name in host.folders:
+            with suppress(FileExistsError):
+                os.mkdir(f"{path}/{name}", 0o755)
+            syscalls.mount(f"/system/{name}", f"{path}/{name}", flags=recursive_bind)
+        syscalls.mount("/alternatives", f"{path}/etc/alternatives", flags=syscalls.MS_BIND)
+    syscalls.mount("/dev", f"{path}/dev", flags=recursive_bind)
+    no_programs = syscalls.MS_NOSUID | syscalls.MS_NOEXEC
+    owner = "" if root.single_id else f",gid={root.base_id + 5}"
+    options = f"newinstance,ptmxmode=0666,mode=620,max={_TERMINALS}{owner}"
+    syscalls.mount("devpts", f"{path}/dev/pts", "devpts", no_programs, options)
+    syscalls.mount("proc", f"{path}/proc", "proc", no_programs | syscalls.MS_NODEV)
     for folder in root.folders:
         _attach(folder.layer, folder.id_map, _make_target(path, root.base_id, check_target(folder.target), folder=True))
     for frozen in root.mounts:
         _mount_frozen(path, root, frozen)
     syscalls.pivot_into(path)
     if not os.access("/bin/bash", os.X_OK):
-        raise ImageUnusable("the image has no /bin/bash, which runs the commands")
-
-
-def _mount_image(layer: str, root: Root) -> None:
-    """The image's layers, shown with the sandbox's ids, below what it will write itself."""
-    for name in ("upper", "work", "root"):
-        os.mkdir(f"{layer}/{name}", 0o755)
-    os.chown(f"{layer}/upper", root.base_id, root.base_id)
-    lower = _mount_layers(root.image, root.id_maps)
-    options = f"lowerdir={lower},upperdir={layer}/upper,workdir={layer}/work,{_overlay_options(root)}"
-    syscalls.mount("overlay", f"{layer}/root", "overlay", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
+        raise ImageUnusable("the image has no executable /bin/bash, which runs the commands")
 
 
 def _overlay_options(root: Root) -> str:
-    """Attributes of the overlay are the owner's of the file system, which without root is this user namespace."""
+    """Return the options by which overlayfs stores its attributes. They belong to the owner of the file system, which
+    without root is this user namespace."""
     return "userxattr" if root.single_id else "redirect_dir=on"
 
 
 def _mount_layers(image: Image, id_maps: tuple[int, ...]) -> str:
-    """Attach the layers in this mount namespace. Returns them as overlayfs wants them (overlayfs.rst)."""
+    """Attach the layers in this mount namespace and return them in the form of `lowerdir` (overlayfs.rst)."""
     for number, (layer, id_map) in enumerate(zip(image.layers, id_maps, strict=True)):
         _attach(layer, id_map, f"{_LOWER}/{number}")
     return ":".join(f"{_LOWER}/{number}" for number in range(len(image.layers)))
 
 
 def _attach(layer: Layer, id_map: int, target: str) -> None:
-    """Show it there, read-only as it is at its own place, with the ids of the map."""
+    """Attach a layer at `target` with the ids of the map; it is read-only there too."""
     mount = syscalls.copy_mount(layer.path)
     try:
         if id_map >= 0:
@@ -369,25 +366,6 @@ def _attach(layer: Layer, id_map: int, target: str) -> None:
         syscalls.attach_mount(mount, target)
     finally:
         os.close(mount)
-
-
-def _mount_system(path: str, host: HostImage) -> None:
-    recursive_bind = syscalls.MS_BIND | syscalls.MS_REC
-    syscalls.mount("/usr", f"{path}/usr", flags=recursive_bind)
-    for name in host.folders:
-        with suppress(FileExistsError):
-            os.mkdir(f"{path}/{name}", 0o755)
-        syscalls.mount(f"/system/{name}", f"{path}/{name}", flags=recursive_bind)
-    syscalls.mount("/alternatives", f"{path}/etc/alternatives", flags=syscalls.MS_BIND)
-
-
-def _mount_kernel(path: str, root: Root) -> None:
-    syscalls.mount("/dev", f"{path}/dev", flags=syscalls.MS_BIND | syscalls.MS_REC)
-    safe = syscalls.MS_NOSUID | syscalls.MS_NOEXEC
-    terminals = f"newinstance,ptmxmode=0666,mode=620,max={_TERMINALS}"
-    owner = "" if root.single_id else f",gid={root.base_id + 5}"
-    syscalls.mount("devpts", f"{path}/dev/pts", "devpts", safe, terminals + owner)
-    syscalls.mount("proc", f"{path}/proc", "proc", safe | syscalls.MS_NODEV)
 
 
 def _write_tree(root: str, image: HostImage) -> None:
@@ -409,11 +387,12 @@ def _write_file(path: str, content: bytes) -> None:
 
 
 def _complete_tree(root: str) -> None:
-    """What an image from elsewhere may lack. Its own files and links stay as they are; none of them is followed."""
+    """Add the folders and files that a foreign image may lack. Its own files and links are not changed, and no link is
+    followed."""
     for name, mode in _NEEDED_FOLDERS:
         path = f"{root}/{name}"
         if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
-            raise ImageUnusable(f"the image has something else than a folder at /{name}")
+            raise ImageUnusable(f"/{name} of the image is not a folder")
         with suppress(FileExistsError):
             os.mkdir(path, mode)
             os.chmod(path, mode)
@@ -423,7 +402,7 @@ def _complete_tree(root: str) -> None:
 
 
 def check_target(target: str) -> list[str]:
-    """The parts of an absolute path below the sandbox's own layer. Raises MountRefused."""
+    """Return the parts of an absolute path below the sandbox's own layer. Raises MountRefused."""
     parts = [part for part in target.split("/") if part]
     if not target.startswith("/") or not parts or {".", ".."} & set(parts) or parts[0] in _FORBIDDEN_TARGETS:
         raise MountRefused(f"mount target {target!r}: use an absolute path outside {', '.join(_FORBIDDEN_TARGETS)}")
@@ -432,12 +411,32 @@ def check_target(target: str) -> list[str]:
 
 def _mount_frozen(path: str, root: Root, frozen: Mount) -> None:
     parts = check_target(frozen.target)
-    source = _open_frozen(root, frozen)
+    # The whole root of the dead sandbox: its own layer, or an overlay of it above its image's.
+    shown = f"{LAYERS}/{frozen.source}"
+    if root.source_image.layers:
+        shown = _FROZEN
+        if not os.path.ismount(_FROZEN):
+            lower = _mount_layers(root.source_image, root.source_id_maps)
+            options = f"lowerdir={LAYERS}/{frozen.source}/upper:{lower},{_overlay_options(root)}"
+            syscalls.mount("overlay", _FROZEN, "overlay", syscalls.MS_RDONLY, options)
+    folder = os.open(shown, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        folder = stat.S_ISDIR(os.fstat(source).st_mode)
-        target = _make_target(path, root.base_id, parts, folder=folder)
-        if os.path.isdir(target) != folder:
-            raise MountRefused(f"frozen path {frozen.path!r}: is {'a' if folder else 'no'} folder, unlike its target")
+        resolve = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_MAGICLINKS
+        name = frozen.path.strip("/") or "."
+        source = syscalls.open_resolved(folder, name, os.O_PATH | os.O_NOFOLLOW, resolve)
+    except OSError as error:
+        reason = "leads through a symbolic link" if error.errno == errno.ELOOP else os.strerror(error.errno or 0)
+        raise MountRefused(f"frozen path {frozen.path!r}: {reason}") from error
+    finally:
+        os.close(folder)
+    try:
+        mode = os.fstat(source).st_mode
+        if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+            raise MountRefused(f"frozen path {frozen.path!r}: neither a folder nor a regular file")
+        target = _make_target(path, root.base_id, parts, folder=stat.S_ISDIR(mode))
+        if os.path.isdir(target) != stat.S_ISDIR(mode):
+            kind = "a folder" if stat.S_ISDIR(mode) else "a file"
+            raise MountRefused(f"frozen path {frozen.path!r}: it is {kind}, unlike its target")
         syscalls.mount(f"/proc/self/fd/{source}", target, flags=syscalls.MS_BIND)
     finally:
         os.close(source)
@@ -445,43 +444,14 @@ def _mount_frozen(path: str, root: Root, frozen: Mount) -> None:
     syscalls.set_mount_flags(target, flags)
 
 
-def _frozen_root(root: Root, source: str) -> str:
-    """Where the whole root of the dead sandbox can be seen: its own layer, or that above its image's."""
-    if not root.source_image.layers:
-        return f"{LAYERS}/{source}"
-    if not os.path.ismount(_FROZEN):
-        lower = _mount_layers(root.source_image, root.source_id_maps)
-        options = f"lowerdir={LAYERS}/{source}/upper:{lower},{_overlay_options(root)}"
-        syscalls.mount("overlay", _FROZEN, "overlay", syscalls.MS_RDONLY, options)
-    return _FROZEN
-
-
-def _open_frozen(root: Root, frozen: Mount) -> int:
-    """Open a path of a dead layer, which nobody changes any more, without following any link. Raises MountRefused."""
-    layer = os.open(_frozen_root(root, frozen.source), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        path = frozen.path.strip("/") or "."
-        resolve = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_MAGICLINKS
-        descriptor = syscalls.open_resolved(layer, path, os.O_PATH | os.O_NOFOLLOW, resolve)
-    except OSError as error:
-        reason = "leads through a symbolic link" if error.errno == errno.ELOOP else os.strerror(error.errno or 0)
-        raise MountRefused(f"frozen path {frozen.path!r}: {reason}") from error
-    finally:
-        os.close(layer)
-    mode = os.fstat(descriptor).st_mode
-    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-        os.close(descriptor)
-        raise MountRefused(f"frozen path {frozen.path!r}: neither a folder nor a regular file")
-    return descriptor
-
-
 def _make_target(root: str, base_id: int, parts: list[str], *, folder: bool) -> str:
-    """Folders (and a file) for a mount point. An earlier read-only mount on the way makes this fail, which is right."""
+    """Make the folders (and the file) of a mount point and return its path. This fails below an earlier read-only
+    mount, which is intended."""
     path = root
     for position, part in enumerate(parts):
         path = f"{path}/{part}"
         if os.path.islink(path):
-            # An earlier frozen mount may hold links of the agent's: following one would mount outside this root.
+            # An earlier frozen mount may contain links of the agent's: following one would mount outside this root.
             raise MountRefused(f"mount target below {path.removeprefix(root)!r}: leads through a symbolic link")
         if os.path.lexists(path):
             continue
@@ -494,15 +464,16 @@ def _make_target(root: str, base_id: int, parts: list[str], *, folder: bool) -> 
 
 
 def limit_shared_memory(most_bytes: int) -> None:
-    """Cap what System V objects of this IPC namespace can hold: it is charged to no process, so that killing none frees
-    it. Segments of `most_bytes` in all, 2 MiB of messages, 4,096 semaphores."""
+    """Limit the System V objects of this IPC namespace: segments of `most_bytes` in all, 2 MiB of messages, 4,096
+    semaphores. Their memory is charged to no process, so that killing a process would not free it."""
     for name, value in (("shmall", str(most_bytes // 4096)), ("msgmni", "128"), ("sem", "250 4096 32 128")):
         with open(f"/proc/sys/kernel/{name}", "w", encoding="utf-8") as setting:
             setting.write(value)
 
 
 def raise_loopback() -> None:
-    """Bring `lo` up in this network namespace and let everyone bind low ports there (`SIOCSIFFLAGS`, netdevice(7))."""
+    """Bring `lo` up in this network namespace and let every user bind low ports there (`SIOCSIFFLAGS`,
+    netdevice(7))."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as control:
         fcntl.ioctl(control, 0x8914, struct.pack("16sH14x", b"lo", 0x1 | 0x40))
     with open("/proc/sys/net/ipv4/ip_unprivileged_port_start", "w", encoding="utf-8") as setting:

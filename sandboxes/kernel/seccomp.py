@@ -1,10 +1,13 @@
-"""A small system call filter for sandboxes: it closes what namespaces leave open.
+"""Seccomp filter for sandboxes, which forbids system calls that namespaces do not contain.
 
 Invariants:
-- Sockets only of the families unix, inet, inet6 and netlink: a vsock reaches the hypervisor from any network namespace.
-- No io_uring (it opens sockets past a filter), no bpf, perf, userfaultfd, keyrings, modules, kexec, file handles.
-- Only the native calling convention: 32-bit and x32 programs get ENOSYS, for their numbers would pass the checks.
-- Refused calls fail with an error number; nothing is killed.
+- Sockets can only be of the families unix, inet, inet6 and netlink: a vsock reaches the hypervisor from any network
+  namespace.
+- There is no io_uring (it opens sockets past a filter), bpf, perf, userfaultfd, keyrings, modules, kexec or file
+  handles.
+- Only the native calling convention is allowed: 32-bit and x32 programs get ENOSYS, because their call numbers would
+  pass the checks.
+- Forbidden calls fail with an error number; no process is killed.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ _ARCHITECTURES: Final = {
 
 
 def filter_program(machine: str) -> bytes | None:
-    """Classic BPF instructions (`struct sock_filter`) for `os.uname().machine`; None where its numbers are unknown."""
+    """Return classic BPF instructions (`struct sock_filter`) for `os.uname().machine`, or None for an unknown
+    machine."""
     architecture = _ARCHITECTURES.get(machine)
     if architecture is None:
         return None

@@ -1,7 +1,7 @@
-"""Starting a module of this package in a Python process that has the standard library only.
+"""Command line that starts a module of this package in a Python process with the standard library only.
 
-Invariants: no site-packages, no environment, no working folder on the module path; the package is found by this file's
-folder, so an editable install, a wheel and a plain checkout behave alike.
+Invariants: there are no site-packages, no environment, and no working folder on the module path. The package is found
+by this file's folder, so that an editable install, a wheel and a plain checkout behave alike.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-# `headrace` and `headrace.sandboxes` are made by hand: the import hooks of an editable install live in site-packages.
+# `headrace` and `headrace.sandboxes` are made here: the import hooks of an editable install are in site-packages.
 _BOOTSTRAP: Final = """
 import importlib, sys, types
 package = types.ModuleType("headrace")
@@ -23,5 +23,5 @@ importlib.import_module("headrace.sandboxes." + sys.argv[2]).main()
 
 
 def stdlib_command(module: str) -> tuple[str, ...]:
-    """The command line that runs `main()` of headrace.sandboxes.<module>."""
+    """Return the command line that runs `main()` of headrace.sandboxes.<module>."""
     return (sys.executable, "-I", "-S", "-c", _BOOTSTRAP, str(Path(__file__).parents[1]), module)

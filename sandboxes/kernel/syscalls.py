@@ -1,14 +1,15 @@
 # ruff: noqa: PTH123
-# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
-"""Linux system calls that Python 3.11 does not wrap.
+# (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
+"""Wrappers of Linux system calls that Python 3.11 does not have.
 
-Invariants: every wrapper raises OSError that names the call and its object; nothing keeps state; only the standard
-library is imported, for the launcher starts without site-packages.
+Invariants: every wrapper raises an OSError that names the call and its object. Nothing keeps state. Only the standard
+library is imported, because the launcher starts without site-packages.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from typing import TYPE_CHECKING, Final
 
@@ -91,12 +92,13 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def detach(target: str) -> None:
-    """Unmount lazily: users of the mount keep it, nobody else finds it."""
+    """Unmount lazily: current users retain the mount, and it is unreachable for all others."""
     _checked(_libc.umount2(target.encode(), _MNT_DETACH), f"umount {target}")
 
 
 def set_mount_flags(target: str, flags: int) -> None:
-    """Add MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC to a mount and all below it (their MOUNT_ATTR values are equal)."""
+    """Add MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC to a mount and all mounts below it (their MOUNT_ATTR values are
+    equal)."""
     attributes = _MountAttributes(attr_set=flags)
     result = _libc.syscall(
         _SYS_MOUNT_SETATTR, -100, target.encode(), _AT_RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes)
@@ -105,20 +107,20 @@ def set_mount_flags(target: str, flags: int) -> None:
 
 
 def copy_mount(path: str) -> int:
-    """A copy of the mount that shows `path`, attached nowhere: a descriptor that may travel to another mount namespace
+    """Return a descriptor of a detached copy of the mount at `path`, which may be passed to another mount namespace
     (open_tree(2))."""
     result = _libc.syscall(_SYS_OPEN_TREE, -100, path.encode(), _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC)
     return _checked(result, f"open_tree {path}")
 
 
 def attach_mount(descriptor: int, target: str) -> None:
-    """Attach what `copy_mount` made (move_mount(2))."""
+    """Attach a mount made by `copy_mount` at `target` (move_mount(2))."""
     result = _libc.syscall(_SYS_MOVE_MOUNT, descriptor, b"", -100, target.encode(), _MOVE_MOUNT_F_EMPTY_PATH)
     _checked(result, f"move_mount {target}")
 
 
 def map_mount_ids(descriptor: int, user_namespace: int) -> None:
-    """Show the files of a mount that is attached nowhere with the ids that a user namespace maps theirs to."""
+    """Show the files of a detached mount with the ids to which a user namespace maps theirs."""
     attributes = _MountAttributes(attr_set=_MOUNT_ATTR_IDMAP, userns_fd=user_namespace)
     result = _libc.syscall(
         _SYS_MOUNT_SETATTR, descriptor, b"", _AT_EMPTY_PATH, ctypes.byref(attributes), ctypes.sizeof(attributes)
@@ -127,7 +129,7 @@ def map_mount_ids(descriptor: int, user_namespace: int) -> None:
 
 
 def pivot_into(root: str) -> None:
-    """Make the mount point `root` the root of this mount namespace and let go of the old one."""
+    """Make the mount point `root` the root of this mount namespace and detach the old one."""
     os.chdir(root)
     _checked(_libc.pivot_root(b".", b"."), f"pivot_root {root}")
     detach(".")
@@ -139,7 +141,7 @@ def unshare(flags: int) -> None:
 
 
 def enter_own_user_namespace() -> None:
-    """Without root: be root of a user namespace that has one id, that of this process (user_namespaces(7))."""
+    """Become root of a new user namespace whose only id is that of this process; needs no root (user_namespaces(7))."""
     user_id, group_id = os.geteuid(), os.getegid()
     unshare(CLONE_NEWUSER)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user_id} 1"), ("gid_map", f"0 {group_id} 1")):
@@ -152,7 +154,7 @@ def join_namespace(descriptor: int, flags: int) -> None:
 
 
 def open_resolved(directory: int, path: str, flags: int, resolve: int) -> int:
-    """openat2: open `path` below `directory` under RESOLVE_* restrictions. Returns a descriptor."""
+    """Open `path` below `directory` under RESOLVE_* restrictions (openat2(2)) and return the descriptor."""
     how = _OpenHow(flags=flags | os.O_CLOEXEC, mode=0, resolve=resolve)
     result = _libc.syscall(_SYS_OPENAT2, directory, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how))
     return _checked(result, f"open {path}")
@@ -163,17 +165,17 @@ def _prctl(option: int, argument: object, what: str) -> None:
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Ask for `signal_number` when the parent thread dies. Any later change of credentials forgets it."""
+    """Ask for `signal_number` when the parent thread dies. A later change of credentials cancels this."""
     _prctl(_PR_SET_PDEATHSIG, signal_number, "PR_SET_PDEATHSIG")
 
 
 def forbid_inspection() -> None:
-    """No other process may trace this one or read its memory, descriptors or environment; forks inherit it."""
+    """Forbid other processes to trace this one or read its memory, descriptors or environment; forks inherit it."""
     _prctl(_PR_SET_DUMPABLE, 0, "PR_SET_DUMPABLE")
 
 
 def allow_inspection() -> None:
-    """By the own user, and by this process of its own files in /proc."""
+    """Allow processes of the same user to inspect this one, and this process to open its own files in /proc."""
     _prctl(_PR_SET_DUMPABLE, 1, "PR_SET_DUMPABLE")
 
 
@@ -186,19 +188,19 @@ def forbid_new_privileges() -> None:
 
 
 def filter_calls(program: bytes) -> None:
-    """Install a seccomp filter of 8-byte instructions for this process and all it starts; needs no_new_privs."""
+    """Install a seccomp filter of 8-byte instructions for this process and all its children; needs no_new_privs."""
     argument = _FilterProgram(len(program) // 8, program)
     _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(argument), 0, 0), "PR_SET_SECCOMP")
 
 
 def keep_capabilities_as(user_id: int) -> None:
-    """Change the real and effective user and stay capable, until the next user namespace or execve."""
+    """Change the real and effective user but keep all capabilities, until the next user namespace or execve."""
     _prctl(_PR_SET_SECUREBITS, _SECBIT_NO_SETUID_FIXUP, "PR_SET_SECUREBITS")
     os.setresuid(user_id, user_id, 0)
 
 
 def name_process(name: str) -> None:
-    """Replace name and command line, which every process in a sandbox could read, by `name`."""
+    """Replace the name and command line, which every process in a sandbox could read, by `name`."""
     _prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), "PR_SET_NAME")
     with open("/proc/self/stat", encoding="utf-8", errors="replace") as stat:
         fields = stat.read().rpartition(")")[2].split()
@@ -220,6 +222,13 @@ def drop_capabilities(keep: Collection[int], last: int) -> None:
 
 
 def create_files_as(user_id: int, group_id: int) -> None:
-    """Set the ids that files made by this process get (setfsuid, setfsgid)."""
+    """Set the ids of files that this process creates (setfsuid, setfsgid)."""
     _libc.setfsgid(group_id)
     _libc.setfsuid(user_id)
+
+
+def reason_of(error: OSError) -> str:
+    """Describe a refusal of the kernel: `EBUSY: /sys/fs/cgroup/x: Device or resource busy`."""
+    name = errno.errorcode.get(error.errno or 0, "")
+    where = "" if error.filename is None else str(error.filename)
+    return ": ".join(part for part in (name, where, error.strerror or str(error)) if part)

@@ -1,1 +1,1 @@
-"""The launcher: a process of the standard library alone that owns all local sandboxes of one host."""
+"""Launcher process, which owns all local sandboxes of one host and uses the standard library only."""

@@ -1,14 +1,16 @@
 # ruff: noqa: PTH103, PTH120
-# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
-"""What a freshly forked child inside a sandbox does: become a user, then run a command or move a file. (A few files
-that come before any command are written by the first process itself.)
+# (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
+"""Work of a freshly forked child inside a sandbox: become a user, then run a command or move a file.
+
+A few files that are written before any command runs are written by the first process itself (`write_now`).
 
 Invariants:
-- Runs after the fork, never returns, and ends the process with `os._exit` or `execve`, but for `write_now`.
-- Files are opened with the powers of the sandbox's user, by a process inside: a link or path of the agent's reaches
+- All but `write_now` run after the fork, never return, and end the process with `os._exit` or `execve`.
+- Files are opened with the rights of the sandbox's user, by a process inside: a link or path of the agent's reaches
   only what the agent could reach itself. Only regular files are read or written; FIFOs and devices are refused without
   waiting.
-- The environment is the fixed small one and what the caller gave; nothing is inherited, no shell start file is read.
+- The environment consists of fixed variables and those of the caller; nothing is inherited, and no shell start file is
+  read.
 """
 
 from __future__ import annotations
@@ -33,20 +35,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from headrace.sandboxes.kernel import syscalls
 
 if TYPE_CHECKING:
-    from types import CodeType
-
     from headrace.sandboxes.kernel.rootfs import Image
 
 SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 EXIT_CANNOT_RUN: Final = 126
 EXIT_FILE_ERROR: Final = 3
-"""Status of a file child that says why on its standard error."""
+"""Exit code of a file operation whose standard error holds the reason for its failure."""
 
 _MAX_ACCOUNT_FILE_BYTES: Final = 1 << 20
 _COPY_BYTES: Final = 1 << 18
 PRELOADED: Final = frozenset({"errno", "json", "os", "re", "stat", "sys", "time"})
-"""What a program in a fork of the launcher may import: no library folder is to be seen from there."""
+"""Modules that a program in a fork of the launcher may import; no library folder is visible there."""
 _HANDLED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SMALL_BYTES: Final = 1 << 20
 _FEW_FILES: Final = 1000
@@ -61,40 +61,38 @@ class Account(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Of one sandbox."""
+    """Limits of one sandbox that are set inside."""
 
     processes: int
     open_files: int
     layer_bytes: int
     shared_memory_bytes: int
     single_id: bool
-    """Whoever a command runs as, it has the only id there is."""
+    """True: commands of every user run with the only id there is."""
 
 
 class FileProblem(Exception):
-    """One line that says why a file cannot be read or written."""
+    """Reason, in one line, why a file cannot be read or written."""
 
 
 def find_account(user: str, passwd: str, group: str) -> Account:
-    """Resolve a name or `uid[:gid]` with the texts of the sandbox's own passwd and group; `root` is 0, whatever stands
-    there: an image may lack it. Raises FileProblem."""
+    """Resolve a name or `uid[:gid]` with the contents of the sandbox's own passwd and group files. `root` is always 0,
+    because an image may lack the entry. Raises FileProblem."""
     if user == "root":
         return Account(0, 0, (0,), "root", "/root")
     for line in passwd.splitlines():
         fields = line.split(":")
         if len(fields) >= 6 and fields[0] == user and fields[2].isdigit() and fields[3].isdigit():
             group_id = int(fields[3])
-            return Account(int(fields[2]), group_id, (group_id, *_groups_of(user, group)), user, fields[5] or "/")
+            rows = (row.split(":") for row in group.splitlines())
+            named = [row for row in rows if len(row) >= 4 and row[2].isdigit() and user in row[3].split(",")]
+            groups = (group_id, *(int(row[2]) for row in named))
+            return Account(int(fields[2]), group_id, groups, user, fields[5] or "/")
     user_part, _, group_part = user.partition(":")
     if user_part.isdigit() and (group_part or user_part).isdigit():
         group_id = int(group_part or user_part)
         return Account(int(user_part), group_id, (group_id,), user_part, "/")
     raise FileProblem(f"user {user!r} is not in the sandbox's /etc/passwd")
-
-
-def _groups_of(user: str, group: str) -> list[int]:
-    rows = (line.split(":") for line in group.splitlines())
-    return [int(row[2]) for row in rows if len(row) >= 4 and row[2].isdigit() and user in row[3].split(",")]
 
 
 def _account_file(path: str) -> str:
@@ -105,8 +103,8 @@ def _account_file(path: str) -> str:
 
 
 def become(user: str, limits: Limits) -> Account:
-    """Take on the user's ids. Root keeps the few capabilities of the sandbox's init, others have none."""
-    # Most commands are root's, who is the same in every image.
+    """Switch to the user's ids. Root keeps the few capabilities of the sandbox's init; other users have none."""
+    # Most commands run as root, who is the same in every image.
     texts = ("", "") if user == "root" else (_account_file("/etc/passwd"), _account_file("/etc/group"))
     account = find_account(user, *texts)
     if limits.single_id:
@@ -137,10 +135,8 @@ def fail(message: str, status: int) -> NoReturn:
 
 
 def run_command(message: dict[str, Any], limits: Limits, image: Image) -> NoReturn:
-    """Become the command: a text is for `bash -c`, a list is a program and its arguments.
-
-    A wrong user, folder or program ends with status 126 and a line on standard error.
-    """
+    """Become the command: a string is run by `bash -c`, a list is a program and its arguments. A wrong user, folder or
+    program ends the process with status 126 and a line on standard error."""
     try:
         os.setsid()
         syscalls.become_subreaper()
@@ -159,21 +155,28 @@ def run_command(message: dict[str, Any], limits: Limits, image: Image) -> NoRetu
             **image.environment,
             **message["env"],
         }
-        _enter_folder(message["cwd"], image.folder)
+        if message["cwd"] is not None:
+            os.chdir(message["cwd"])
+        else:
+            try:
+                os.chdir(image.folder)
+            except OSError:
+                os.chdir("/")
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             # Python ignores these two, and ignored signals survive execve.
             signal.signal(number, signal.SIG_DFL)
-        _execute(message["command"], environment)
+        command = message["command"]
+        if isinstance(command, str):
+            os.execve("/bin/bash", ["bash", "-c", command], environment)
+        os.execvpe(command[0], command, environment)
     except (OSError, ValueError, OverflowError, FileProblem) as error:
         fail(f"cannot run the command: {error}", EXIT_CANNOT_RUN)
 
 
 def run_program(message: dict[str, Any], limits: Limits) -> NoReturn:
-    """Run a program of ours, Python of the standard library, in this process: no interpreter has to start, and the
-    image need not have one. It may import what the launcher had imported (`PRELOADED`).
-
-    Ends as Python ends: with the status of SystemExit, or 1 and a traceback. A wrong user ends with status 126.
-    """
+    """Run a Python program with the standard library in this process. No interpreter has to start, and the image need
+    not have one. The program may import the modules that the launcher had imported (`PRELOADED`). It ends like a Python
+    script: with the status of SystemExit, or 1 and a traceback. A wrong user ends it with status 126."""
     try:
         os.setsid()
         syscalls.become_subreaper()
@@ -186,11 +189,6 @@ def run_program(message: dict[str, Any], limits: Limits) -> NoReturn:
         arguments = [str(argument) for argument in message["arguments"]]
     except (OSError, ValueError, SyntaxError, FileProblem) as error:
         fail(f"cannot run the program: {error}", EXIT_CANNOT_RUN)
-    os._exit(_run_code(code, arguments))
-
-
-def _run_code(code: CodeType, arguments: list[str]) -> int:
-    """The exit status."""
     gc.enable()
     sys.argv = ["-c", *arguments]
     sys.path.clear()
@@ -204,33 +202,20 @@ def _run_code(code: CodeType, arguments: list[str]) -> int:
         exec(code, module.__dict__)
         status = 0
     except SystemExit as end:
-        status = _status_of(end.code)
-    except BaseException:  # noqa: BLE001 - whatever it is, the program ended with it
+        if end.code is None or isinstance(end.code, int):
+            status = (end.code or 0) & 0xFF
+        else:
+            sys.stderr.write(f"{end.code}\n")
+    except BaseException:  # noqa: BLE001 - any other exception ends the program with a traceback
         sys.__excepthook__(*sys.exc_info())
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    return status
-
-
-def _status_of(code: object) -> int:
-    """As Python takes the argument of sys.exit."""
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code & 0xFF
-    sys.stderr.write(f"{code}\n")
-    return 1
-
-
-def _execute(command: str | list[str], environment: dict[str, str]) -> NoReturn:
-    if isinstance(command, str):
-        os.execve("/bin/bash", ["bash", "-c", command], environment)
-    os.execvpe(command[0], command, environment)
+    os._exit(status)
 
 
 def _open_terminal(rows: int, columns: int) -> None:
-    """Make a terminal, send its master end through standard input, a socket, and be its foreground session."""
+    """Make a terminal, send its master end through the socket on standard input, and become its foreground session."""
     master, slave = os.openpty()
     set_terminal_size(slave, rows, columns)
     with socket.socket(fileno=os.dup(0)) as client:
@@ -247,16 +232,6 @@ def set_terminal_size(terminal: int, rows: int, columns: int) -> None:
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
 
-def _enter_folder(folder: str | None, otherwise: str) -> None:
-    if folder is not None:
-        os.chdir(folder)
-        return
-    try:
-        os.chdir(otherwise)
-    except OSError:
-        os.chdir("/")
-
-
 def _regular(descriptor: int, path: str) -> os.stat_result:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
@@ -268,7 +243,7 @@ def _read_regular(path: str, max_bytes: int) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
         if (size := _regular(descriptor, path).st_size) > max_bytes:
-            raise FileProblem(f"{path}: {size} bytes, at most {max_bytes}")
+            raise FileProblem(f"{path}: has {size} bytes, more than max_bytes={max_bytes}")
         parts = []
         while max_bytes > 0 and (part := os.read(descriptor, min(_COPY_BYTES, max_bytes))):
             parts.append(part)
@@ -291,7 +266,7 @@ def read_file(message: dict[str, Any], limits: Limits) -> NoReturn:
 
 
 def write_files(message: dict[str, Any], limits: Limits) -> NoReturn:
-    """Write files, given as (path, size) pairs, from their contents one after the other on standard input."""
+    """Write files, given as (path, size) pairs; standard input holds their contents one after the other."""
     try:
         become(str(message["user"]), limits)
         os.umask(0o022)
@@ -303,14 +278,15 @@ def write_files(message: dict[str, Any], limits: Limits) -> NoReturn:
 
 
 def is_small_write(message: dict[str, Any], source: int) -> bool:
-    """Whether its contents are all there, and few; as root, so that no other user need be become."""
+    """Return True if the contents are completely there, small and few, and written as root, so that no user must be
+    changed."""
     files, status = message.get("files"), os.fstat(source)
     is_few = isinstance(files, list) and len(files) <= _FEW_FILES and status.st_size <= _SMALL_BYTES
     return is_few and message.get("user") == "root" and stat.S_ISREG(status.st_mode)
 
 
 def write_now(message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-    """`write_files` in this process: its exit code and seconds; what is wrong goes to standard error."""
+    """Do the work of `write_files` in this process and return its exit code and cost; errors go to standard error."""
     began_s, began_cpu_s = time.monotonic(), time.process_time()
     source, _, error_output = descriptors
     exit_code = 0
@@ -318,7 +294,7 @@ def write_now(message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]
         for path, size in message["files"]:
             _write_regular(path, int(size), source)
     except (OSError, ValueError, OverflowError, TypeError, AttributeError, FileProblem) as error:
-        # Nothing that a request says may end the first process.
+        # No value in a request may end the first process.
         exit_code = EXIT_FILE_ERROR
         with suppress(OSError):
             os.write(error_output, _describe(error).encode(errors="replace")[:4096] + b"\n")
@@ -338,7 +314,7 @@ def _write_regular(path: str, size: int, source: int = 0) -> None:
         while size > 0:
             part = memoryview(os.read(source, min(_COPY_BYTES, size)))
             if not part:
-                raise FileProblem(f"{path}: contents ended early")
+                raise FileProblem(f"{path}: the contents ended before the given size")
             size -= len(part)
             while part:
                 part = part[os.write(descriptor, part) :]

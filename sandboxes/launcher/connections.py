@@ -1,6 +1,6 @@
-"""All connections of the launcher behind one selector: clients that ask, and the first processes of its sandboxes.
+"""Connections of the launcher behind one selector: clients, and the first processes of its sandboxes.
 
-Invariants: nothing here blocks; a connection that breaks or speaks nonsense is dropped without disturbing another; a
+Invariants: nothing here blocks. A connection that breaks or sends invalid data is dropped without disturbing another. A
 message handler never sees a dropped channel twice.
 """
 
@@ -23,15 +23,16 @@ _LONGEST_WAIT_S: Final = 86400.0
 
 
 class Waiter(NamedTuple):
-    """Who gets the answer to a request."""
+    """Client that gets the answer to a request."""
 
     client: Channel
     request_id: int
 
 
 class Connections:
-    """`handle(channel, owner, message, descriptors)` gets every message; `owner` is what the channel was added with.
-    `gone(channel)` is called for every client that left."""
+    """Selector loop over channels and watched descriptors. `handle(channel, owner, message, descriptors)` gets every
+    message; `owner` is the object that the channel was added with. `gone(channel)` is called for every client that
+    disconnects."""
 
     def __init__(
         self,
@@ -61,10 +62,21 @@ class Connections:
     def turn(self, timeout_s: float | None) -> None:
         """Wait for events, at most `timeout_s` and `_LONGEST_WAIT_S`, and handle them."""
         for key, events in self._selector.select(None if timeout_s is None else min(timeout_s, _LONGEST_WAIT_S)):
-            if not isinstance(key.data, Channel):
-                key.data()
-            elif key.data in self._owners:
-                self._serve(key.data, events)
+            channel = key.data
+            if not isinstance(channel, Channel):
+                channel()
+                continue
+            if channel not in self._owners:
+                continue
+            try:
+                if events & selectors.EVENT_WRITE:
+                    channel.flush()
+                    self._expect_writes(channel)
+            except ChannelClosed:
+                self.drop(channel)
+                continue
+            if events & selectors.EVENT_READ:
+                self._read(channel)
 
     def _accept(self) -> None:
         try:
@@ -72,27 +84,14 @@ class Connections:
         except BlockingIOError:
             return
         except OSError:
-            self._refuse_one()
+            # No descriptor is free: the spare one serves to accept the client and close its connection at once, so
+            # that it does not wait for ever.
+            os.close(self._spare)
+            with suppress(OSError):
+                self._listener.accept()[0].close()
+            self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         else:
             self.add(Channel(stream), None)
-
-    def _refuse_one(self) -> None:
-        """No descriptor is free: with the one kept for this, whoever waits is told by the end of its connection."""
-        os.close(self._spare)
-        with suppress(OSError):
-            self._listener.accept()[0].close()
-        self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
-
-    def _serve(self, channel: Channel, events: int) -> None:
-        try:
-            if events & selectors.EVENT_WRITE:
-                channel.flush()
-                self._expect_writes(channel)
-        except ChannelClosed:
-            self.drop(channel)
-            return
-        if events & selectors.EVENT_READ:
-            self._read(channel)
 
     def _read(self, channel: Channel) -> None:
         try:
@@ -104,12 +103,13 @@ class Connections:
             self._handle(channel, self._owners.get(channel), message, descriptors)
 
     def read_to_end(self, channel: Channel) -> None:
-        """Handle what a dead process sent before its death, then drop its channel: nobody holds the other end."""
+        """Handle the messages that a dead process sent before its death, then drop its channel; no other process has it
+        open."""
         while channel in self._owners:
             self._read(channel)
 
     def send(self, channel: Channel, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Owns `descriptors`. A channel that is gone takes nothing; one that fails is dropped."""
+        """Send a message; owns `descriptors`. Does nothing for a dropped channel; drops a channel that fails."""
         try:
             channel.send(message, descriptors)
         except ChannelClosed:
@@ -119,7 +119,7 @@ class Connections:
             self._expect_writes(channel)
 
     def answer(self, waiter: Waiter, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Owns `descriptors`."""
+        """Answer a request unless its client has disconnected; owns `descriptors`."""
         if waiter.client in self._owners:
             self.send(waiter.client, {**message, "id": waiter.request_id}, descriptors)
         else:

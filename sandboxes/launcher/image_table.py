@@ -1,9 +1,10 @@
-"""The images a launcher can boot: the host, folders that its owner handed over, and snapshots of its sandboxes; and
-folders of the host to be shown in any of them, each kept like an image of one layer.
+"""Table of the images that a launcher can boot: the host, images handed over by its owner, and snapshots.
+
+Folders of the host that are shown in sandboxes are entries too, each with one layer.
 
 Invariants:
-- An image in use by a sandbox, frozen ones included, stays; so does a layer as long as an image or a sandbox has it.
-- A snapshot keeps the layer and the ids of the sandbox it was made of; nothing is copied.
+- An image stays while a sandbox uses it, also a frozen one; a layer stays while an image or a sandbox has it.
+- A snapshot retains the layer and the ids of its sandbox; nothing is copied.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ HOST_NAME: Final = "host"
 
 
 class ImageTable:
-    """Images by name. `drop_snapshot(sandbox id, base id)` is called when nobody needs a snapshot's layer any more.
-    `id_map()` is any user namespace to try a layer with."""
+    """Images by name. `drop_snapshot(sandbox id, base id)` is called when the layer of a snapshot is no longer used.
+    `id_map()` returns any user namespace, for a trial mount of a layer."""
 
     def __init__(self, drop_snapshot: Callable[[str, int], None], id_map: Callable[[], int]) -> None:
         self._drop_snapshot = drop_snapshot
@@ -31,7 +32,7 @@ class ImageTable:
         self._users: dict[str, int] = {}
         self._holders: dict[Layer, int] = {}
         self._snapshots: dict[Layer, str] = {}
-        self._last = 0
+        self._last_number = 0
 
     @property
     def names(self) -> list[str]:
@@ -41,14 +42,14 @@ class ImageTable:
         return self._images.get(name)
 
     def add(self, name: str, mounts: Sequence[int], environment: dict[str, str], folder: str) -> None:
-        """Folders of the host as mounts that are attached nowhere, topmost first. Raises OSError."""
+        """Add an image whose layers are host folders, given as detached mounts, topmost first. Raises OSError."""
         if name in self._images:
             return
         layers: list[Layer] = []
         try:
             for mount in mounts:
-                self._last += 1
-                layers.append(rootfs.add_layer(self._last, mount, self._id_map()))
+                self._last_number += 1
+                layers.append(rootfs.add_layer(self._last_number, mount, self._id_map()))
         except OSError:
             for layer in layers:
                 rootfs.drop_image_layer(layer)
@@ -56,7 +57,7 @@ class ImageTable:
         self._put(name, Image(tuple(layers), False, environment, folder))
 
     def add_snapshot(self, sandbox_id: str, base_id: int, image: Image) -> str:
-        """The layer of a dead sandbox on top of the image it had. Returns the new image's name."""
+        """Add an image with the layer of a dead sandbox on top of the image it had, and return its name."""
         name = f"snapshot:{sandbox_id}"
         layer = Layer(rootfs.own_layer(sandbox_id, image), base_id)
         self._snapshots[layer] = sandbox_id
@@ -69,7 +70,7 @@ class ImageTable:
             self._holders[layer] = self._holders.get(layer, 0) + 1
 
     def take(self, name: str) -> Image:
-        """A sandbox is made of it."""
+        """Return an image and count a sandbox as its user."""
         self._users[name] = self._users.get(name, 0) + 1
         return self._images[name]
 
@@ -77,7 +78,7 @@ class ImageTable:
         self._users[name] -= 1
 
     def drop(self, name: str) -> bool:
-        """Forget an image. False when sandboxes still use it, or it is the host; unknown ones are forgotten already."""
+        """Forget an image. Returns False while sandboxes use it, and for the host; True for one that is unknown."""
         if name == HOST_NAME or self._users.get(name, 0) > 0:
             return False
         image = self._images.pop(name, None)
@@ -86,12 +87,9 @@ class ImageTable:
             self._holders[layer] -= 1
             if self._holders[layer] == 0:
                 del self._holders[layer]
-                self._let_go(layer)
+                sandbox_id = self._snapshots.pop(layer, None)
+                if sandbox_id is None:
+                    rootfs.drop_image_layer(layer)
+                else:
+                    self._drop_snapshot(sandbox_id, layer.base_id)
         return True
-
-    def _let_go(self, layer: Layer) -> None:
-        sandbox_id = self._snapshots.pop(layer, None)
-        if sandbox_id is None:
-            rootfs.drop_image_layer(layer)
-        else:
-            self._drop_snapshot(sandbox_id, layer.base_id)

@@ -1,9 +1,9 @@
-"""The launcher's secrets, which none of its children has.
+"""Secrets of the launcher, which none of its children inherits.
 
 Invariants:
-- They lie in one page of memory that the kernel empties in a forked child (MADV_WIPEONFORK, madvise(2)): the first
-  process of a sandbox, and what runs in a fork of it, can prove nothing to the launcher.
-- A sandbox's secret is derived from its id and is kept nowhere.
+- They are stored in one page of memory that the kernel clears in a forked child (MADV_WIPEONFORK, madvise(2)): the
+  first process of a sandbox, and code that runs in a fork of it, cannot authenticate to the launcher.
+- A sandbox's secret is derived from its id and is stored nowhere.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from _blake2 import blake2s
 from _operator import _compare_digest as compare_digest
 
 _MADV_WIPEONFORK = 18
-"""linux/mman.h; Python names it from 3.13 on."""
+"""From linux/mman.h; Python names it from 3.13 on."""
 _KEY_BYTES, _DIGEST_BYTES = 32, 16
 
 
 class Secrets:
-    """Of one launcher. `admin` is not kept: only its digest is."""
+    """Secrets of one launcher. The admin secret itself is not stored, only its digest."""
 
     def __init__(self, admin: str) -> None:
         self._page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -30,7 +30,7 @@ class Secrets:
         self._page[_KEY_BYTES : _KEY_BYTES + _DIGEST_BYTES] = self._digest(b"admin " + admin.encode())
 
     def of(self, sandbox_id: str) -> str:
-        """What its clients show."""
+        """Return the secret of a sandbox."""
         return self._digest(b"sandbox " + sandbox_id.encode()).hex()
 
     def is_admin(self, given: str) -> bool:

@@ -1,6 +1,6 @@
-"""Pure parts of the launcher's bookkeeping: deadlines and id ranges.
+"""Deadlines and id ranges of the launcher.
 
-Invariants: no clock, no I/O; a renewed lease leaves its old entry in the heap, which is skipped when it comes up.
+Invariants: no clock, no I/O. A renewed lease leaves its old entry in the heap, which is skipped when it comes up.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Deadlines:
-    """The next deadline of each key. Times are seconds of one monotonic clock."""
+    """Deadline of each key, in seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._current: dict[str, float] = {}
@@ -27,15 +27,16 @@ class Deadlines:
         self._current.pop(key, None)
 
     def remaining(self, key: str, now: float) -> float:
-        """Seconds left, at least 0; 0 for an unknown key."""
+        """Return the seconds left, at least 0; 0 for an unknown key."""
         return max(0.0, self._current.get(key, now) - now)
 
     def next(self) -> float | None:
-        self._skip_outdated()
+        while self._heap and self._current.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def pop_due(self, now: float) -> list[str]:
-        """Keys whose deadline has come; they are forgotten."""
+        """Remove and return the keys whose deadline has passed."""
         due: list[str] = []
         while (deadline := self.next()) is not None and deadline <= now:
             _, key = heapq.heappop(self._heap)
@@ -43,13 +44,9 @@ class Deadlines:
             due.append(key)
         return due
 
-    def _skip_outdated(self) -> None:
-        while self._heap and self._current.get(self._heap[0][1]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-
 
 class OneId:
-    """The only id there is without root: everybody has it."""
+    """Stand-in for `IdRanges` without root, where all sandboxes share the only id."""
 
     def take(self) -> int:
         return 0
@@ -58,12 +55,12 @@ class OneId:
         return base
 
     def release(self, base: int) -> None:
-        """Nothing to give back."""
+        """Do nothing: the id is never used up."""
 
 
 class IdRanges:
-    """Hands out ranges of `size` host ids; a range may have several holders. `claim()` gives the first id of a further
-    block of `block` ranges, or raises IndexError; a block that was claimed is kept."""
+    """Allocator of ranges of `size` host ids; a range may have several holders. `claim()` returns the first id of
+    another block of `block` ranges, or raises IndexError. A claimed block is retained."""
 
     def __init__(self, size: int, block: int, claim: Callable[[], int]) -> None:
         self._size = size
@@ -73,7 +70,7 @@ class IdRanges:
         self._holders: dict[int, int] = {}
 
     def take(self) -> int:
-        """The first id of a free range. Raises IndexError when none is left."""
+        """Return the first id of a free range. Raises IndexError when none is left."""
         if not self._free:
             first = self._claim()
             self._free = [first + self._size * index for index in reversed(range(self._block))]

@@ -1,12 +1,12 @@
 # ruff: noqa: PTH120
-# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
-"""The launcher process: an exec'd, single-threaded Python with the standard library only, made ready to serve.
+# (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
+"""Entry point of the launcher process: a single-threaded Python with the standard library only.
 
 Invariants:
-- Its root is a private one before it serves, its memory cannot be inspected, and its command line names no path.
-- Without root it is root of a user namespace with one id: its sandboxes have no other user. It has control groups
-  where its user was given one: in a group that systemd delegated, memory, cpu and pause.
-- It reads one line of settings and writes one line: ready, or why this machine cannot isolate.
+- Before it serves, its root is a private one, its memory cannot be inspected, and its command line shows no path.
+- Without root it becomes root of a user namespace with one id, and its sandboxes have no other user. It gets control
+  groups only where its user was given one: memory, cpu and pause in a group that systemd delegated.
+- It reads one line of settings and writes one line: that it is ready, or why this machine cannot isolate.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Final
 
 from headrace.sandboxes.kernel import rootfs, syscalls
 from headrace.sandboxes.kernel.cgroups import Cgroups
-from headrace.sandboxes.kernel.reasons import reason_of
-from headrace.sandboxes.launcher.boots import Boots
+from headrace.sandboxes.kernel.syscalls import reason_of
+from headrace.sandboxes.launcher.booter import Booter
 from headrace.sandboxes.launcher.fork_server import ForkServer
 from headrace.sandboxes.launcher.launcher_secrets import Secrets
 from headrace.sandboxes.launcher.settings import Settings
@@ -32,11 +32,17 @@ _BACKLOG: Final = 1024
 
 
 def main() -> None:
-    """Entry of the exec'd process: settings on standard input, one line of JSON on standard output when it serves."""
-    document = json.loads(_read_line(0))
+    """Read the settings from standard input, report on standard output with one line of JSON, then serve."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(0, 4096)
+        if not part:
+            sys.exit(1)
+        line += part
+    document = json.loads(line)
     secrets = Secrets(document.pop("admin_secret"))
     settings = Settings(**document)
-    # From here on it leaves control groups behind if it just dies. The server unblocks the signal.
+    # From here on, dying from SIGTERM would leave control groups behind. The server unblocks the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         server = _prepare(settings, secrets)
@@ -51,19 +57,9 @@ def main() -> None:
     server.serve()
 
 
-def _read_line(descriptor: int) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        part = os.read(descriptor, 4096)
-        if not part:
-            sys.exit(1)
-        line += part
-    return line
-
-
 def _prepare(settings: Settings, secrets: Secrets) -> ForkServer:
     os.umask(0o022)
-    # A sandbox may take some 40: its channel, results of commands, maps of ids.
+    # A sandbox may need about 40 descriptors: its channel, results of commands, maps of ids.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -71,28 +67,25 @@ def _prepare(settings: Settings, secrets: Secrets) -> ForkServer:
     listener.listen(_BACKLOG)
     groups = Cgroups.of_this_process()
     try:
-        boots = _make_boots(settings, groups)
+        # Opened now: the host's files are out of reach behind the launcher's own root.
+        own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        layers, flags = settings.layers_in, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+        layers_folder = os.open(layers, flags) if layers else -1
+        ids_folder = os.open(settings.ids_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        single_id = os.geteuid() != 0
+        if single_id:
+            syscalls.enter_own_user_namespace()
+        host = rootfs.build_launcher_root(os.path.dirname(settings.socket_path))
+        syscalls.name_process(f"headrace-launcher {settings.label}")
+        syscalls.become_subreaper()
+        syscalls.forbid_inspection()
+        folders = {"layers_folder": layers_folder, "ids_folder": ids_folder}
+        booter = Booter(settings, host, groups, **folders, own_pids=own_pids, single_id=single_id)
     except BaseException:
         groups.close()
         raise
-    # Forked children then share the pages of all objects made so far.
+    # Forked children then share the memory pages of all objects made so far.
     gc.collect()
     gc.freeze()
     gc.disable()
-    return ForkServer(settings, secrets, boots, listener)
-
-
-def _make_boots(settings: Settings, groups: Cgroups) -> Boots:
-    """Leave the host's file tree."""
-    own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-    layers_folder = os.open(settings.layers_in, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if settings.layers_in else -1
-    ids_folder = os.open(settings.ids_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    single_id = os.geteuid() != 0
-    if single_id:
-        syscalls.enter_own_user_namespace()
-    host = rootfs.build_launcher_root(os.path.dirname(settings.socket_path))
-    syscalls.name_process(f"headrace-launcher {settings.label}")
-    syscalls.become_subreaper()
-    syscalls.forbid_inspection()
-    folders = {"layers_folder": layers_folder, "ids_folder": ids_folder}
-    return Boots(settings, host, groups, **folders, own_pids=own_pids, single_id=single_id)
+    return ForkServer(settings, secrets, booter, listener)

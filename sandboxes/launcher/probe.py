@@ -1,11 +1,11 @@
 # ruff: noqa: PTH102, PTH106, PTH123
-# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
-"""What this machine's kernel allows, found by doing it in forked children of a process with the standard library only.
+# (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
+"""Probe of this machine's kernel: tries each isolation feature in a forked child with the standard library only.
 
-Invariants: nothing outlives a child; of the host nothing is changed, except that the processes of a group that is ours
-are moved into a leaf of it, as the launcher would do (`placement`); each check ends in its own process, so one that
-the kernel refuses spoils no other. Prints one line of JSON: `reasons` (name to an empty
-string, which is present, or the kernel's reason), `host` and `allowed` (`host_limits`).
+Invariants: nothing outlives a child. The host is not changed, except that the processes of a group that is ours are
+moved into a leaf of it, as the launcher would do (`cgroup_placement`). Each check runs in its own process, so one that
+the kernel refuses does not affect the others. The output is one line of JSON: `reasons` (an empty string for a feature
+that is present, otherwise the kernel's reason), `host` and `allowed` (`host_limits`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.kernel import rootfs, seccomp, syscalls
 from headrace.sandboxes.kernel.cgroups import Cgroups, GroupLimits
-from headrace.sandboxes.kernel.host_limits import HostLimits, allowed_to_sandboxes, read_host
+from headrace.sandboxes.kernel.host_limits import allowed_to_sandboxes, read_host
 from headrace.sandboxes.kernel.id_blocks import FIRST_ID, IDS_PER_SANDBOX
 from headrace.sandboxes.kernel.id_maps import IdMaps
-from headrace.sandboxes.kernel.reasons import reason_of
+from headrace.sandboxes.kernel.syscalls import reason_of
 from headrace.sandboxes.launcher import init
 
 if TYPE_CHECKING:
@@ -33,17 +33,15 @@ _AF_VSOCK: Final = 40
 
 def main() -> None:
     reasons = {name: _in_child(check) for name, check in CHECKS.items()}
-    document = {"reasons": reasons, "host": read_host(), "allowed": _allowed()}
-    os.write(1, json.dumps(document).encode() + b"\n")
-
-
-def _allowed() -> HostLimits:
     try:
         groups = Cgroups.of_this_process()
     except OSError:
-        return allowed_to_sandboxes(read_host(), None, None)
-    groups.close()
-    return groups.allowed
+        allowed = allowed_to_sandboxes(read_host(), None, None)
+    else:
+        groups.close()
+        allowed = groups.allowed
+    document = {"reasons": reasons, "host": read_host(), "allowed": allowed}
+    os.write(1, json.dumps(document).encode() + b"\n")
 
 
 def _in_child(check: Callable[[], None]) -> str:
@@ -72,7 +70,7 @@ def _own_namespace(flag: int) -> Callable[[], None]:
 
 
 def _id_range() -> None:
-    """A parent outside writes the map of a child's user namespace, as the launcher does."""
+    """Map a range of ids into a child's user namespace from outside, as the launcher does."""
     ready_read, ready_write = os.pipe()
     done_read, done_write = os.pipe()
     child = os.fork()
@@ -94,7 +92,8 @@ def _id_range() -> None:
 
 
 def _private_root(then: Callable[[], None] = lambda: None) -> None:
-    """The launcher's own root: tmpfs, read-only recursive bind (mount_setattr), devices, pivot_root; `then` in it."""
+    """Build the launcher's own root (tmpfs, read-only recursive bind by mount_setattr, devices, pivot_root) and call
+    `then`."""
     folder = tempfile.mkdtemp(prefix="headrace-probe-")
 
     def build() -> None:
@@ -123,14 +122,14 @@ def _drop() -> None:
 def _call_filter() -> None:
     program = seccomp.filter_program(os.uname().machine)
     if program is None:
-        raise OSError(0, f"no filter is written for {os.uname().machine}")
+        raise OSError(0, f"there is no call filter for {os.uname().machine}")
     syscalls.forbid_new_privileges()
     syscalls.filter_calls(program)
     try:
         socket.socket(_AF_VSOCK, socket.SOCK_STREAM).close()
     except OSError:
         return
-    raise OSError(0, "the filter let a vsock through")
+    raise OSError(0, "the call filter allowed a vsock")
 
 
 def _pidfd() -> None:
@@ -138,7 +137,7 @@ def _pidfd() -> None:
 
 
 def _mapped_overlay() -> None:
-    """A root of its own, with a folder of it as a lower layer that is shown with other ids."""
+    """Mount an overlay whose lower layer is a folder shown with other ids, in a root of its own."""
     _private_root(_mount_mapped_overlay)
 
 
@@ -156,7 +155,7 @@ def _mount_mapped_overlay() -> None:
 
 
 def _group(controller: str) -> Callable[[], None]:
-    """Make a group, set its limits, join it, and be stopped and continued where that is what is asked for."""
+    """Return a check that makes a group, sets its limits, joins it, and pauses and resumes it for `freezer`."""
 
     def check() -> None:
         groups = Cgroups.of_this_process()

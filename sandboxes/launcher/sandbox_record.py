@@ -1,4 +1,4 @@
-"""What the launcher knows of one sandbox. Only the launcher changes it."""
+"""Record of one sandbox in the launcher, which alone changes it."""
 
 from __future__ import annotations
 
@@ -6,38 +6,15 @@ import os
 from typing import TYPE_CHECKING
 
 from headrace.sandboxes.launcher.executions import Executions
+from headrace.sandboxes.launcher.settings import RequestRefused
 
 if TYPE_CHECKING:
     from headrace.sandboxes.launcher.connections import Waiter
     from headrace.sandboxes.launcher.wire import Channel
 
 
-class Record:
-    """`state` is booting, running, ending or frozen; a sandbox that is gone has no record."""
-
-    __slots__ = (
-        "base_id",
-        "becomes_image",
-        "control",
-        "creators",
-        "enders",
-        "executions",
-        "failure",
-        "folders",
-        "id",
-        "image",
-        "keep_layer",
-        "keepers",
-        "key",
-        "labels",
-        "limits",
-        "paused_at",
-        "paused_s",
-        "pending",
-        "pid",
-        "state",
-        "ttl_s",
-    )
+class SandboxRecord:
+    """State of one sandbox: booting, running, ending or frozen; a removed sandbox has no record."""
 
     def __init__(self, *, key: str, ttl_s: float, labels: dict[str, str]) -> None:
         self.id = os.urandom(8).hex()
@@ -49,22 +26,29 @@ class Record:
         self.limits: dict[str, float | None] = {}
         self.paused_at: float | None = None
         self.paused_s = 0.0
-        """In earlier pauses."""
+        """Total length of earlier pauses."""
         self.pid = 0
         self.control: Channel | None = None
         self.failure = ("BootFailed", "the sandbox's first process died during the boot")
-        """Name of the error and message for those who wait for the boot, should it end now."""
+        """Name and message of the error for those who wait for the boot, in case the sandbox ends now."""
         self.image = ""
         self.folders: tuple[str, ...] = ()
-        """Names of those of the host that it shows."""
+        """Names of the host folders that the sandbox shows."""
         self.keep_layer = False
         self.becomes_image = False
-        self.creators: list[Waiter] = []
-        self.enders: list[Waiter] = []
-        self.keepers: list[Waiter] = []
-        """They want its layer: without one its end is an error for them."""
+        self.boot_waiters: list[Waiter] = []
+        self.kill_waiters: list[Waiter] = []
+        self.freeze_waiters: list[Waiter] = []
+        """They want the layer: an end of the sandbox without one is an error for them."""
         self.executions = Executions()
         self.pending: dict[int, Waiter] = {}
+        """Clients that wait for a command, by the tag of the command."""
 
     def shown_state(self) -> str:
+        """Return the state, or `paused` for a running sandbox that is paused."""
         return "paused" if self.state == "running" and self.paused_at is not None else self.state
+
+    def check_running(self) -> None:
+        """Raises RequestRefused unless the sandbox is running."""
+        if self.state != "running":
+            raise RequestRefused("SandboxGone", f"sandbox {self.id} is {self.state}")

@@ -1,4 +1,4 @@
-"""What the launcher is told by its owner, and how it refuses a request."""
+"""Settings that the owner sends to the launcher, and the error by which the launcher refuses a request."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from typing import NamedTuple
 
 
 class Settings(NamedTuple):
-    """What the owner sends as one line of JSON on standard input."""
+    """Settings of the launcher, sent by its owner as one line of JSON on standard input."""
 
     owner_pid: int
     """0 for none."""
     tied: bool
-    """The end of standard input is the end of the launcher."""
+    """True: the launcher ends when its standard input ends."""
     idle_exit_s: float
     socket_path: str
     ids_folder: str
-    """Where all launchers of the host claim their user ids."""
+    """Folder in which all launchers of the host claim their user ids."""
     max_sandboxes: int
-    """Those that are frozen count too."""
+    """Frozen sandboxes count too."""
     max_live: int | None
     """None for 64, or fewer where the host is small."""
     layer_bytes: int
     layers_in: str
-    """A folder of the host's disk for file layers; empty: they lie in memory."""
+    """Folder of the host's disk for file layers; empty: they are stored in memory."""
     min_free_bytes: int
     memory_bytes: int | None
     cpus: float | None
     processes: int | None
     open_files: int | None
-    """None for a share of what the host has (host_limits)."""
+    """None: a share of the host's total (host_limits)."""
     boot_timeout_s: float
     label: str
 
 
-class Refused(Exception):
-    """A request is answered with the error `name` of headrace.sandboxes.errors."""
+class RequestRefused(Exception):
+    """Refusal of a request, which is answered with the error `name` of headrace.sandboxes.errors."""
 
     def __init__(self, name: str, message: str) -> None:
         super().__init__(message)

@@ -1,14 +1,16 @@
-"""Framed JSON with file descriptors over a unix stream socket: client to launcher, launcher to a sandbox's init.
+"""Framed JSON messages with file descriptors over a Unix stream socket.
+
+Clients and the launcher use it, and so do the launcher and the first process of a sandbox.
 
 Invariants:
-- A message is 4 bytes big-endian length and that many bytes of JSON; `"fds": n` says that n descriptors came with it.
-- `send` owns the descriptors it is given: they are closed once sent or once the channel is closed.
-- Nothing blocks: what the socket does not take waits in `backlog` until `flush`.
+- A message is a 4-byte big-endian length and that many bytes of JSON; `"fds": n` announces n descriptors with it.
+- `send` owns the descriptors it is given: they are closed once they are sent or the channel is closed.
+- Nothing blocks: data that the socket does not take waits in `backlog` until `flush`.
 """
 
 from __future__ import annotations
 
-import array  # noqa: F401 - send_fds imports it late, when the launcher sees no library folder any more
+import array  # noqa: F401 - send_fds imports it late, when the launcher's root has no library folder any more
 import json
 import os
 import socket
@@ -25,15 +27,15 @@ MAX_MESSAGE_BYTES: Final = 8 << 20
 _HEADER: Final = struct.Struct("!I")
 _RECEIVE_BYTES: Final = 1 << 16
 _MAX_DESCRIPTORS: Final = 253
-"""SCM_MAX_FD, the most that the kernel sends at once."""
+"""SCM_MAX_FD, the maximum that the kernel sends at once."""
 
 
 class ChannelClosed(ConnectionError):
-    """The other side is gone or broke the framing."""
+    """The other side is gone or violated the framing."""
 
 
 class Channel:
-    """One end of a connection. Not safe for threads."""
+    """One end of a connection. Not thread-safe."""
 
     def __init__(self, stream: socket.socket) -> None:
         stream.setblocking(False)
@@ -47,17 +49,18 @@ class Channel:
 
     @property
     def backlog(self) -> bool:
-        """Something waits to be sent: call `flush` when the socket is writable."""
+        """True while data waits to be sent: call `flush` when the socket is writable."""
         return bool(self._backlog)
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Queue one message and send what the socket takes. Raises ChannelClosed."""
+        """Queue one message and send as much as the socket takes. Raises ChannelClosed, ValueError for a message that
+        is too large."""
         if descriptors:
             message = {**message, "fds": len(descriptors)}
         body = json.dumps(message, separators=(",", ":")).encode()
         if len(body) > MAX_MESSAGE_BYTES:
             close_all(descriptors)
-            raise ValueError(f"message of {len(body)} bytes, at most {MAX_MESSAGE_BYTES}")
+            raise ValueError(f"message has {len(body)} bytes, more than {MAX_MESSAGE_BYTES}")
         self._backlog.append((memoryview(_HEADER.pack(len(body)) + body), list(descriptors)))
         self.flush()
 
@@ -77,10 +80,8 @@ class Channel:
                 self._backlog[0] = (data[sent:], [])
 
     def receive(self) -> list[tuple[Message, list[int]]]:
-        """All complete messages that have come, each with its descriptors, which the caller now owns.
-
-        Raises ChannelClosed at the end of the stream, for a message above MAX_MESSAGE_BYTES and for nonsense.
-        """
+        """Return all complete messages, each with its descriptors, which the caller then owns. Raises ChannelClosed at
+        the end of the stream, for a message above MAX_MESSAGE_BYTES and for invalid data."""
         try:
             data, descriptors, flags, _ = socket.recv_fds(
                 self.socket, _RECEIVE_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
@@ -93,22 +94,24 @@ class Channel:
             raise ChannelClosed("end of stream")
         self._descriptors.extend(descriptors)
         if flags & socket.MSG_CTRUNC or len(self._descriptors) > _MAX_DESCRIPTORS:
-            raise ChannelClosed("descriptors are lost, or come without their messages")
+            raise ChannelClosed("descriptors were lost or arrived without their messages")
         self._received += data
-        return self._complete_messages()
-
-    def _complete_messages(self) -> list[tuple[Message, list[int]]]:
         messages: list[tuple[Message, list[int]]] = []
         while len(self._received) >= _HEADER.size:
             (size,) = _HEADER.unpack_from(self._received)
             if size > MAX_MESSAGE_BYTES:
-                raise ChannelClosed(f"message of {size} bytes, at most {MAX_MESSAGE_BYTES}")
+                raise ChannelClosed(f"message has {size} bytes, more than {MAX_MESSAGE_BYTES}")
             end = _HEADER.size + size
             if len(self._received) < end:
                 break
-            message = _parse(bytes(self._received[_HEADER.size : end]))
+            try:
+                message = json.loads(bytes(self._received[_HEADER.size : end]))
+            except (ValueError, RecursionError) as error:
+                raise ChannelClosed(f"message is not valid JSON: {error}") from error
+            count = message.pop("fds", 0) if isinstance(message, dict) else None
+            if not isinstance(count, int) or count < 0:
+                raise ChannelClosed("message is not a JSON object, or its `fds` is not a number of descriptors")
             del self._received[:end]
-            count = int(message.pop("fds", 0))
             if count > len(self._descriptors):
                 raise ChannelClosed("descriptors are missing")
             messages.append((message, [self._descriptors.popleft() for _ in range(count)]))
@@ -121,16 +124,6 @@ class Channel:
         close_all(self._descriptors)
         self._descriptors.clear()
         self.socket.close()
-
-
-def _parse(body: bytes) -> Message:
-    try:
-        message = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ChannelClosed(f"not JSON: {error}") from error
-    if not isinstance(message, dict) or not isinstance(message.get("fds", 0), int) or message.get("fds", 0) < 0:
-        raise ChannelClosed("not an object of JSON, or its `fds` is no number of descriptors")
-    return message
 
 
 def close_all(descriptors: Iterable[int]) -> None:

@@ -151,7 +151,7 @@ async def test_a_boot_that_is_struck_leaves_nothing_and_the_next_one_works(
     assert failures > 10
 
 
-async def test_a_launcher_that_is_struck_during_a_boot_leaves_nothing_after_the_next_start(
+async def test_a_launcher_killed_during_a_boot_leaves_nothing_after_the_next_start(
     striker: Striker, tmp_path: Path
 ) -> None:
     config = LocalSandboxConfig(label=run_label(tmp_path))
@@ -196,13 +196,13 @@ async def boot_again(provider: LocalProvider) -> None:
                 return
 
 
-def test_the_steps_are_those_of_the_module() -> None:
+def test_every_syscall_wrapper_of_a_boot_is_covered() -> None:
     """A new wrapper that a boot calls must be struck too."""
     from headrace.sandboxes.kernel import syscalls
 
     known = set(STRIKER.split("for name in (")[1].split("):")[0].replace('"', "").replace(",", " ").split())
     boring = {"become_subreaper", "forbid_inspection", "name_process", "create_files_as"}
-    boring |= {"allow_inspection", "enter_own_user_namespace"}
+    boring |= {"allow_inspection", "enter_own_user_namespace", "reason_of"}
     own = {name for name, value in vars(syscalls).items() if getattr(value, "__module__", "") == syscalls.__name__}
     functions = {name for name in own if not name.startswith("_") and callable(getattr(syscalls, name))}
     assert functions == known | boring, os.linesep.join(sorted(functions ^ (known | boring)))

@@ -11,7 +11,7 @@ import pytest
 from headrace.sandboxes.kernel.cgroup_placement import LEAF, place
 from headrace.sandboxes.kernel.cgroups import Mount, find_mounts, is_orphan
 from headrace.sandboxes.kernel.processes import parse_stat
-from headrace.sandboxes.kernel.reasons import reason_of
+from headrace.sandboxes.kernel.syscalls import reason_of
 
 HYBRID = """\
 32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct
@@ -23,7 +23,7 @@ HYBRID = """\
 """
 
 
-def test_a_hybrid_host() -> None:
+def test_mounts_of_a_hybrid_host_are_found() -> None:
     own = "5:devices:/\n4:memory:/jobs/one\n2:cpu,cpuacct:/\n1:name=systemd:/\n0::/\n"
     assert find_mounts(HYBRID, own) == [
         Mount(1, frozenset({"cpu", "cpuacct"}), "/sys/fs/cgroup/cpu,cpuacct"),
@@ -32,7 +32,7 @@ def test_a_hybrid_host() -> None:
     ]
 
 
-def test_a_host_of_version_2() -> None:
+def test_the_mount_of_a_version_2_host_is_found() -> None:
     mountinfo = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
     own = "0::/user.slice/user-0.slice/session-1.scope\n"
     folder = "/sys/fs/cgroup/user.slice/user-0.slice/session-1.scope"
@@ -58,15 +58,15 @@ def test_only_groups_of_dead_launchers_of_our_own_pid_namespace_are_orphans() ->
 
 
 @pytest.mark.parametrize("name", ["headrace-peer-12-ab", "headrace-12-34", "headrace-1-2-3-4", "x", "headrace-4-x-5"])
-def test_groups_of_others_are_left_alone(name: str) -> None:
+def test_groups_with_foreign_names_are_not_removed(name: str) -> None:
     assert not is_orphan(name)
 
 
-def test_groups_of_another_pid_namespace_are_left_alone() -> None:
+def test_groups_of_another_pid_namespace_are_not_removed() -> None:
     assert not is_orphan(f"headrace-1-{1 << 30}-5")
 
 
-def test_a_refusal_names_its_errno_and_the_path() -> None:
+def test_an_error_names_its_errno_and_the_path() -> None:
     with pytest.raises(FileNotFoundError) as caught:
         Path("/nowhere/cgroup.procs").read_text()
     assert reason_of(caught.value) == "ENOENT: /nowhere/cgroup.procs: No such file or directory"
@@ -110,7 +110,7 @@ def test_processes_of_a_unit_that_is_not_delegated_are_not_moved(tmp_path: Path)
     assert not (unit / LEAF).exists()
 
 
-def test_groups_lie_below_a_delegated_unit(tmp_path: Path) -> None:
+def test_groups_are_made_below_a_delegated_unit(tmp_path: Path) -> None:
     root = a_group(tmp_path / "mount", is_root=True)
     unit = a_group(root / "headrace.service")
     try:
@@ -123,13 +123,13 @@ def test_groups_lie_below_a_delegated_unit(tmp_path: Path) -> None:
     assert place(str(unit / LEAF), ALL).folder == str(unit)
 
 
-def test_processes_that_cannot_be_seen_are_not_moved_and_the_reason_says_so(tmp_path: Path) -> None:
+def test_invisible_processes_are_not_moved_and_the_reason_is_reported(tmp_path: Path) -> None:
     own = a_group(tmp_path / "mount", processes="1\n0\n")
     found = place(str(own), ALL)
     assert not (own / LEAF).exists()
     assert found.reasons["memory"].startswith(f"EBUSY: {own}/cgroup.procs: processes of another pid namespace")
 
 
-def test_a_controller_that_nobody_delegated_is_named_with_the_file_that_lacks_it(tmp_path: Path) -> None:
+def test_an_undelegated_controller_is_reported_with_its_file(tmp_path: Path) -> None:
     own = a_group(tmp_path / "mount", controllers="cpu pids\n")
     assert place(str(own), ALL).reasons["memory"].startswith(f"ENOENT: {own}/cgroup.controllers: ")

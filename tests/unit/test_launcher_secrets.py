@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from headrace.sandboxes.launcher.command_costs import Costs
+from headrace.sandboxes.launcher.command_requests import CommandCosts
 from headrace.sandboxes.launcher.launcher_secrets import Secrets
 
 
@@ -22,7 +22,7 @@ def test_only_the_right_secret_fits() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_child_has_none_of_them() -> None:
+def test_a_forked_child_has_no_secret() -> None:
     secrets = Secrets("the owner's")
     known = secrets.of("one")
     child = os.fork()
@@ -33,8 +33,8 @@ def test_a_child_has_none_of_them() -> None:
     assert secrets.fits("one", known)
 
 
-def test_costs_are_bounded_in_their_names() -> None:
-    costs = Costs()
+def test_the_number_of_cost_names_is_limited() -> None:
+    costs = CommandCosts()
     for number in range(200):
         costs.add(f"purpose-{number}", "exec", 0.5)
     costs.add("", "write", 1.0)

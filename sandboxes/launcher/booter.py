@@ -1,10 +1,11 @@
 # ruff: noqa: PTH123
-# (pathlib stays out of the launcher: what is not imported is not copied at a fork)
-"""What the boot of a sandbox takes on the launcher's side: limits, ids, control groups, a layer, the first process.
+# (The launcher does not import pathlib: every forked sandbox would pay for its memory.)
+"""Boot of a sandbox on the launcher's side: limits, ids, control groups, a layer, and the first process.
 
 Invariants:
-- A boot that fails here has taken nothing when it returns; what one took is given back once, when its sandbox is dead.
-- What a sandbox may hold without a process that owns it leaves room for commands in its memory.
+- A boot that fails here has released everything before it returns; what a successful boot took is released once, when
+  the sandbox is dead.
+- The memory that a sandbox may hold outside of any process leaves room for its commands within the limit.
 """
 
 from __future__ import annotations
@@ -20,31 +21,31 @@ from headrace.sandboxes.kernel.cgroups import GroupLimits
 from headrace.sandboxes.kernel.host_limits import default_live, share
 from headrace.sandboxes.kernel.id_blocks import FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
 from headrace.sandboxes.kernel.id_maps import IdMaps
-from headrace.sandboxes.kernel.reasons import reason_of
 from headrace.sandboxes.kernel.seccomp import filter_program
+from headrace.sandboxes.kernel.syscalls import reason_of
 from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.commands import Limits
 from headrace.sandboxes.launcher.image_table import ImageTable
 from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
 from headrace.sandboxes.launcher.leases import IdRanges, OneId
-from headrace.sandboxes.launcher.settings import Refused
+from headrace.sandboxes.launcher.settings import RequestRefused
 from headrace.sandboxes.launcher.wire import Channel
 
 if TYPE_CHECKING:
     from headrace.sandboxes.kernel.cgroups import Cgroups
-    from headrace.sandboxes.launcher.sandbox_record import Record
+    from headrace.sandboxes.launcher.sandbox_record import SandboxRecord
     from headrace.sandboxes.launcher.settings import Settings
     from headrace.sandboxes.launcher.wire import Message
 
 _INIT: Final = 1
 _TRIES: Final = 100
 _SHARED_MEMORY_BYTES: Final = 64 << 20
-"""Of System V segments in one sandbox, at most."""
+"""Upper bound for the System V segments of one sandbox."""
 
 
-class Boots:
-    """Made once, while the launcher still sees the host: `layers_folder` is a descriptor or -1, `ids_folder` and
-    `own_pids` are those of `IdBlocks` and the launcher's own pid namespace."""
+class Booter:
+    """Boots sandboxes; made once, while the launcher still sees the host's files. `layers_folder` is a descriptor or
+    -1, `ids_folder` the one for `IdBlocks`, and `own_pids` the launcher's own pid namespace."""
 
     def __init__(
         self,
@@ -68,29 +69,47 @@ class Boots:
         self._id_maps = IdMaps()
         ranges = IdRanges(IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks(ids_folder, os.fstat(own_pids).st_ino).claim)
         self._ranges: IdRanges | OneId = OneId() if single_id else ranges
-        self.shelf = ImageTable(self.drop_layer, lambda: self._id_map(0, FIRST_ID))
+        self.images = ImageTable(self.drop_layer, lambda: self._id_map(0, FIRST_ID))
         with open("/proc/sys/kernel/cap_last_cap", encoding="utf-8") as file:
             self._last_capability = int(file.read())
         self._filter = filter_program(os.uname().machine)
 
     def begin(
-        self, sandbox: Record, message: Message, mounts: tuple[rootfs.Mount, ...], source: Record | None
+        self, sandbox: SandboxRecord, message: Message, mounts: tuple[rootfs.Mount, ...], source: SandboxRecord | None
     ) -> Channel:
-        """Fork the first process; the boot is over when it says so on the channel. Raises Refused."""
+        """Fork the first process, which reports the end of the boot on the returned channel. Raises RequestRefused."""
         folders = requests.folders_of(message)
         needed = (str(message["image"]), *(name for name, _ in folders))
         for name in needed:
-            if self.shelf.find(name) is None:
-                raise Refused("ImageUnknown", f"image {name!r}: the launcher does not have it")
-        self._check_room()
+            if self.images.find(name) is None:
+                raise RequestRefused("ImageUnknown", f"image {name!r} is not known to the launcher")
+        if self._layers_folder >= 0:
+            status = os.fstatvfs(self._layers_folder)
+            free, where = status.f_bavail * status.f_frsize, self._settings.layers_in
+        else:
+            with open("/proc/meminfo", encoding="utf-8") as file:
+                free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+            where = "memory"
+        if free < self._settings.min_free_bytes:
+            least = self._settings.min_free_bytes
+            raise RequestRefused("OutOfDisk", f"only {free >> 20} MiB free in {where}: min_free_bytes is {least}")
         group_limits = self._group_limits(message)
         limits = self._limits(message, group_limits)
-        _check_targets((*(mount.target for mount in mounts), *(target for _, target in folders)))
-        sandbox.base_id = self._range_for(source)
+        for target in (*(mount.target for mount in mounts), *(target for _, target in folders)):
+            try:
+                rootfs.check_target(target)
+            except rootfs.MountRefused as error:
+                raise RequestRefused("SpecRefused", str(error)) from error
+        try:
+            # Files of a frozen sandbox are shown with its own range of ids: owners and modes then mean the same.
+            sandbox.base_id = self._ranges.take() if source is None else self._ranges.share(source.base_id)
+        except IndexError:
+            text = "no user ids are free on this host: end other launchers"
+            raise RequestRefused("CapacityExceeded", text) from None
         sandbox.image, sandbox.folders = needed[0], needed[1:]
         sandbox.limits = {"memory_bytes": group_limits.memory_bytes, "cpus": group_limits.cpus}
         for name in needed:
-            self.shelf.take(name)
+            self.images.take(name)
         try:
             self.groups.create(sandbox.id, group_limits)
             return self._fork(sandbox, self._root(sandbox, folders, mounts, source), limits)
@@ -98,29 +117,12 @@ class Boots:
             self.groups.remove(sandbox.id)
             self._ranges.release(sandbox.base_id)
             for name in needed:
-                self.shelf.give_back(name)
-            raise Refused("BootFailed", reason_of(error)) from error
-
-    def _range_for(self, source: Record | None) -> int:
-        """A range of its own, or that of the dead sandbox whose files it shows: owners and modes then mean the same."""
-        try:
-            return self._ranges.take() if source is None else self._ranges.share(source.base_id)
-        except IndexError:
-            raise Refused("CapacityExceeded", "no user ids are free on this host: end other launchers") from None
-
-    def _check_room(self) -> None:
-        """Raises Refused when the disk, or the memory, that layers lie on is nearly full."""
-        if self._layers_folder >= 0:
-            status = os.fstatvfs(self._layers_folder)
-            free, where = status.f_bavail * status.f_frsize, self._settings.layers_in
-        else:
-            free, where = _available_memory_bytes(), "memory"
-        if free < self._settings.min_free_bytes:
-            text = f"{free >> 20} MiB free in {where}: boots wait for min_free_bytes={self._settings.min_free_bytes}"
-            raise Refused("OutOfDisk", text)
+                self.images.give_back(name)
+            raise RequestRefused("BootFailed", reason_of(error)) from error
 
     def _group_limits(self, message: Message) -> GroupLimits:
-        """Raises Refused for a limit that this machine cannot keep; its defaults the launcher keeps where it can."""
+        """Return the limits of the sandbox's control groups. Raises RequestRefused for a requested limit that this
+        machine cannot enforce; the launcher's default limits are applied only where their controllers exist."""
         asked = {
             "memory": requests.amount("memory_bytes", message["memory_bytes"]),
             "cpu": requests.amount("cpus", message["cpus"]),
@@ -128,14 +130,14 @@ class Boots:
         for controller, value in asked.items():
             if value is not None and controller in self.groups.missing:
                 reason = self.groups.missing[controller]
-                raise Refused("SpecRefused", f"{controller} limit: {reason}; see headrace doctor")
+                raise RequestRefused("SpecRefused", f"{controller} limit: {reason}; see headrace doctor")
         most = self.groups.allowed.memory_bytes
         if asked["memory"] is not None:
-            _check_ceiling("memory_bytes", asked["memory"], most, "what this host leaves for all sandboxes")
+            _check_ceiling("memory_bytes", asked["memory"], most, "the total that this host allows for all sandboxes")
         default = self._settings.memory_bytes
         memory_bytes = asked["memory"] or (None if default is None else min(default, most))
         cpus = asked["cpu"] or self._settings.cpus
-        # The kernel refuses absurd numbers, and more than there are is no limit anyway.
+        # The kernel refuses absurd numbers, and a limit above the number of processors has no effect.
         cpus = None if cpus is None else min(cpus, os.cpu_count() or cpus)
         return GroupLimits(
             None if memory_bytes is None else int(memory_bytes),
@@ -144,8 +146,9 @@ class Boots:
         )
 
     def _limits(self, message: Message, groups: GroupLimits) -> Limits:
-        """Files and segments lie in memory and no process owns them: what they may take together leaves enough of the
-        limit for commands, so that running out of memory kills those and never the first process."""
+        """Return the limits that are set inside the sandbox. Files and segments in memory belong to no process. Their
+        total leaves enough of the memory limit for commands, so that running out of memory kills commands and never the
+        first process."""
         asked = requests.amount("disk_bytes", message["disk_bytes"])
         layer_bytes = int(asked or self._settings.layer_bytes)
         shared_bytes = _SHARED_MEMORY_BYTES
@@ -154,7 +157,8 @@ class Boots:
         if groups.memory_bytes is not None and self._layers_folder < 0:
             room = groups.memory_bytes * 7 // 8 - shared_bytes
             if asked is not None and layer_bytes > room:
-                raise Refused("SpecRefused", f"disk_bytes={asked}: files lie in memory, of which {room} may hold them")
+                text = f"disk_bytes={asked}: files are stored in memory, of which at most {room} bytes may hold files"
+                raise RequestRefused("SpecRefused", text)
             layer_bytes = min(layer_bytes, room)
         return Limits(self._processes(message), self._share.open_files, layer_bytes, shared_bytes, self.single_id)
 
@@ -162,48 +166,52 @@ class Boots:
         asked = requests.amount("pids", message["pids"])
         if asked is not None:
             most = self.groups.allowed.processes - RESERVED_PROCESSES - 1
-            _check_ceiling("pids", asked, most, "what this host leaves for all sandboxes (kernel.pid_max)")
+            _check_ceiling("pids", asked, most, "the total that this host allows for all sandboxes (kernel.pid_max)")
         return int(asked or self._share.processes)
 
-    def _fork(self, sandbox: Record, root: rootfs.Root, limits: Limits) -> Channel:
+    def _fork(self, sandbox: SandboxRecord, root: rootfs.Root, limits: Limits) -> Channel:
+        """Make the layer, fork the first process, and return the channel to it."""
+        plan = Plan(root, self._host, limits, self._layers_folder, self._last_capability, self._filter)
         rootfs.make_layer(sandbox.id)
         try:
             if self._layers_folder < 0:
                 rootfs.mount_memory_layer(sandbox.id, sandbox.base_id, limits.layer_bytes)
-            return self._fork_first_process(sandbox, root, limits)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sandbox.pid = self._fork_by_intermediate() if self.single_id else self._fork_into_new_pids()
+                if sandbox.pid == 0:
+                    _become_init(plan, self.groups, theirs)
+            except OSError:
+                ours.close()
+                raise
+            finally:
+                theirs.close()
         except OSError:
             rootfs.drop_layer(sandbox.id)
             raise
-
-    def _fork_first_process(self, sandbox: Record, root: rootfs.Root, limits: Limits) -> Channel:
-        plan = Plan(root, self._host, limits, self._layers_folder, self._last_capability, self._filter)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sandbox.pid = self._fork_apart() if self.single_id else self._fork_into_own_pids()
-            if sandbox.pid == 0:
-                _become_init(plan, self.groups, theirs)
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
         return Channel(ours)
 
-    def _fork_into_own_pids(self) -> int:
-        """Fork into a new pid namespace."""
+    def _fork_into_new_pids(self) -> int:
         syscalls.unshare(syscalls.CLONE_NEWPID)
         pid = -1
         try:
-            pid = os.fork()
+            return (pid := os.fork())
         finally:
             if pid != 0:
-                self._return_to_own_pids()
-        return pid
+                # Only children enter the new pid namespace; return to our own for later children. A launcher that
+                # cannot return can boot nothing any more: it ends, and its sandboxes with it.
+                for _ in range(_TRIES):
+                    with suppress(OSError):
+                        syscalls.join_namespace(self._own_pids, syscalls.CLONE_NEWPID)
+                        break
+                else:
+                    os._exit(1)
 
     @staticmethod
-    def _fork_apart() -> int:
-        """The same for those who may not return to the host's pid namespace: by a process in between, which ends, so
-        that the first process of the sandbox becomes a child of this one, a subreaper."""
+    def _fork_by_intermediate() -> int:
+        """Fork into a new pid namespace by an intermediate process, as a process without root may not return to its
+        own. The intermediate process ends, so that the first process of the sandbox becomes a child of this
+        subreaper."""
         pid_read, pid_write = os.pipe2(os.O_CLOEXEC)
         between = os.fork()
         if between == 0:
@@ -226,21 +234,12 @@ class Boots:
             raise OSError(0, "no process could be forked into a new pid namespace")
         return int(text)
 
-    def _return_to_own_pids(self) -> None:
-        """Only children enter a new pid namespace; ours is the one for the children to come. A launcher that cannot
-        have it back can boot nothing any more: it ends, and its sandboxes with it."""
-        for _ in range(_TRIES):
-            with suppress(OSError):
-                syscalls.join_namespace(self._own_pids, syscalls.CLONE_NEWPID)
-                return
-        os._exit(1)
-
     def _root(
         self,
-        sandbox: Record,
+        sandbox: SandboxRecord,
         folders: tuple[tuple[str, str], ...],
         mounts: tuple[rootfs.Mount, ...],
-        source: Record | None,
+        source: SandboxRecord | None,
     ) -> rootfs.Root:
         image = self.image_of(sandbox)
         source_image = rootfs.HOST if source is None else self.image_of(source)
@@ -248,51 +247,47 @@ class Boots:
             tuple(self._id_map(layer.base_id, sandbox.base_id) for layer in shown.layers)
             for shown in (image, source_image)
         ]
-        shown = tuple(self._folder(name, target, sandbox.base_id) for name, target in folders)
-        single = self.single_id
-        return rootfs.Root(sandbox.id, sandbox.base_id, single, image, maps[0], shown, mounts, source_image, maps[1])
-
-    def _folder(self, name: str, target: str, base_id: int) -> rootfs.Folder:
-        held = self.shelf.find(name)
-        assert held is not None
-        return rootfs.Folder(held.layers[0], self._id_map(held.layers[0].base_id, base_id), target)
+        shown_folders = []
+        for name, target in folders:
+            held = self.images.find(name)
+            assert held is not None
+            layer = held.layers[0]
+            shown_folders.append(rootfs.Folder(layer, self._id_map(layer.base_id, sandbox.base_id), target))
+        return rootfs.Root(
+            sandbox.id,
+            sandbox.base_id,
+            self.single_id,
+            image,
+            maps[0],
+            tuple(shown_folders),
+            mounts,
+            source_image,
+            maps[1],
+        )
 
     def _id_map(self, stored: int, shown: int) -> int:
         return -1 if self.single_id else self._id_maps.get(stored, shown)
 
-    def image_of(self, sandbox: Record) -> rootfs.Image:
-        image = self.shelf.find(sandbox.image)
+    def image_of(self, sandbox: SandboxRecord) -> rootfs.Image:
+        """Return the image that a sandbox was booted from."""
+        image = self.images.find(sandbox.image)
         assert image is not None
         return image
 
     def drop_layer(self, sandbox_id: str, base_id: int) -> None:
-        """Of a dead sandbox, or of a snapshot that nobody needs."""
+        """Drop the layer and release the ids of a dead sandbox, or of a snapshot that is no longer used."""
         rootfs.drop_layer(sandbox_id)
         self._ranges.release(base_id)
 
 
-def _check_targets(targets: tuple[str, ...]) -> None:
-    for target in targets:
-        try:
-            rootfs.check_target(target)
-        except rootfs.MountRefused as error:
-            raise Refused("SpecRefused", str(error)) from error
-
-
 def _check_ceiling(name: str, asked: float, most: int, why: str) -> None:
-    """Refuse for good what no waiting makes possible."""
+    """Refuse a value that this host can never grant. Raises RequestRefused."""
     if asked > most:
-        raise Refused("SpecRefused", f"{name}={asked:.0f} is above the ceiling {most}, {why}; ask for less")
-
-
-def _available_memory_bytes() -> int:
-    with open("/proc/meminfo", encoding="utf-8") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+        raise RequestRefused("SpecRefused", f"{name}={asked:.0f} is above the ceiling {most}, {why}; request less")
 
 
 def _become_init(plan: Plan, groups: Cgroups, control: socket.socket) -> NoReturn:
-    """In the forked child: join the sandbox's groups, let go of everything of the launcher's, then be the sandbox's
-    first process."""
+    """Join the sandbox's groups, close all descriptors of the launcher, and become the sandbox's first process."""
     try:
         groups.join(plan.root.sandbox_id)
         commands_group = groups.open_commands(plan.root.sandbox_id)
