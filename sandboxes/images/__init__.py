@@ -1,1 +1,1 @@
-"""Images of one host: references, archives and folders become layers."""
+"""Images of one host: conversion of references, archives and folders to layers."""

@@ -1,12 +1,12 @@
-"""The files of an image store: layers by digest, records of resolved images, leases, locks.
+"""Files of an image store: layers by digest, records of resolved images, leases, and locks.
 
 `layers/<sha256>/{tree,bytes}`, `records/<key>.json`, `leases/<owner>.json`, `locks/<key>`, `unpacking/<owner>/`, where
 an owner is `<pid>-<boot>_<pid namespace>_<start>-<random>`: a process of this boot.
 
 Invariants:
-- What stands in `layers` is complete: it was written elsewhere, synced, then renamed. Whatever a dead process left in
-  `unpacking` and `leases` is removed by the next sweep.
-- One process at a time unpacks a layer, and reads an archive (flock; the kernel releases it when its holder dies).
+- Entries of `layers` are complete: they were written elsewhere, synced, then renamed. The next sweep removes the files
+  of dead processes from `unpacking` and `leases`.
+- One process at a time unpacks a layer, or reads an archive (flock; the kernel releases it when its holder dies).
 - A layer with a lease of a living process is never evicted: leases are written, and victims chosen, under one lock.
 """
 
@@ -32,13 +32,13 @@ _FOLDERS: Final = ("layers", "records", "leases", "locks", "unpacking")
 
 
 class StoreFolder:
-    """Synchronous: callers are worker processes and threads."""
+    """Synchronous access to the files of a store, for worker processes and threads."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
 
     def prepare(self) -> None:
-        """Make the folders and remove what dead processes left. Raises OSError."""
+        """Make the folders and remove the files of dead processes. Raises OSError."""
         for name in _FOLDERS:
             make_missing(self.home / name)
         for left in (*(self.home / "unpacking").iterdir(), *(self.home / "leases").iterdir()):
@@ -46,7 +46,8 @@ class StoreFolder:
                 remove(left)
 
     def tree(self, digest: str) -> Path:
-        """The folder of a layer, named by the hex digest of its plain tar. Unless it is there it does not exist."""
+        """Return the folder of a layer, named by the hex digest of its plain tar; it exists only once the layer is
+        published."""
         return self.home / "layers" / digest / "tree"
 
     @contextmanager
@@ -58,7 +59,7 @@ class StoreFolder:
 
     @contextmanager
     def new_layer(self) -> Iterator[Path]:
-        """A folder with an empty `tree`, removed at the end unless `publish` took it."""
+        """Make a folder with an empty `tree`, which is removed at the end unless `publish` has moved it."""
         folder = self.home / "unpacking" / new_owner()
         folder.mkdir()
         try:
@@ -68,18 +69,30 @@ class StoreFolder:
             remove(folder)
 
     def publish(self, folder: Path, digest: str, size_bytes: int) -> None:
-        """Let a finished layer be seen, durably. One that is there already stays."""
+        """Move a finished layer into `layers`, durably; a layer that already exists there is retained."""
         (folder / "bytes").write_text(str(size_bytes))
         (folder / "used").touch()
-        _sync_file_system(folder)
+        layers = self.home / "layers"
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        descriptor = os.open(folder, flags)
+        try:
+            # syncfs(2) writes contents and names of the whole tree at once.
+            if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
+                raise OSError(ctypes.get_errno(), f"syncfs {folder}")
+        finally:
+            os.close(descriptor)
         with suppress(OSError):
-            folder.rename(self.home / "layers" / digest)
+            folder.rename(layers / digest)
         if not self.tree(digest).is_dir():
             raise OSError(f"layer {digest} could not be moved into {self.home}")
-        _sync_folder(self.home / "layers")
+        descriptor = os.open(layers, flags)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def read_record(self, key: str) -> dict[str, Any] | None:
-        """What `write_record` kept, if all its layers are still here."""
+        """Return a record that `write_record` stored, if all its layers still exist."""
         try:
             record: dict[str, Any] = json.loads((self.home / "records" / f"{key}.json").read_bytes())
         except (FileNotFoundError, ValueError):
@@ -90,7 +103,8 @@ class StoreFolder:
         self._write("records", f"{key}.json", json.dumps(record))
 
     def lease(self, owner: Owner, digests: Sequence[str]) -> bool:
-        """Protect layers until `release`, or until the process of `owner` is dead. False when one is gone by now."""
+        """Protect layers until `release`, or until the process of `owner` is dead. Returns False when one was already
+        evicted."""
         with self.lock("eviction"):
             if not all(self.tree(digest).is_dir() for digest in digests):
                 return False
@@ -103,7 +117,7 @@ class StoreFolder:
         (self.home / "leases" / f"{owner}.json").unlink(missing_ok=True)
 
     def leased(self) -> set[str]:
-        """Digests of layers that some living process uses."""
+        """Return the digests of layers that a living process uses."""
         used: set[str] = set()
         for path in (self.home / "leases").glob("*.json"):
             if is_alive(Owner(path.stem)):
@@ -115,54 +129,51 @@ class StoreFolder:
         return sum(size for _, size, _ in self._layers())
 
     def evict(self, max_bytes: int, keep: Sequence[str] = ()) -> None:
-        """Remove layers, those first that nobody asked for longest, until `max_bytes` are kept. Neither leased ones nor
-        those of `keep` go."""
+        """Remove the least recently used layers until at most `max_bytes` remain, except those that are leased or in
+        `keep`."""
         with self.lock("eviction"):
-            spared = self.leased() | set(keep)
+            retained = self.leased() | set(keep)
             layers = sorted(self._layers())
             total = sum(size for _, size, _ in layers)
             trash = self.home / "unpacking" / new_owner()
             trash.mkdir()
             for _, size, digest in layers:
-                if total > max_bytes and digest not in spared:
+                if total > max_bytes and digest not in retained:
                     (self.home / "layers" / digest).rename(trash / digest)
                     total -= size
         remove(trash)
-        self._forget_records()
+        for path in (self.home / "records").glob("*.json"):
+            if self.read_record(path.stem) is None:
+                path.unlink(missing_ok=True)
 
     def _layers(self) -> list[tuple[float, int, str]]:
-        """(last used, bytes, digest) of each layer."""
+        """Return (last used, bytes, digest) of each layer."""
         rows = []
         for folder in (self.home / "layers").iterdir():
             with suppress(FileNotFoundError):
                 rows.append(((folder / "used").stat().st_mtime, int((folder / "bytes").read_text()), folder.name))
         return rows
 
-    def _forget_records(self) -> None:
-        for path in (self.home / "records").glob("*.json"):
-            if self.read_record(path.stem) is None:
-                path.unlink(missing_ok=True)
-
     def _write(self, folder: str, name: str, text: str) -> None:
-        beside = self.home / "unpacking" / new_owner()
-        beside.write_text(text)
-        beside.rename(self.home / folder / name)
+        draft = self.home / "unpacking" / new_owner()
+        draft.write_text(text)
+        draft.rename(self.home / folder / name)
 
 
 def new_owner(pid: int | None = None) -> Owner:
-    """A name that tells the process it belongs to. Raises ProcessLookupError when there is no such process."""
+    """Return a new name that identifies the process it belongs to. Raises ProcessLookupError for an unknown process."""
     number = pid or os.getpid()
     return Owner(f"{number}-{_boot()}_{_pid_namespace()}_{_start_of(number)}-{secrets.token_hex(8)}")
 
 
 def is_alive(owner: Owner) -> bool:
-    """Whether its process lives, as far as can be seen: containers may share a folder, and the processes of another
-    one are not there to be looked at. Until the next boot those count as alive."""
+    """Return True unless the owner's process is known to be dead. Containers may share a folder without seeing each
+    other's processes: those of another container count as alive until the next boot."""
     pid, _, rest = owner.partition("-")
     boot, *namespace, start = rest.rpartition("-")[0].split("_") if "_" in rest else ("", "")
     if not pid.isdigit() or boot != _boot():
         return False
-    # Older versions wrote no namespace.
+    # Names written by older versions have no namespace.
     if namespace and namespace != [str(_pid_namespace())]:
         return True
     try:
@@ -180,7 +191,7 @@ def _pid_namespace() -> int:
 
 
 def _start_of(pid: int) -> int:
-    """When a process began: clock ticks of this boot."""
+    """Return the start time of a process, in clock ticks of this boot."""
     try:
         entry = parse_stat(Path(f"/proc/{pid}/stat").read_text(errors="replace"))
     except (FileNotFoundError, ProcessLookupError) as error:
@@ -191,8 +202,8 @@ def _start_of(pid: int) -> int:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a tree of any depth; what is gone already is fine, what the host refuses stays. No link is
-    followed, and nothing recurses: folders are moved up one by one until all lie side by side."""
+    """Remove a file or a tree of any depth; a missing one is fine, and entries that the host refuses to remove remain.
+    No link is followed, and nothing recurses: folders are moved up one by one until all are side by side."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -207,21 +218,3 @@ def remove(path: Path) -> None:
     for folder in reversed(folders):
         with suppress(OSError):
             folder.rmdir()
-
-
-def _sync_file_system(folder: Path) -> None:
-    """syncfs(2): contents and names of a whole tree at once."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
-            raise OSError(ctypes.get_errno(), f"syncfs {folder}")
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,14 +1,14 @@
-"""Unpacking one layer of an image: a hostile tar becomes a folder that overlayfs can take as a lower one.
+"""Unpacking of one image layer: a hostile tar becomes a folder that overlayfs can use as a lower layer.
 
 Invariants:
 - Every parent folder is opened with openat2(2) inside the layer's own folder (RESOLVE_IN_ROOT): no name, link or
   earlier entry leads out of it. Names with `..` and absolute names are refused, hard links lead to earlier entries.
 - Only folders, regular files, symbolic and hard links are made. Device nodes and FIFOs of the archive are dropped.
-- Ids, modes with their set-id bits, times and `user.*` and ACL attributes are kept. `security.*` and `trusted.*` are
-  dropped: the archive must not speak to the kernel or to overlayfs.
-- Whiteouts become what overlayfs knows (Documentation/filesystems/overlayfs.rst): a 0/0 character device, and
-  `overlay.opaque` in the trusted and the user name space. They mean lower layers only (OCI image-spec layer.md): what
-  the same layer holds stays, whatever the order.
+- Ids, modes with their set-id bits, times, and `user.*` and ACL attributes are preserved. `security.*` and `trusted.*`
+  are dropped, because the kernel or overlayfs would act on them.
+- Whiteouts are converted to those of overlayfs (Documentation/filesystems/overlayfs.rst): a 0/0 character device, and
+  `overlay.opaque` in the trusted and the user name space. They apply to lower layers only (OCI image-spec layer.md):
+  entries of the same layer remain, in any order.
 """
 
 from __future__ import annotations
@@ -34,24 +34,26 @@ _WHITEOUT: Final = ".wh."
 _OPAQUE: Final = ".wh..wh..opq"
 _WHITEOUT_INTERNAL: Final = ".wh..wh."
 _XATTR_HEADER: Final = "SCHILY.xattr."
-_KEPT_XATTRS: Final = ("user.", "system.posix_acl_")
+_ALLOWED_XATTRS: Final = ("user.", "system.posix_acl_")
 _FORBIDDEN_XATTR: Final = "user.overlay."
 _MAX_TIME_S: Final = 1 << 33
 _PATH_ERRORS: Final = (errno.ELOOP, errno.ENAMETOOLONG, errno.EXDEV, errno.EINVAL)
 _ENTRY_ERRORS: Final = (*_PATH_ERRORS, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EMLINK)
 _ENTRY_BYTES: Final = 4096
-"""What an entry counts beside its content: its inode, and a block for a small file."""
+"""Bytes that an entry counts in addition to its content: its inode, and a block for a small file."""
 _INSIDE: Final = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
 
 
 class UnpackLimits(NamedTuple):
-    """Beyond either the archive is refused. `bytes` counts contents and 4 KiB for each entry."""
+    """Limits of an archive, which is refused beyond either. `bytes` counts contents and 4 KiB for each entry."""
 
     bytes: int
     entries: int = MAX_ENTRIES
 
 
 class UnpackedLayer(NamedTuple):
+    """Totals of an unpacked layer, counted as in `UnpackLimits`."""
+
     bytes: int
     entries: int
 
@@ -61,7 +63,7 @@ class _Content(Protocol):
 
 
 def unpack(stream: TarInput, folder: str, limits: UnpackLimits, *, whiteouts: bool) -> UnpackedLayer:
-    """Unpack a tar into an empty folder. Raises ImageRefused, and OSError for what the host refuses."""
+    """Unpack a tar into an empty folder. Raises ImageRefused, and OSError for refusals of the host."""
     root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         writer = LayerWriter(root, limits, whiteouts=whiteouts)
@@ -79,7 +81,7 @@ def unpack(stream: TarInput, folder: str, limits: UnpackLimits, *, whiteouts: bo
 
 
 class LayerWriter:
-    """Adds entry after entry below the folder `root` (a descriptor); close it."""
+    """Writer of a layer's entries below the folder `root` (a descriptor); close it."""
 
     def __init__(self, root: int, limits: UnpackLimits, *, whiteouts: bool) -> None:
         self._root = root
@@ -95,7 +97,14 @@ class LayerWriter:
         os.close(self._parent_descriptor)
 
     def add(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        self._count(member)
+        """Write one entry. Raises ImageRefused, OSError."""
+        self.entries += 1
+        self.bytes += _ENTRY_BYTES + (member.size if member.isreg() else 0)
+        if self.entries > self._limits.entries or self.bytes > self._limits.bytes or member.size < 0:
+            raise ImageRefused(
+                f"the image layer has more than {self._limits.entries} entries or {self._limits.bytes} bytes: "
+                "raise max_bytes of the image store"
+            )
         parts = split_name(member.name)
         try:
             self._add(archive, member, parts)
@@ -103,15 +112,6 @@ class LayerWriter:
             if error.errno in _ENTRY_ERRORS:
                 raise ImageRefused(f"damaged archive: {member.name[:200]!r}: {error.strerror}") from error
             raise
-
-    def _count(self, member: tarfile.TarInfo) -> None:
-        self.entries += 1
-        self.bytes += _ENTRY_BYTES + (member.size if member.isreg() else 0)
-        if self.entries > self._limits.entries or self.bytes > self._limits.bytes or member.size < 0:
-            raise ImageRefused(
-                f"image layer of more than {self._limits.entries} entries or {self._limits.bytes} bytes: "
-                "give the image store a larger max_bytes"
-            )
 
     def _add(self, archive: tarfile.TarFile, member: tarfile.TarInfo, parts: tuple[str, ...]) -> None:
         if not parts:
@@ -122,39 +122,46 @@ class LayerWriter:
         if self._whiteouts and name.startswith(_WHITEOUT):
             self._add_whiteout(parent, name)
         elif member.isdir():
-            self._add_folder(parent, parts, member)
+            existing = _status(parent, name)
+            if existing is not None and (stat.S_ISREG(existing.st_mode) or stat.S_ISLNK(existing.st_mode)):
+                os.unlink(name, dir_fd=parent)
+            descriptor = self._make_folder(parent, name)
+            try:
+                self._describe_folder(descriptor, parts, member)
+            finally:
+                os.close(descriptor)
         elif member.isreg():
             content = archive.extractfile(member)
             assert content is not None
             self._add_file(parent, name, member, content)
         elif member.issym():
-            self._add_symbolic_link(parent, name, member)
+            self._make_room(parent, name)
+            os.symlink(member.linkname, name, dir_fd=parent)
+            os.chown(name, member.uid, member.gid, dir_fd=parent, follow_symlinks=False)
+            os.utime(name, ns=(_time_ns(member), _time_ns(member)), dir_fd=parent, follow_symlinks=False)
         elif member.islnk():
             self._add_hard_link(parent, name, member)
 
     def _parent(self, parts: tuple[str, ...]) -> int:
-        if parts != self._parent_parts:
-            descriptor = self._open_or_make(parts)
-            os.close(self._parent_descriptor)
-            self._parent_parts, self._parent_descriptor = parts, descriptor
-        return self._parent_descriptor
-
-    def _open_or_make(self, parts: tuple[str, ...]) -> int:
+        """Return the parent folder of an entry, made if an archive has no entry for it; it is cached for the next."""
+        if parts == self._parent_parts:
+            return self._parent_descriptor
         try:
-            return self._open(parts)
+            descriptor = self._open(parts)
         except (FileNotFoundError, NotADirectoryError):
-            pass
-        above = os.dup(self._root)
-        for count, name in enumerate(parts, 1):
-            try:
-                below = self._open(parts[:count])
-            except (FileNotFoundError, NotADirectoryError):
-                os.close(self._make_folder(above, name))
-                below = self._open(parts[:count])
-            finally:
-                os.close(above)
-            above = below
-        return above
+            descriptor = os.dup(self._root)
+            for count, name in enumerate(parts, 1):
+                try:
+                    below = self._open(parts[:count])
+                except (FileNotFoundError, NotADirectoryError):
+                    os.close(self._make_folder(descriptor, name))
+                    below = self._open(parts[:count])
+                finally:
+                    os.close(descriptor)
+                descriptor = below
+        os.close(self._parent_descriptor)
+        self._parent_parts, self._parent_descriptor = parts, descriptor
+        return descriptor
 
     def _open(self, parts: tuple[str, ...]) -> int:
         try:
@@ -165,7 +172,8 @@ class LayerWriter:
             raise
 
     def _make_folder(self, parent: int, name: str) -> int:
-        """Open the folder `name`, made where there is none. One that replaces a whiteout hides what lies below it."""
+        """Make the folder `name` unless it exists, and open it. A folder that replaces a whiteout hides lower
+        layers."""
         existing = _status(parent, name)
         hides = existing is not None and stat.S_ISCHR(existing.st_mode)
         if existing is None or hides:
@@ -177,22 +185,12 @@ class LayerWriter:
             mark_opaque(descriptor)
         return descriptor
 
-    def _add_folder(self, parent: int, parts: tuple[str, ...], member: tarfile.TarInfo) -> None:
-        existing = _status(parent, parts[-1])
-        if existing is not None and (stat.S_ISREG(existing.st_mode) or stat.S_ISLNK(existing.st_mode)):
-            os.unlink(parts[-1], dir_fd=parent)
-        descriptor = self._make_folder(parent, parts[-1])
-        try:
-            self._describe_folder(descriptor, parts, member)
-        finally:
-            os.close(descriptor)
-
     def _describe_folder(self, descriptor: int, parts: tuple[str, ...], member: tarfile.TarInfo) -> None:
         _describe(descriptor, member)
         self._folder_times[parts] = _time_ns(member)
 
     def set_folder_times(self) -> None:
-        """Last of all: whatever is made in a folder changes its time."""
+        """Set the times of all folders; call this last, because every new entry changes the time of its folder."""
         for parts, time_ns in self._folder_times.items():
             with suppress(FileNotFoundError, NotADirectoryError):
                 descriptor = self._open(parts)
@@ -200,12 +198,12 @@ class LayerWriter:
                 os.close(descriptor)
 
     def _make_room(self, parent: int, name: str) -> None:
-        """A later entry replaces an earlier one."""
+        """Remove an earlier entry, which a later one replaces."""
         existing = _status(parent, name)
         if existing is None:
             return
         if stat.S_ISDIR(existing.st_mode):
-            raise ImageRefused(f"damaged archive: {name[:200]!r} is a folder and something else too")
+            raise ImageRefused(f"damaged archive: {name[:200]!r} is both a folder and another kind of file")
         os.unlink(name, dir_fd=parent)
 
     def _add_file(self, parent: int, name: str, member: tarfile.TarInfo, content: _Content) -> None:
@@ -222,22 +220,18 @@ class LayerWriter:
         finally:
             os.close(descriptor)
 
-    def _add_symbolic_link(self, parent: int, name: str, member: tarfile.TarInfo) -> None:
-        self._make_room(parent, name)
-        os.symlink(member.linkname, name, dir_fd=parent)
-        os.chown(name, member.uid, member.gid, dir_fd=parent, follow_symlinks=False)
-        os.utime(name, ns=(_time_ns(member), _time_ns(member)), dir_fd=parent, follow_symlinks=False)
-
     def _add_hard_link(self, parent: int, name: str, member: tarfile.TarInfo) -> None:
         target = split_name(member.linkname)
         if not target:
-            raise ImageRefused(f"damaged archive: {member.name[:200]!r} is a hard link to nothing")
+            raise ImageRefused(f"damaged archive: hard link {member.name[:200]!r} has no target")
         folder = self._open(target[:-1])
         try:
             status = _status(folder, target[-1])
             if status is None or not (stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)):
-                raise ImageRefused(f"damaged archive: hard link {member.name[:200]!r} to {member.linkname[:200]!r}")
-            if not _is_same(status, _status(parent, name)):
+                link, to = member.name[:200], member.linkname[:200]
+                raise ImageRefused(f"damaged archive: the target {to!r} of hard link {link!r} is not an earlier file")
+            existing = _status(parent, name)
+            if existing is None or (status.st_dev, status.st_ino) != (existing.st_dev, existing.st_ino):
                 self._make_room(parent, name)
                 os.link(target[-1], name, src_dir_fd=folder, dst_dir_fd=parent, follow_symlinks=False)
         finally:
@@ -251,7 +245,7 @@ class LayerWriter:
             return
         hidden = name.removeprefix(_WHITEOUT)
         if hidden in ("", ".", ".."):
-            raise ImageRefused(f"unsafe archive: whiteout {name!r}")
+            raise ImageRefused(f"unsafe archive: whiteout {name!r} names no entry")
         existing = _status(parent, hidden)
         if existing is None:
             os.mknod(hidden, stat.S_IFCHR | 0o600, os.makedev(0, 0), dir_fd=parent)
@@ -262,7 +256,7 @@ class LayerWriter:
 
 
 def mark_opaque(descriptor: int) -> None:
-    """Let a folder hide what lower layers hold at its name."""
+    """Make a folder hide the entries of lower layers at its name."""
     os.setxattr(descriptor, "trusted.overlay.opaque", b"y")
     with suppress(OSError):
         # For mounts with `userxattr`; some file systems have no attributes in the user name space.
@@ -276,17 +270,13 @@ def _status(parent: int, name: str) -> os.stat_result | None:
         return None
 
 
-def _is_same(one: os.stat_result, other: os.stat_result | None) -> bool:
-    return other is not None and (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
-
-
 def _describe(descriptor: int, member: tarfile.TarInfo) -> None:
     os.fchown(descriptor, member.uid, member.gid)
-    # After the owner: a change of owner takes the set-id bits away.
+    # Set after the owner, because a change of owner clears the set-id bits.
     os.fchmod(descriptor, member.mode & 0o7777)
     for header, value in member.pax_headers.items():
         name = header.removeprefix(_XATTR_HEADER)
-        if name != header and name.startswith(_KEPT_XATTRS) and not name.startswith(_FORBIDDEN_XATTR):
+        if name != header and name.startswith(_ALLOWED_XATTRS) and not name.startswith(_FORBIDDEN_XATTR):
             with suppress(OSError):
                 os.setxattr(descriptor, name, value.encode("utf-8", "surrogateescape"))
 

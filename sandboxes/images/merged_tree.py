@@ -1,7 +1,7 @@
-"""What a path leads to in overlaid layers, found by looking at the layers one by one: nothing is mounted.
+"""Lookup of paths in overlaid layers without mounting them.
 
-Invariants: no symbolic link is followed by the kernel, each is read and resolved here, inside the merged tree; a
-whiteout or an opaque folder hides what lies below it, as overlayfs would.
+Invariants: the kernel follows no symbolic link; each is read and resolved here, inside the merged tree. A whiteout or
+an opaque folder hides lower layers, as in overlayfs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import struct
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from headrace.sandboxes.errors import ImageRefused
@@ -25,7 +26,7 @@ _OCI_ARCHITECTURES: Final = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def find(layers: Sequence[Path], path: str) -> Path | None:
-    """Where the file or folder `path` of the merged tree lies on the host; None when it is not there."""
+    """Return the host's path of the file or folder `path` of the merged tree, or None if it does not exist."""
     waiting = [part for part in path.split("/") if part][::-1]
     folders: list[list[Path]] = [list(layers)]
     found: Path | None = layers[0]
@@ -54,7 +55,7 @@ def find(layers: Sequence[Path], path: str) -> Path | None:
 
 
 def _step(folders: list[Path], name: str) -> tuple[Path | None, list[Path]]:
-    """The topmost thing called `name`, and all folders that are merged there when it is one."""
+    """Return the topmost entry called `name`, and all folders that are merged there if it is a folder."""
     merged: list[Path] = []
     for folder in folders:
         path = folder / name
@@ -66,40 +67,31 @@ def _step(folders: list[Path], name: str) -> tuple[Path | None, list[Path]]:
             whiteout = stat.S_ISCHR(mode)
             return (merged[0], merged) if merged else (None if whiteout else path, [])
         merged.append(path)
-        if _is_opaque(path):
-            break
+        with suppress(OSError):
+            if os.getxattr(path, "trusted.overlay.opaque", follow_symlinks=False) == b"y":
+                break
     return (merged[0] if merged else None), merged
 
 
-def _is_opaque(folder: Path) -> bool:
-    try:
-        return os.getxattr(folder, "trusted.overlay.opaque", follow_symlinks=False) == b"y"
-    except OSError:
-        return False
-
-
 def check_usable(layers: Sequence[Path]) -> None:
-    """Raises ImageRefused unless a bash for this machine is where commands look for it."""
+    """Raises ImageRefused unless the image has a bash for this machine where commands look for it."""
     for path in _SHELLS:
         bash = find(layers, path)
         if bash is not None and bash.is_file() and bash.stat().st_mode & 0o111:
-            _check_machine(bash, path)
-            return
-    raise ImageRefused(f"image without bash: commands need {' or '.join(_SHELLS)}")
-
-
-def _check_machine(bash: Path, path: str) -> None:
+            break
+    else:
+        raise ImageRefused(f"image without bash: commands need {' or '.join(_SHELLS)}")
     machine = os.uname().machine
     with bash.open("rb") as file:
         header = file.read(20)
     if header[:4] != b"\x7fELF" or len(header) < 20:
-        raise ImageRefused(f"{path} of the image is no program of this kind of machine")
-    found = struct.unpack_from("<H", header, 18)[0]
-    if found != _MACHINES.get(machine, found):
-        raise ImageRefused(f"image for another kind of machine: {path} is ELF machine {found}, this host is {machine}")
+        raise ImageRefused(f"{path} of the image is not an ELF program")
+    number = struct.unpack_from("<H", header, 18)[0]
+    if number != _MACHINES.get(machine, number):
+        raise ImageRefused(f"image for another kind of machine: {path} is ELF machine {number}, this host is {machine}")
 
 
 def oci_architecture() -> str:
-    """This machine in the words of OCI (GOARCH)."""
+    """Return this machine's architecture by its OCI name (GOARCH)."""
     machine = os.uname().machine
     return _OCI_ARCHITECTURES.get(machine, machine)

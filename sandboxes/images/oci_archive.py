@@ -1,10 +1,10 @@
-"""Finding one image in an OCI image layout, an OCI archive, or what `docker save` writes.
+"""Lookup of one image in an OCI image layout, an OCI archive, or an archive of `docker save`.
 
 Invariants:
-- Manifests and configs are small and their digests are checked before they are believed; layers are only located here,
+- Manifests and configs are small, and their digests are checked before they are used. Layers are only located here;
   their digests are checked while they are unpacked.
-- Names in these files are looked up in a table or built from checked hex digits, never used as a path.
-- Exactly one image is meant: of several platforms this machine's, of several tags the one that was asked for.
+- Names in these files are looked up in a table or built from checked hex digits, and never used as a path.
+- Exactly one image is chosen: this machine's of several platforms, and the requested one of several tags.
 
 Formats: OCI image-spec 1.1 (image-layout.md, image-index.md, manifest.md, config.md); the `manifest.json` of docker's
 image tarballs (docker image save).
@@ -44,18 +44,20 @@ _FULL_NAME: Final = "io.containerd.image.name"
 
 
 class LayerSource(NamedTuple):
-    """One layer: where its tar lies, compressed or not."""
+    """Location of one layer's tar, which may be compressed, and its digests."""
 
     part: FileRange
     blob_digest: str | None
-    """`algorithm:hex` of the file as it lies there; docker's archives give none."""
+    """`algorithm:hex` of the file as stored, or None in docker's archives, which do not have it."""
     content_digest: str
     """Hex sha256 of the plain tar (the `diff_id`)."""
 
 
 class ImagePlan(NamedTuple):
+    """Layers and settings of the chosen image."""
+
     digest: str
-    """`sha256:` of the image's config, as container tools call an image's id."""
+    """`sha256:` digest of the image's config, which container tools use as the image's id."""
     layers: tuple[LayerSource, ...]
     """Bottom first, as in the config."""
     environment: dict[str, str]
@@ -64,12 +66,13 @@ class ImagePlan(NamedTuple):
 
 
 class Blobs(NamedTuple):
-    """The files of a layout or archive by their names in it."""
+    """Files of a layout or archive by their names in it."""
 
     find: Callable[[str], FileRange | None]
 
     def document(self, name: str, digest: str | None = None) -> Any:
-        """A JSON file. Raises ImageRefused when it is missing, too large, not JSON or not what its digest says."""
+        """Return a JSON file. Raises ImageRefused if it is missing, too large, not valid JSON or does not match its
+        digest."""
         part = self.find(name)
         if part is None:
             raise ImageRefused(f"damaged image: {name} is missing")
@@ -79,14 +82,16 @@ class Blobs(NamedTuple):
         if len(data) > _MAX_DOCUMENT_BYTES:
             raise ImageRefused(f"damaged image: {name} is larger than {_MAX_DOCUMENT_BYTES} bytes")
         if digest is not None and hashlib.new(digest.split(":")[0], data).hexdigest() != digest.split(":")[1]:
-            raise ImageRefused(f"damaged image: {name} is not what its digest says")
+            raise ImageRefused(f"damaged image: {name} does not match its digest")
         try:
             return json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise ImageRefused(f"damaged image: {name} is not JSON") from error
+            raise ImageRefused(f"damaged image: {name} is not valid JSON") from error
 
 
 def layout_blobs(folder: Path) -> Blobs:
+    """Return the files of an OCI image layout folder."""
+
     def find(name: str) -> FileRange | None:
         path = folder / name
         return FileRange(str(path)) if path.is_file() else None
@@ -95,7 +100,8 @@ def layout_blobs(folder: Path) -> Blobs:
 
 
 def may_hold_images(stream: TarStream) -> bool:
-    """By its first entry: whether a tar is worth a look by `archive_blobs`."""
+    """Return True if the first entry of a tar could belong to an archive of images, so that `archive_blobs` should read
+    it."""
     for _, member in members(stream):
         name = "/".join(split_name(member.name))
         if name:
@@ -104,7 +110,7 @@ def may_hold_images(stream: TarStream) -> bool:
 
 
 def archive_blobs(path: str) -> Blobs | None:
-    """The members of an uncompressed tar that holds images; None when it holds something else, a root file system."""
+    """Return the members of an uncompressed tar of images, or None for any other tar, such as a root file system."""
     found: dict[str, FileRange] = {}
     links: dict[str, str] = {}
     with Path(path).open("rb") as file:
@@ -115,7 +121,7 @@ def archive_blobs(path: str) -> Blobs | None:
             if not _MEMBER.fullmatch(name):
                 return None
             if len(found) + len(links) > _MAX_MEMBERS:
-                raise ImageRefused(f"image archive of more than {_MAX_MEMBERS} files")
+                raise ImageRefused(f"the image archive has more than {_MAX_MEMBERS} files")
             if member.type in (tarfile.REGTYPE, tarfile.AREGTYPE):
                 found[name] = FileRange(path, member.offset_data, member.size)
             elif member.issym() or member.islnk():
@@ -133,7 +139,7 @@ def archive_blobs(path: str) -> Blobs | None:
 
 
 class _SeekableTar:
-    """A plain tar whose contents are jumped over."""
+    """Uncompressed tar whose contents are skipped by seeking."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -144,22 +150,35 @@ class _SeekableTar:
 
     def seek(self, position: int) -> int:
         if position < self._file.tell():
-            raise ImageRefused("damaged archive: a header of impossible size")
+            raise ImageRefused("damaged archive: a header has an impossible size")
         return self._file.seek(position)
 
     def read(self, size: int) -> bytes:
         if size > _MAX_DOCUMENT_BYTES:
-            raise ImageRefused(f"unsafe archive: a header of {size} bytes")
+            raise ImageRefused(f"unsafe archive: a header has {size} bytes")
         self.last = self._file.read(size)
         return self.last
 
 
 def find_image(blobs: Blobs, tag: str | None) -> ImagePlan:
-    """Raises ImageUnknown (no such tag, or several and none asked for), ImageRefused."""
+    """Return the image with this tag, or the only image. Raises ImageUnknown (the tag does not exist, or there are
+    several images and no tag), ImageRefused."""
     try:
         if blobs.find("index.json") is not None:
             return _from_index(blobs, tag)
-        return _from_docker(blobs, tag)
+        images = blobs.document("manifest.json")
+        chosen = [image for image in images if tag is None or _is_named(image.get("RepoTags") or [], tag)]
+        if not chosen:
+            raise ImageUnknown(f"no image {tag!r} in the archive")
+        if len(chosen) > 1:
+            names = [name for image in chosen for name in image.get("RepoTags") or []]
+            raise ImageUnknown(f"the archive holds {len(chosen)} images: write `path:tag` with one of {names[:20]}")
+        name = str(chosen[0]["Config"])
+        digest = f"sha256:{posixpath.basename(name).removesuffix('.json')}"
+        # Checks the digest.
+        _blob_name(digest)
+        rows = [(str(layer), None) for layer in chosen[0]["Layers"]]
+        return _plan(blobs, digest, blobs.document(name, digest), rows)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ImageRefused(f"damaged image: a manifest lacks or misuses {error}") from error
 
@@ -169,9 +188,12 @@ def _from_index(blobs: Blobs, tag: str | None) -> ImagePlan:
     for _ in range(_MAX_INDEX_DEPTH):
         manifest = blobs.document(_blob_name(entry["digest"]), entry["digest"])
         if "manifests" not in manifest:
-            return _from_manifest(blobs, manifest)
+            digest = manifest["config"]["digest"]
+            config = blobs.document(_blob_name(digest), digest)
+            rows = [(_blob_name(layer["digest"]), layer["digest"]) for layer in manifest["layers"]]
+            return _plan(blobs, digest, config, rows)
         entry = _choose_platform(manifest["manifests"])
-    raise ImageRefused("damaged image: indexes within indexes")
+    raise ImageRefused(f"damaged image: indexes are nested deeper than {_MAX_INDEX_DEPTH}")
 
 
 def _choose(entries: Sequence[Mapping[str, Any]], tag: str | None) -> Mapping[str, Any]:
@@ -208,34 +230,15 @@ def _choose_platform(entries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 def _blob_name(digest: str) -> str:
     if not _DIGEST.fullmatch(digest):
-        raise ImageRefused(f"damaged image: digest {digest[:80]!r}")
+        raise ImageRefused(f"damaged image: invalid digest {digest[:80]!r}")
     return f"blobs/{digest.replace(':', '/')}"
-
-
-def _from_manifest(blobs: Blobs, manifest: Mapping[str, Any]) -> ImagePlan:
-    digest = manifest["config"]["digest"]
-    config = blobs.document(_blob_name(digest), digest)
-    rows = [(_blob_name(layer["digest"]), layer["digest"]) for layer in manifest["layers"]]
-    return _plan(blobs, digest, config, rows)
-
-
-def _from_docker(blobs: Blobs, tag: str | None) -> ImagePlan:
-    images = blobs.document("manifest.json")
-    chosen = [image for image in images if tag is None or _is_named(image.get("RepoTags") or [], tag)]
-    if not chosen:
-        raise ImageUnknown(f"no image {tag!r} in the archive")
-    if len(chosen) > 1:
-        names = [name for image in chosen for name in image.get("RepoTags") or []]
-        raise ImageUnknown(f"the archive holds {len(chosen)} images: write `path:tag` with one of {names[:20]}")
-    name = str(chosen[0]["Config"])
-    digest = f"sha256:{posixpath.basename(name).removesuffix('.json')}"
-    _blob_name(digest)
-    return _plan(blobs, digest, blobs.document(name, digest), [(str(layer), None) for layer in chosen[0]["Layers"]])
 
 
 def _plan(blobs: Blobs, digest: str, config: Mapping[str, Any], rows: Sequence[tuple[str, str | None]]) -> ImagePlan:
     if config.get("architecture", oci_architecture()) != oci_architecture() or config.get("os", "linux") != "linux":
-        raise ImageRefused(f"image for {config.get('os')}/{config.get('architecture')}, not linux/{oci_architecture()}")
+        raise ImageRefused(
+            f"the image is for {config.get('os')}/{config.get('architecture')}, not linux/{oci_architecture()}"
+        )
     contents = config["rootfs"]["diff_ids"]
     if len(contents) != len(rows) or not 0 < len(rows) <= MAX_LAYERS:
         raise ImageRefused(f"damaged image: {len(rows)} layers and {len(contents)} digests (1 to {MAX_LAYERS} allowed)")
@@ -245,7 +248,7 @@ def _plan(blobs: Blobs, digest: str, config: Mapping[str, Any], rows: Sequence[t
         if part is None:
             raise ImageRefused(f"damaged image: layer {name[:100]} is missing")
         if not re.fullmatch(r"sha256:[0-9a-f]{64}", content):
-            raise ImageRefused(f"damaged image: digest {content[:80]!r}")
+            raise ImageRefused(f"damaged image: invalid digest {content[:80]!r}")
         layers.append(LayerSource(part, blob_digest, content.removeprefix("sha256:")))
     settings = config.get("config") or {}
     pairs = (str(line).partition("=") for line in settings.get("Env") or [])

@@ -1,9 +1,9 @@
-"""Reading hostile archives as streams: decompressed, counted and hashed on the way.
+"""Streams of hostile archives that are decompressed, counted and hashed while they are read.
 
 Invariants:
-- A stream goes forward only and holds one buffer; a bomb ends as ImageRefused once it passes its cap.
+- A stream is read forward only and holds one buffer; a decompression bomb is ImageRefused once it exceeds its limit.
 - Damage of any compression format is ImageRefused; an error of the disk stays an OSError.
-- `finish` has read every byte of the source, so that both digests cover all of it.
+- `finish` reads the source to its end, so that both digests cover every byte.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import io
 import lzma
 import zlib
-from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple, Protocol
 
 import zstandard
 
@@ -24,17 +24,22 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES: Final = 1 << 20
 _MAX_READ_BYTES: Final = 16 << 20
-"""File contents are read in smaller pieces: a longer one is a header (pax, long name) that would fill the memory."""
+"""File contents are read in smaller pieces: a longer read is for a header (pax, long name), which would fill the
+memory."""
 _MAX_WINDOW_BYTES: Final = 1 << 27
 _MAX_LZMA_BYTES: Final = 1 << 28
 _MAGIC: Final = {
     b"\x1f\x8b": "gzip",
     b"\xfd7zXZ\0": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
-    # Skippable frames: where zstd:chunked and seekable files begin with one.
+    # A skippable frame, with which zstd:chunked and seekable files begin.
     b"\x50\x2a\x4d\x18": "zstd",
 }
 _DAMAGE: Final = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zstandard.ZstdError)
+
+
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
 
 
 class FileRange(NamedTuple):
@@ -43,11 +48,11 @@ class FileRange(NamedTuple):
     path: str
     offset: int = 0
     size: int | None = None
-    """None: to the end."""
+    """None: up to the end of the file."""
 
 
 class RangeReader(io.RawIOBase):
-    """The bytes of a FileRange, hashed as they pass."""
+    """Reader of a FileRange that hashes the bytes it reads."""
 
     def __init__(self, file: BinaryIO, part: FileRange, algorithm: str) -> None:
         self._file = file
@@ -69,32 +74,40 @@ class RangeReader(io.RawIOBase):
 
 
 class TarStream:
-    """What `tarfile` reads an archive from: plain bytes, forward only, at most `max_bytes`."""
+    """File interface over an archive for `tarfile`: decompressed, forward only, at most `max_bytes`."""
 
     def __init__(self, source: BinaryIO, part: FileRange, max_bytes: int, algorithm: str = "sha256") -> None:
         self._raw = RangeReader(source, part, algorithm)
         self._buffered = io.BufferedReader(self._raw, BUFFER_BYTES)
-        self._plain = _decompressed(self._buffered)
+        kind = compression_of(self._buffered.peek(6)[:6])
+        self._plain: _Readable = self._buffered
+        if kind == "gzip":
+            self._plain = gzip.GzipFile(fileobj=self._buffered)
+        elif kind == "xz":
+            self._plain = _XzReader(self._buffered)
+        elif kind == "zstd":
+            decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+            self._plain = decompressor.stream_reader(self._buffered, read_across_frames=True)
         self._position = 0
         self._max_bytes = max_bytes
         self._hash = hashlib.sha256()
         self.last = b""
-        """The piece read last: of an archive that ended well it is a block of zeros."""
+        """The piece that was read last: a block of zeros at the end of an undamaged archive."""
 
     def tell(self) -> int:
         return self._position
 
     def seek(self, position: int) -> int:
         if position < self._position:
-            raise ImageRefused("damaged archive: a header of impossible size")
+            raise ImageRefused("damaged archive: a header has an impossible size")
         while self._position < position:
             if not self.read(min(BUFFER_BYTES, position - self._position)):
-                raise ImageRefused("damaged archive: it ends early")
+                raise ImageRefused("damaged archive: it ends before its last entry")
         return position
 
     def read(self, size: int) -> bytes:
         if size > _MAX_READ_BYTES:
-            raise ImageRefused(f"unsafe archive: a header of {size} bytes")
+            raise ImageRefused(f"unsafe archive: a header has {size} bytes")
         parts, missing = [], size
         try:
             while missing > 0 and (part := self._plain.read(missing)):
@@ -106,11 +119,11 @@ class TarStream:
         self._position += len(self.last)
         self._hash.update(self.last)
         if self._position > self._max_bytes:
-            raise ImageRefused(f"archive of more than {self._max_bytes} bytes: give the image store a larger max_bytes")
+            raise ImageRefused(f"the archive has more than {self._max_bytes} bytes: raise max_bytes of the image store")
         return self.last
 
     def finish(self) -> tuple[str, str]:
-        """Read what is left. Returns the hex digests of the file as it lies there and of its plain content (sha256)."""
+        """Read the rest and return the hex digests of the file as stored and of its decompressed content (sha256)."""
         last = self.last
         while self.read(BUFFER_BYTES):
             pass
@@ -121,26 +134,15 @@ class TarStream:
 
 
 def compression_of(start: bytes) -> str | None:
-    """`gzip`, `xz` or `zstd` by the first bytes of a file; None for a plain one."""
+    """Return `gzip`, `xz` or `zstd` for the first bytes of a file, or None for an uncompressed one."""
     if len(start) >= 4 and start[1:4] == b"\x2a\x4d\x18" and 0x50 <= start[0] <= 0x5F:
         return "zstd"
     return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
 
 
-def _decompressed(file: io.BufferedReader[RangeReader]) -> BinaryIO:
-    kind = compression_of(file.peek(6)[:6])
-    if kind == "gzip":
-        return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
-    if kind == "xz":
-        return _XzReader(file)  # type: ignore[return-value]
-    if kind == "zstd":
-        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
-        return decompressor.stream_reader(file, read_across_frames=True)
-    return file
-
-
 class _XzReader:
-    """lzma.LZMAFile takes no limit of memory: the size of the dictionary is the archive's own word."""
+    """Replacement of lzma.LZMAFile, which takes no memory limit, although the archive itself names the dictionary's
+    size."""
 
     def __init__(self, file: io.BufferedReader[RangeReader]) -> None:
         self._file = file
@@ -164,7 +166,7 @@ class _XzReader:
 
 
 def copy_plain(part: FileRange, target: Path, max_bytes: int) -> None:
-    """Decompress a whole file. Raises ImageRefused, OSError."""
+    """Decompress a whole file into a new one. Raises ImageRefused, OSError."""
     with open(part.path, "rb") as source, target.open("xb") as copy:  # noqa: PTH123 - FileRange holds text: it crosses a process
         stream = TarStream(source, part, max_bytes)
         while data := stream.read(BUFFER_BYTES):

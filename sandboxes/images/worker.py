@@ -1,10 +1,10 @@
-"""The child process that unpacks images, so that an event loop never waits and a cancel is a kill.
+"""Child process that unpacks images, so that an event loop never blocks and a cancelled unpacking can be killed.
 
 Standard input: one JSON object {home, reference, key, kind, path, tag, max_bytes}. Standard output: the record of the
 resolved image, or {error, message}.
 
-Invariants: it dies with its parent; what it leaves when it is killed lies in `unpacking` under its own name, where the
-next sweep finds it; an image whose check fails gets no record.
+Invariants: it dies with its parent. If it is killed, its files are in `unpacking` under its own name, where the next
+sweep finds them. An image whose check fails gets no record.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _MEMORY_BYTES: Final = 4 << 30
 _HEADER_BYTES: Final = 8192
-"""What a tar may spend on the headers and padding of one entry, on average."""
+"""Average number of bytes that a tar may use for the headers and padding of one entry."""
 
 Record = dict[str, Any]
 
@@ -51,18 +51,19 @@ def main() -> None:
         failure = classify(error, request["home"])
         answer = {"error": type(failure).__name__, "message": failure.message}
     except MemoryError:
-        answer = {"error": "ImageRefused", "message": "unsafe archive: its headers need too much memory"}
+        answer = {"error": "ImageRefused", "message": "unsafe archive: its headers need more memory than allowed"}
     sys.stdout.write(json.dumps(answer))
 
 
 def classify(error: OSError, home: str) -> SandboxError:
+    """Return the typed error for an OSError of the image store."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return OutOfDisk(f"no space left for images in {home}: free some or give the image store another folder", 30.0)
+        return OutOfDisk(f"no space left for images in {home}: free some space or choose another image_folder", 30.0)
     return BootFailed(f"unpacking an image failed: {error}")
 
 
 class Worker:
-    """Resolves one reference in one store."""
+    """Unpacking of one reference into one store."""
 
     def __init__(self, store: StoreFolder, max_bytes: int) -> None:
         self._store = store
@@ -71,7 +72,7 @@ class Worker:
         self._owner = new_owner()
 
     def resolve(self, request: Record) -> Record:
-        """Raises ImageUnknown, ImageRefused, OSError."""
+        """Return the record of an image, unpacking it if needed. Raises ImageUnknown, ImageRefused, OSError."""
         self._store.prepare()
         with self._store.lock(request["key"]):
             record = self._store.read_record(request["key"])
@@ -86,7 +87,13 @@ class Worker:
 
     def _build(self, kind: str, path: str, tag: str | None) -> Record:
         if kind == "debootstrap":
-            return self._from_debootstrap(path)
+            with self._store.new_layer() as folder:
+                size_bytes = debootstrap.install(path, folder / "tree")
+                check_usable([folder / "tree"])
+                packages = (folder / "tree/var/lib/dpkg/status").read_bytes()
+                digest = hashlib.sha256(f"debootstrap {path} ".encode() + packages).hexdigest()
+                self._store.publish(folder, digest, size_bytes)
+            return _record([digest], digest=f"sha256:{digest}")
         if kind == "layout":
             return self._from_plan(find_image(layout_blobs(Path(path)), tag))
         with Path(path).open("rb") as file:
@@ -105,9 +112,9 @@ class Worker:
         return self._from_tar(path, tag) if blobs is None else self._from_plan(find_image(blobs, tag))
 
     def _from_tar(self, path: str, tag: str | None) -> Record:
-        """A root file system: its one layer is known by its content only once it is unpacked."""
+        """Unpack the tar of a root file system, whose digest is known only once it is unpacked."""
         if tag is not None:
-            raise ImageUnknown(f"no image {tag!r}: {path} is the tar of a root file system")
+            raise ImageUnknown(f"no image {tag!r}: {path} is the tar of a root file system, which has no tags")
         with self._store.new_layer() as folder, Path(path).open("rb") as file:
             stream = TarStream(file, FileRange(path), self._stream_bytes(self._max_bytes))
             done = unpack(stream, str(folder / "tree"), UnpackLimits(self._max_bytes), whiteouts=False)
@@ -120,7 +127,9 @@ class Worker:
     def _from_plan(self, plan: ImagePlan) -> Record:
         digests: list[str] = []
         for layer in plan.layers:
-            self._install(layer)
+            with self._store.lock(layer.content_digest):
+                if not self._store.tree(layer.content_digest).is_dir():
+                    self._install(layer)
             digests.insert(0, layer.content_digest)
             self._store.lease(self._owner, digests)
         check_usable([self._store.tree(digest) for digest in digests])
@@ -128,31 +137,19 @@ class Worker:
         return {**record, "environment": plan.environment, "folder": plan.folder, "user": plan.user}
 
     def _install(self, layer: LayerSource) -> None:
-        with self._store.lock(layer.content_digest):
-            if self._store.tree(layer.content_digest).is_dir():
-                return
-            with self._store.new_layer() as folder, Path(layer.part.path).open("rb") as file:
-                algorithm, _, blob_hex = (layer.blob_digest or "sha256:").partition(":")
-                stream = TarStream(file, layer.part, self._stream_bytes(self._left_bytes), algorithm)
-                done = unpack(stream, str(folder / "tree"), UnpackLimits(self._left_bytes), whiteouts=True)
-                blob, content = stream.finish()
-                if content != layer.content_digest or (blob_hex and blob != blob_hex):
-                    raise ImageRefused(f"damaged image: layer {layer.content_digest} is not what its digest says")
-                self._left_bytes -= done.bytes
-                self._store.publish(folder, layer.content_digest, done.bytes)
-
-    def _from_debootstrap(self, suite: str) -> Record:
-        with self._store.new_layer() as folder:
-            size_bytes = debootstrap.install(suite, folder / "tree")
-            check_usable([folder / "tree"])
-            packages = (folder / "tree/var/lib/dpkg/status").read_bytes()
-            digest = hashlib.sha256(f"debootstrap {suite} ".encode() + packages).hexdigest()
-            self._store.publish(folder, digest, size_bytes)
-        return _record([digest], digest=f"sha256:{digest}")
+        with self._store.new_layer() as folder, Path(layer.part.path).open("rb") as file:
+            algorithm, _, blob_hex = (layer.blob_digest or "sha256:").partition(":")
+            stream = TarStream(file, layer.part, self._stream_bytes(self._left_bytes), algorithm)
+            done = unpack(stream, str(folder / "tree"), UnpackLimits(self._left_bytes), whiteouts=True)
+            blob, content = stream.finish()
+            if content != layer.content_digest or (blob_hex and blob != blob_hex):
+                raise ImageRefused(f"damaged image: layer {layer.content_digest} does not match its digest")
+            self._left_bytes -= done.bytes
+            self._store.publish(folder, layer.content_digest, done.bytes)
 
     @staticmethod
     def _stream_bytes(content_bytes: int) -> int:
-        """A tar of entries that count at least 4 KiB each is at most this long."""
+        """Return the maximum length of a tar whose entries count at least 4 KiB each."""
         return content_bytes + _HEADER_BYTES * (content_bytes // 4096 + 1)
 
 
