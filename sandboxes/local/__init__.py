@@ -1,1 +1,1 @@
-"""Local sandboxes on Linux namespaces: the provider, and what its processes hold of a sandbox."""
+"""Local sandboxes on Linux namespaces: the provider, and the clients of its launcher and sandboxes."""

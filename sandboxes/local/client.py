@@ -1,8 +1,8 @@
-"""Speaking to a launcher from an event loop: many requests at once over one connection per process and endpoint.
+"""Client of a launcher for an event loop: concurrent requests over one connection per process and endpoint.
 
 Invariants:
 - Every request ends: with the launcher's answer, with its typed error, or with LauncherGone when the connection ends.
-- A request that is cancelled here is cancelled there: its command's tree is killed.
+- Cancelling a request also cancels it in the launcher: its command's process tree is killed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request under way. `started` is the number of a spawned process; `answer` comes last, or its error. Whoever
-    takes an answer with `descriptors` owns them."""
+    """Request in progress. `started` is the pid of a spawned process; `answer` comes last, or its error. The receiver
+    of an answer with `descriptors` owns them."""
 
     request_id: int
     message: Message
@@ -31,19 +31,19 @@ class Exchange:
     answer: asyncio.Future[Message]
 
     def names(self) -> Message:
-        """What a further message about the same command must carry."""
+        """Return the fields by which a later message identifies the same sandbox."""
         return {"sandbox": self.message["sandbox"], "secret": self.message["secret"]}
 
     def fail(self, error: Exception) -> None:
         for future in (self.started, self.answer):
             if not future.done():
                 future.set_exception(error)
-                # An error that nobody asks for any more is no news.
+                # Mark the error as retrieved, in case that no caller waits any more.
                 future.exception()
 
 
 class LauncherClient:
-    """One connection. Use `LauncherConnections` to share it."""
+    """One connection to a launcher. Use `LauncherConnections` to share it."""
 
     def __init__(self, endpoint: str, channel: Channel) -> None:
         self.endpoint = endpoint
@@ -51,13 +51,13 @@ class LauncherClient:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, Exchange] = {}
         self._last_id = 0
-        self._heard_s = self._loop.time()
+        self._last_receive_s = self._loop.time()
         self.closed = False
         self._loop.add_reader(channel.fileno(), self._on_readable)
 
     @classmethod
     async def connect(cls, endpoint: str) -> LauncherClient:
-        """Raises LauncherGone when nobody listens at `endpoint`."""
+        """Connect to the launcher at `endpoint`. Raises LauncherGone if none listens there."""
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         stream.setblocking(False)
         try:
@@ -70,11 +70,19 @@ class LauncherClient:
     async def request(
         self, message: Message, descriptors: Sequence[int] = (), *, patience_s: float | None = None
     ) -> Message:
-        """Send and wait for the answer; owns `descriptors`. Raises the typed error of the answer, LauncherGone, and
-        TimeoutError when the launcher says nothing at all, to this request or another, for `patience_s`."""
+        """Send a message and wait for the answer; owns `descriptors`. Raises the typed error of the answer,
+        LauncherGone, and TimeoutError when the launcher sends nothing at all, to this request or another, for
+        `patience_s`."""
         exchange = self.begin(message, descriptors)
         try:
-            return await self._answer(exchange.answer, patience_s)
+            while True:
+                asked_s = self._loop.time()
+                try:
+                    async with asyncio.timeout(patience_s):
+                        return await asyncio.shield(exchange.answer)
+                except TimeoutError:
+                    if self._last_receive_s < asked_s:
+                        raise
         except asyncio.CancelledError:
             self.cancel(exchange)
             raise
@@ -82,7 +90,8 @@ class LauncherClient:
             self._waiting.pop(exchange.request_id, None)
 
     def begin(self, message: Message, descriptors: Sequence[int] = ()) -> Exchange:
-        """Send only; owns `descriptors`. Raises LauncherGone, SpecRefused for a message that is too large."""
+        """Send a message without waiting; owns `descriptors`. Raises LauncherGone, SpecRefused for a message that is
+        too large."""
         if self.closed:
             close_all(descriptors)
             raise LauncherGone(f"the launcher at {self.endpoint} is gone")
@@ -93,27 +102,17 @@ class LauncherClient:
             self._send({**message, "id": exchange.request_id}, descriptors)
         except ValueError as error:
             del self._waiting[exchange.request_id]
-            raise SpecRefused(f"too much for one request, use files: {error}") from error
+            raise SpecRefused(f"the request is too large, use files: {error}") from error
         return exchange
 
-    async def _answer(self, future: asyncio.Future[Message], patience_s: float | None) -> Message:
-        while True:
-            asked_s = self._loop.time()
-            try:
-                async with asyncio.timeout(patience_s):
-                    return await asyncio.shield(future)
-            except TimeoutError:
-                if self._heard_s < asked_s:
-                    raise
-
     def cancel(self, exchange: Exchange) -> None:
-        """The caller gives up: the command's tree is killed."""
+        """Give up a request: the process tree of its command is killed."""
         if self.closed or "sandbox" not in exchange.message:
             return
         self._send({"op": "cancel", "target": exchange.request_id, "id": 0, **exchange.names()})
 
     def post(self, message: Message) -> None:
-        """Send without waiting for the answer."""
+        """Send a message whose answer is ignored."""
         if not self.closed:
             self._send({**message, "id": 0})
 
@@ -141,27 +140,24 @@ class LauncherClient:
         except ChannelClosed:
             self.close()
             return
-        self._heard_s = self._loop.time()
+        self._last_receive_s = self._loop.time()
         for message, descriptors in messages:
-            self._on_answer(int(message.pop("id", 0)), message, descriptors)
-
-    def _on_answer(self, request_id: int, message: Message, descriptors: list[int]) -> None:
-        exchange = self._waiting.get(request_id)
-        if exchange is None or exchange.answer.done():
-            close_all(descriptors)
-            return
-        if "started" in message:
-            exchange.started.set_result(int(message["started"]))
-            return
-        del self._waiting[request_id]
-        if "error" in message:
-            close_all(descriptors)
-            exchange.fail(error_from_name(str(message["error"]), str(message.get("message", ""))))
-        else:
-            exchange.answer.set_result({**message, "descriptors": descriptors} if descriptors else message)
+            request_id = int(message.pop("id", 0))
+            exchange = self._waiting.get(request_id)
+            if exchange is None or exchange.answer.done():
+                close_all(descriptors)
+            elif "started" in message:
+                exchange.started.set_result(int(message["started"]))
+            else:
+                del self._waiting[request_id]
+                if "error" in message:
+                    close_all(descriptors)
+                    exchange.fail(error_from_name(str(message["error"]), str(message.get("message", ""))))
+                else:
+                    exchange.answer.set_result({**message, "descriptors": descriptors} if descriptors else message)
 
     def close(self) -> None:
-        """End the connection; every waiting request ends with LauncherGone. Idempotent."""
+        """Close the connection; every waiting request ends with LauncherGone. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -174,7 +170,7 @@ class LauncherClient:
 
 
 class LauncherConnections:
-    """One connection for each endpoint, made at the first use and again after a loss. Close it with `close`."""
+    """One connection for each endpoint, made at the first use and again after a loss; close it with `close`."""
 
     def __init__(self) -> None:
         self._clients: dict[str, LauncherClient] = {}

@@ -1,9 +1,10 @@
-"""Images of one launcher: unpacked by the store, handed over as mounts, kept while the launcher may boot them.
+"""Images of one launcher: unpacked by the store, handed over as mounts, and leased while the launcher may boot them.
 
 Invariants:
-- What a launcher has is leased from the store in the launcher's name: it stays as long as the launcher lives.
-- At most `max_images` are handed over; above it the least recently used that no sandbox uses is dropped.
-- Folders of the host are handed over once and stay; one that was replaced by another at the same path is another.
+- An image that a launcher holds is leased from the store in the launcher's name: it stays as long as the launcher
+  lives.
+- At most `max_images` are handed over; above it the least recently used one without sandboxes is dropped.
+- Folders of the host are handed over once and stay; a folder that was replaced at the same path is handed over again.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from headrace.sandboxes.launcher.wire import close_all
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from headrace.sandboxes.images.store import ImageLease, ImageStore, ResolvedImage
+    from headrace.sandboxes.images.store import ImageLease, ImageStore
     from headrace.sandboxes.launcher.wire import Message
 
-    Ask = Callable[[Message, Sequence[int]], Awaitable[Message]]
+    SendRequest = Callable[[Message, Sequence[int]], Awaitable[Message]]
 
 HOST: Final = "host"
 SNAPSHOT: Final = "snapshot:"
 _PATIENCE_S: Final = 10.0
-"""A create waits so long for an image that is being unpacked; then its caller waits, and asks again."""
+"""Time for which a create waits for an image that is being unpacked; then its caller waits and tries again."""
 
 
 class LocalImages:
-    """Made for one launcher. `ask` sends it a message with descriptors and returns the answer."""
+    """Images that one launcher holds. `send_request` sends it a message with descriptors and returns the answer."""
 
-    def __init__(self, store: ImageStore, ask: Ask, launcher_pid: int, max_images: int) -> None:
+    def __init__(self, store: ImageStore, send_request: SendRequest, launcher_pid: int, max_images: int) -> None:
         self._store = store
-        self._ask = ask
+        self._send_request = send_request
         self._launcher_pid = launcher_pid
         self._max_images = max_images
         self._leases: OrderedDict[str, ImageLease] = OrderedDict()
@@ -46,8 +47,8 @@ class LocalImages:
         self._adding = asyncio.Lock()
 
     async def provide(self, reference: str) -> str:
-        """The name by which the launcher boots it. Raises ImageUnknown, ImageRefused, OutOfDisk, BootFailed, and
-        ImagePending for what takes long to unpack."""
+        """Return the name by which the launcher boots an image. Raises ImageUnknown, ImageRefused, OutOfDisk,
+        BootFailed, and ImagePending for an image that takes long to unpack."""
         if reference == HOST or reference.startswith(SNAPSHOT):
             return reference
         image = await self._store.resolve(reference, patience_s=_PATIENCE_S)
@@ -55,10 +56,28 @@ class LocalImages:
             if image.digest in self._leases:
                 self._leases.move_to_end(image.digest)
                 return image.digest
-            return await self._take(reference)
+            lease = await self._store.lease(reference, holder_pid=self._launcher_pid, patience_s=_PATIENCE_S)
+            image, name = lease.image, lease.image.digest
+            try:
+                try:
+                    mounts = await asyncio.to_thread(_mounts_of, image.layers)
+                except OSError as error:
+                    raise ImageRefused(f"image {image.reference!r}: {error}") from error
+                entry = {"name": name, "environment": dict(image.environment), "folder": image.folder}
+                await self._send_request({"op": "add_image", **entry}, mounts)
+            except BaseException:
+                await asyncio.shield(lease.release())
+                raise
+            before, self._leases[name] = self._leases.pop(name, None), lease
+            if before is not None:
+                # The reference has changed meanwhile to an image that the launcher already held.
+                await before.release()
+            for oldest in list(self._leases)[: max(0, len(self._leases) - self._max_images)]:
+                await self._drop(oldest)
+            return name
 
     async def provide_folder(self, source: str) -> str:
-        """The name by which the launcher shows a folder of the host. Raises SpecRefused, Unsupported."""
+        """Return the name by which the launcher shows a folder of the host. Raises SpecRefused, Unsupported."""
         name = await asyncio.to_thread(_folder_name, source)
         async with self._adding:
             if name not in self._folders:
@@ -68,33 +87,18 @@ class LocalImages:
                     raise Unsupported(f"folder {source}: only root can show folders of the host ({error})") from error
                 except OSError as error:
                     raise SpecRefused(f"folder {source}: {error}") from error
-                await self._ask({"op": "add_image", "name": name, "environment": {}, "folder": ""}, mounts)
+                await self._send_request({"op": "add_image", "name": name, "environment": {}, "folder": ""}, mounts)
                 self._folders.add(name)
         return name
 
-    async def _take(self, reference: str) -> str:
-        """Lease the image and hand it over."""
-        lease = await self._store.lease(reference, holder_pid=self._launcher_pid, patience_s=_PATIENCE_S)
-        name = lease.image.digest
-        try:
-            await self._add(name, lease.image)
-        except BaseException:
-            await asyncio.shield(lease.release())
-            raise
-        before, self._leases[name] = self._leases.pop(name, None), lease
-        if before is not None:
-            # What the reference means changed meanwhile to an image that was there.
-            await before.release()
-        await self._drop_oldest()
-        return name
-
     async def drop(self, name: str) -> bool:
-        """False while sandboxes use it."""
+        """Drop an image. Returns False while sandboxes use it."""
         async with self._adding:
             return await self._drop(name)
 
     async def provide_again(self, reference: str, name: str) -> str:
-        """The launcher does not have `name` any more: another provider dropped it, or it is a new launcher."""
+        """Provide an image whose `name` the launcher does not have any more. Another provider has dropped it, or the
+        launcher is a new one."""
         self._folders.clear()
         lease = self._leases.pop(name, None)
         if lease is not None:
@@ -102,26 +106,14 @@ class LocalImages:
         return await self.provide(reference)
 
     async def _drop(self, name: str) -> bool:
-        dropped = bool((await self._ask({"op": "drop_image", "name": name}, ()))["dropped"])
+        dropped = bool((await self._send_request({"op": "drop_image", "name": name}, ()))["dropped"])
         lease = self._leases.pop(name, None) if dropped else None
         if lease is not None:
             await lease.release()
         return dropped
 
-    async def _add(self, name: str, image: ResolvedImage) -> None:
-        try:
-            mounts = await asyncio.to_thread(_mounts_of, image.layers)
-        except OSError as error:
-            raise ImageRefused(f"image {image.reference!r}: {error}") from error
-        message = {"op": "add_image", "name": name, "environment": dict(image.environment), "folder": image.folder}
-        await self._ask(message, mounts)
-
-    async def _drop_oldest(self) -> None:
-        for name in list(self._leases)[: max(0, len(self._leases) - self._max_images)]:
-            await self._drop(name)
-
     async def release(self) -> None:
-        """The launcher is gone. Idempotent."""
+        """Release all leases when the launcher is gone. Idempotent."""
         while self._leases:
             _, lease = self._leases.popitem()
             await lease.release()
@@ -143,5 +135,5 @@ def _folder_name(source: str) -> str:
     except (OSError, ValueError) as error:
         raise SpecRefused(f"folder {source!r}: {error}") from error
     if not Path(source).is_absolute() or not stat.S_ISDIR(status.st_mode):
-        raise SpecRefused(f"folder {source}: give the absolute path of a folder of the host")
+        raise SpecRefused(f"folder {source}: must be the absolute path of a folder of the host")
     return f"{FOLDER}{status.st_dev}:{status.st_ino}"

@@ -1,9 +1,9 @@
-"""The launcher as its provider sees it: a process that is started, or found where another provider left it.
+"""Launcher process from its provider's side: started, or adopted from another provider.
 
 Invariants:
-- A launcher has a private folder with its socket. One that stays (`stays_in`) has the same folder every time, with a
+- A launcher has a private folder with its socket. One that stays (`stays_in`) uses the same folder every time, with a
   note of its secret for the next provider, and at most one launcher serves there: starting is under a lock.
-- A launcher that was told to end and does not is killed; its sandboxes die with it either way.
+- A launcher that does not end on request is killed; its sandboxes die with it in both cases.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import select
 import shutil
 import signal
 import socket
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -29,10 +29,10 @@ from headrace.sandboxes.local.client import LauncherClient
 from headrace.sandboxes.private_folders import make_private, new_private, user_folder
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import AsyncIterator, Mapping
 
 _MAX_FOLDER_BYTES: Final = 90
-"""sun_path holds 107 bytes (unix(7))."""
+"""sun_path has 107 bytes (unix(7))."""
 _START_TIMEOUT_S: Final = 30.0
 _CLOSE_TIMEOUT_S: Final = 30.0
 _ADOPT_TIMEOUT_S: Final = 10.0
@@ -44,7 +44,8 @@ _OWN_FILES: Final = frozenset((_LOCK, _NOTE, "launcher.new", "socket"))
 
 
 class LauncherProcess:
-    """Made by `start` or `adopt`. `missing` names the control groups that this machine lacks, with the reason."""
+    """Running launcher, made by `start` or `adopt`. `missing` names the control group controllers that this machine
+    lacks, with the reason."""
 
     def __init__(
         self,
@@ -61,13 +62,13 @@ class LauncherProcess:
         self.missing = missing
         self._folder = folder
         self._process = process
-        # A number alone could be another process by the time it is used.
+        # The pid alone could belong to another process by the time it is used.
         self._handle = os.pidfd_open(pid)
 
     @classmethod
     async def start(cls, folder: Path, settings: Mapping[str, Any], *, tied: bool) -> Self:
-        """Run one that serves in `folder`; `tied`: it ends with this process. Raises NamespacesUnavailable,
-        LauncherGone."""
+        """Start a launcher that serves in `folder`; with `tied` it ends with this process. Raises
+        NamespacesUnavailable, LauncherGone."""
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 return await cls._spawn(folder, {**settings, "tied": tied})
@@ -80,7 +81,7 @@ class LauncherProcess:
     async def _spawn(cls, folder: Path, settings: Mapping[str, Any]) -> Self:
         environment = {"LD_LIBRARY_PATH": path} if (path := os.environ.get("LD_LIBRARY_PATH")) else {}
         secret = secrets.token_hex(16)
-        # A session of its own: Ctrl-C at the terminal is for the owner, which then closes in order.
+        # In a new session Ctrl-C at the terminal reaches only the owner, which then closes in order.
         process = await asyncio.create_subprocess_exec(
             *stdlib_command("launcher.main"),
             stdin=asyncio.subprocess.PIPE,
@@ -91,11 +92,21 @@ class LauncherProcess:
             start_new_session=True,
         )
         try:
-            # One for all launchers of this user on this host.
+            # One folder for all launchers of this user on this host.
             ids = await asyncio.to_thread(user_folder, "ids")
             places = {"socket_path": str(folder / "socket"), "ids_folder": str(ids)}
             all_settings = {**settings, **places, "admin_secret": secret}
-            answer = await _introduce(process, all_settings)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(json.dumps(all_settings).encode() + b"\n")
+            with suppress(ConnectionError):
+                await process.stdin.drain()
+            line = await process.stdout.readline()
+            if not line:
+                raise LauncherGone("the launcher ended while it was starting: see its standard error")
+            answer = json.loads(line)
+            if "error" in answer:
+                raise NamespacesUnavailable(str(answer["error"]))
             return cls(folder, secret=secret, pid=process.pid, missing=answer["missing"], process=process)
         except BaseException:
             if process.returncode is None:
@@ -105,8 +116,9 @@ class LauncherProcess:
 
     @classmethod
     async def adopt(cls, folder: Path) -> Self | None:
-        """The one that serves in `folder`; None when there is none, or when it is another container's, whose process
-        cannot be watched from here. One that does not answer is killed."""
+        """Return the launcher that serves in `folder`, or None if there is none that can be adopted. One that runs in
+        another container cannot be adopted, because its process cannot be watched from here. One that does not answer
+        is killed."""
         try:
             note = json.loads(await asyncio.to_thread((folder / _NOTE).read_bytes))
             client = await LauncherClient.connect(str(folder / "socket"))
@@ -121,7 +133,7 @@ class LauncherProcess:
             adopted.close()
             return None
         except TimeoutError:
-            # Another takes its place: nobody would find this one any more.
+            # A new launcher takes its folder, so that no provider could find this one any more.
             await asyncio.to_thread(_kill_launcher, note["pid"])
             return None
         except (SandboxError, ProcessLookupError):
@@ -130,7 +142,7 @@ class LauncherProcess:
             client.close()
 
     def leave_note(self) -> None:
-        """Let the next provider of this folder adopt it."""
+        """Write the note by which the next provider of this folder adopts the launcher."""
         path = self._folder / _NOTE
         with os.fdopen(os.open(path.with_suffix(".new"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump({"secret": self.secret, "pid": self.pid}, file)
@@ -143,12 +155,12 @@ class LauncherProcess:
         return not poll.poll(0)
 
     async def kill(self) -> None:
-        """Its sandboxes die with it."""
+        """Kill the launcher; its sandboxes die with it."""
         self._send(signal.SIGKILL)
         await self._ended()
 
     async def end(self) -> None:
-        """Let it kill its sandboxes, remove what they leave and go."""
+        """Ask the launcher to kill its sandboxes, clean up and end."""
         self._send(signal.SIGTERM)
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
@@ -157,7 +169,7 @@ class LauncherProcess:
             await self.kill()
 
     def close(self) -> None:
-        """Let go of it; it runs on, or has ended."""
+        """Close the handle of a launcher that has ended or stays."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -180,7 +192,7 @@ class LauncherProcess:
 
 
 def _kill_launcher(pid: int) -> None:
-    """Kill the launcher with this number, unless the number is another process's by now."""
+    """Kill the launcher with this pid, unless the pid belongs to another process now."""
     with suppress(OSError):
         handle = os.pidfd_open(pid)
         try:
@@ -197,59 +209,36 @@ def _is_launcher(pid: int) -> bool:
         return False
 
 
-async def _introduce(process: asyncio.subprocess.Process, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Send the settings and wait until it serves."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(json.dumps(settings).encode() + b"\n")
-    with suppress(ConnectionError):
-        await process.stdin.drain()
-    line = await process.stdout.readline()
-    if not line:
-        raise LauncherGone("the launcher ended while it started: see its standard error")
-    answer: dict[str, Any] = json.loads(line)
-    if "error" in answer:
-        raise NamespacesUnavailable(str(answer["error"]))
-    return answer
-
-
 def runtime_folder(chosen: Path | None) -> Path:
-    """Where the folders of this user's launchers lie; made unless it was chosen. Raises FolderRefused."""
+    """Return the folder in which the folders of this user's launchers are made; it is created unless it was chosen.
+    Raises FolderRefused."""
     return chosen or user_folder("sandboxes")
 
 
 class OwnFolder:
-    """A private folder of one provider below `parent`; those that nobody holds and where nobody listens are removed.
-
-    It is held by a lock: containers that share the parent do not see each other's processes. Raises SpecRefused,
-    FolderRefused, OSError.
-    """
+    """Private folder of one provider below `parent`, where abandoned folders of other providers are removed. It is held
+    by a lock, because containers that share the parent do not see each other's processes. Raises SpecRefused,
+    FolderRefused, OSError."""
 
     def __init__(self, parent: Path) -> None:
         _make_private(parent)
         _sweep(parent)
-        # Whoever looks for folders that nobody holds waits until this one is held.
-        with _locked(parent):
+        parent_lock = os.open(parent, _FOLDER)
+        try:
+            # Other providers look for abandoned folders under this lock, so that they never see this one unlocked.
+            fcntl.flock(parent_lock, fcntl.LOCK_EX)
             for folder in parent.iterdir():
                 if _OWN_FOLDER.fullmatch(folder.name) and not _is_held(folder) and not _listens(folder / "socket"):
                     shutil.rmtree(folder, ignore_errors=True)
             self.path = new_private(parent, f"{os.getpid()}-")
             self._lock = os.open(self.path, _FOLDER)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
+        finally:
+            os.close(parent_lock)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, _FOLDER)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _is_held(folder: Path) -> bool:
@@ -267,7 +256,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def _make_private(folder: Path) -> None:
-    """Raises FolderRefused, SpecRefused."""
+    """Make the folder of a launcher. Raises FolderRefused, SpecRefused."""
     if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES - len(f"/{os.getpid()}-12345678"):
         raise SpecRefused(
             f"{folder} is too long for a unix socket: set TMPDIR (or runtime_folder, stays_in) to a shorter path"
@@ -277,7 +266,8 @@ def _make_private(folder: Path) -> None:
 
 @asynccontextmanager
 async def locked_folder(folder: Path) -> AsyncIterator[None]:
-    """Make the folder of a launcher that stays, and keep others from starting one there, or removing it, meanwhile."""
+    """Make the folder of a launcher that stays, and lock it against other providers that start a launcher or remove
+    it."""
     await asyncio.to_thread(_sweep, folder.parent)
     descriptor = await asyncio.to_thread(_lock, folder)
     try:
@@ -294,13 +284,13 @@ def _lock(folder: Path) -> int:
         with suppress(FileNotFoundError):
             if (folder / _LOCK).stat().st_ino == os.fstat(descriptor).st_ino:
                 return descriptor
-        # Removed while this process waited for it.
+        # The lock file was removed while this process waited for it.
         os.close(descriptor)
 
 
 def _sweep(parent: Path) -> None:
-    """Remove folders of launchers that stayed and are gone, as far as nobody is about to start one there. A folder
-    with anything else in it is not ours."""
+    """Remove folders of ended launchers that stayed, unless a provider is starting one there. A folder with any other
+    file is not removed."""
     for lock in parent.glob(f"*/{_LOCK}"):
         with suppress(OSError), lock.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -312,7 +302,7 @@ def _sweep(parent: Path) -> None:
 
 
 def remove_socket(folder: Path) -> None:
-    """Of a dead launcher."""
+    """Remove the socket of a dead launcher."""
     (folder / "socket").unlink(missing_ok=True)
 
 

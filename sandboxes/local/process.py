@@ -1,6 +1,6 @@
-"""A spawned command of a local sandbox, held by the process that spawned it.
+"""Spawned command of a local sandbox, owned by the process that spawned it.
 
-Invariants: its streams are `CommandStreams`; whatever it waits for ends with its sandbox or its launcher.
+Invariants: its streams are `CommandStreams`; every wait on it ends with its sandbox or its launcher.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from headrace.sandboxes.local.client import Exchange, LauncherClient
 
 TERMINAL_TIMEOUT_S: Final = 20.0
-"""Others inside may have stopped the command before it has one."""
+"""Other processes inside may have stopped the command before it opened its terminal."""
 
 
 class LocalProcess(CommandStreams):
-    """Made by `start`."""
+    """Spawned command, made by `start`."""
 
     def __init__(
         self, client: LauncherClient, exchange: Exchange, pid: int, *, stdin: int, streams: dict[Stream, int]
@@ -41,7 +41,7 @@ class LocalProcess(CommandStreams):
     async def start(
         cls, client: LauncherClient, message: Message, *, stdin: bool, terminal: TerminalSize | None
     ) -> Self:
-        """Send the spawn and wait for its number. Raises SandboxGone, ExecTimeout and the launcher's typed error."""
+        """Spawn the command and wait for its pid. Raises SandboxGone, ExecTimeout and the launcher's typed error."""
         if terminal is not None:
             return await cls._start_terminal(client, {**message, "terminal": (terminal.rows, terminal.columns)})
         source, sink = os.pipe2(os.O_CLOEXEC) if stdin else (open_null(), -1)
@@ -57,19 +57,27 @@ class LocalProcess(CommandStreams):
 
     @classmethod
     async def _start_terminal(cls, client: LauncherClient, message: Message) -> Self:
+        loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with ours:
             exchange, pid = await _begin(client, message, (theirs.detach(), open_null(), open_null()))
+            ready: asyncio.Future[None] = loop.create_future()
+            loop.add_reader(ours, settle, ready)
             try:
                 async with asyncio.timeout(TERMINAL_TIMEOUT_S):
-                    master = await _receive_descriptor(ours)
+                    await ready
             except TimeoutError as error:
                 client.cancel(exchange)
                 raise ExecTimeout(f"the command opened no terminal in {TERMINAL_TIMEOUT_S} s and was killed") from error
             except asyncio.CancelledError:
                 client.cancel(exchange)
                 raise
+            finally:
+                loop.remove_reader(ours)
+            # The master end comes with the first byte; without one the command has ended.
+            _, descriptors, _, _ = socket.recv_fds(ours, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        master = descriptors[0] if descriptors else -1
         streams = {Stream.TERMINAL: master} if master >= 0 else {}
         return cls(client, exchange, pid, stdin=master, streams=streams)
 
@@ -99,7 +107,7 @@ class LocalProcess(CommandStreams):
 
 
 async def _begin(client: LauncherClient, message: Message, descriptors: tuple[int, ...]) -> tuple[Exchange, int]:
-    """The exchange and the number of the process, 0 when none could be started. Raises SandboxGone."""
+    """Begin a command and return its exchange and pid, 0 when it could not be started. Raises SandboxGone."""
     exchange = client.begin(message, descriptors)
     try:
         await asyncio.wait((exchange.started, exchange.answer), return_when=asyncio.FIRST_COMPLETED)
@@ -110,16 +118,3 @@ async def _begin(client: LauncherClient, message: Message, descriptors: tuple[in
         return exchange, exchange.started.result() if exchange.started.done() else 0
     except LauncherGone as error:
         raise SandboxGone(str(error)) from error
-
-
-async def _receive_descriptor(stream: socket.socket) -> int:
-    """The descriptor that comes with the first byte, or -1 when the other side ended without one."""
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(stream, settle, ready)
-    try:
-        await ready
-    finally:
-        loop.remove_reader(stream)
-    _, descriptors, _, _ = socket.recv_fds(stream, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    return descriptors[0] if descriptors else -1

@@ -1,11 +1,11 @@
-"""Local sandboxes on Linux namespaces: the provider that owns a launcher.
+"""Provider of local sandboxes, which uses Linux namespaces and owns a launcher.
 
 Invariants:
-- One launcher per provider: started by it and dead with it, or (`stays_in`) a daemon of the host that the next provider
-  adopts. One that died took its sandboxes with it; whoever asked at that moment gets LauncherGone (transient), and the
-  next question to the provider starts a new one.
-- A launcher that does not answer in time hangs: it is killed, so that it is a dead one.
-- A create that is cancelled leaves nothing: the launcher is told to discard it.
+- There is one launcher per provider: it dies with the provider, or (`stays_in`) it is a daemon of the host that the
+  next provider adopts. When a launcher dies, its sandboxes die too; callers that wait for it get LauncherGone
+  (transient), and the next request starts a new launcher.
+- A launcher that does not answer in time has hung: it is killed and then treated like a dead one.
+- A create that is cancelled leaves nothing: the launcher is asked to discard it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from headrace.sandboxes.local.launcher_process import (
     remove_socket,
     runtime_folder,
 )
-from headrace.sandboxes.local.layer_templates import make_template
+from headrace.sandboxes.local.layer_templates import LayerTemplates
 from headrace.sandboxes.local.sandbox import LocalSandbox
 from headrace.sandboxes.private_folders import make_missing
 
@@ -56,7 +56,6 @@ logger = logging.getLogger(__name__)
 
 PROVIDER: Final = "local"
 _LEAST_MEMORY_BYTES: Final = 16 << 20
-_LEAST_DISK_BYTES: Final = 4 << 20
 
 
 class LocalSandboxConfig(BaseModel):
@@ -65,55 +64,75 @@ class LocalSandboxConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_sandboxes: int = Field(default=512, ge=1, le=16_000)
-    """Live and frozen sandboxes at once; above it create raises CapacityExceeded."""
+    """Maximum of live and frozen sandboxes; above it create raises CapacityExceeded."""
     max_live: int | None = Field(default=None, ge=1, le=16_000)
-    """Sandboxes that boot or run at once; above it create raises CapacityExceeded. Each gets this part of the host's
-    processes and descriptors, where `pids` and `open_files` are not set. None: 64, or fewer on a small host; in a run
-    `sandbox.pool.max_live` and a quarter more, for those that are ending."""
+    """Maximum of sandboxes that boot or run; above it create raises CapacityExceeded. Each gets this fraction of the
+    host's processes and descriptors if `pids` and `open_files` are not set. None: 64, or fewer on a small host; in a
+    run `sandbox.pool.max_live` and a quarter more, for those that are ending."""
     layer_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Size of a sandbox's file layer, where its spec names no `disk_bytes`; what exceeds it gets ENOSPC."""
+    """Size of a sandbox's file layer if its spec has no `disk_bytes`; writes beyond it fail with ENOSPC."""
     layers_in: Path | None = None
-    """A folder of the host's disk for file layers, each a sparse ext4 file on a loop device (slower boots, needs
-    mkfs.ext4); None: they lie in memory, as part of `memory_bytes`."""
+    """Folder of the host's disk for file layers, each a sparse ext4 file on a loop device (slower boots, needs
+    mkfs.ext4); None: they are stored in memory, as part of `memory_bytes`."""
     min_free_bytes: int = Field(default=256 << 20, ge=0)
     """Boots are refused (OutOfDisk) while less of that disk, or of the host's memory, is free."""
     memory_bytes: int | None = Field(default=2 << 30, ge=16 << 20)
-    """Memory of a sandbox, its file layer included, where its spec names no `memory_bytes`; None for no limit. Kept
-    only where control groups are (headrace doctor)."""
+    """Memory of a sandbox, including its file layer, if its spec has no `memory_bytes`; None for no limit. Enforced
+    only where control groups are available (headrace doctor)."""
     cpus: float | None = Field(default=None, gt=0)
-    """Processors of a sandbox, where its spec names no `cpu`; None for a fair share."""
+    """Processors of a sandbox if its spec has no `cpu`; None for a fair share."""
     pids: int | None = Field(default=None, ge=8)
-    """Processes of one user in a sandbox, where its spec names no `pids`. None: as many as fit kernel.pid_max and
-    fs.file-max in all `max_live` sandboxes, 64 to 512 (headrace doctor shows the sums)."""
+    """Processes of one user in a sandbox if its spec has no `pids`. None: as many as fit kernel.pid_max and fs.file-max
+    in all `max_live` sandboxes, 64 to 512 (headrace doctor shows the sums)."""
     open_files: int | None = Field(default=None, ge=64)
     """Descriptors of one process in a sandbox. None: as many as fit fs.file-max in all processes of all `max_live`
     sandboxes, 64 to 4096."""
     boot_timeout_s: float = Field(default=20.0, gt=0)
-    """A sandbox that is not ready by then is killed: BootTimeout."""
+    """A sandbox that is not ready after this time is killed: BootTimeout."""
     answer_timeout_s: float = Field(default=20.0, gt=0)
-    """A launcher that answers nothing for so long (beyond the boot, where one is asked for) is killed and replaced."""
+    """A launcher that sends no answer for this time (in addition to the boot timeout for a boot) is killed and
+    replaced."""
     image_folder: Path | None = None
-    """Where images are unpacked, on ext4, xfs, btrfs or tmpfs; by default below the user's cache folder."""
+    """Folder for unpacked images, on ext4, xfs, btrfs or tmpfs; by default below the user's cache folder."""
     image_bytes: int = Field(default=64 << 30, ge=1 << 20)
-    """Above it images that nobody uses go, least recently used first."""
+    """Above this total, unused images are evicted, least recently used first."""
     max_images: int = Field(default=64, ge=1)
-    """Images that a launcher holds ready to boot."""
+    """Maximum of images that a launcher holds ready to boot."""
     stays_in: Path | None = None
-    """A private folder (a short path). The launcher that serves there outlives its provider: the next one with the same
-    folder adopts it with its sandboxes, and until then each lives as long as its lease. None: it dies with the
+    """A private folder (a short path). The launcher that serves there outlives its provider: the next provider with the
+    same folder adopts it with its sandboxes, and until then each lives as long as its lease. None: it dies with the
     provider."""
     owner_pid: int | None = Field(default=None, ge=1)
-    """A process whose death ends the launcher; by default that of the provider, or none for a launcher that stays."""
+    """Process whose death ends the launcher; by default that of the provider, or none for a launcher that stays."""
     idle_exit_s: float = Field(default=60.0, gt=0)
-    """A launcher that stays ends when it had no sandbox and no provider for so long."""
+    """A launcher that stays ends after this time without sandboxes and providers."""
     label: str = ""
-    """Shown in the command line of the launcher and its sandboxes: `leftovers.run_label(run directory)`."""
+    """Label in the command line of the launcher and its sandboxes: `leftovers.run_label(run directory)`."""
     runtime_folder: Path | None = None
-    """Where socket folders are made; by default below the system's folder for temporary files."""
+    """Folder in which socket folders are made; by default below the system's folder for temporary files."""
+
+    def launcher_settings(self) -> dict[str, Any]:
+        """Return the settings that are sent to the launcher, except those of its start."""
+        return {
+            "owner_pid": self.owner_pid or (os.getpid() if self.stays_in is None else 0),
+            "idle_exit_s": self.idle_exit_s,
+            "max_sandboxes": self.max_sandboxes,
+            "max_live": self.max_live,
+            "layer_bytes": self.layer_bytes,
+            "layers_in": str(self.layers_in or ""),
+            "min_free_bytes": self.min_free_bytes,
+            "memory_bytes": self.memory_bytes,
+            "cpus": self.cpus,
+            "processes": self.pids,
+            "open_files": self.open_files,
+            "boot_timeout_s": self.boot_timeout_s,
+            "label": self.label,
+        }
 
 
 class LocalProvider:
-    """Starts a launcher and asks it for sandboxes. An async context manager; `aclose` ends every sandbox."""
+    """Provider that starts a launcher and requests sandboxes from it. An async context manager; `aclose` ends every
+    sandbox."""
 
     features = frozenset(Feature)
 
@@ -126,7 +145,8 @@ class LocalProvider:
         self._images: LocalImages | None = None
         self._started = False
         self._starting = asyncio.Lock()
-        self._making_templates = asyncio.Lock()
+        layers_in = self._config.layers_in
+        self._templates = None if layers_in is None else LayerTemplates(layers_in)
 
     @property
     def endpoint(self) -> str:
@@ -156,70 +176,57 @@ class LocalProvider:
             self._started = True
 
     async def _start(self) -> None:
+        config, settings = self._config, self._config.launcher_settings()
         try:
-            launcher = await self._find_launcher()
+            if config.layers_in is not None:
+                await asyncio.to_thread(make_missing, config.layers_in / TEMPLATES)
+            if config.stays_in is None:
+                self._own_folder = await asyncio.to_thread(OwnFolder, runtime_folder(config.runtime_folder))
+                launcher = await LauncherProcess.start(self._own_folder.path, settings, tied=True)
+            else:
+                async with locked_folder(config.stays_in):
+                    adopted = await LauncherProcess.adopt(config.stays_in)
+                    if adopted is None:
+                        await asyncio.to_thread(remove_socket, config.stays_in)
+                        adopted = await LauncherProcess.start(config.stays_in, settings, tied=False)
+                        await asyncio.to_thread(adopted.leave_note)
+                    launcher = adopted
         except BaseException:
-            await self._let_go()
+            await self._release()
             raise
         self._launcher = launcher
-        self._images = LocalImages(self._store, self._ask, launcher.pid, self._config.max_images)
+        self._images = LocalImages(self._store, self._ask, launcher.pid, config.max_images)
         for controller, reason in launcher.missing.items():
             logger.warning("sandboxes have no %s control group: %s", controller, reason)
 
-    async def _find_launcher(self) -> LauncherProcess:
-        if self._config.layers_in is not None:
-            await asyncio.to_thread(make_missing, self._config.layers_in / TEMPLATES)
-        folder = self._config.stays_in
-        if folder is None:
-            self._own_folder = await asyncio.to_thread(OwnFolder, runtime_folder(self._config.runtime_folder))
-            return await LauncherProcess.start(self._own_folder.path, self._launcher_settings(), tied=True)
-        async with locked_folder(folder):
-            adopted = await LauncherProcess.adopt(folder)
-            if adopted is not None:
-                return adopted
-            await asyncio.to_thread(remove_socket, folder)
-            launcher = await LauncherProcess.start(folder, self._launcher_settings(), tied=False)
-            await asyncio.to_thread(launcher.leave_note)
-            return launcher
-
     async def _running_launcher(self) -> LauncherProcess:
-        """The launcher, started again if it died. Raises LauncherGone, NamespacesUnavailable."""
+        """Return the launcher, started again if it died. Raises LauncherGone, NamespacesUnavailable."""
         async with self._starting:
             if self._started and (self._launcher is None or not self._launcher.alive):
-                await self._let_go()
+                await self._release()
                 await self._start()
             if self._launcher is None:
                 raise LauncherGone("the provider is not started: use `async with` or `await provider.start()`")
             return self._launcher
 
-    def _launcher_settings(self) -> dict[str, Any]:
-        tied = self._config.stays_in is None
-        return {
-            "owner_pid": self._config.owner_pid or (os.getpid() if tied else 0),
-            "idle_exit_s": self._config.idle_exit_s,
-            "max_sandboxes": self._config.max_sandboxes,
-            "max_live": self._config.max_live,
-            "layer_bytes": self._config.layer_bytes,
-            "layers_in": str(self._config.layers_in or ""),
-            "min_free_bytes": self._config.min_free_bytes,
-            "memory_bytes": self._config.memory_bytes,
-            "cpus": self._config.cpus,
-            "processes": self._config.pids,
-            "open_files": self._config.open_files,
-            "boot_timeout_s": self._config.boot_timeout_s,
-            "label": self._config.label,
-        }
-
     async def create(self, spec: SandboxSpec) -> SandboxRef:
-        """Boot a sandbox, or return the one with the same idempotency key.
-
-        Raises ImageUnknown, SpecRefused, FrozenPathRefused, CapacityExceeded, BootFailed, BootTimeout, LauncherGone.
-        """
-        _check_spec(spec)
+        """Boot a sandbox, or return the one with the same idempotency key. Raises ImageUnknown, SpecRefused,
+        FrozenPathRefused, CapacityExceeded, BootFailed, BootTimeout, LauncherGone."""
+        if spec.network is not Network.NONE:
+            raise SpecRefused(f"network {spec.network.value!r}: the local provider supports only `none`")
+        for name, least in (("cpu", 0.01), ("memory_bytes", _LEAST_MEMORY_BYTES), ("disk_bytes", 1 << 16), ("pids", 8)):
+            value = getattr(spec, name)
+            if value is not None and not least <= value < 1 << 62:
+                raise SpecRefused(f"{name}={value}: must be at least {least}")
+        if not 0 < spec.ttl_s < 1e9:
+            raise SpecRefused(f"ttl_s={spec.ttl_s}: must be a number of seconds above 0 and below 1e9")
         await self._running_launcher()
         assert self._images is not None
         image = await self._images.provide(spec.image)
-        # A key of our own lets a cancelled create be found and discarded.
+        disk_bytes = spec.disk_bytes
+        if self._templates is not None:
+            disk_bytes = await self._templates.provide(disk_bytes or self._config.layer_bytes)
+        # A generated key allows a cancelled create to be found and discarded.
         key = spec.idempotency_key or f"once-{secrets.token_hex(8)}"
         message = {
             "op": "create",
@@ -227,7 +234,7 @@ class LocalProvider:
             "image": image,
             "ttl_s": spec.ttl_s,
             "labels": dict(spec.labels),
-            "disk_bytes": await self._layer_bytes(spec),
+            "disk_bytes": disk_bytes,
             "pids": spec.pids,
             "memory_bytes": spec.memory_bytes,
             "cpus": spec.cpu,
@@ -253,22 +260,6 @@ class LocalProvider:
         discard = {"op": "discard", "key": message["key"]}
         return await self._admin(message, if_cancelled=discard, extra_s=self._config.boot_timeout_s)
 
-    async def _layer_bytes(self, spec: SandboxSpec) -> int | None:
-        """On disk every size has a template, made once. Raises BootFailed, OutOfDisk."""
-        folder = self._config.layers_in
-        if folder is None:
-            return spec.disk_bytes
-        size_bytes = max(spec.disk_bytes or self._config.layer_bytes, _LEAST_DISK_BYTES)
-        status = await asyncio.to_thread(os.statvfs, folder)
-        if size_bytes > (most := status.f_blocks * status.f_frsize):
-            raise SpecRefused(
-                f"disk_bytes={size_bytes} is above the ceiling {most}, the size of {folder}; ask for less"
-            )
-        size_bytes = -(-size_bytes // (1 << 20)) << 20
-        async with self._making_templates:
-            await asyncio.to_thread(make_template, folder, size_bytes)
-        return size_bytes
-
     async def attach(self, ref: SandboxRef) -> LocalSandbox:
         return LocalSandbox(ref, self._connections)
 
@@ -290,31 +281,34 @@ class LocalProvider:
             await self._admin({"op": "kill", "sandbox": sandbox})
 
     async def cpu_s(self) -> float:
-        """CPU seconds, user and system, of the launcher and of all its sandboxes that have ended."""
+        """Return the CPU seconds, user and system, of the launcher and of all its sandboxes that have ended."""
         return float((await self._admin({"op": "usage"}))["cpu_s"])
 
     async def command_costs(self) -> dict[str, tuple[int, float]]:
-        """`PURPOSE.OPERATION` -> how many commands ended, and their CPU seconds: purpose is the sandbox's label of that
-        name, operation is exec, spawn, read or write."""
+        """Return `PURPOSE.OPERATION` -> number of finished commands and their CPU seconds. The purpose is the sandbox's
+        label of that name, the operation is exec, spawn, run, read or write."""
         return {name: (row[0], row[1]) for name, row in (await self._admin({"op": "usage"}))["commands"].items()}
 
     async def images(self) -> tuple[ImageRef, ...]:
-        """What the launcher has ready to boot beside `host`: digests, and snapshots by what `snapshot` returned."""
+        """Return the images that the launcher holds ready besides `host`: digests, and the snapshots that `snapshot`
+        returned."""
         return tuple(ImageRef(name) for name in (await self._admin({"op": "images"}))["images"])
 
     async def drop_image(self, image: ImageRef) -> bool:
-        """Forget a snapshot, or an image that the launcher holds ready. False while sandboxes use it. Idempotent."""
+        """Forget a snapshot, or an image that the launcher holds ready. Returns False while sandboxes use it.
+        Idempotent."""
         await self._running_launcher()
         assert self._images is not None
         return await self._images.drop(image)
 
     async def _ask(self, message: Message, descriptors: Sequence[int]) -> Message:
-        """For the images of this launcher: a new one would have none of them."""
+        """Send a request about the images of this launcher, which is not restarted: a new one would have none of
+        them."""
         assert self._launcher is not None
         return await self._request(self._launcher, message, descriptors)
 
     async def _admin(self, message: Message, *, if_cancelled: Message | None = None, extra_s: float = 0.0) -> Message:
-        """Ask the launcher, which is started again if it died. Raises its typed error, LauncherGone."""
+        """Send a request to the launcher, which is started again if it died. Raises its typed error, LauncherGone."""
         launcher = await self._running_launcher()
         answer = await self._request(launcher, message, if_cancelled=if_cancelled, extra_s=extra_s)
         return {**answer, "endpoint": launcher.endpoint}
@@ -328,7 +322,7 @@ class LocalProvider:
         if_cancelled: Message | None = None,
         extra_s: float = 0.0,
     ) -> Message:
-        """Owns `descriptors`."""
+        """Send a request with the admin secret; owns `descriptors`."""
         try:
             client = await self._connections.get(launcher.endpoint)
         except BaseException:
@@ -343,25 +337,25 @@ class LocalProvider:
             raise
         except TimeoutError as error:
             await launcher.kill()
-            raise LauncherGone("the launcher hung and was killed, and its sandboxes with it") from error
+            raise LauncherGone("the launcher hung; it was killed, and its sandboxes with it") from error
 
     async def aclose(self) -> None:
-        """End every sandbox and the launcher, also one that stays. Idempotent."""
+        """End every sandbox and the launcher, even one that stays. Idempotent."""
         self._started = False
         await self._store.aclose()
         if self._launcher is not None:
             await self._launcher.end()
-        await self._let_go()
+        await self._release()
 
     async def detach(self) -> None:
-        """Leave a launcher that stays, with its sandboxes, to the next provider of its folder."""
+        """Leave a launcher that stays, with its sandboxes, to the next provider of its folder. Raises SpecRefused."""
         if self._config.stays_in is None:
             raise SpecRefused("the launcher ends with its provider: set stays_in")
         self._started = False
         await self._store.aclose()
-        await self._let_go(leases=False)
+        await self._release(leases=False)
 
-    async def _let_go(self, *, leases: bool = True) -> None:
+    async def _release(self, *, leases: bool = True) -> None:
         self._connections.close()
         images, self._images = self._images, None
         if images is not None and leases:
@@ -372,14 +366,3 @@ class LocalProvider:
         folder, self._own_folder = self._own_folder, None
         if folder is not None:
             await asyncio.to_thread(folder.remove)
-
-
-def _check_spec(spec: SandboxSpec) -> None:
-    if spec.network is not Network.NONE:
-        raise SpecRefused(f"network {spec.network.value!r}: the local provider has only `none`")
-    for name, least in (("cpu", 0.01), ("memory_bytes", _LEAST_MEMORY_BYTES), ("disk_bytes", 1 << 16), ("pids", 8)):
-        value = getattr(spec, name)
-        if value is not None and not least <= value < 1 << 62:
-            raise SpecRefused(f"{name}={value}: must be at least {least}")
-    if not 0 < spec.ttl_s < 1e9:
-        raise SpecRefused(f"ttl_s={spec.ttl_s}: must be a number of seconds above 0")

@@ -1,9 +1,9 @@
-"""A sandbox of some launcher on this host, by its ref, from any process.
+"""Client of one sandbox of a launcher on this host, usable in any process that has its ref.
 
 Invariants:
-- Output is captured here, by pipes that lead straight from the command to this process.
-- The deadline of a command is kept inside the sandbox; a sandbox that does not answer even then is killed as a whole,
-  unless it was paused.
+- Output is captured here, by pipes that lead directly from the command to this process.
+- The deadline of a command is enforced inside the sandbox. A sandbox that does not answer even then is killed as a
+  whole, unless it was paused.
 """
 
 from __future__ import annotations
@@ -61,17 +61,8 @@ def _result(done: _Done) -> ExecResult:
     )
 
 
-def _kept_result(answer: Message) -> _Done:
-    """What the first caller of an exec_id left: its standard output and error in one file."""
-    [descriptor] = answer["descriptors"]
-    with os.fdopen(descriptor, "rb") as file:
-        file.seek(0)
-        stdout = file.read(answer["stdout_bytes"])
-        return _Done(answer, stdout, file.read(), truncated=answer["truncated"])
-
-
 class LocalSandbox:
-    """A sandbox of some launcher on this host, by its ref. Every method raises SandboxGone once it is dead."""
+    """Sandbox of a launcher on this host, by its ref. Every method raises SandboxGone once it is dead."""
 
     def __init__(self, ref: SandboxRef, connections: LauncherConnections) -> None:
         self._ref = ref
@@ -125,18 +116,24 @@ class LocalSandbox:
     async def _run_once(
         self, message: Message, exec_id: str, stdin: bytes | None, timeout_s: float, max_output_bytes: int
     ) -> _Done:
-        """Run it and leave the result with the launcher for whoever names the id again; or get such a result."""
+        """Run a command and store the result in the launcher for later callers with the same id, or return a stored
+        result."""
         keep = {"op": "keep", "exec_id": exec_id, "run": secrets.token_hex(8)}
         once = {**message, "exec_id": exec_id, "run": keep["run"]}
         try:
             done = await self._run(once, stdin, timeout_s, max_output_bytes)
-            if "stdout_bytes" in done.answer:
-                return _kept_result(done.answer)
-            kept = {**done.answer, "stdout_bytes": len(done.stdout), "truncated": done.truncated}
+            if "stdout_bytes" in (answer := done.answer):
+                # The first caller stored standard output and error in one file.
+                [descriptor] = answer["descriptors"]
+                with os.fdopen(descriptor, "rb") as file:
+                    file.seek(0)
+                    stdout = file.read(answer["stdout_bytes"])
+                    return _Done(answer, stdout, file.read(), truncated=answer["truncated"])
+            result = {**done.answer, "stdout_bytes": len(done.stdout), "truncated": done.truncated}
             with suppress(SandboxGone):
-                await self._request({**keep, "result": kept}, (memory_file(done.stdout + done.stderr),))
+                await self._request({**keep, "result": result}, (memory_file(done.stdout + done.stderr),))
         except BaseException:
-            # Otherwise others would wait for it as long as this process lives.
+            # Otherwise other callers would wait for the result as long as this process lives.
             with suppress(SandboxGone):
                 (await self._client()).post(self._named({**keep, "result": None}))
             raise
@@ -180,15 +177,15 @@ class LocalSandbox:
         done = await self._run(message, stdin, _FILE_TIMEOUT_S, max(max_bytes, 4096))
         exit_code = done.answer["exit_code"]
         if done.answer["timed_out"]:
-            raise SandboxFileError(f"file operation took longer than {_FILE_TIMEOUT_S} s")
+            raise SandboxFileError(f"the file operation took longer than {_FILE_TIMEOUT_S} s")
         if exit_code == EXIT_FILE_ERROR:
             raise SandboxFileError(done.stderr.decode(errors="replace").strip())
         if exit_code != 0:
-            raise SandboxFileError(f"file operation ended with {exit_code}")
+            raise SandboxFileError(f"the file operation ended with exit code {exit_code}")
         return done.stdout
 
     async def _run(self, message: Message, stdin: bytes | int | None, timeout_s: float, max_output_bytes: int) -> _Done:
-        """`stdin` may be an open file, which stays the caller's."""
+        """Run a command with captured output. `stdin` may be an open file, which the caller still owns."""
         async with OutputCapture(max_output_bytes) as out, OutputCapture(max_output_bytes) as err:
             match stdin:
                 case None:
@@ -198,32 +195,28 @@ class LocalSandbox:
                 case descriptor:
                     source = os.dup(descriptor)
             descriptors = (source, out.write_end, err.write_end)
-            answer = await self._timed_request({**message, "timeout_s": timeout_s}, descriptors, timeout_s)
+            answering = asyncio.ensure_future(self._request({**message, "timeout_s": timeout_s}, descriptors))
+            try:
+                seen_s = 0.0
+                while not (await asyncio.wait((answering,), timeout=timeout_s + _ANSWER_GRACE_S))[0]:
+                    state = await self._request({"op": "state"})
+                    # A pause extends the deadline inside, so that a sandbox which was paused gets another wait.
+                    if state["state"] != "paused" and state["paused_s"] == seen_s:
+                        await self.kill()
+                        text = f"sandbox {self.id} did not answer after timeout_s={timeout_s} and was killed"
+                        raise ExecTimeout(text)
+                    seen_s = state["paused_s"]
+                answer = await answering
+            finally:
+                if not answering.done():
+                    answering.cancel()
+                    await asyncio.wait((answering,))
+                elif not answering.cancelled():
+                    # Mark the error as retrieved, in case that another error is raised instead.
+                    answering.exception()
             stdout = await out.finish(OUTPUT_GRACE_S)
             stderr = await err.finish(OUTPUT_GRACE_S if not out.held else 0)
         return _Done(answer, stdout, stderr, truncated=out.truncated or err.truncated)
-
-    async def _timed_request(self, message: Message, descriptors: tuple[int, ...], timeout_s: float) -> Message:
-        """The deadline is kept inside the sandbox; one that does not answer even then is killed as a whole, unless it
-        was paused meanwhile."""
-        answering = asyncio.ensure_future(self._request(message, descriptors))
-        try:
-            seen_s = 0.0
-            while not (await asyncio.wait((answering,), timeout=timeout_s + _ANSWER_GRACE_S))[0]:
-                state = await self._request({"op": "state"})
-                if state["state"] != "paused" and state["paused_s"] == seen_s:
-                    await self.kill()
-                    text = f"sandbox {self.id} did not answer after timeout_s={timeout_s} and was killed"
-                    raise ExecTimeout(text)
-                seen_s = state["paused_s"]
-            return await answering
-        finally:
-            if not answering.done():
-                answering.cancel()
-                await asyncio.wait((answering,))
-            elif not answering.cancelled():
-                # Retrieved here where nobody asks for it any more.
-                answering.exception()
 
     async def freeze(self) -> None:
         await self._request({"op": "freeze"})
@@ -232,14 +225,15 @@ class LocalSandbox:
     async def expose(self, port: int, target: HostPort, prefix: str) -> AsyncIterator[None]:
         """See `Sandbox.expose`."""
         if not prefix.startswith("/") or not is_below(prefix, prefix):
-            raise SpecRefused(f"prefix {prefix!r}: a plain URL path that begins with /")
+            raise SpecRefused(f"prefix {prefix!r}: must be a plain URL path that begins with /")
         answer = await self._request({"op": "listen", "port": port})
         with socket.socket(fileno=answer["descriptors"][0]) as listener:
             async with relay(listener, target, prefix):
                 yield
 
     async def snapshot(self) -> ImageRef:
-        """See `Sandbox.snapshot`. The image lives in memory, as long as its launcher or until `drop_image`."""
+        """See `Sandbox.snapshot`. The image is stored in memory, as long as its launcher lives or until
+        `drop_image`."""
         return ImageRef((await self._request({"op": "snapshot"}))["image"])
 
     async def pause(self) -> None:
@@ -249,7 +243,8 @@ class LocalSandbox:
         await self._request({"op": "resume"})
 
     async def usage(self) -> SandboxUsage:
-        """Raises Unsupported where control groups do not count memory, processor time or processes."""
+        """Return the current usage. Raises Unsupported without the control groups that count memory, processor time or
+        processes."""
         state = await self._request({"op": "state"})
         if state["state"] not in ("running", "paused"):
             raise SandboxGone(f"sandbox {self.id} is {state['state']}")
