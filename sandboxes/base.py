@@ -1,10 +1,10 @@
-"""The contract of a sandbox provider.
+"""Contract of a sandbox provider.
 
-Invariants every provider keeps:
-- A ref is frozen and picklable; whoever holds it attaches and talks to the sandbox directly, without Ray.
-- `kill` is idempotent and takes the whole process tree.
+Invariants of every provider:
+- A ref is frozen and picklable; its holder attaches and talks to the sandbox directly, without Ray.
+- `kill` is idempotent and kills the whole process tree.
 - A command never outlives its timeout; a timeout is a typed error, never a result.
-- Everything a sandbox prints or leaves is data: size-capped, never resolved as a path of the host.
+- All output and files of a sandbox are data: limited in size, and never resolved as a path of the host.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 SandboxId = NewType("SandboxId", str)
 ImageRef = NewType("ImageRef", str)
-"""What `SandboxSpec.image` takes: `host`, a path of a root file system, an archive, `debootstrap:SUITE`, a snapshot."""
+"""Value of `SandboxSpec.image`: `host`, the path of a root file system or archive, `debootstrap:SUITE`, a snapshot."""
 
 DEFAULT_MAX_OUTPUT_BYTES = 1 << 20
 
 
 class Network(StrEnum):
-    """What the sandbox can reach."""
+    """Network access of a sandbox."""
 
     NONE = "none"
-    """Loopback of its own only."""
+    """Only a loopback of its own."""
     HOST = "host"
-    """The host's network; only with the subprocess provider, which protects nothing."""
+    """The host's network; only with the subprocess provider, which has no isolation."""
 
 
 class Feature(StrEnum):
-    """What not every provider has; a call that needs a missing one raises Unsupported."""
+    """Optional features of providers; a call that needs a missing one raises Unsupported."""
 
     FREEZE = "freeze"
     """`Sandbox.freeze` and FrozenMount."""
@@ -55,7 +55,7 @@ class Feature(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenMount:
-    """A data path of a frozen (dead) sandbox, shown read-only, nosuid, nodev and noexec in a new one."""
+    """Data path of a frozen (dead) sandbox, shown read-only, nosuid, nodev and noexec in a new one."""
 
     source: SandboxId
     path: str
@@ -66,18 +66,19 @@ class FrozenMount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFolder:
-    """A folder of the provider's host, shown in a sandbox of any image: read-only, nosuid and nodev, its programs can
-    be run. All sandboxes share its files; nothing is copied. A snapshot does not hold it."""
+    """Folder of the provider's host, shown in a sandbox of any image: read-only, nosuid and nodev, its programs can be
+    run. All sandboxes share its files; nothing is copied. A snapshot does not contain it."""
 
     source: str
-    """Absolute path on the host, on a file system whose files can be shown with other ids (ext4, xfs, btrfs, tmpfs)."""
+    """Absolute path on the host, on a file system that supports idmapped mounts (ext4, xfs, btrfs, tmpfs)."""
     target: str
-    """Absolute path in the sandbox, outside of its system's folders."""
+    """Absolute path in the sandbox, outside its system folders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """What to boot. A limit of None is the provider's own. `ttl_s` is the lease: what nobody renews is killed."""
+    """Settings of a new sandbox. None for a limit means the provider's default. A sandbox whose lease of `ttl_s` is not
+    renewed is killed."""
 
     image: str = "host"
     cpu: float | None = None
@@ -93,13 +94,13 @@ class SandboxSpec:
 
 
 AVOID_LABEL: Final = "headrace-avoid"
-"""A label of specs: endpoints, with blanks between, on which a provider of several hosts should not boot it."""
+"""Label of specs: endpoints, separated by blanks, on which a provider of several hosts should not boot the sandbox."""
 _HOSTS_AT_ENDPOINTS: Final = frozenset({"remote", "simulated"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxRef:
-    """A right to talk to one sandbox: `endpoint` is where (a socket path or URL), `secret` opens this one only."""
+    """Access to one sandbox: `endpoint` is its socket path or URL, `secret` is valid for this sandbox only."""
 
     provider: str
     id: SandboxId
@@ -108,13 +109,13 @@ class SandboxRef:
 
     @property
     def host(self) -> str:
-        """Where it runs, for accounts of failures: the endpoint where that names a host, else the provider."""
+        """Name of its host for failure reports: the endpoint if that names a host, otherwise the provider."""
         return self.endpoint if self.provider in _HOSTS_AT_ENDPOINTS else self.provider
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxInfo:
-    """One row of `list`. `expires_in_s` is the rest of its lease."""
+    """Row of `list`. `expires_in_s` is the rest of its lease."""
 
     id: SandboxId
     state: str
@@ -125,7 +126,8 @@ class SandboxInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """A finished command. `stdout`/`stderr` are the first `max_output_bytes` of each; `truncated`: there was more."""
+    """Result of a finished command. `stdout` and `stderr` are the first `max_output_bytes` of each; `truncated` is True
+    if there was more."""
 
     exit_code: int
     stdout: bytes
@@ -135,7 +137,7 @@ class ExecResult:
 
 
 class Stream(StrEnum):
-    """Where a piece of output came from."""
+    """Source of a chunk of output."""
 
     STDOUT = "stdout"
     STDERR = "stderr"
@@ -145,7 +147,7 @@ class Stream(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """A piece of output, at most 64 KiB."""
+    """Chunk of output, at most 64 KiB."""
 
     stream: Stream
     data: bytes
@@ -153,13 +155,15 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TerminalSize:
+    """Size of a terminal in characters."""
+
     rows: int = 24
     columns: int = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPort:
-    """A TCP service of the host."""
+    """TCP service of the host."""
 
     host: str
     port: int
@@ -167,7 +171,7 @@ class HostPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxUsage:
-    """What a sandbox takes now; `cpu_s` since its boot. A limit of None is no limit of its own."""
+    """Current usage of a sandbox; `cpu_s` is counted since its boot. None for a limit means that there is none."""
 
     cpu_s: float
     memory_bytes: int
@@ -181,42 +185,44 @@ class SandboxUsage:
 
 
 class Process(Protocol):
-    """A command that was started and is not waited for. It ends with its sandbox, at its timeout, or by itself;
-    whoever forgets it leaves it running with nobody reading: it waits once its pipe is full."""
+    """Command that was started without waiting for its end. It ends with its sandbox, at its timeout, or by itself. If
+    its caller drops it, it keeps running without a reader and blocks once its pipe is full."""
 
     @property
     def pid(self) -> int:
-        """Its number inside the sandbox."""
+        """Process id inside the sandbox."""
         ...
 
     def output(self) -> AsyncIterator[Output]:
-        """What it prints, once, for one reader. Ends when both streams have, or 0.2 s after the command itself where a
-        daemon holds them. A reader that is slow slows the command down: nothing is buffered beyond its pipe."""
+        """Iterate over the output, once and for one reader. Ends when both streams have ended, or 0.2 s after the
+        command itself if a daemon holds them open. A slow reader slows the command down: nothing is buffered beyond its
+        pipe."""
         ...
 
     async def write_stdin(self, data: bytes) -> None:
-        """Waits while the command does not read. Raises SandboxFileError when its standard input is closed."""
+        """Write to standard input; waits while the command does not read. Raises SandboxFileError if it is closed."""
         ...
 
     async def close_stdin(self) -> None:
-        """Idempotent. For a terminal this types Ctrl-D."""
+        """Close standard input; for a terminal this types Ctrl-D. Idempotent."""
         ...
 
     async def signal(self, number: int) -> None:
-        """Send a signal to the command itself; SIGKILL takes its whole tree. Nothing happens once it has ended."""
+        """Send a signal to the command itself; SIGKILL kills its whole tree. Does nothing once the command has
+        ended."""
         ...
 
     async def resize(self, size: TerminalSize) -> None:
-        """Raises SpecRefused without a terminal."""
+        """Change the size of the terminal. Raises SpecRefused without a terminal."""
         ...
 
     async def wait(self) -> int:
-        """Its exit code, 128 + n after signal n; may be asked again. Raises ExecTimeout, SandboxGone."""
+        """Return the exit code, 128 + n after signal n; can be called again. Raises ExecTimeout, SandboxGone."""
         ...
 
 
 class Sandbox(Protocol):
-    """A running sandbox. Every method raises SandboxGone once it is dead."""
+    """Running sandbox. Every method raises SandboxGone once it is dead."""
 
     @property
     def id(self) -> SandboxId: ...
@@ -233,12 +239,12 @@ class Sandbox(Protocol):
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
         exec_id: str | None = None,
     ) -> ExecResult:
-        """Run `bash -c command` in a fresh process, in the image's working folder (`/workspace` of `host`) unless `cwd`
-        says otherwise.
+        """Run `bash -c command` in a new process.
 
-        A signal n ends it with exit code 128 + n; an unknown user or folder with 126 and a line on stderr.
-        The same `exec_id` again, from whoever holds the ref, runs nothing: it waits for, or returns, the first result.
-        Raises ExecTimeout (the tree is dead), SandboxGone, ExecResultLost, Unsupported.
+        Its working folder is `cwd`, or by default the image's (`/workspace` of `host`). After signal n its exit code is
+        128 + n; for an unknown user or folder it is 126, with a line on stderr. A repeated `exec_id`, from any holder
+        of the ref, runs nothing: it waits for the first result and returns it. Raises ExecTimeout (the tree is dead),
+        SandboxGone, ExecResultLost, Unsupported.
         """
         ...
 
@@ -253,65 +259,65 @@ class Sandbox(Protocol):
         terminal: TerminalSize | None = None,
         timeout_s: float | None = None,
     ) -> Process:
-        """Start a command and return at once: a text as `bash -c` takes it, or a program and its arguments.
-
+        """Start a command and return at once: a string is run by `bash -c`, a list is a program and its arguments.
         Without `stdin` its standard input is empty. With a terminal all three streams are that terminal's. Without
-        `timeout_s` it ends with its sandbox. Raises SandboxGone, Unsupported.
-        """
+        `timeout_s` it ends with its sandbox. Raises SandboxGone, Unsupported."""
         ...
 
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
-        """Content of a regular file inside. Raises SandboxFileError (missing, not regular, larger than `max_bytes`)."""
+        """Return the content of a regular file inside. Raises SandboxFileError (missing, not regular, larger than
+        `max_bytes`)."""
         ...
 
     async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
-        """Create or replace a file inside, making parent directories, from bytes or a file of the host, which is not
-        held in memory. Raises SandboxFileError."""
+        """Create or replace a file inside and make its parent folders. The content is given as bytes, or as a file of
+        the host, which is not read into memory. Raises SandboxFileError."""
         ...
 
     async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
-        """`write` for several files in one round trip; on an error those before it are written."""
+        """Write several files in one round trip; after an error the files before it are written."""
         ...
 
     async def freeze(self) -> None:
-        """Kill every process but keep the file layer, which FrozenMount can show to a clean sandbox. Idempotent."""
+        """Kill every process but retain the file layer, which FrozenMount can show to a clean sandbox. Idempotent."""
         ...
 
     async def pause(self) -> None:
-        """Stop every process where it is; they take no processor time, commands wait. Its lease goes on. Idempotent.
-        Raises Unsupported."""
+        """Stop every process: they use no processor time, and commands wait. The lease still runs. Idempotent. Raises
+        Unsupported."""
         ...
 
     async def resume(self) -> None:
-        """Let a paused sandbox go on. Idempotent."""
+        """Let the processes of a paused sandbox continue. Idempotent."""
         ...
 
     async def snapshot(self) -> ImageRef:
-        """Make an image of the file layer as it is now and end the sandbox: clones share the layer without a copy.
-        Raises Unsupported."""
+        """Turn the current file layer into an image and end the sandbox; clones share the layer without a copy. Raises
+        Unsupported."""
         ...
 
     def expose(self, port: int, target: HostPort, prefix: str) -> AbstractAsyncContextManager[None]:
-        """A service of the host on the sandbox's own 127.0.0.1:`port` while the context lasts: only HTTP requests for
-        URL paths below `prefix` pass, all others get 403. Raises Unsupported, SpecRefused (the port is taken)."""
+        """Make a service of the host available on the sandbox's own 127.0.0.1:`port` while the context lasts. Only HTTP
+        requests for URL paths below `prefix` pass; all others get 403. Raises Unsupported, SpecRefused (the port is
+        taken)."""
         ...
 
     async def usage(self) -> SandboxUsage:
-        """Raises Unsupported."""
+        """Return the current usage. Raises Unsupported."""
         ...
 
     async def renew(self, ttl_s: float) -> None:
-        """Let the lease end `ttl_s` seconds from now. Raises SandboxGone; a frozen sandbox has a lease too."""
+        """Let the lease end `ttl_s` seconds from now; a frozen sandbox has a lease too. Raises SandboxGone."""
         ...
 
     async def kill(self) -> None:
-        """End the whole tree and drop the layer. Idempotent."""
+        """Kill the whole tree and drop the layer. Idempotent."""
         ...
 
 
 @runtime_checkable
 class ProgramRunner(Protocol):
-    """A sandbox that runs programs of ours without an interpreter of its image."""
+    """Sandbox that runs Python programs without an interpreter in its image."""
 
     async def run_program(
         self,
@@ -323,20 +329,20 @@ class ProgramRunner(Protocol):
         timeout_s: float,
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
     ) -> ExecResult:
-        """Run a Python text as `python -I -S -c program arguments...` would, in `/`, in a process that has the
-        interpreter of headrace already; it may import what `launcher.commands.PRELOADED` names, and nothing of the
-        image. Raises ExecTimeout, SandboxGone."""
+        """Run a Python program like `python -I -S -c program arguments...` in `/`, in a process that already has
+        headrace's interpreter. It may import the modules of `launcher.commands.PRELOADED`, and nothing of the image.
+        Raises ExecTimeout, SandboxGone."""
         ...
 
 
 class SandboxProvider(Protocol):
-    """Boots sandboxes. `create` with an idempotency key that is known returns the sandbox it made before."""
+    """Provider that boots sandboxes. `create` with a known idempotency key returns the sandbox that it made before."""
 
     @property
     def features(self) -> frozenset[Feature]: ...
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
-        """Raises SandboxError; Unsupported where the spec needs a feature that the provider lacks."""
+        """Boot a sandbox. Raises SandboxError; Unsupported if the spec needs a feature that the provider lacks."""
         ...
 
     async def attach(self, ref: SandboxRef) -> Sandbox: ...
@@ -344,7 +350,8 @@ class SandboxProvider(Protocol):
     async def list(self) -> list[SandboxInfo]: ...
 
     async def destroy(self, sandbox: SandboxId) -> None:
-        """Kill by id alone, with the account's own right: what `list` shows and nobody holds a ref of. Idempotent."""
+        """Kill a sandbox by its id alone, with the provider's own credentials, as when nobody has its ref.
+        Idempotent."""
         ...
 
     async def aclose(self) -> None: ...

@@ -1,7 +1,7 @@
-"""The standard output of a hostile command: the first bytes are kept, the rest is drained in the kernel.
+"""Capture of a hostile command's output: the first bytes are retained, the rest is discarded in the kernel.
 
-Invariants: the writer never blocks on us, whatever it writes; memory is bounded by `max_bytes`; a daemon that keeps the
-pipe open delays nothing beyond the grace given to `finish`.
+Invariants: the writer never blocks on this process, whatever it writes. Memory is bounded by `max_bytes`. A daemon that
+keeps the pipe open delays `finish` by at most its grace period.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 OUTPUT_GRACE_S: Final = 0.2
-"""How long output that a daemon may hold is waited for, once its command has ended."""
+"""Time to wait for output that a daemon may hold open after its command has ended."""
 _READ_BYTES: Final = 1 << 16
 _DISCARD_BYTES: Final = 1 << 20
 
 
 class OutputCapture:
-    """A pipe whose write end goes to a command. An async context manager: leaving it closes the read end."""
+    """Pipe whose write end is passed to a command. An async context manager: leaving it closes the read end."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._kept = bytearray()
+        self._retained = bytearray()
         self._null = -1
         self._ended = asyncio.Event()
         self.truncated = False
@@ -47,44 +47,40 @@ class OutputCapture:
 
     @property
     def held(self) -> bool:
-        """Somebody still holds the write end."""
+        """True while a process has the write end open."""
         return not self._ended.is_set()
 
     async def finish(self, grace_s: float) -> bytes:
-        """What was kept, once the pipe has ended or `grace_s` after the command itself ended."""
+        """Return the retained bytes once the pipe has ended, or `grace_s` after the call."""
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._ended.wait()
-        return bytes(self._kept)
+        return bytes(self._retained)
 
     def _on_readable(self) -> None:
         try:
-            count = self._discard() if self.truncated else self._keep()
+            if self.truncated:
+                # splice(2) moves pages from the pipe to /dev/null without copying them.
+                count = os.splice(self._read_end, self._null, _DISCARD_BYTES, flags=os.SPLICE_F_NONBLOCK)
+            else:
+                data = os.read(self._read_end, _READ_BYTES)
+                count, room = len(data), self._max_bytes - len(self._retained)
+                self._retained += data[:room]
+                if count > room:
+                    self.truncated = True
+                    self._null = os.open("/dev/null", os.O_WRONLY | os.O_CLOEXEC)
+                    with suppress(OSError):
+                        # A larger pipe means fewer wake-ups; the kernel may refuse it to an unprivileged user.
+                        fcntl.fcntl(self._read_end, fcntl.F_SETPIPE_SZ, _DISCARD_BYTES)
         except BlockingIOError:
             return
         if count == 0:
             asyncio.get_running_loop().remove_reader(self._read_end)
             self._ended.set()
 
-    def _keep(self) -> int:
-        data = os.read(self._read_end, _READ_BYTES)
-        room = self._max_bytes - len(self._kept)
-        self._kept += data[:room]
-        if len(data) > room:
-            self.truncated = True
-            self._null = os.open("/dev/null", os.O_WRONLY | os.O_CLOEXEC)
-            with suppress(OSError):
-                # A wider pipe means fewer wake-ups; the kernel may refuse it to an unprivileged user.
-                fcntl.fcntl(self._read_end, fcntl.F_SETPIPE_SZ, _DISCARD_BYTES)
-        return len(data)
-
-    def _discard(self) -> int:
-        """Move pages from the pipe to /dev/null without copying them (splice(2))."""
-        return os.splice(self._read_end, self._null, _DISCARD_BYTES, flags=os.SPLICE_F_NONBLOCK)
-
 
 def memory_file(data: bytes) -> int:
-    """A read-only file in memory that holds `data`, positioned at its start: standard input that needs no writer."""
+    """Return a descriptor of a read-only memory file with this content, for standard input without a writer."""
     descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     view = memoryview(data)
     while view:

@@ -1,10 +1,10 @@
-"""The caller's ends of a spawned command's streams: its pipes, or its terminal.
+"""Standard streams of a spawned command, at the caller's end: pipes, or a terminal.
 
 Invariants:
-- Bytes go straight between the command and this process; nothing is buffered beyond the kernel's pipe.
-- A daemon that holds the output delays its end by at most the grace; whoever writes to a command that does not read
-  waits at most until it ends.
-- Descriptors are closed when the output has ended, by `close_stdin`, or when the object is forgotten.
+- Data is passed directly between the command and this process; nothing is buffered beyond the kernel's pipe.
+- A daemon that holds the output open delays its end by at most the grace period. A writer to a command that does not
+  read waits at most until the command ends.
+- Descriptors are closed when the output has ended, by `close_stdin`, or when the object is garbage-collected.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _CTRL_D: Final = b"\x04"
 
 
 class CommandStreams:
-    """The base of processes. `stdin` is a descriptor, or -1 without one; that of a terminal is also its stream. `ended`
-    is done when the command is, with whatever result or error."""
+    """Base class of processes. `stdin` is a descriptor, or -1 without one; the descriptor of a terminal is also its
+    stream. `ended` is done when the command is, with any result or error."""
 
     def __init__(self, *, stdin: int, streams: dict[Stream, int], ended: asyncio.Future[Any]) -> None:
         self._stdin = stdin
@@ -51,7 +51,7 @@ class CommandStreams:
                 except BlockingIOError:
                     continue
                 except OSError:
-                    # EIO: the last process let go of the terminal.
+                    # EIO: the last process has closed the terminal.
                     data = b""
                 if data:
                     yield Output(stream=stream, data=data)
@@ -61,7 +61,8 @@ class CommandStreams:
             self._end_of(stream)
 
     async def _readable(self) -> list[Stream]:
-        """Streams with something to read; none once all have ended, or the grace after the command's end is over."""
+        """Wait for streams with data. Returns none once all have ended, or when the grace period after the command's
+        end is over."""
         if not self._open:
             return []
         loop = asyncio.get_running_loop()
@@ -100,21 +101,18 @@ class CommandStreams:
             try:
                 rest = rest[os.write(self._stdin, rest) :]
             except BlockingIOError:
-                await self._writable()
+                loop = asyncio.get_running_loop()
+                ready: asyncio.Future[None] = loop.create_future()
+                # A duplicate, because a reader that must stay may watch the same descriptor of a terminal.
+                descriptor = os.dup(self._stdin)
+                loop.add_writer(descriptor, settle, ready)
+                try:
+                    await asyncio.wait((ready, self._ended), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    loop.remove_writer(descriptor)
+                    os.close(descriptor)
             except OSError as error:
                 raise SandboxFileError("the command has closed its standard input") from error
-
-    async def _writable(self) -> None:
-        loop = asyncio.get_running_loop()
-        ready: asyncio.Future[None] = loop.create_future()
-        # A duplicate: the same descriptor of a terminal may be watched by a reader, which must stay.
-        descriptor = os.dup(self._stdin)
-        loop.add_writer(descriptor, settle, ready)
-        try:
-            await asyncio.wait((ready, self._ended), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            loop.remove_writer(descriptor)
-            os.close(descriptor)
 
     async def close_stdin(self) -> None:
         """See `Process.close_stdin`."""
@@ -129,6 +127,6 @@ class CommandStreams:
 
 
 def settle(future: asyncio.Future[None]) -> None:
-    """For callbacks that may come more than once."""
+    """Complete a future unless it is done: a callback that the loop may call more than once."""
     if not future.done():
         future.set_result(None)

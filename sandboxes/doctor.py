@@ -1,6 +1,7 @@
-"""Which guarantees the local sandboxes of this machine give, and which are missing and why.
+"""Report of the guarantees that local sandboxes have on this machine, and of those that are missing, with the reason.
 
-Invariants: a guarantee is present only because the kernel was seen to give it just now; what is not built says so.
+Invariants: a guarantee is reported as present only if the kernel was just observed to give it; a feature that is not
+implemented is reported as such.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from headrace.sandboxes.local.provider import LocalSandboxConfig
 _PROBE_TIMEOUT_S: Final = 30.0
 
 _MEANING: Final = {
-    "user namespace": "root inside is nobody outside",
-    "mount namespace": "an own file tree; the host's is not there",
-    "pid namespace": "other processes cannot be seen; killing process 1 kills all",
-    "network namespace": "an own loopback and no way out",
-    "ipc namespace": "no shared memory or queues with others",
-    "uts namespace": "an own host name",
+    "user namespace": "root inside has no privileges outside",
+    "mount namespace": "separate file tree; the host's files are not visible",
+    "pid namespace": "other processes are not visible; killing process 1 kills all",
+    "network namespace": "separate loopback and no access to any network",
+    "ipc namespace": "no shared memory or queues with other sandboxes",
+    "uts namespace": "separate host name",
     "id range": "65536 user ids of its own for each sandbox",
-    "private root": "tmpfs root, read-only /usr, few devices, pivot_root; size of the file layer is capped",
-    "link-safe paths": "frozen data is found without following links (openat2)",
-    "dropped capabilities": "seven harmless ones are kept for root inside; no nested user namespaces",
-    "no new privileges": "set-user-id programs give nothing",
+    "private root": "tmpfs root, read-only /usr, few devices, pivot_root; limited size of the file layer",
+    "link-safe paths": "frozen data is opened without following links (openat2)",
+    "dropped capabilities": "root inside has only seven harmless ones; no nested user namespaces",
+    "no new privileges": "set-user-id programs give no privileges",
     "call filter": "seccomp: no vsock, io_uring, bpf, perf, keyrings, userfaultfd; native programs only",
-    "cgroup memory": "memory of a sandbox with its files; only what takes too much is killed",
-    "cgroup cpu": "processors of a sandbox",
-    "cgroup pids": "processes of a sandbox, in all",
+    "cgroup memory": "memory limit of a sandbox and its files; only commands that exceed it are killed",
+    "cgroup cpu": "processor limit of a sandbox",
+    "cgroup pids": "limit of all processes of a sandbox",
     "cgroup freezer": "pause and resume",
-    "images and snapshots": "overlayfs above layers shown with the sandbox's ids (mapped mounts): no copies",
-    "death with the owner": "pidfd and parent-death signal: nothing outlives the pool",
+    "images and snapshots": "overlayfs above layers shown with the sandbox's ids (idmapped mounts): no copies",
+    "death with the owner": "pidfd and parent-death signal: no sandbox outlives the pool",
     "bash": "/bin/bash runs the commands",
     "python3": "/usr/bin/python3 for tasks and checks written in Python",
 }
@@ -57,19 +58,35 @@ _NOT_BUILT: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guarantee:
-    """One line of `headrace doctor`. `detail` is what it means, or why it is missing."""
+    """One line of `headrace doctor`. `detail` is its meaning, or why it is missing."""
 
     name: str
     present: bool
     detail: str
     required: bool
-    """Without it the local provider does not start."""
+    """True if the local provider does not start without it."""
 
 
 def probe() -> tuple[Guarantee, ...]:
-    """Try everything in a child process (about 0.1 s). Never raises for what the machine lacks."""
-    answer = _ask_kernel()
-    reasons = {**answer.reasons, **_program_reasons()}
+    """Test each guarantee in a child process (about 0.1 s). Never raises for a missing guarantee."""
+    programs = {"bash": "/bin/bash", "python3": "/usr/bin/python3"}
+    reasons: dict[str, str] = dict.fromkeys(_MEANING, "not probed")
+    sums: list[Guarantee] = []
+    command = stdlib_command("launcher.probe")
+    try:
+        completed = subprocess.run(command, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True, cwd="/", env={})
+        document = json.loads(completed.stdout)
+        reasons |= {name: str(document["reasons"][name]) for name in _MEANING if name in document["reasons"]}
+        memory_reason = reasons["cgroup memory"]
+        sums = _sums(HostLimits(*document["host"]), HostLimits(*document["allowed"]), memory_reason)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        reasons = dict.fromkeys(_MEANING, f"the probe itself failed: {error}")
+    for name, path in programs.items():
+        try:
+            subprocess.run((path, "--version"), capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True)
+            reasons[name] = ""
+        except (OSError, subprocess.SubprocessError) as error:
+            reasons[name] = str(error)
     found = [
         Guarantee(name=name, present=not reasons[name], detail=reasons[name] or meaning, required=name not in _OPTIONAL)
         for name, meaning in _MEANING.items()
@@ -77,7 +94,7 @@ def probe() -> tuple[Guarantee, ...]:
     missing = [
         Guarantee(name=name, present=False, detail=detail, required=False) for name, detail in _NOT_BUILT.items()
     ]
-    return (*found, *_sums(answer), *missing)
+    return (*found, *sums, *missing)
 
 
 def require_namespaces() -> None:
@@ -87,31 +104,23 @@ def require_namespaces() -> None:
         raise NamespacesUnavailable("; ".join(f"{guarantee.name}: {guarantee.detail}" for guarantee in missing))
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    reasons: dict[str, str]
-    host: HostLimits | None = None
-    allowed: HostLimits | None = None
-
-
-def _sums(answer: _Answer) -> list[Guarantee]:
-    """What sandboxes with the default limits can take together, beside what they may."""
-    if answer.allowed is None or answer.host is None:
-        return []
-    allowed, host, config = answer.allowed, answer.host, LocalSandboxConfig()
+def _sums(host: HostLimits, allowed: HostLimits, no_memory_limit: str) -> list[Guarantee]:
+    """Compare the maximum that all sandboxes with the default limits can use with the allowed total. `no_memory_limit`
+    is the reason why sandboxes have no memory limit, empty if they have one."""
+    config = LocalSandboxConfig()
     sandboxes = config.max_live or default_live(allowed)
     one = share(allowed, sandboxes, config.pids, config.open_files)
     processes, open_files = one.of_all(sandboxes)
-    of_group = "" if not answer.reasons["cgroup memory"] else "no limit: " + answer.reasons["cgroup memory"]
+    unlimited = f"no limit: {no_memory_limit}" if no_memory_limit else ""
     memory = (
         f"{sandboxes} sandboxes x {_gib(config.memory_bytes or 0)} = {_gib(sandboxes * (config.memory_bytes or 0))}; "
-        f"all together are kept below {_gib(allowed.memory_bytes)} of {_gib(host.memory_bytes)}"
+        f"their total is limited to {_gib(allowed.memory_bytes)} of {_gib(host.memory_bytes)}"
     )
     taken = f"{sandboxes} sandboxes x ({one.processes} + {RESERVED_PROCESSES}) = {processes} of {allowed.processes}"
     opened = f"{processes} processes x {one.open_files} = {open_files} of {allowed.open_files}"
     fewer = "lower sandbox.local.max_live"
     rows = (
-        ("all memory", not of_group, memory, of_group),
+        ("all memory", not unlimited, memory, unlimited),
         ("all processes", processes <= allowed.processes, f"{taken} (kernel.pid_max {host.processes})", fewer),
         (
             "all descriptors",
@@ -128,27 +137,3 @@ def _sums(answer: _Answer) -> list[Guarantee]:
 
 def _gib(amount_bytes: int) -> str:
     return f"{amount_bytes / (1 << 30):.1f} GiB"
-
-
-def _ask_kernel() -> _Answer:
-    names = [name for name in _MEANING if name not in ("bash", "python3")]
-    try:
-        completed = subprocess.run(
-            stdlib_command("launcher.probe"), capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True, cwd="/", env={}
-        )
-        document = json.loads(completed.stdout)
-        reasons = {name: str(document["reasons"].get(name, "not probed")) for name in names}
-        return _Answer(reasons, HostLimits(*document["host"]), HostLimits(*document["allowed"]))
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        return _Answer(dict.fromkeys(names, f"the probe itself failed: {error}"))
-
-
-def _program_reasons() -> dict[str, str]:
-    reasons: dict[str, str] = {}
-    for name, path in (("bash", "/bin/bash"), ("python3", "/usr/bin/python3")):
-        try:
-            subprocess.run((path, "--version"), capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True)
-            reasons[name] = ""
-        except (OSError, subprocess.SubprocessError) as error:
-            reasons[name] = str(error)
-    return reasons

@@ -1,31 +1,31 @@
-"""What can go wrong with a sandbox. Each error says whether trying again may help (`transient`) and survives pickling.
+"""Errors of sandboxes. Each tells whether a retry may help (`transient`) and can be pickled.
 
 ```
 SandboxError
-├── TransientSandboxError            try again, elsewhere or later
+├── TransientSandboxError            a retry, elsewhere or later, may succeed
 │   ├── BootTimeout                  the sandbox was not ready in time
 │   ├── BootFailed                   the host refused a step of the boot (out of processes, memory, descriptors)
-│   ├── CapacityExceeded             no room now; `retry_after_s` says when to ask again
+│   ├── CapacityExceeded             no capacity now; retry after `retry_after_s`
 │   │   ├── RateLimited              the provider sheds load (429)
-│   │   ├── QueueTimeout             no place within the time the caller gave
-│   │   ├── ImagePending             the image is being unpacked; that goes on
+│   │   ├── QueueTimeout             no capacity within the caller's time limit
+│   │   ├── ImagePending             the image is still being unpacked
 │   │   └── OutOfDisk                less free space on the host than the watermark
-│   ├── ProviderUnreachable          no answer, or 502/503/504: what it did is unknown until the same key is asked again
-│   └── LauncherGone                 the process that owns the sandboxes died, and they with it
+│   ├── ProviderUnreachable          no answer, or 502/503/504: the effect is unknown until a retry with the same key
+│   └── LauncherGone                 the process that owns the sandboxes died, and the sandboxes with it
 └── PermanentSandboxError            the same call would fail again
     ├── ImageUnknown
-    ├── ImageRefused                 the image is there but unusable: damaged, unsafe, or without bash
-    ├── SpecRefused                  the spec asks for what this provider does not have
+    ├── ImageRefused                 the image exists but is unusable: damaged, unsafe, or without bash
+    ├── SpecRefused                  the spec requests something that this provider cannot do
     │   └── Unsupported              the provider lacks this feature
     ├── SecretRefused
     ├── SandboxGone                  killed, expired or frozen
     ├── ExecTimeout                  the command's process tree is dead
-    ├── ExecResultLost               a command with this exec_id has run; whoever ran it died with its output
+    ├── ExecResultLost               a command with this exec_id has run; its caller died with the output
     ├── SandboxFileError             missing, not a regular file, too large, no permission
     │   └── FrozenPathRefused        the declared data path is missing or leads through a symbolic link
     ├── FolderRefused                a private folder or TMPDIR cannot be used: unwritable, or another user's
-    ├── LedgerRefused                another process has the pool's ledger, or it is none of this version
-    └── NamespacesUnavailable        this machine cannot isolate; `reason` says why
+    ├── LedgerRefused                another process has the pool's ledger, or it has another version
+    └── NamespacesUnavailable        this machine cannot isolate sandboxes, for the given `reason`
 ```
 """
 
@@ -35,8 +35,8 @@ from typing import ClassVar
 
 
 class SandboxError(Exception):
-    """Root of the tree. `message` is one line that names the knob to turn, `host` the one where it happened, as far as
-    that is known."""
+    """Root of the tree. `message` is one line that names the setting to change; `host` is the host of the failure, if
+    it is known."""
 
     transient: ClassVar[bool] = False
 
@@ -62,7 +62,7 @@ class BootFailed(TransientSandboxError):
 
 
 class CapacityExceeded(TransientSandboxError):
-    """No room for another sandbox; ask again after `retry_after_s` seconds."""
+    """No capacity for another sandbox; retry after `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -147,7 +147,7 @@ class LedgerRefused(PermanentSandboxError):
 
 
 class NamespacesUnavailable(PermanentSandboxError):
-    """`reason` names the missing guarantee and the error of the kernel."""
+    """This machine cannot isolate; `reason` names the missing guarantee and the error of the kernel."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -184,5 +184,5 @@ _BY_NAME: dict[str, type[SandboxError]] = {
 
 
 def error_from_name(name: str, message: str) -> SandboxError:
-    """The typed error for a name that crossed the wire; an unknown name is a SandboxError."""
+    """Return the typed error for a name from the wire; an unknown name gives a SandboxError."""
     return _BY_NAME.get(name, SandboxError)(message)

@@ -1,7 +1,7 @@
-"""What sandboxes of a run are left on this host: found by looking at its processes, not by asking anybody.
+"""Detection of sandboxes that a run has left on this host, from the list of its processes alone.
 
-Invariants: a launcher and the first process of each of its sandboxes bear the label of their run in their command line;
-nothing else can be left, for every other process and mount of a sandbox dies with its first process.
+Invariants: a launcher and the first process of each of its sandboxes have the label of their run in their command line.
+Nothing else can be left, because every other process and mount of a sandbox dies with its first process.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ from headrace.sandboxes.kernel.processes import parse_stat
 
 LAUNCHER_NAME: Final = "headrace-launcher"
 IDENTITY_FILE: Final = "run_id"
-"""In a run directory: the id of the run."""
+"""Name of the file in a run directory that contains the run's id."""
 LABEL_VARIABLE: Final = "HEADRACE_SANDBOX_LABEL"
 """Set in the environment of every process of the subprocess provider."""
 
 
 def run_label(run: Path) -> str:
-    """The label of a run directory: a hash, for everybody in a sandbox can read it.
-
-    It is made of the path and of the run's id. Containers that share /tmp, and machines that share a sandbox server,
-    have different runs at the same path; a copied run directory has the id of the first.
-    """
+    """Return the label of a run directory: a hash, because every process in a sandbox can read it. It depends on the
+    path and on the run's id. Containers that share /tmp, and machines that share a sandbox server, have different runs
+    at the same path; a copied run directory has the id of the original."""
     identity = ""
     with suppress(FileNotFoundError):
         identity = (run / IDENTITY_FILE).read_text()
@@ -33,24 +31,16 @@ def run_label(run: Path) -> str:
 
 
 def sandboxes_left(run: Path) -> int:
-    """Living processes (launcher, sandboxes, and marked ones of the subprocess provider) with the label of `run`."""
+    """Count living processes (launcher, sandboxes, marked ones of the subprocess provider) with the label of `run`."""
     label = run_label(run)
-    return sum(_bears(entry, label) for entry in Path("/proc").glob("[0-9]*"))
-
-
-def _bears(process: Path, label: str) -> bool:
-    try:
-        if parse_stat((process / "stat").read_text(errors="replace")).state in "ZX":
-            return False
-        command = (process / "cmdline").read_bytes().rstrip(b"\0")
-        return command == f"{LAUNCHER_NAME} {label}".encode() or _is_marked(process, label)
-    except OSError:
-        return False
-
-
-def _is_marked(process: Path, label: str) -> bool:
-    try:
-        return f"\0{LABEL_VARIABLE}={label}\0".encode() in b"\0" + (process / "environ").read_bytes()
-    except OSError:
-        # Somebody else's process, or one that cannot be inspected: no process of the subprocess provider is either.
-        return False
+    command = f"{LAUNCHER_NAME} {label}".encode()
+    mark = f"\0{LABEL_VARIABLE}={label}\0".encode()
+    found = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if parse_stat((process / "stat").read_text(errors="replace")).state in "ZX":
+                continue
+            found += (process / "cmdline").read_bytes().rstrip(b"\0") == command
+            # A process of another user cannot be read and has no mark of ours.
+            found += mark in b"\0" + (process / "environ").read_bytes()
+    return found

@@ -1,4 +1,4 @@
-"""What a sandbox without the optional features answers: providers that lack some inherit the refusals from here."""
+"""Refusals of optional features, for providers that lack some of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
 
 def refuse_folders(spec: SandboxSpec, provider: str) -> None:
-    """What a provider without Feature.FOLDERS says of a spec that has some. Raises Unsupported."""
+    """Raises Unsupported if the spec has folders, for a provider without Feature.FOLDERS."""
     if spec.folders:
         targets = ", ".join(folder.target for folder in spec.folders)
-        raise Unsupported(f"folders ({targets}): the {provider} provider shows none of its host; put them in the image")
+        raise Unsupported(
+            f"folders ({targets}): the {provider} provider cannot show host folders; add them to the image"
+        )
 
 
 class PartialSandbox:
-    """Every optional method of `Sandbox` raises Unsupported; subclasses override what they have."""
+    """Sandbox whose optional methods all raise Unsupported; subclasses override the supported ones."""
 
     async def spawn(
         self,
@@ -34,7 +36,7 @@ class PartialSandbox:
         terminal: TerminalSize | None = None,
         timeout_s: float | None = None,
     ) -> Process:
-        self._refuse("spawn a command that is not waited for")
+        self._refuse("spawn commands")
 
     async def freeze(self) -> None:
         self._refuse("freeze")
@@ -52,7 +54,7 @@ class PartialSandbox:
         self._refuse(f"expose port {port} for {target.host}:{target.port}{prefix}")
 
     async def usage(self) -> SandboxUsage:
-        self._refuse("usage")
+        self._refuse("report usage")
 
     def _refuse(self, what: str) -> NoReturn:
         raise Unsupported(f"{type(self).__name__} cannot {what}: use a provider that can (README, Sandboxes)")

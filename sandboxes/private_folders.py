@@ -1,12 +1,12 @@
-"""Private folders: the ones that hold sockets, secrets and locks of one user, often below a folder of all users.
+"""Private folders of one user for sockets, secrets and locks, often below a folder that all users share.
 
 Invariants:
-- A folder made here has exactly the mode asked for, and so has every parent that was missing, whatever the umask.
-- A folder of another user is never used, also not by root: its owner could replace whatever lies in it.
-- Under the folder for temporary files each user has folders of their own, named by user id. Where another user has
-  taken the name, the next free name is used; every process of this user finds the same one.
-- The mode of a folder with our own name is repaired (older versions made some with the default mode). The mode of a
-  folder that the user chose is theirs to repair: it could be a home folder, or /tmp.
+- A new folder has exactly the requested mode, and so has every new parent, whatever the umask.
+- A folder of another user is never used, not even by root: its owner could replace its contents.
+- Below the folder for temporary files each user has separate folders, named by user id. If another user has taken the
+  name, the next free name is used; every process of this user finds the same one.
+- The mode of a folder with a name of ours is repaired (older versions made some with the default mode). The mode of a
+  folder that the user chose is not changed: it could be a home folder, or /tmp.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ if TYPE_CHECKING:
 
 PRIVATE: Final = 0o700
 _NAMES: Final = 9
-"""Names tried for a folder of this user before another user's folders are reported."""
+"""Number of names that are tried for a folder of this user before an error reports another user's folders."""
 _WHOLE_ID_RANGE: Final = "4294967295"
 
 
 def temporary_folder() -> Path:
-    """Return TMPDIR, or the system's folder for temporary files when it is unset.
-
-    Python falls back silently when TMPDIR is unusable, and Ray does not: the two would use different folders. Raises
-    FolderRefused.
-    """
+    """Return TMPDIR, or the system's folder for temporary files when it is unset. Python falls back silently when
+    TMPDIR is unusable, and Ray does not: the two would use different folders. Raises FolderRefused."""
     chosen = os.environ.get("TMPDIR")
     named, fix = (
         f"TMPDIR {chosen}" if chosen else "the folder for temporary files",
@@ -43,32 +40,25 @@ def temporary_folder() -> Path:
     try:
         folder = Path(chosen or tempfile.gettempdir()).absolute()
         owner = folder.stat().st_uid
-        # The mode does not tell: root may write anywhere, but not to a full disk or one that is mounted read-only.
+        # The mode is not enough: root may write anywhere, except to a full disk or a read-only mount.
         Path(tempfile.mkdtemp(prefix="headrace-", dir=folder)).rmdir()
     except OSError as error:
         raise FolderRefused(f"{named} cannot be written: {error.strerror}; {fix}") from error
-    if owner not in (0, os.geteuid()) and not _is_unmapped(owner):
-        raise FolderRefused(
-            f"{named} belongs to another user (id {owner}), who can replace everything that lies there: {fix}"
-        )
+    # In a rootless container the owner of /tmp may be a user that this user namespace does not map.
+    overflow = Path("/proc/sys/kernel/overflowuid").read_text().strip()
+    is_mapped = str(owner) != overflow or Path("/proc/self/uid_map").read_text().split()[-1:] == [_WHOLE_ID_RANGE]
+    if owner not in (0, os.geteuid()) and is_mapped:
+        raise FolderRefused(f"{named} belongs to another user (id {owner}), who can replace everything in it: {fix}")
     return folder
 
 
-def _is_unmapped(user: int) -> bool:
-    """Whether an owner is one that this user namespace has no name for, as the owner of /tmp in rootless containers."""
-    overflow = Path("/proc/sys/kernel/overflowuid").read_text().strip()
-    return str(user) == overflow and Path("/proc/self/uid_map").read_text().split()[-1:] != [_WHOLE_ID_RANGE]
-
-
 def user_folder(purpose: str, mode: int = PRIVATE) -> Path:
-    """Make and return this user's `headrace-<purpose>-<user id>` below the folder for temporary files.
-
-    Raises FolderRefused when no name for it is left.
-    """
+    """Make and return this user's `headrace-<purpose>-<user id>` below the folder for temporary files. Raises
+    FolderRefused when no name for it is left."""
     name = f"headrace-{purpose}-{os.geteuid()}"
     first = temporary_folder() / name
     candidates = [first, *(first.with_name(f"{name}-{number}") for number in range(2, _NAMES + 1))]
-    # One that is there already is where the other processes of this user meet.
+    # An existing folder comes first, because other processes of this user are using it.
     for folder in candidates:
         if os.path.lexists(folder) and _is_made_ours(folder, mode):
             return folder
@@ -80,7 +70,8 @@ def user_folder(purpose: str, mode: int = PRIVATE) -> Path:
 
 
 def _is_made_ours(folder: Path, mode: int) -> bool:
-    """Narrow the mode of a folder with our own name; False if it is another user's, or holds anything of another's."""
+    """Narrow the mode of a folder with a name of ours; return False if it, or anything in it, belongs to another
+    user."""
     try:
         with _opened(folder, follow=False) as descriptor:
             status = os.fstat(descriptor)
@@ -99,10 +90,8 @@ def _is_made_ours(folder: Path, mode: int) -> bool:
 
 
 def make_private(folder: Path, mode: int = PRIVATE) -> None:
-    """Make a folder with its missing parents, or check that the one which is there is this user's with that mode.
-
-    Raises FolderRefused.
-    """
+    """Make a folder with its missing parents, or check that the existing one is this user's with that mode. Raises
+    FolderRefused."""
     try:
         make_missing(folder, mode)
         with _opened(folder) as descriptor:
@@ -117,22 +106,19 @@ def make_private(folder: Path, mode: int = PRIVATE) -> None:
 
 
 def make_missing(folder: Path, mode: int = PRIVATE) -> None:
-    """Make a folder and its missing parents; one that is there stays as it is. Raises OSError."""
+    """Make a folder and its missing parents; existing ones are not changed. Raises OSError."""
     for part in reversed((folder, *folder.parents)):
-        if not part.is_dir():
-            _make(part, mode)
-
-
-def _make(folder: Path, mode: int) -> None:
-    try:
-        folder.mkdir(mode=mode)
-    except FileExistsError:
-        # Another process was faster, unless this is no folder.
-        if not folder.is_dir():
-            raise
-    else:
-        # The umask took bits away.
-        folder.chmod(mode)
+        if part.is_dir():
+            continue
+        try:
+            part.mkdir(mode=mode)
+        except FileExistsError:
+            # Another process was faster, unless this is not a folder.
+            if not part.is_dir():
+                raise
+        else:
+            # The umask may have removed bits from the mode.
+            part.chmod(mode)
 
 
 def new_private(parent: Path, prefix: str) -> Path:
@@ -144,7 +130,7 @@ def new_private(parent: Path, prefix: str) -> Path:
 
 @contextmanager
 def _opened(folder: Path, *, follow: bool = True) -> Iterator[int]:
-    """A descriptor of the folder itself, whatever takes its name meanwhile; it needs no right to read."""
+    """Open the folder itself, whatever replaces its name meanwhile; this needs no permission to read it."""
     flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(folder, flags)
     try:
@@ -154,5 +140,5 @@ def _opened(folder: Path, *, follow: bool = True) -> Iterator[int]:
 
 
 def _reopening(descriptor: int) -> Path:
-    """A path that leads to the open folder: a descriptor that was opened by O_PATH takes no fchmod(2)."""
+    """Return a path to the open folder, because fchmod(2) does not work on a descriptor opened with O_PATH."""
     return Path(f"/proc/self/fd/{descriptor}")

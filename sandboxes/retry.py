@@ -1,11 +1,11 @@
-"""The one retry table of the sandboxes: which errors are worth another try, and when.
+"""Retry table of the sandboxes: the errors that are worth a retry, and the waits between attempts.
 
 Invariants:
-- Transient errors (the tree in `errors.py`) are tried again, a limited number of times; permanent ones never. A full
-  provider is waited for, by the clock of the queue.
-- A wait is drawn from 0 to its bound (full jitter), on top of a `retry_after_s`, never before it.
-- After an ambiguous error the sandbox may exist: only the same idempotency key finds out.
-- A retry is a boot like any other: whoever tries again goes through the admission again.
+- Transient errors (the tree in `errors.py`) are retried a limited number of times, permanent ones never. For a provider
+  at capacity the queue's time limit applies instead.
+- A wait is drawn from 0 to its bound (full jitter), in addition to a `retry_after_s`, and never ends before it.
+- After an ambiguous error the sandbox may exist: only a retry with the same idempotency key finds out.
+- A retry is a boot like any other: it passes the admission again.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ if TYPE_CHECKING:
 
 
 class RetryConfig(BaseModel):
-    """How often and how soon a boot is tried again."""
+    """Number and delay of the retries of a boot."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     boot_attempts: int = Field(default=4, ge=1)
-    """Tries of one boot; only transient errors are tried again."""
+    """Attempts of one boot; only transient errors are retried."""
     retry_base_s: float = Field(default=0.2, gt=0)
     """The n-th wait is drawn from 0 to `retry_base_s * 2**n` (full jitter)."""
     retry_max_s: float = Field(default=10.0, gt=0)
-    """Upper end of any wait between tries, not counting a provider's own Retry-After."""
+    """Upper bound of any wait between attempts, not counting a provider's own Retry-After."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Another try may help."""
+    """Return True if a retry may help."""
     return isinstance(error, TransientSandboxError)
 
 
 def is_ambiguous(error: BaseException) -> bool:
-    """What the call did is unknown: it may have made a sandbox. So is all that is no typed error, cancellation too."""
+    """Return True if the effect of the failed call is unknown, so that it may have made a sandbox. This includes every
+    exception that is not a typed error, cancellation too."""
     return isinstance(error, BootTimeout | ProviderUnreachable) or not isinstance(
         error, TransientSandboxError | PermanentSandboxError
     )
@@ -61,8 +62,9 @@ def retrying(
     out_of_time: Callable[[float], bool] = lambda _wait_s: False,
     waited_for_room: Callable[[], int] = lambda: 0,
 ) -> AsyncRetrying:
-    """The policy of one boot; the last error is raised as it is. No try begins that would be `out_of_time` after the
-    wait before it; the first `waited_for_room` tries do not count: they were answered, there was no room."""
+    """Return the retry policy of one boot, which raises the last error unchanged. No attempt begins that would be
+    `out_of_time` after the wait before it. The first `waited_for_room` attempts do not count, because the provider
+    answered that it had no capacity."""
     return AsyncRetrying(
         retry=retry_if_exception(is_transient),
         stop=_Stop(config.boot_attempts, out_of_time, waited_for_room),
@@ -72,7 +74,7 @@ def retrying(
 
 
 def asking_again(config: RetryConfig) -> AsyncRetrying:
-    """The policy of one request that may be repeated: only what got no answer is sent again."""
+    """Return the retry policy of one idempotent request, which is repeated only if it got no answer."""
     return AsyncRetrying(
         retry=retry_if_exception_type(ProviderUnreachable),
         stop=_Stop(config.boot_attempts, lambda _wait_s: False, lambda: 0),
@@ -82,12 +84,12 @@ def asking_again(config: RetryConfig) -> AsyncRetrying:
 
 
 def full_jitter_s(config: RetryConfig, attempt: int) -> float:
-    """A wait after the `attempt`-th failure, for what is retried by a task of its own."""
+    """Return the wait after the `attempt`-th failure, for retries by a separate task."""
     return random.uniform(0, min(config.retry_max_s, config.retry_base_s * 2.0 ** min(attempt, 30)))
 
 
 class _Stop(stop_base):
-    """After so many tries that count, or when the caller says so."""
+    """Stop after a number of counted attempts, or when the caller is out of time."""
 
     def __init__(self, attempts: int, out_of_time: Callable[[float], bool], waited_for_room: Callable[[], int]) -> None:
         self._attempts = attempts
@@ -100,7 +102,7 @@ class _Stop(stop_base):
 
 
 class FullJitter(wait_random_exponential):
-    """Full jitter (AWS architecture blog, "Exponential backoff and jitter"), but never before the asked time."""
+    """Full jitter (AWS architecture blog, "Exponential backoff and jitter"), but never before the requested time."""
 
     def __init__(self, base_s: float, max_s: float) -> None:
         super().__init__(multiplier=base_s, max=max_s)
