@@ -49,7 +49,7 @@ PROVIDERS = [
 
 
 LACKING = {
-    ("oci:runsc", "test_nothing_inside_ends_the_sandbox"): "gVisor lets root inside kill process 1",
+    ("oci:runsc", "test_no_process_inside_can_end_the_sandbox"): "gVisor lets root inside kill process 1",
     ("oci:runsc", "test_processes_are_limited"): "gVisor's processes are not the host's: no pids cgroup counts them",
 }
 """What a runtime cannot do; each is a weakness that its documentation names."""
@@ -116,7 +116,7 @@ async def output(sandbox: Sandbox, command: str, *, user: str = "root") -> str:
 # Commands
 
 
-async def test_what_a_command_gets_and_gives(sandbox: Sandbox) -> None:
+async def test_exec_passes_input_and_returns_output(sandbox: Sandbox) -> None:
     result = await sandbox.exec(
         "cat; echo err >&2; echo $NAME; pwd; exit 7",
         env={"NAME": "value with 'quotes'"},
@@ -131,19 +131,19 @@ async def test_what_a_command_gets_and_gives(sandbox: Sandbox) -> None:
     assert result.duration_s > 0
 
 
-async def test_defaults(sandbox: Sandbox) -> None:
+async def test_exec_uses_the_default_user_and_folder(sandbox: Sandbox) -> None:
     assert await output(sandbox, "pwd; read -r line; echo [$line]; ulimit -c; echo $HOME") == "/workspace\n[]\n0\n/root"
     names = {line.split("=")[0] for line in (await output(sandbox, "env")).splitlines()}
     assert names == {"PATH", "HOME", "USER", "LOGNAME", "LANG", "PWD", "SHLVL", "_"}
 
 
-async def test_ends_by_signal(sandbox: Sandbox) -> None:
+async def test_death_by_signal_is_reported_as_exit_code(sandbox: Sandbox) -> None:
     assert (await run(sandbox, "kill -9 $$")).exit_code == 137
     assert (await run(sandbox, "kill -TERM $$")).exit_code == 143
     assert (await run(sandbox, "yes | head -1")).stdout == b"y\n"
 
 
-async def test_what_cannot_run_ends_with_126_and_a_line(sandbox: Sandbox) -> None:
+async def test_a_command_that_cannot_run_exits_with_126_and_a_message(sandbox: Sandbox) -> None:
     missing_folder = await sandbox.exec("true", cwd="/missing", timeout_s=60)
     assert missing_folder.exit_code == 126
     assert b"cannot run the command" in missing_folder.stderr
@@ -153,7 +153,7 @@ async def test_what_cannot_run_ends_with_126_and_a_line(sandbox: Sandbox) -> Non
     assert (await run(sandbox, "true", user="")).exit_code == 126
 
 
-async def test_users_by_name_and_number(sandbox: Sandbox) -> None:
+async def test_users_are_resolved_by_name_and_number(sandbox: Sandbox) -> None:
     assert (await output(sandbox, "id -u; id -g; echo $HOME; echo $USER", user="agent")).split() == [
         *("1000", "1000", "/home/agent", "agent")
     ]
@@ -163,7 +163,7 @@ async def test_users_by_name_and_number(sandbox: Sandbox) -> None:
     assert (await run(sandbox, "touch /etc/planted", user="agent")).exit_code != 0
 
 
-async def test_root_inside_changes_owners_but_is_weak(sandbox: Sandbox) -> None:
+async def test_root_inside_can_chown_but_has_few_capabilities(sandbox: Sandbox) -> None:
     await output(sandbox, "touch f && chown agent f && chmod 600 f")
     assert await output(sandbox, "test -O /workspace/f && echo mine", user="agent") == "mine"
     devices = "mknod /tmp/disk b 8 0; head -c 1 /tmp/disk | grep -q ."
@@ -171,12 +171,12 @@ async def test_root_inside_changes_owners_but_is_weak(sandbox: Sandbox) -> None:
         assert (await run(sandbox, attempt)).exit_code != 0, attempt
 
 
-async def test_the_network_is_off(sandbox: Sandbox) -> None:
+async def test_the_network_is_unreachable(sandbox: Sandbox) -> None:
     reached = "(exec 3<>/dev/tcp/8.8.8.8/53) 2>/dev/null && echo REACHED; echo done"
     assert await output(sandbox, reached) == "done"
 
 
-async def test_output_is_capped_and_drained(sandbox: Sandbox) -> None:
+async def test_output_above_the_limit_is_discarded(sandbox: Sandbox) -> None:
     command = "head -c 50000000 /dev/zero; echo end >&2"
     result = await sandbox.exec(command, timeout_s=100, max_output_bytes=1000)
     assert result.stdout == bytes(1000)
@@ -198,7 +198,7 @@ async def test_a_timeout_kills_the_whole_tree(sandbox: Sandbox) -> None:
     await output(sandbox, "while pgrep sleep; do sleep 0.05; done > /dev/null")
 
 
-async def test_a_timeout_spares_other_commands(sandbox: Sandbox) -> None:
+async def test_a_timeout_does_not_kill_other_commands(sandbox: Sandbox) -> None:
     other = asyncio.create_task(
         run(sandbox, "touch /tmp/up; until test -e /tmp/go; do sleep 0.05; done; echo survived")
     )
@@ -209,7 +209,7 @@ async def test_a_timeout_spares_other_commands(sandbox: Sandbox) -> None:
     assert (await other).stdout == b"survived\n"
 
 
-async def test_a_daemon_that_holds_the_output_delays_nothing_and_lives_on(sandbox: Sandbox) -> None:
+async def test_a_daemon_that_holds_the_output_does_not_delay_exec(sandbox: Sandbox) -> None:
     result = await run(sandbox, "echo said; (sleep 1000 &)", timeout_s=60)
     assert result.stdout == b"said\n"
     assert await output(sandbox, "until pgrep sleep > /dev/null; do :; done; pgrep -c sleep") == "1"
@@ -224,7 +224,7 @@ async def test_a_cancelled_command_is_killed(sandbox: Sandbox) -> None:
     await output(sandbox, "while pgrep sleep; do sleep 0.05; done > /dev/null")
 
 
-async def test_nothing_inside_ends_the_sandbox(sandbox: Sandbox) -> None:
+async def test_no_process_inside_can_end_the_sandbox(sandbox: Sandbox) -> None:
     await run(sandbox, "kill -9 -1")
     await run(sandbox, "kill -9 1; kill -TERM 1")
     assert await output(sandbox, "echo alive") == "alive"
@@ -240,7 +240,7 @@ async def test_orphans_are_reaped(sandbox: Sandbox) -> None:
 # Files
 
 
-async def test_files_of_any_content(sandbox: Sandbox, tmp_path: Path) -> None:
+async def test_files_of_any_content_round_trip(sandbox: Sandbox, tmp_path: Path) -> None:
     data = bytes(range(256)) * 4000
     await sandbox.write("/workspace/a b/c'd/file", data)
     assert await sandbox.read("/workspace/a b/c'd/file", max_bytes=len(data)) == data
@@ -263,7 +263,7 @@ async def test_files_belong_to_their_user(sandbox: Sandbox) -> None:
         await sandbox.write("/etc/passwd", b"x", user="agent")
 
 
-async def test_files_that_cannot_be_read(sandbox: Sandbox) -> None:
+async def test_unreadable_files_raise_sandbox_file_error(sandbox: Sandbox) -> None:
     await output(sandbox, "mkfifo pipe; ln -s /etc/passwd link; mkdir folder; printf 12345 > five")
     for path in ("/workspace/missing", "/workspace/pipe", "/workspace/link", "/workspace/folder", "/dev/zero"):
         with pytest.raises(SandboxFileError):
@@ -273,7 +273,7 @@ async def test_files_that_cannot_be_read(sandbox: Sandbox) -> None:
     assert await sandbox.read("/workspace/five", max_bytes=5) == b"12345"
 
 
-async def test_files_that_cannot_be_written(sandbox: Sandbox) -> None:
+async def test_unwritable_files_raise_sandbox_file_error(sandbox: Sandbox) -> None:
     await output(sandbox, "mkfifo pipe; ln -s /workspace/target link; mkdir folder; echo > file")
     inside = ("/workspace/pipe", "/workspace/link", "/workspace/folder", "/workspace/file/x")
     for path in (*inside, "relative", "/dev/full"):
@@ -282,7 +282,7 @@ async def test_files_that_cannot_be_written(sandbox: Sandbox) -> None:
     assert await output(sandbox, "test -e target || echo none") == "none"
 
 
-async def test_a_link_or_dots_lead_nowhere_but_inside(sandbox: Sandbox, tmp_path: Path) -> None:
+async def test_links_and_dots_cannot_leave_the_sandbox(sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "witness").write_text("host")
     await output(sandbox, f"ln -s {tmp_path} out; ln -s / root")
     for path in ("/workspace/out/witness", f"/workspace/root{tmp_path}/witness", f"/../../../..{tmp_path}/witness"):
@@ -295,7 +295,7 @@ async def test_a_link_or_dots_lead_nowhere_but_inside(sandbox: Sandbox, tmp_path
 # Life
 
 
-async def test_a_key_makes_one_sandbox(provider: SandboxProvider) -> None:
+async def test_one_idempotency_key_creates_one_sandbox(provider: SandboxProvider) -> None:
     spec = SandboxSpec(idempotency_key="key-1", labels={"a": "b"})
     refs = await asyncio.gather(*(provider.create(spec) for _ in range(3)))
     assert len({ref.id for ref in refs}) == 1
@@ -307,7 +307,7 @@ async def test_a_key_makes_one_sandbox(provider: SandboxProvider) -> None:
     assert (await provider.create(spec)).id != refs[0].id
 
 
-async def test_a_ref_is_all_one_needs(provider: SandboxProvider) -> None:
+async def test_a_pickled_ref_is_enough_to_attach(provider: SandboxProvider) -> None:
     ref = await provider.create(SandboxSpec())
     assert "secret" not in repr(ref)
     copy = await provider.attach(pickle.loads(pickle.dumps(ref)))
@@ -326,7 +326,7 @@ async def test_sandboxes_do_not_see_each_other(provider: SandboxProvider) -> Non
     assert await output(second, "pgrep -c sleep || true") == "0"
 
 
-async def test_kill_takes_everything_and_may_be_asked_again(provider: SandboxProvider) -> None:
+async def test_kill_ends_every_process_and_is_idempotent(provider: SandboxProvider) -> None:
     ref = await provider.create(SandboxSpec())
     sandbox = await provider.attach(ref)
     running = asyncio.create_task(run(sandbox, "touch /tmp/up; sleep 1000", timeout_s=600))
@@ -341,7 +341,7 @@ async def test_kill_takes_everything_and_may_be_asked_again(provider: SandboxPro
     assert [info.id for info in await provider.list()] == []
 
 
-async def test_what_nobody_renews_ends(provider: SandboxProvider) -> None:
+async def test_a_sandbox_ends_when_its_lease_is_not_renewed(provider: SandboxProvider) -> None:
     kept = await provider.attach(await provider.create(SandboxSpec(ttl_s=3600)))
     ref = await provider.create(SandboxSpec(ttl_s=3600))
     sandbox = await provider.attach(ref)
@@ -361,14 +361,14 @@ async def test_what_nobody_renews_ends(provider: SandboxProvider) -> None:
     assert await output(kept, "echo alive") == "alive"
 
 
-async def test_close_ends_all(provider: SandboxProvider) -> None:
+async def test_aclose_ends_all_sandboxes(provider: SandboxProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec()))
     await provider.aclose()
     with pytest.raises(SandboxGone):
         await run(sandbox, "true")
 
 
-async def test_the_file_layer_has_a_size(provider: SandboxProvider) -> None:
+async def test_the_size_of_the_file_layer_is_limited(provider: SandboxProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec(disk_bytes=4 << 20)))
     result = await run(sandbox, "head -c 8000000 /dev/zero > /workspace/big")
     assert result.exit_code != 0
@@ -391,7 +391,7 @@ def needs(provider: SandboxProvider, feature: Feature) -> None:
         pytest.skip(f"{type(provider).__name__} has no {feature.value}")
 
 
-async def test_frozen_data_in_a_clean_sandbox(provider: SandboxProvider) -> None:
+async def test_a_clean_sandbox_shows_frozen_data(provider: SandboxProvider) -> None:
     needs(provider, Feature.FREEZE)
     agent = await provider.attach(await provider.create(SandboxSpec()))
     await output(agent, "mkdir -p data/sub; echo result > data/sub/file; ln -s /etc/passwd data/link; ln -s /etc away")
@@ -419,7 +419,7 @@ async def test_frozen_data_in_a_clean_sandbox(provider: SandboxProvider) -> None
         await provider.create(SandboxSpec(mounts=(mount,)))
 
 
-async def test_only_frozen_sandboxes_are_mounted(provider: SandboxProvider) -> None:
+async def test_only_frozen_sandboxes_can_be_mount_sources(provider: SandboxProvider) -> None:
     needs(provider, Feature.FREEZE)
     running = await provider.create(SandboxSpec())
     for source in (running.id, SandboxId("missing")):
@@ -436,7 +436,7 @@ async def collected(process: Any) -> dict[str, bytes]:
     return streams
 
 
-async def test_a_spawned_command_has_streams_and_an_end(provider: SandboxProvider, sandbox: Sandbox) -> None:
+async def test_a_spawned_command_streams_and_returns_its_exit_code(provider: SandboxProvider, sandbox: Sandbox) -> None:
     needs(provider, Feature.SPAWN)
     process = await sandbox.spawn("cat; echo err >&2; id -u; pwd; exit 7", user="agent", cwd="/tmp", stdin=True)
     assert process.pid > 1
@@ -458,14 +458,14 @@ async def write_all(process: Any, data: bytes) -> None:
     await process.close_stdin()
 
 
-async def test_a_spawned_program_takes_its_arguments_as_they_are(provider: SandboxProvider, sandbox: Sandbox) -> None:
+async def test_a_spawned_program_gets_its_arguments_unchanged(provider: SandboxProvider, sandbox: Sandbox) -> None:
     needs(provider, Feature.SPAWN)
     process = await sandbox.spawn(["printf", "%s|", "a b", "$HOME", ""], env={"X": "y"})
     assert await collected(process) == {"stdout": b"a b|$HOME||"}
     assert await process.wait() == 0
 
 
-async def test_signals_and_the_timeout_of_a_spawned_command(provider: SandboxProvider, sandbox: Sandbox) -> None:
+async def test_a_spawned_command_gets_signals_and_its_timeout(provider: SandboxProvider, sandbox: Sandbox) -> None:
     needs(provider, Feature.SPAWN)
     process = await sandbox.spawn("trap 'echo told; exit 3' TERM; echo up; while :; do sleep 0.05; done")
     pieces = process.output()
@@ -486,7 +486,7 @@ async def test_signals_and_the_timeout_of_a_spawned_command(provider: SandboxPro
         await last.wait()
 
 
-async def test_a_pause_stops_time_inside(provider: SandboxProvider, sandbox: Sandbox) -> None:
+async def test_a_paused_sandbox_makes_no_progress(provider: SandboxProvider, sandbox: Sandbox) -> None:
     needs(provider, Feature.PAUSE)
     await sandbox.resume()
     await sandbox.pause()
@@ -502,7 +502,7 @@ async def test_a_pause_stops_time_inside(provider: SandboxProvider, sandbox: San
         await run(sandbox, "true")
 
 
-async def test_usage_counts(provider: SandboxProvider, sandbox: Sandbox) -> None:
+async def test_usage_reports_current_consumption(provider: SandboxProvider, sandbox: Sandbox) -> None:
     needs(provider, Feature.USAGE)
     await output(sandbox, "head -c 3000000 /dev/urandom > big; (sleep 1000 > /dev/null 2>&1 &)")
     usage = await sandbox.usage()
@@ -513,7 +513,7 @@ async def test_usage_counts(provider: SandboxProvider, sandbox: Sandbox) -> None
     assert usage.oom_kills == 0
 
 
-async def test_a_missing_feature_is_refused(provider: SandboxProvider, sandbox: Sandbox) -> None:
+async def test_a_missing_feature_raises_unsupported(provider: SandboxProvider, sandbox: Sandbox) -> None:
     calls = {
         Feature.USAGE: lambda: sandbox.usage(),
         Feature.PAUSE: lambda: sandbox.pause(),
@@ -531,7 +531,7 @@ async def test_a_missing_feature_is_refused(provider: SandboxProvider, sandbox: 
 # Bad input
 
 
-async def test_what_no_provider_takes(provider: SandboxProvider) -> None:
+async def test_invalid_specs_are_refused_by_every_provider(provider: SandboxProvider) -> None:
     with pytest.raises(ImageUnknown):
         await provider.create(SandboxSpec(image="/missing/image"))
     with pytest.raises(SpecRefused):

@@ -96,7 +96,7 @@ async def ended(pid: int) -> None:
         os.close(handle)
 
 
-async def test_the_next_provider_adopts_launcher_and_sandboxes(config: LocalSandboxConfig) -> None:
+async def test_the_next_provider_adopts_the_launcher_and_its_sandboxes(config: LocalSandboxConfig) -> None:
     launcher, ref = await killed_provider(config)
     async with LocalProvider(config) as provider:
         assert provider.launcher_pid == launcher
@@ -120,7 +120,7 @@ async def test_what_nobody_adopts_is_gone_within_one_lease_and_the_launcher_with
     assert sandboxes_left(tmp_path) == 0
 
 
-async def test_it_dies_with_its_owner(config: LocalSandboxConfig, tmp_path: Path) -> None:
+async def test_a_launcher_that_stays_dies_with_its_owner(config: LocalSandboxConfig, tmp_path: Path) -> None:
     owner = await asyncio.create_subprocess_exec("sleep", "1000")
     launcher, _ = await killed_provider(config.model_copy(update={"owner_pid": owner.pid}))
     owner.kill()
@@ -129,7 +129,7 @@ async def test_it_dies_with_its_owner(config: LocalSandboxConfig, tmp_path: Path
     assert sandboxes_left(tmp_path) == 0
 
 
-async def test_providers_that_start_together_share_one(config: LocalSandboxConfig) -> None:
+async def test_concurrently_started_providers_share_one_launcher(config: LocalSandboxConfig) -> None:
     patient = config.model_copy(update={"idle_exit_s": 60})
     providers = [LocalProvider(patient) for _ in range(4)]
     await asyncio.gather(*(provider.start() for provider in providers))
@@ -140,7 +140,7 @@ async def test_providers_that_start_together_share_one(config: LocalSandboxConfi
     await providers[0].aclose()
 
 
-async def test_a_dead_one_is_replaced(config: LocalSandboxConfig) -> None:
+async def test_a_dead_launcher_is_replaced(config: LocalSandboxConfig) -> None:
     launcher, ref = await killed_provider(config)
     os.kill(launcher, signal.SIGKILL)
     await ended(launcher)
@@ -151,7 +151,7 @@ async def test_a_dead_one_is_replaced(config: LocalSandboxConfig) -> None:
             await (await provider.attach(ref)).exec("true", timeout_s=30)
 
 
-async def test_one_that_hangs_is_replaced_and_does_not_stay(
+async def test_a_hung_launcher_is_killed_and_replaced(
     config: LocalSandboxConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launcher_process, "_ADOPT_TIMEOUT_S", 0.5)
@@ -167,7 +167,7 @@ async def test_one_that_hangs_is_replaced_and_does_not_stay(
             os.kill(launcher, signal.SIGKILL)
 
 
-async def test_detaching_leaves_it_and_a_tied_one_cannot_be_left(config: LocalSandboxConfig) -> None:
+async def test_detach_leaves_the_launcher_running_unless_it_is_tied(config: LocalSandboxConfig) -> None:
     provider = LocalProvider(config)
     await provider.start()
     ref = await provider.create(SandboxSpec())
@@ -179,7 +179,7 @@ async def test_detaching_leaves_it_and_a_tied_one_cannot_be_left(config: LocalSa
             await tied.detach()
 
 
-async def test_a_folder_others_can_read_is_refused(tmp_path: Path) -> None:
+async def test_a_folder_that_other_users_can_read_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "open"
     folder.mkdir(mode=0o755)
     with pytest.raises(SandboxError, match="700"):

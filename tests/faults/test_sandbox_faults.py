@@ -84,7 +84,7 @@ def inhabitants(spaces: set[Path | None]) -> set[int]:
     return {int(process) for process in processes if mount_namespace(process) in spaces}
 
 
-async def test_launcher_killed(tmp_path: Path) -> None:
+async def test_killing_the_launcher_ends_all_sandboxes_and_a_new_one_starts(tmp_path: Path) -> None:
     async with LocalProvider(configured(tmp_path)) as provider:
         sandboxes = [await busy_sandbox(provider) for _ in range(3)]
         running = asyncio.create_task(sandboxes[0].exec("touch /tmp/up; sleep 1000", timeout_s=600))
@@ -140,7 +140,7 @@ async def test_a_launcher_whose_restart_failed_is_started_again(
         await create_again(provider)
 
 
-async def test_places_of_a_dead_launcher_come_back_while_somebody_waits(tmp_path: Path) -> None:
+async def test_slots_of_a_dead_launcher_are_freed_for_a_waiting_lease(tmp_path: Path) -> None:
     config = PoolConfig(max_live=3, evaluation_reserve=1, reconcile_every_s=0.1)
     provider = LocalProvider(configured(tmp_path))
     await provider.start()
@@ -195,7 +195,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-async def test_owner_killed(tmp_path: Path, number: signal.Signals) -> None:
+async def test_killing_the_owner_ends_launcher_and_sandboxes(tmp_path: Path, number: signal.Signals) -> None:
     owner = await asyncio.create_subprocess_exec(
         sys.executable, "-c", OWNER, run_label(tmp_path), DAEMONS, stdout=subprocess.PIPE
     )
@@ -220,7 +220,7 @@ def socket_folder_exists(endpoint: str) -> bool:
     return Path(endpoint).parent.exists()
 
 
-async def test_first_process_of_a_sandbox_killed(tmp_path: Path) -> None:
+async def test_killing_the_first_process_ends_only_its_sandbox(tmp_path: Path) -> None:
     async with LocalProvider(configured(tmp_path)) as provider:
         victim = await busy_sandbox(provider)
         launcher = provider.launcher_pid
@@ -243,7 +243,7 @@ def parent_of(pid: int) -> int:
     return 0
 
 
-async def test_launcher_killed_during_boots(tmp_path: Path) -> None:
+async def test_killing_the_launcher_during_boots_leaves_nothing(tmp_path: Path) -> None:
     async with LocalProvider(configured(tmp_path)) as provider:
         await provider.list()
         boots = [asyncio.create_task(provider.create(SandboxSpec())) for _ in range(60)]
@@ -264,7 +264,7 @@ def wait_until_none_left(run: Path) -> None:
         os.sched_yield()
 
 
-async def test_a_client_that_vanishes_disturbs_nobody(tmp_path: Path) -> None:
+async def test_a_vanished_client_does_not_disturb_others(tmp_path: Path) -> None:
     async with LocalProvider(configured(tmp_path)) as provider:
         sandbox = await busy_sandbox(provider)
         for _ in range(5):

@@ -58,7 +58,7 @@ def in_another_container(code: str, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=110).stdout
 
 
-def test_a_run_is_known_by_its_path_and_its_id(tmp_path: Path) -> None:
+def test_the_run_label_depends_on_path_and_run_id(tmp_path: Path) -> None:
     labels = [run_label(tmp_path)]
     for identity in ("one", "two"):
         RunDirectory(path=tmp_path).identity.write_text(identity)
@@ -68,7 +68,7 @@ def test_a_run_is_known_by_its_path_and_its_id(tmp_path: Path) -> None:
     assert len({*labels, run_label(tmp_path / "copy")}) == 4
 
 
-async def test_runs_with_the_same_path_leave_each_others_sandboxes(shared: Path, tmp_path: Path) -> None:
+async def test_runs_with_the_same_path_do_not_touch_each_others_sandboxes(shared: Path, tmp_path: Path) -> None:
     section, directory = SandboxSection(), RunDirectory(path=tmp_path / "run")
     directory.path.mkdir()
     directory.identity.write_text("first")
@@ -91,7 +91,7 @@ async def test_runs_with_the_same_path_leave_each_others_sandboxes(shared: Path,
 
 
 @as_root
-def test_the_folder_of_a_launcher_that_starts_in_another_container_stays(shared: Path) -> None:
+def test_the_folder_of_a_launcher_starting_in_another_container_is_not_removed(shared: Path) -> None:
     code = """
 import sys
 from pathlib import Path
@@ -108,7 +108,7 @@ print(OwnFolder(Path(sys.argv[1])).path)
     other.remove()
 
 
-def test_a_folder_that_only_looks_like_one_of_ours_stays(shared: Path) -> None:
+def test_a_folder_that_only_resembles_ours_is_not_removed(shared: Path) -> None:
     (shared / "sandboxes" / "2024-backup").mkdir(parents=True, mode=0o700)
     (shared / "sandboxes").chmod(0o700)
     OwnFolder(shared / "sandboxes").remove()
@@ -124,7 +124,7 @@ def test_an_owner_in_another_container_counts_as_alive_until_the_next_boot() -> 
     assert not is_alive(Owner(f"{pid}-00000000{rest[8:]}"))
 
 
-def test_owners_of_an_older_version_are_looked_up_by_number_and_start() -> None:
+def test_owners_of_an_older_version_are_looked_up_by_pid_and_start_time() -> None:
     pid, _, rest = new_owner().partition("-")
     boot, _, start = rest.partition("-")[0].split("_")
     assert is_alive(Owner(f"{pid}-{boot}_{start}-0"))
@@ -132,7 +132,7 @@ def test_owners_of_an_older_version_are_looked_up_by_number_and_start() -> None:
     assert not any(is_alive(Owner(name)) for name in ("", "7", "x-y", f"{pid}-", f"{pid}--"))
 
 
-def test_containers_begin_at_different_blocks_and_use_all(tmp_path: Path) -> None:
+def test_containers_begin_at_different_id_blocks_and_can_use_all(tmp_path: Path) -> None:
     claimed = {}
     for name, start in (("one", 4026531836), ("two", 4026532448)):
         (tmp_path / name).mkdir()

@@ -16,7 +16,7 @@ from headrace.sandboxes.kernel.host_limits import read_host
 pytestmark = pytest.mark.namespaces
 
 
-def test_the_table_is_on_standard_output_and_shows_what_all_sandboxes_take_together() -> None:
+def test_doctor_prints_a_complete_table_to_standard_output() -> None:
     try:
         doctor.require_namespaces()
     except NamespacesUnavailable as error:

@@ -69,7 +69,7 @@ def read(image: Any, path: str) -> str | None:
 # References
 
 
-async def test_a_folder_is_used_in_place(store: ImageStore, tmp_path: Path, base: bytes) -> None:
+async def test_a_root_file_system_folder_is_used_in_place(store: ImageStore, tmp_path: Path, base: bytes) -> None:
     folder = unpacked_folder(tmp_path / "root", base)
     image = await store.resolve(str(folder))
     assert image.layers == (folder,)
@@ -81,7 +81,7 @@ async def test_a_folder_is_used_in_place(store: ImageStore, tmp_path: Path, base
 
 
 @pytest.mark.parametrize("compression", ["", "gzip", "xz", "zstd"])
-async def test_a_tar_of_a_root_file_system(
+async def test_the_tar_of_a_root_file_system_becomes_one_layer(
     compression: str, store: ImageStore, tmp_path: Path, base: bytes, kit: Any
 ) -> None:
     (tmp_path / "image").write_bytes(kit.compress(compression, base))
@@ -94,7 +94,7 @@ async def test_a_tar_of_a_root_file_system(
 
 @pytest.mark.parametrize("form", ["layout", "archive", "archive.gz"])
 @pytest.mark.parametrize("compression", ["gzip", "zstd", ""])
-async def test_oci_images(
+async def test_oci_layouts_and_archives_become_their_layers(
     form: str, compression: str, store: ImageStore, tmp_path: Path, base: bytes, kit: Any
 ) -> None:
     top = kit.tar([kit.file("etc/.wh.release"), kit.file("etc/added", b"top\n")])
@@ -114,7 +114,7 @@ async def test_oci_images(
     assert (await store.resolve(str(target))).digest == image.digest
 
 
-async def test_the_layers_are_what_overlayfs_takes(store: ImageStore, tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_overlayfs_can_mount_the_layers(store: ImageStore, tmp_path: Path, base: bytes, kit: Any) -> None:
     """The kernel sees the same merged tree as `find`."""
     old = [kit.folder("opt/d"), kit.file("opt/d/old"), kit.file("opt/keep", b"1"), kit.link("abs", "/opt/d")]
     middle = kit.tar(old)
@@ -131,7 +131,7 @@ async def test_the_layers_are_what_overlayfs_takes(store: ImageStore, tmp_path: 
     assert [read(image, path) for path in paths] == ["2", None, "1", None]
 
 
-async def test_docker_archives(store: ImageStore, tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_docker_archives_become_their_layers(store: ImageStore, tmp_path: Path, base: bytes, kit: Any) -> None:
     one, two = (kit.tar([kit.file("etc/which", name)]) for name in (b"one", b"two"))
     archive = kit.write_docker_archive(tmp_path / "saved.tar", {"repo/x:one": [base, one], "repo/x:two": [base, two]})
     first = await store.resolve(f"{archive}:one")
@@ -145,7 +145,9 @@ async def test_docker_archives(store: ImageStore, tmp_path: Path, base: bytes, k
         await store.resolve(f"{archive}:three")
 
 
-async def test_layers_are_shared_between_kinds(store: ImageStore, tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_layers_are_shared_between_image_formats(
+    store: ImageStore, tmp_path: Path, base: bytes, kit: Any
+) -> None:
     kit.write_docker_archive(tmp_path / "saved.tar", {"x:1": [base]})
     kit.Layout().image([base], compression="zstd").write(tmp_path / "layout")
     images = [await store.resolve(str(tmp_path / name)) for name in ("saved.tar", "layout")]
@@ -153,7 +155,9 @@ async def test_layers_are_shared_between_kinds(store: ImageStore, tmp_path: Path
     assert len(layers_of(tmp_path)) == 1
 
 
-async def test_an_index_of_platforms(store: ImageStore, tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_this_machines_image_is_chosen_from_an_index(
+    store: ImageStore, tmp_path: Path, base: bytes, kit: Any
+) -> None:
     layout = kit.Layout().image([base])
     own = {**layout.manifests.pop(), "platform": {"architecture": kit.ARCHITECTURE, "os": "linux"}}
     foreign = {"digest": "sha256:" + "0" * 64, "platform": {"architecture": "s390x", "os": "linux"}}
@@ -165,7 +169,7 @@ async def test_an_index_of_platforms(store: ImageStore, tmp_path: Path, base: by
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("debootstrap", path="/usr/sbin:/usr/bin:/sbin:/bin") is None, reason="no debootstrap")
 @pytest.mark.timeout(1800)
-async def test_debootstrap(store: ImageStore, tmp_path: Path) -> None:
+async def test_debootstrap_installs_a_root_file_system(store: ImageStore, tmp_path: Path) -> None:
     release = Path("/etc/os-release").read_text()
     suite = next(line.partition("=")[2] for line in release.splitlines() if line.startswith("VERSION_CODENAME="))
     image = await store.resolve(f"debootstrap:{suite}")
@@ -174,7 +178,7 @@ async def test_debootstrap(store: ImageStore, tmp_path: Path) -> None:
     assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
 
 
-def test_the_mirror_is_the_one_of_apt() -> None:
+def test_the_mirror_is_read_from_apts_sources() -> None:
     one_line = "# x\ndeb [signed-by=/k.gpg] http://mirror.example/debian bookworm main\ndeb-src http://s.example x y\n"
     security = "Types: deb\nURIs: http://security.example/debian-security\nSuites: bookworm-security\n"
     fields = "Types: deb\nURIs: https://fields.example/debian\nSuites: trixie trixie-updates\nComponents: main\n"
@@ -190,23 +194,23 @@ def test_the_mirror_is_the_one_of_apt() -> None:
 @pytest.mark.parametrize(
     "reference", ["relative/path", "", "/missing/image", "debootstrap:../x", "debootstrap:", "docker://x", "/a\0b"]
 )
-async def test_unknown_references(reference: str, store: ImageStore) -> None:
+async def test_unknown_references_are_refused(reference: str, store: ImageStore) -> None:
     with pytest.raises(ImageUnknown):
         await store.resolve(reference)
 
 
-async def test_a_fifo_is_no_image(store: ImageStore, tmp_path: Path) -> None:
+async def test_a_fifo_is_refused_as_image(store: ImageStore, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ImageRefused, match="neither"):
         await store.resolve(str(tmp_path / "pipe"))
 
 
-async def test_the_whole_host_is_no_image(store: ImageStore) -> None:
+async def test_the_host_root_is_refused_as_image(store: ImageStore) -> None:
     with pytest.raises(ImageRefused):
         await store.resolve("/")
 
 
-async def test_a_root_file_system_without_bash(store: ImageStore, tmp_path: Path, kit: Any) -> None:
+async def test_a_root_file_system_without_bash_is_refused(store: ImageStore, tmp_path: Path, kit: Any) -> None:
     entries = [kit.file("usr/bin/sh", b"x"), kit.link("bin", "usr/bin"), kit.link("usr/bin/bash", "/bin/nowhere")]
     (tmp_path / "image.tar").write_bytes(kit.tar(entries))
     with pytest.raises(ImageRefused, match="without bash"):
@@ -214,20 +218,24 @@ async def test_a_root_file_system_without_bash(store: ImageStore, tmp_path: Path
     assert layers_of(tmp_path) == set()
 
 
-async def test_bash_that_a_higher_layer_takes_away(store: ImageStore, tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_an_image_whose_bash_is_whited_out_is_refused(
+    store: ImageStore, tmp_path: Path, base: bytes, kit: Any
+) -> None:
     layout = kit.Layout().image([base, kit.tar([kit.file("usr/bin/.wh.bash")])])
     with pytest.raises(ImageRefused, match="without bash"):
         await store.resolve(str(layout.write(tmp_path / "layout")))
 
 
-async def test_bash_for_another_machine(store: ImageStore, tmp_path: Path, kit: Any) -> None:
+async def test_bash_for_another_machine_is_refused(store: ImageStore, tmp_path: Path, kit: Any) -> None:
     header = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + b"\x02\x00" + (22).to_bytes(2, "little")
     (tmp_path / "image.tar").write_bytes(kit.tar([kit.file("bin/bash", header, mode=0o755)]))
     with pytest.raises(ImageRefused, match="another kind of machine"):
         await store.resolve(str(tmp_path / "image.tar"))
 
 
-async def test_an_image_for_another_machine(store: ImageStore, tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_an_image_for_another_machine_is_refused(
+    store: ImageStore, tmp_path: Path, base: bytes, kit: Any
+) -> None:
     layout = kit.Layout().image([base], architecture="riscv64")
     with pytest.raises(ImageRefused, match="riscv64"):
         await store.resolve(str(layout.write(tmp_path / "layout")))
@@ -238,7 +246,7 @@ def flip(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("compression", ["", "gzip"])
-async def test_a_layer_that_is_not_what_its_digest_says(
+async def test_a_layer_that_does_not_match_its_digest_is_refused(
     compression: str, store: ImageStore, tmp_path: Path, base: bytes, kit: Any
 ) -> None:
     layout = kit.Layout().image([base], compression=compression)
@@ -250,7 +258,7 @@ async def test_a_layer_that_is_not_what_its_digest_says(
     assert list((tmp_path / "store/unpacking").iterdir()) == []
 
 
-async def test_damaged_documents(store: ImageStore, tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_damaged_manifests_are_refused(store: ImageStore, tmp_path: Path, base: bytes, kit: Any) -> None:
     layout = kit.Layout().image([base])
     manifest = f"blobs/{layout.manifests[0]['digest'].replace(':', '/')}"
     damages: list[dict[str, bytes]] = [
@@ -271,7 +279,7 @@ async def test_damaged_documents(store: ImageStore, tmp_path: Path, base: bytes,
             await store.resolve(str(folder))
 
 
-async def test_a_bomb_leaves_nothing(tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_a_decompression_bomb_leaves_nothing(tmp_path: Path, base: bytes, kit: Any) -> None:
     store = ImageStore(tmp_path / "store", 16 << 20)
     bomb = kit.tar([kit.file("zeros", bytes(32 << 20))])
     layout = kit.Layout().image([base, bomb])
@@ -287,7 +295,7 @@ async def test_a_bomb_leaves_nothing(tmp_path: Path, base: bytes, kit: Any) -> N
 # Crashes, races, room
 
 
-async def test_many_ask_at_once_and_one_unpacks(tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_concurrent_requests_unpack_an_image_once(tmp_path: Path, base: bytes, kit: Any) -> None:
     """Two stores on one folder stand for two processes; each asks several times."""
     stores = [ImageStore(tmp_path / "store", GIB) for _ in range(2)]
     reference = str(kit.Layout().image([base]).write(tmp_path / "layout"))
@@ -346,7 +354,7 @@ async def test_unpacking_outlives_its_caller_and_ends_with_the_store(
     assert not Path(f"/proc/{pid}").exists()
 
 
-async def test_an_image_that_takes_long_is_there_for_who_asks_again(
+async def test_a_slow_unpacking_continues_and_a_later_request_gets_the_image(
     store: ImageStore, tmp_path: Path, base: bytes
 ) -> None:
     path = tmp_path / "slow.tar"
@@ -361,7 +369,7 @@ async def test_an_image_that_takes_long_is_there_for_who_asks_again(
     assert (await store.resolve(str(path))).layers
 
 
-async def test_what_a_killed_process_left_is_removed(
+async def test_leftovers_of_a_killed_process_are_removed(
     store: ImageStore, tmp_path: Path, base: bytes, endless: Path
 ) -> None:
     """A process that resolves is killed; its worker dies with it; the next store cleans up."""
@@ -393,7 +401,7 @@ def wait_for_end(descriptor: int) -> None:
     assert poll.poll(30_000)
 
 
-async def test_a_full_disk_is_typed_and_leaves_no_half_layer(tmp_path: Path, base: bytes) -> None:
+async def test_a_full_disk_raises_out_of_disk_and_leaves_no_partial_layer(tmp_path: Path, base: bytes) -> None:
     small = tmp_path / "small"
     small.mkdir()
     syscalls.mount("tmpfs", str(small), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=2m,mode=700")
@@ -418,7 +426,7 @@ def archives(tmp_path: Path, base: bytes, kit: Any, count: int) -> list[str]:
     return paths
 
 
-async def test_the_least_recently_used_goes_first(tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_the_least_recently_used_image_is_evicted_first(tmp_path: Path, base: bytes, kit: Any) -> None:
     size = len(base) + (1 << 20)
     store = ImageStore(tmp_path / "store", 2 * size + size // 2)
     one, two, three = archives(tmp_path, base, kit, 3)
@@ -431,7 +439,7 @@ async def test_the_least_recently_used_goes_first(tmp_path: Path, base: bytes, k
     assert len(layers_of(tmp_path)) == 2
 
 
-async def test_what_is_in_use_is_never_evicted(tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_leased_images_are_never_evicted(tmp_path: Path, base: bytes, kit: Any) -> None:
     store, other = (ImageStore(tmp_path / "store", len(base) + (2 << 20)) for _ in range(2))
     one, two, three = archives(tmp_path, base, kit, 3)
     async with store.use(one) as image:
@@ -446,7 +454,7 @@ async def test_what_is_in_use_is_never_evicted(tmp_path: Path, base: bytes, kit:
     assert not image.layers[0].exists()
 
 
-async def test_a_lease_of_a_dead_process_counts_no_more(tmp_path: Path, base: bytes, kit: Any) -> None:
+async def test_a_lease_of_a_dead_process_is_ignored(tmp_path: Path, base: bytes, kit: Any) -> None:
     store = ImageStore(tmp_path / "store", len(base) + (2 << 20))
     one, two = archives(tmp_path, base, kit, 2)
     with subprocess.Popen(("sleep", "1000")) as holder:

@@ -67,7 +67,7 @@ def loop_devices_of(folder: Path) -> list[str]:
     return [name for name in found if name.startswith(str(folder))]
 
 
-async def test_its_size_is_a_hard_cap_and_memory_is_not_taken(provider: LocalProvider) -> None:
+async def test_a_disk_layer_has_a_hard_size_limit_and_uses_no_memory(provider: LocalProvider) -> None:
     sandbox = await boot(provider, disk_bytes=64 << 20, memory_bytes=32 << 20)
     written = await sandbox.exec("head -c 200M /dev/zero > /tmp/file", timeout_s=60)
     assert b"No space left" in written.stderr
@@ -76,7 +76,7 @@ async def test_its_size_is_a_hard_cap_and_memory_is_not_taken(provider: LocalPro
     assert (await sandbox.exec("rm /tmp/file; echo fine", timeout_s=30)).stdout == b"fine\n"
 
 
-async def test_it_is_a_sandbox_like_any_other(provider: LocalProvider) -> None:
+async def test_a_sandbox_on_disk_supports_files_and_freezing(provider: LocalProvider) -> None:
     sandbox = await boot(provider)
     assert await output(sandbox, "ls -A / | tr '\\n' ' '; id -u; stat -c %U / /home/agent | tr '\\n' ' '") != ""
     assert "lost+found" not in await output(sandbox, "ls -A /")
@@ -86,7 +86,7 @@ async def test_it_is_a_sandbox_like_any_other(provider: LocalProvider) -> None:
     assert await output(clean, "cat /mnt/w/file; stat -c %U /mnt/w/file") == "textagent"
 
 
-async def test_snapshots_and_clones(provider: LocalProvider) -> None:
+async def test_disk_layers_support_snapshots_and_clones(provider: LocalProvider) -> None:
     prepared = await boot(provider)
     await output(prepared, "echo v1 > /opt/tool; chown agent /opt/tool")
     image = await prepared.snapshot()
@@ -127,9 +127,7 @@ async def test_boots_are_refused_below_the_watermark(tmp_path: Path) -> None:
             assert await provider.list() == []
 
 
-async def test_a_disk_without_mkfs_or_templates_is_a_failed_boot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_missing_mkfs_or_template_fails_the_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with LocalProvider(LocalSandboxConfig(layers_in=tmp_path / "layers")) as provider:
         await boot(provider)
         [template] = (tmp_path / "layers/templates").iterdir()

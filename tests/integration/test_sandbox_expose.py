@@ -60,7 +60,7 @@ for path in sys.argv[1:]:
         ("", False),
     ],
 )
-def test_what_is_below_a_prefix(path: str, *, allowed: bool) -> None:
+def test_is_below_accepts_only_literal_paths_below_the_prefix(path: str, *, allowed: bool) -> None:
     assert is_below(path, "/s/one") is allowed
 
 
@@ -147,7 +147,7 @@ async def test_the_services_own_port_and_the_world_stay_closed(
 
 
 @pytest.mark.namespaces
-async def test_bodies_and_headers_pass(sandbox: Sandbox, service: tuple[Service, HostPort]) -> None:
+async def test_bodies_and_headers_are_forwarded(sandbox: Sandbox, service: tuple[Service, HostPort]) -> None:
     _, target = service
     script = (
         "import urllib.request as u\n"
@@ -161,7 +161,7 @@ async def test_bodies_and_headers_pass(sandbox: Sandbox, service: tuple[Service,
 
 
 @pytest.mark.namespaces
-async def test_a_client_that_goes_away_ends_its_request(sandbox: Sandbox, service: tuple[Service, HostPort]) -> None:
+async def test_a_disconnecting_client_ends_its_request(sandbox: Sandbox, service: tuple[Service, HostPort]) -> None:
     seen, target = service
     script = (
         "import http.client\n"
@@ -175,7 +175,7 @@ async def test_a_client_that_goes_away_ends_its_request(sandbox: Sandbox, servic
 
 
 @pytest.mark.namespaces
-async def test_connections_are_capped(sandbox: Sandbox, service: tuple[Service, HostPort]) -> None:
+async def test_the_number_of_connections_is_limited(sandbox: Sandbox, service: tuple[Service, HostPort]) -> None:
     _, target = service
     script = (
         "import socket\nheld, refused = [], 0\n"
@@ -194,13 +194,15 @@ async def test_connections_are_capped(sandbox: Sandbox, service: tuple[Service, 
 
 
 @pytest.mark.namespaces
-async def test_a_service_that_is_not_there_is_a_502(sandbox: Sandbox, unused_tcp_port: int) -> None:
+async def test_an_unreachable_service_gives_502(sandbox: Sandbox, unused_tcp_port: int) -> None:
     async with sandbox.expose(PORT, HostPort(host="127.0.0.1", port=unused_tcp_port), PREFIX):
         assert (await fetch(sandbox, PREFIX))[0].startswith("502")
 
 
 @pytest.mark.namespaces
-async def test_a_port_that_is_taken_and_a_bad_prefix(sandbox: Sandbox, service: tuple[Service, HostPort]) -> None:
+async def test_a_port_in_use_and_an_invalid_prefix_are_refused(
+    sandbox: Sandbox, service: tuple[Service, HostPort]
+) -> None:
     _, target = service
     async with sandbox.expose(PORT, target, PREFIX):
         for port, prefix in ((PORT, PREFIX), (70_000, PREFIX), (-1, PREFIX), (PORT + 1, "s"), (PORT + 1, "/a/../b")):
@@ -235,7 +237,9 @@ async def test_requests_under_way_do_not_hold_up_its_end(sandbox: Sandbox, servi
 
 
 @pytest.mark.namespaces
-async def test_what_goes_wrong_meanwhile_keeps_its_type(sandbox: Sandbox, service: tuple[Service, HostPort]) -> None:
+async def test_exceptions_inside_the_context_are_not_wrapped(
+    sandbox: Sandbox, service: tuple[Service, HostPort]
+) -> None:
     _, target = service
     with pytest.raises(SandboxGone):
         async with sandbox.expose(PORT, target, PREFIX):

@@ -63,7 +63,9 @@ async def run(sandbox: Sandbox, command: str, user: str = "root") -> tuple[int, 
     return result.exit_code, (result.stdout + result.stderr).decode().strip()
 
 
-async def test_programs_run_and_nothing_can_be_changed(provider: LocalProvider, tools: HostFolder) -> None:
+async def test_programs_in_host_folders_run_and_files_cannot_be_changed(
+    provider: LocalProvider, tools: HostFolder
+) -> None:
     sandbox = await boot(provider, tools)
     assert await run(sandbox, f"{TARGET}/say", user="agent") == (0, "said")
     assert await run(sandbox, f"stat -c '%U %a' {TARGET}/say") == (0, "root 755")
@@ -78,7 +80,7 @@ async def test_programs_run_and_nothing_can_be_changed(provider: LocalProvider, 
     assert sorted(os.listdir(tools.source)) == ["id", "say", "secret"]  # noqa: PTH208
 
 
-async def test_sandboxes_share_one_copy_and_pay_no_layer(provider: LocalProvider, tools: HostFolder) -> None:
+async def test_sandboxes_share_one_copy_without_layer_space(provider: LocalProvider, tools: HostFolder) -> None:
     await asyncio.to_thread(Path(tools.source, "large").write_bytes, os.urandom(32 << 20))
     for sandbox in await asyncio.gather(*(boot(provider, tools) for _ in range(3))):
         assert await run(sandbox, f"wc -c < {TARGET}/large") == (0, str(32 << 20))
@@ -86,7 +88,7 @@ async def test_sandboxes_share_one_copy_and_pay_no_layer(provider: LocalProvider
     assert await provider.images() == ()
 
 
-async def test_in_an_image_and_in_its_clones(provider: LocalProvider, tools: HostFolder) -> None:
+async def test_host_folders_are_shown_in_images_but_not_in_clones(provider: LocalProvider, tools: HostFolder) -> None:
     first = await boot(provider, tools)
     await run(first, f"echo kept > kept; cp {TARGET}/say .")
     image = await first.snapshot()
@@ -96,7 +98,7 @@ async def test_in_an_image_and_in_its_clones(provider: LocalProvider, tools: Hos
     assert await run(again, f"{TARGET}/say; cat kept", user="agent") == (0, "said\nkept")
 
 
-async def test_a_clean_sandbox_beside_the_dead_one_does_not_have_it(provider: LocalProvider, tools: HostFolder) -> None:
+async def test_frozen_data_does_not_include_host_folders(provider: LocalProvider, tools: HostFolder) -> None:
     ref = await provider.create(SandboxSpec(folders=(tools,)))
     agent = await provider.attach(ref)
     await run(agent, "echo done > result")
@@ -112,7 +114,7 @@ async def test_a_clean_sandbox_beside_the_dead_one_does_not_have_it(provider: Lo
     )
 
 
-async def test_a_folder_that_was_replaced_is_another(
+async def test_a_replaced_folder_is_handed_over_again(
     provider: LocalProvider, tools: HostFolder, tmp_path: Path
 ) -> None:
     before = await boot(provider, tools)
@@ -124,7 +126,7 @@ async def test_a_folder_that_was_replaced_is_another(
     assert await run(before, f"{TARGET}/say") == (0, "said")
 
 
-async def test_a_new_launcher_is_handed_the_folder_again(provider: LocalProvider, tools: HostFolder) -> None:
+async def test_a_restarted_launcher_gets_the_folder_again(provider: LocalProvider, tools: HostFolder) -> None:
     await boot(provider, tools)
     assert provider.launcher_pid is not None
     os.kill(provider.launcher_pid, 9)
@@ -150,7 +152,7 @@ async def test_a_new_launcher_is_handed_the_folder_again(provider: LocalProvider
         (".", "opt", "outside"),
     ],
 )
-async def test_what_cannot_be_shown(
+async def test_invalid_folders_are_refused(
     provider: LocalProvider, tmp_path: Path, source: str, target: str, said: str
 ) -> None:
     source = str(tmp_path) if source == "." else source
@@ -160,7 +162,7 @@ async def test_what_cannot_be_shown(
 
 
 @pytest.mark.parametrize("kind", [SubprocessProvider, SimulatedProvider])
-async def test_a_provider_without_the_feature_says_so(kind: Any, tools: HostFolder) -> None:
+async def test_a_provider_without_folders_raises_unsupported(kind: Any, tools: HostFolder) -> None:
     provider = kind()
     assert Feature.FOLDERS not in provider.features
     with pytest.raises(Unsupported, match=TARGET):
@@ -173,7 +175,7 @@ def load_kit(load_support: Callable[[str], ModuleType]) -> Any:
     return load_support("image_kit")
 
 
-async def test_a_link_of_the_image_leads_nowhere_else(
+async def test_a_symbolic_link_in_the_image_cannot_redirect_a_folder(
     provider: LocalProvider, tools: HostFolder, kit: Any, tmp_path: Path
 ) -> None:
     layer = kit.tar((*kit.base_entries(), kit.link("opt", "/etc")))

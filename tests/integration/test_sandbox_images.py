@@ -88,7 +88,7 @@ async def output(sandbox: Sandbox, command: str, *, user: str = "root") -> str:
 # Snapshots
 
 
-async def test_clones_share_what_was_prepared_and_nothing_else(provider: LocalProvider) -> None:
+async def test_clones_share_only_the_prepared_files(provider: LocalProvider) -> None:
     prepared = await boot(provider, "host")
     await output(prepared, "mkdir -p /opt/tool && echo v1 > /opt/tool/version && chown agent /opt/tool/version")
     await output(prepared, "echo 'new:x:2000:2000::/home/new:/bin/bash' >> /etc/passwd")
@@ -113,7 +113,7 @@ async def test_a_clone_is_as_isolated_as_any_sandbox(provider: LocalProvider) ->
     assert status.split() == ["CapEff:", "00000000000000fb", "NoNewPrivs:", "1"]
 
 
-async def test_a_snapshot_of_a_clone_stacks(provider: LocalProvider) -> None:
+async def test_a_snapshot_of_a_clone_has_both_layers(provider: LocalProvider) -> None:
     image = ImageRef("host")
     for number in range(4):
         sandbox = await boot(provider, image)
@@ -123,7 +123,7 @@ async def test_a_snapshot_of_a_clone_stacks(provider: LocalProvider) -> None:
 
 
 @pytest.mark.slow
-async def test_a_stack_of_snapshots_has_an_end(provider: LocalProvider) -> None:
+async def test_the_number_of_stacked_snapshots_is_limited(provider: LocalProvider) -> None:
     image = "host"
     for _ in range(rootfs.MAX_LAYERS):
         image = await (await boot(provider, image)).snapshot()
@@ -141,7 +141,7 @@ async def test_folders_of_a_lower_layer_can_be_renamed(provider: LocalProvider) 
     assert await output(await boot(provider, await clone.snapshot()), "cat /opt/z/b/file && ls /opt") == "text\nz"
 
 
-async def test_frozen_data_of_a_clone_shows_both_layers(provider: LocalProvider) -> None:
+async def test_frozen_data_of_a_clone_contains_both_layers(provider: LocalProvider) -> None:
     prepared = await boot(provider, "host")
     await output(prepared, "mkdir /workspace/repo; echo old > /workspace/repo/kept; echo old > /workspace/repo/gone")
     image = await prepared.snapshot()
@@ -165,7 +165,7 @@ async def test_a_frozen_sandbox_can_become_an_image(provider: LocalProvider) -> 
     assert await output(await boot(provider, await sandbox.snapshot()), "cat /opt/file") == "kept"
 
 
-async def test_images_are_dropped_when_nobody_uses_them(provider: LocalProvider) -> None:
+async def test_images_can_be_dropped_only_when_unused(provider: LocalProvider) -> None:
     image = await (await boot(provider, "host")).snapshot()
     clone = await boot(provider, image)
     assert await provider.images() == (image,)
@@ -179,7 +179,7 @@ async def test_images_are_dropped_when_nobody_uses_them(provider: LocalProvider)
         await boot(provider, image)
 
 
-async def test_a_snapshot_keeps_its_ids_for_itself(provider: LocalProvider) -> None:
+async def test_ids_of_a_snapshot_are_not_reused(provider: LocalProvider) -> None:
     """The next sandbox must not get the ids of an image's files: it would own them on the host's side."""
     sandbox = await boot(provider, "host")
     ids = await output(sandbox, "cat /proc/self/uid_map")
@@ -188,7 +188,7 @@ async def test_a_snapshot_keeps_its_ids_for_itself(provider: LocalProvider) -> N
     assert len({ids, await output(clone, "cat /proc/self/uid_map"), await output(plain, "cat /proc/self/uid_map")}) == 3
 
 
-async def test_a_sandbox_that_is_killed_while_it_becomes_an_image(provider: LocalProvider) -> None:
+async def test_a_kill_during_a_snapshot_gives_an_error_or_a_usable_image(provider: LocalProvider) -> None:
     sandbox = await boot(provider, "host")
     becoming = asyncio.ensure_future(sandbox.snapshot())
     await asyncio.sleep(0)
@@ -204,7 +204,7 @@ async def test_a_sandbox_that_is_killed_while_it_becomes_an_image(provider: Loca
 # Images from elsewhere
 
 
-async def test_an_oci_image(provider: LocalProvider, archive: Path) -> None:
+async def test_an_oci_image_boots(provider: LocalProvider, archive: Path) -> None:
     sandbox = await boot(provider, str(archive))
     assert await output(sandbox, "pwd; ls") == "/data\nnew\nowned"
     assert "old" not in (await output(sandbox, "ls /")).split()
@@ -218,7 +218,7 @@ async def test_an_oci_image(provider: LocalProvider, archive: Path) -> None:
     assert await output(other, "cat owned") == "lower"
 
 
-async def test_an_image_is_unpacked_once_and_its_layers_are_untouched(
+async def test_an_image_is_unpacked_once_and_its_layers_are_not_modified(
     provider: LocalProvider, archive: Path, tmp_path: Path
 ) -> None:
     await asyncio.gather(*(boot(provider, str(archive)) for _ in range(6)))
@@ -231,7 +231,7 @@ async def test_an_image_is_unpacked_once_and_its_layers_are_untouched(
     assert len(await provider.images()) == 1
 
 
-async def test_a_root_file_system_in_place(provider: LocalProvider, kit: Any, tmp_path: Path) -> None:
+async def test_a_root_file_system_folder_boots_in_place(provider: LocalProvider, kit: Any, tmp_path: Path) -> None:
     root = tmp_path / "root"
     await asyncio.to_thread(_unpack, kit, root)
     sandbox = await boot(provider, str(root))
@@ -240,14 +240,14 @@ async def test_a_root_file_system_in_place(provider: LocalProvider, kit: Any, tm
     assert (root / "bin").exists()
 
 
-async def test_a_snapshot_of_an_image_from_elsewhere(provider: LocalProvider, archive: Path) -> None:
+async def test_a_snapshot_of_an_imported_image_boots(provider: LocalProvider, archive: Path) -> None:
     sandbox = await boot(provider, str(archive))
     await output(sandbox, "echo mine > /data/mine; rm /data/new")
     clone = await boot(provider, await sandbox.snapshot())
     assert await output(clone, "ls /data; pwd; echo $GREETING") == "mine\nowned\n/data\nhello"
 
 
-async def test_images_that_cannot_be_booted(provider: LocalProvider, kit: Any, tmp_path: Path) -> None:
+async def test_unbootable_images_are_refused(provider: LocalProvider, kit: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for reference in ("ubuntu", str(tmp_path / "absent"), "snapshot:absent", "../x", "", "debootstrap:no/suite"):
         with pytest.raises(ImageUnknown):
@@ -263,7 +263,7 @@ async def test_images_that_cannot_be_booted(provider: LocalProvider, kit: Any, t
     assert await provider.list() == []
 
 
-async def test_few_images_are_held_ready(kit: Any, tmp_path: Path) -> None:
+async def test_at_most_max_images_are_held_ready(kit: Any, tmp_path: Path) -> None:
     config = LocalSandboxConfig(image_folder=tmp_path / "images", max_images=1)
     async with LocalProvider(config) as provider:
         for name in ("a", "b", "c"):
@@ -277,7 +277,7 @@ async def test_few_images_are_held_ready(kit: Any, tmp_path: Path) -> None:
         assert len(await provider.images()) == 1
 
 
-async def test_an_image_that_was_dropped_is_provided_again(kit: Any, tmp_path: Path) -> None:
+async def test_a_dropped_image_is_provided_again(kit: Any, tmp_path: Path) -> None:
     """By this provider, or by another one of the same launcher."""
     await asyncio.to_thread(_unpack, kit, tmp_path / "a")
     reference = str(tmp_path / "a")
@@ -291,7 +291,7 @@ async def test_an_image_that_was_dropped_is_provided_again(kit: Any, tmp_path: P
         assert await output(await boot(provider, reference), "echo fine") == "fine"
 
 
-async def test_boots_of_a_new_image_at_once_lease_it_once(kit: Any, tmp_path: Path) -> None:
+async def test_concurrent_boots_of_a_new_image_lease_it_once(kit: Any, tmp_path: Path) -> None:
     archive = await asyncio.to_thread(kit.Layout().image([kit.tar(kit.base_entries())]).write, tmp_path / "layout")
     config = LocalSandboxConfig(image_folder=tmp_path / "images")
     async with LocalProvider(config) as provider:
@@ -299,7 +299,7 @@ async def test_boots_of_a_new_image_at_once_lease_it_once(kit: Any, tmp_path: Pa
         assert len(list((tmp_path / "images" / "leases").iterdir())) == 1
 
 
-async def test_an_image_of_a_hundred_layers(kit: Any, tmp_path: Path) -> None:
+async def test_an_image_of_a_hundred_layers_boots(kit: Any, tmp_path: Path) -> None:
     layers = [kit.tar(kit.base_entries()), *(kit.tar((kit.file(f"etc/{n}", b"x"),)) for n in range(99))]
     archive = await asyncio.to_thread(kit.Layout().image(layers).write, tmp_path / "layout")
     async with LocalProvider(LocalSandboxConfig(image_folder=tmp_path / "images")) as provider:

@@ -60,7 +60,7 @@ def group_folders(launcher_pid: int, pattern: str = "headrace-*-{}-*/*/") -> lis
     return [folder for mount in mounts for folder in Path(mount.folder).glob(pattern.format(launcher_pid))]
 
 
-async def test_only_what_takes_too_much_memory_is_killed(provider: LocalProvider) -> None:
+async def test_only_the_command_that_exceeds_the_memory_limit_is_killed(provider: LocalProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec(memory_bytes=64 << 20)))
     bystander = await sandbox.spawn("sleep 1000")
     hog = await sandbox.exec("python3 -c 'b = bytearray(1 << 30); print(len(b))'", timeout_s=30)
@@ -180,13 +180,13 @@ async def test_processes_are_limited_and_counted(provider: LocalProvider) -> Non
     assert 10 < (await sandbox.usage()).processes <= 16 + 33
 
 
-async def test_a_frozen_sandbox_takes_nothing_and_says_so(sandbox: Sandbox) -> None:
+async def test_usage_of_a_frozen_sandbox_raises_sandbox_gone(sandbox: Sandbox) -> None:
     await sandbox.freeze()
     with pytest.raises(SandboxGone):
         await sandbox.usage()
 
 
-async def test_a_paused_sandbox_stands_still(sandbox: Sandbox, provider: LocalProvider) -> None:
+async def test_processes_of_a_paused_sandbox_are_stopped(sandbox: Sandbox, provider: LocalProvider) -> None:
     counter = await sandbox.spawn("while :; do echo tick; done", stdin=False)
     output = counter.output()
     await anext(output)
@@ -205,7 +205,7 @@ async def test_a_paused_sandbox_stands_still(sandbox: Sandbox, provider: LocalPr
     await counter.signal(signal.SIGKILL)
 
 
-async def test_deadlines_stand_still_with_it(sandbox: Sandbox) -> None:
+async def test_a_pause_extends_command_deadlines(sandbox: Sandbox) -> None:
     """It is paused for longer than the command may take, which has most of that time left when it goes on."""
     command = "echo > /tmp/started; until test -e /tmp/go; do sleep 0.1; done; echo end"
     running = asyncio.ensure_future(sandbox.exec(command, timeout_s=5))
@@ -220,7 +220,7 @@ async def test_deadlines_stand_still_with_it(sandbox: Sandbox) -> None:
         await sandbox.exec("sleep 1000", timeout_s=0.3)
 
 
-async def test_deadlines_stand_still_wherever_the_pause_falls(sandbox: Sandbox) -> None:
+async def test_a_pause_at_any_moment_extends_command_deadlines(sandbox: Sandbox) -> None:
     """The first process of a busy sandbox may be stopped between two looks at the clock."""
     for _ in range(4):
         running = asyncio.ensure_future(sandbox.exec("sleep 0.05; echo end", timeout_s=4))
@@ -233,7 +233,7 @@ async def test_deadlines_stand_still_wherever_the_pause_falls(sandbox: Sandbox) 
         await asyncio.gather(*busy)
 
 
-async def test_a_paused_sandbox_can_be_killed_and_its_lease_goes_on(provider: LocalProvider) -> None:
+async def test_a_paused_sandbox_can_be_killed_and_its_lease_still_runs(provider: LocalProvider) -> None:
     for ttl_s in (300.0, 1.0):
         sandbox = await provider.attach(await provider.create(SandboxSpec(ttl_s=300.0)))
         await sandbox.pause()
@@ -246,7 +246,7 @@ async def test_a_paused_sandbox_can_be_killed_and_its_lease_goes_on(provider: Lo
     assert await provider.list() == []
 
 
-async def test_launchers_of_one_host_have_user_ids_of_their_own() -> None:
+async def test_launchers_of_one_host_use_different_user_ids() -> None:
     """The kernel counts processes by user id: those of one launcher's sandbox would be charged to another's."""
     forks = "import os\nfor _ in range(40):\n if os.fork() == 0: os.execlp('sleep', 'sleep', '1000')\nprint('all')"
     async with LocalProvider() as one, LocalProvider() as other:
@@ -261,13 +261,13 @@ async def test_launchers_of_one_host_have_user_ids_of_their_own() -> None:
             assert (await sandbox.exec("python3 -", stdin=forks.encode(), timeout_s=30)).stdout == b"all\n"
 
 
-async def test_a_limit_that_makes_no_sense_is_refused(provider: LocalProvider) -> None:
+async def test_an_invalid_limit_is_refused(provider: LocalProvider) -> None:
     for spec in (SandboxSpec(memory_bytes=1), SandboxSpec(cpu=-1.0), SandboxSpec(pids=0), SandboxSpec(ttl_s=-1.0)):
         with pytest.raises(SpecRefused):
             await provider.create(spec)
 
 
-async def test_what_no_host_has_is_refused_for_good_and_the_ceiling_is_named(provider: LocalProvider) -> None:
+async def test_limits_above_the_hosts_total_are_refused_with_the_ceiling(provider: LocalProvider) -> None:
     for spec, name in ((SandboxSpec(memory_bytes=1 << 45), "memory_bytes"), (SandboxSpec(pids=10**9), "pids")):
         with pytest.raises(SpecRefused, match=rf"{name}=\d+ is above the ceiling \d+") as refused:
             await provider.create(spec)
@@ -300,7 +300,7 @@ async def test_default_descriptors_and_processes_of_all_slots_fit_the_host(sandb
     assert live * processes * open_files <= host.open_files
 
 
-async def test_no_more_sandboxes_run_at_once_than_shares_were_made_for() -> None:
+async def test_at_most_max_live_sandboxes_run_at_once() -> None:
     async with LocalProvider(LocalSandboxConfig(max_live=1)) as provider:
         first = await provider.attach(await provider.create(SandboxSpec()))
         with pytest.raises(CapacityExceeded, match="max_live"):
@@ -309,7 +309,7 @@ async def test_no_more_sandboxes_run_at_once_than_shares_were_made_for() -> None
         await provider.create(SandboxSpec())
 
 
-async def test_groups_go_with_their_sandbox_and_their_launcher() -> None:
+async def test_control_groups_are_removed_with_their_sandbox_and_launcher() -> None:
     async with LocalProvider() as provider:
         assert provider.launcher_pid is not None
         kept = await provider.attach(await provider.create(SandboxSpec()))
@@ -332,7 +332,7 @@ async def test_groups_of_a_killed_launcher_are_removed_by_the_next_one() -> None
             assert await asyncio.to_thread(group_folders, dead) == []
 
 
-async def test_boots_go_on_when_somebody_removes_the_launchers_groups() -> None:
+async def test_boots_succeed_after_the_launchers_groups_were_removed() -> None:
     async with LocalProvider(LocalSandboxConfig()) as provider:
         assert provider.launcher_pid is not None
         for folder in group_folders(provider.launcher_pid, "headrace-*-{}-*/"):

@@ -88,7 +88,7 @@ async def test_nothing_of_the_host_is_visible(sandbox: Sandbox, tmp_path: Path) 
     assert (await run(sandbox, f"cat /proc/1/root{tmp_path}/host-file")).exit_code != 0
 
 
-async def test_the_environment_is_the_fixed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_commands_get_only_the_fixed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST_SECRET", "leak")
     async with LocalProvider() as provider:
         sandbox = await provider.attach(await provider.create(SandboxSpec()))
@@ -99,7 +99,7 @@ async def test_the_environment_is_the_fixed_one(monkeypatch: pytest.MonkeyPatch)
         assert str(Path(doctor.__file__).parent) not in everywhere
 
 
-async def test_identity_and_capabilities(sandbox: Sandbox) -> None:
+async def test_commands_have_the_users_identity_and_capabilities(sandbox: Sandbox) -> None:
     user, host_name, *id_map = (await output(sandbox, "id -u; hostname; cat /proc/self/uid_map")).split()
     assert (user, host_name, id_map[0], id_map[2]) == ("0", "sandbox", "0", "65536")
     assert int(id_map[1]) >= 100_000
@@ -137,7 +137,7 @@ async def test_root_inside_cannot(sandbox: Sandbox, attempt: str) -> None:
     assert await output(sandbox, "echo alive") == "alive"
 
 
-async def test_what_root_inside_needs_works(sandbox: Sandbox) -> None:
+async def test_root_inside_can_use_its_permitted_operations(sandbox: Sandbox) -> None:
     script = """
     set -e
     touch /workspace/f /data-at-root; chown agent /workspace/f; chmod 600 /workspace/f
@@ -216,7 +216,7 @@ async def test_sandboxes_do_not_see_each_other(provider: LocalProvider) -> None:
 # Commands
 
 
-async def test_defaults_and_odd_ends(sandbox: Sandbox) -> None:
+async def test_exec_defaults_and_failures_to_run(sandbox: Sandbox) -> None:
     assert await output(sandbox, "pwd; read -r line; echo [$line]; ulimit -c") == "/workspace\n[]\n0"
     assert (await run(sandbox, "kill -9 $$")).exit_code == 137
     assert (await run(sandbox, "yes | head -1")).stdout == b"y\n"
@@ -323,7 +323,7 @@ for user in range(2000, 2010):
 """
 
 
-async def test_a_sandbox_without_a_free_process_answers_and_does_not_die(provider: LocalProvider) -> None:
+async def test_a_sandbox_without_free_processes_still_answers(provider: LocalProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec(pids=40)))
     await run(sandbox, f"python3 - <<'END'\n{HOLD_ALL_PROCESSES}END")
     async with asyncio.timeout(30):
@@ -334,7 +334,7 @@ async def test_a_sandbox_without_a_free_process_answers_and_does_not_die(provide
     await sandbox.freeze()
 
 
-async def test_objects_that_no_process_owns_are_capped(sandbox: Sandbox) -> None:
+async def test_objects_without_an_owning_process_are_limited(sandbox: Sandbox) -> None:
     assert (await run(sandbox, "ipcmk -M 1M && ipcmk -S 10 && ipcmk -Q")).exit_code == 0
     assert (await run(sandbox, "ipcmk -M 65M")).exit_code != 0
     assert (await run(sandbox, "for i in $(seq 200); do ipcmk -Q || exit 9; done")).exit_code == 9
@@ -369,7 +369,7 @@ async def test_disk_bytes_is_a_hard_cap(provider: LocalProvider) -> None:
     assert int(await output(sandbox, "ls /workspace | wc -l")) < 5000
 
 
-async def test_kill_takes_daemons_and_is_idempotent(provider: LocalProvider, sandbox: Sandbox) -> None:
+async def test_kill_ends_daemons_and_is_idempotent(provider: LocalProvider, sandbox: Sandbox) -> None:
     await run(sandbox, "setsid bash -c 'setsid sleep 1000 & sleep 1001' > /dev/null 2>&1 & ")
     await run(sandbox, "until [ $(pgrep -c sleep) = 2 ]; do :; done")
     pids = descendants(provider.launcher_pid)
@@ -430,7 +430,7 @@ async def test_writes_follow_no_link_and_wait_for_no_reader(sandbox: Sandbox, pr
     assert (await run(sandbox, "test -e /tmp/elsewhere")).exit_code == 1
 
 
-async def test_file_operations_have_only_the_users_powers(sandbox: Sandbox) -> None:
+async def test_file_operations_have_only_the_users_permissions(sandbox: Sandbox) -> None:
     for path in ("/usr/bin/planted", "/proc/sys/kernel/hostname", "relative"):
         with pytest.raises(SandboxFileError):
             await sandbox.write(path, b"x")
@@ -454,7 +454,7 @@ async def clean_with(provider: LocalProvider, source: SandboxId, path: str, targ
     return await provider.attach(await provider.create(SandboxSpec(mounts=(mount,))))
 
 
-async def test_frozen_data_is_shown_read_only_and_inert(provider: LocalProvider) -> None:
+async def test_frozen_data_is_read_only_and_not_executable(provider: LocalProvider) -> None:
     script = """
     mkdir /workspace/d; echo data > /workspace/d/f; umask 077; echo private > /workspace/d/p; echo no > /tmp/other
     cp /bin/true /workspace/tool; setsid sleep 1000 > /dev/null 2>&1 &
@@ -468,7 +468,7 @@ async def test_frozen_data_is_shown_read_only_and_inert(provider: LocalProvider)
     assert {"ro", "nosuid", "nodev", "noexec"} <= set(flags.split()[3].split(","))
 
 
-async def test_a_frozen_file_and_a_deep_target(provider: LocalProvider) -> None:
+async def test_a_frozen_file_can_be_mounted_at_a_deep_target(provider: LocalProvider) -> None:
     source = await frozen_with(provider, "mkdir -p /home/agent/a; echo x > /home/agent/a/f")
     clean = await clean_with(provider, source, "/home/agent/a/f", "/evidence/deep/f")
     assert await output(clean, "cat /evidence/deep/f") == "x"
@@ -492,7 +492,7 @@ async def test_a_hostile_declared_path_is_refused(provider: LocalProvider, scrip
     assert [info.id for info in await provider.list()] == [source]
 
 
-async def test_a_link_on_the_way_of_a_target_is_refused(provider: LocalProvider) -> None:
+async def test_a_symbolic_link_in_a_mount_target_is_refused(provider: LocalProvider) -> None:
     source = await frozen_with(provider, "ln -s ../usr /workspace/link; mkdir /workspace/d")
     mounts = (
         FrozenMount(source=source, path="/workspace", target="/workspace"),
@@ -502,7 +502,7 @@ async def test_a_link_on_the_way_of_a_target_is_refused(provider: LocalProvider)
         await provider.create(SandboxSpec(mounts=mounts))
 
 
-async def test_dots_do_not_lead_out_of_a_layer(provider: LocalProvider) -> None:
+async def test_dots_cannot_leave_a_layer(provider: LocalProvider) -> None:
     source = await frozen_with(provider, "echo x > /workspace/f")
     clean = await clean_with(provider, source, "/../../../../workspace", "/data")
     assert await output(clean, "cat /data/f") == "x"
@@ -522,7 +522,7 @@ async def test_planted_start_files_do_nothing_in_the_clean_sandbox(provider: Loc
     assert b"PLANTED" not in result.stdout + result.stderr
 
 
-async def test_a_sandbox_that_is_killed_cannot_be_frozen_any_more(provider: LocalProvider) -> None:
+async def test_a_killed_sandbox_cannot_be_frozen(provider: LocalProvider) -> None:
     """Whoever then counts on its files must hear of it. The launcher stands still until it has both requests: between
     them it could have frozen the sandbox, and been right to say so."""
     assert provider.launcher_pid is not None
@@ -563,7 +563,7 @@ async def test_a_frozen_sandbox_runs_nothing_and_can_be_killed_under_a_mount(pro
 # Leases, keys, refusals
 
 
-async def test_what_nobody_renews_dies(provider: LocalProvider) -> None:
+async def test_a_sandbox_is_killed_when_its_lease_ends(provider: LocalProvider) -> None:
     kept = await provider.attach(await provider.create(SandboxSpec(ttl_s=30)))
     await kept.renew(600)
     running = await provider.attach(await provider.create(SandboxSpec(ttl_s=0.3)))
@@ -607,7 +607,7 @@ async def test_a_cancelled_create_leaves_nothing(provider: LocalProvider) -> Non
     await list_until(provider, 0)
 
 
-async def test_secrets_open_one_sandbox_only(provider: LocalProvider) -> None:
+async def test_a_secret_is_valid_for_one_sandbox_only(provider: LocalProvider) -> None:
     first, second = await provider.create(SandboxSpec()), await provider.create(SandboxSpec())
     for wrong in ("", "x", second.secret):
         stranger = await provider.attach(replace(first, secret=wrong))
@@ -618,7 +618,7 @@ async def test_secrets_open_one_sandbox_only(provider: LocalProvider) -> None:
     assert await output(await provider.attach(first), "echo mine") == "mine"
 
 
-async def test_specs_the_provider_cannot_keep_are_refused(provider: LocalProvider) -> None:
+async def test_unsupported_specs_are_refused(provider: LocalProvider) -> None:
     with pytest.raises(ImageUnknown):
         await provider.create(SandboxSpec(image="ubuntu"))
     for spec in (SandboxSpec(network=Network.HOST), SandboxSpec(disk_bytes=1)):
@@ -635,7 +635,7 @@ async def test_capacity_is_a_transient_error() -> None:
         assert caught.value.retry_after_s > 0
 
 
-async def test_garbage_does_not_disturb_the_launcher(provider: LocalProvider, sandbox: Sandbox) -> None:
+async def test_invalid_data_does_not_disturb_the_launcher(provider: LocalProvider, sandbox: Sandbox) -> None:
     for garbage in (b"\xff" * 64, b"\0\0\0\x02{}", b"\0\1\0\0" + b"[" * 65536, b'\0\0\0\x0f{"op":"create"}', b"\0\0"):
         with socket.socket(socket.AF_UNIX) as stream:
             stream.connect(provider.endpoint)
@@ -683,7 +683,7 @@ COMMAND = {"op": "exec", "command": "true", "user": "root", "env": {}, "cwd": No
     ],
     ids=lambda wrong: json.dumps(wrong)[:50],
 )
-async def test_a_request_with_wrong_values_is_refused_and_disturbs_nobody(
+async def test_a_request_with_invalid_values_is_refused_without_side_effects(
     provider: LocalProvider, wrong: dict[str, Any]
 ) -> None:
     ref = await provider.create(SandboxSpec())
@@ -720,7 +720,7 @@ def ask_by_hand(endpoint: str, message: dict[str, Any]) -> dict[str, Any]:
         return answer
 
 
-async def test_a_launcher_without_free_descriptors_refuses_and_goes_on(
+async def test_a_launcher_without_free_descriptors_refuses_requests_and_recovers(
     provider: LocalProvider, sandbox: Sandbox
 ) -> None:
     assert provider.launcher_pid is not None
@@ -764,7 +764,7 @@ asyncio.run(main())
     return subprocess.run([sys.executable, "-c", script], input=pickle.dumps(ref), capture_output=True, timeout=60)
 
 
-async def test_fifty_at_once(provider: LocalProvider) -> None:
+async def test_fifty_sandboxes_run_concurrently(provider: LocalProvider) -> None:
     async def life(number: int) -> str:
         sandbox = await provider.attach(await provider.create(SandboxSpec()))
         await sandbox.write("/workspace/n", str(number).encode())
@@ -777,7 +777,7 @@ async def test_fifty_at_once(provider: LocalProvider) -> None:
     assert await provider.list() == []
 
 
-async def test_closing_leaves_nothing() -> None:
+async def test_aclose_leaves_no_processes_or_files() -> None:
     async with LocalProvider() as provider:
         sandbox = await provider.attach(await provider.create(SandboxSpec()))
         await run(sandbox, "setsid sleep 1000 > /dev/null 2>&1 &")
@@ -790,7 +790,7 @@ async def test_closing_leaves_nothing() -> None:
     assert str(folder) not in host_mounts()
 
 
-async def test_doctor_says_what_is_there_and_what_is_not() -> None:
+async def test_probe_reports_present_and_missing_guarantees() -> None:
     guarantees = {guarantee.name: guarantee for guarantee in await asyncio.to_thread(doctor.probe)}
     assert guarantees["user namespace"].present
     assert guarantees["images and snapshots"].present

@@ -41,7 +41,7 @@ async def run(sandbox: LocalSandbox, program: str, *arguments: str, **options: A
     return await sandbox.run_program(program, arguments, **{"timeout_s": 20.0, **options})
 
 
-async def test_it_runs_as_python_runs_a_text(sandbox: LocalSandbox) -> None:
+async def test_a_program_runs_like_a_python_script(sandbox: LocalSandbox) -> None:
     assert isinstance(sandbox, ProgramRunner)
     program = (
         "import os, sys; print(sys.argv[1:], sys.stdin.read(), __name__, os.getcwd()); sys.stderr.write('\\ud800')"
@@ -64,19 +64,21 @@ async def test_it_runs_as_python_runs_a_text(sandbox: LocalSandbox) -> None:
         ("import hashlib", 1, "No module named 'hashlib'"),
     ],
 )
-async def test_it_ends_as_python_ends(sandbox: LocalSandbox, program: str, exit_code: int, said: str) -> None:
+async def test_a_program_exits_like_a_python_script(
+    sandbox: LocalSandbox, program: str, exit_code: int, said: str
+) -> None:
     result = await run(sandbox, program)
     assert result.exit_code == exit_code
     assert said in result.stderr.decode()
     assert bool(result.stderr) == bool(said)
 
 
-async def test_what_is_promised_can_be_imported(sandbox: LocalSandbox) -> None:
+async def test_preloaded_modules_can_be_imported(sandbox: LocalSandbox) -> None:
     result = await run(sandbox, f"import {', '.join(sorted(PRELOADED))}\nprint(json.dumps(re.findall('a', 'aa')))")
     assert (result.stdout, result.stderr) == (b'["a", "a"]\n', b"")
 
 
-async def test_it_has_its_users_powers_and_limits_and_none_of_the_launchers_surroundings(sandbox: LocalSandbox) -> None:
+async def test_a_program_has_its_users_limits_and_nothing_of_the_launcher(sandbox: LocalSandbox) -> None:
     program = "import os, json; print(json.dumps([os.getuid(), os.getgid(), dict(os.environ), os.getpid() > 1]))"
     for user in ("root", "agent"):
         uid, gid, environment, is_child = json.loads((await run(sandbox, program, user=user)).stdout)
@@ -90,7 +92,7 @@ async def test_it_has_its_users_powers_and_limits_and_none_of_the_launchers_surr
     assert len(json.loads(descriptors.stdout)) == 4
 
 
-async def test_it_ends_at_its_timeout_with_all_its_children(sandbox: LocalSandbox) -> None:
+async def test_a_timeout_kills_a_program_and_its_children(sandbox: LocalSandbox) -> None:
     program = "import os, time\nif os.fork() == 0:\n    os.setsid()\ntime.sleep(600)"
     with pytest.raises(ExecTimeout):
         await run(sandbox, program, timeout_s=0.5)
@@ -99,7 +101,7 @@ async def test_it_ends_at_its_timeout_with_all_its_children(sandbox: LocalSandbo
     assert len(left.stdout.split()) <= 3
 
 
-async def test_an_image_without_python_will_do(
+async def test_programs_run_in_an_image_without_python(
     provider: LocalProvider, tmp_path: Path, load_support: Callable[[str], ModuleType]
 ) -> None:
     kit = load_support("image_kit")
@@ -143,7 +145,7 @@ print(done)
 
 
 @pytest.mark.parametrize("user", ["root", "agent"])
-async def test_the_first_process_cannot_be_kept_from_running_programs(sandbox: LocalSandbox, user: str) -> None:
+async def test_agents_cannot_prevent_the_first_process_from_running_programs(sandbox: LocalSandbox, user: str) -> None:
     attacked = await sandbox.exec(["/usr/bin/python3", "-c", ATTACKER, "first"], user=user, timeout_s=20)
     assert attacked.stdout == b"[False, False, False, False]\n", attacked
     assert (await run(sandbox, "print(6 * 7)")).stdout == b"42\n"
@@ -181,7 +183,7 @@ async def test_it_has_no_secret_of_the_launcher(provider: LocalProvider, sandbox
 
 
 @pytest.mark.parametrize("path", ["relative", "/proc/version", "/etc", "/dev/null/x"])
-async def test_a_first_write_that_cannot_be_is_refused_like_a_later_one(sandbox: LocalSandbox, path: str) -> None:
+async def test_an_impossible_first_write_is_refused_like_a_later_one(sandbox: LocalSandbox, path: str) -> None:
     with pytest.raises(SandboxFileError) as first:
         await sandbox.write_many({"/workspace/before": b"1", path: b"2"})
     await sandbox.exec("true", timeout_s=20)
@@ -192,13 +194,13 @@ async def test_a_first_write_that_cannot_be_is_refused_like_a_later_one(sandbox:
 
 
 @pytest.mark.parametrize("files", [None, 7, [7], [["/workspace/a"]], [["/workspace/a", "x"]], [[1, 1]], [[None, None]]])
-async def test_a_first_write_that_makes_no_sense_ends_no_sandbox(sandbox: LocalSandbox, files: object) -> None:
+async def test_an_invalid_first_write_does_not_end_the_sandbox(sandbox: LocalSandbox, files: object) -> None:
     with pytest.raises(SandboxFileError):
         await sandbox._file_operation({"op": "write", "files": files, "user": "root"}, b"1", 4096)
     assert (await sandbox.exec("echo alive", timeout_s=20)).stdout == b"alive\n"
 
 
-async def test_a_first_write_makes_what_a_later_one_makes(sandbox: LocalSandbox) -> None:
+async def test_a_first_write_has_the_same_effect_as_a_later_one(sandbox: LocalSandbox) -> None:
     listing = "stat -c '%a %u %g %s %n' /workspace/{0} /workspace/{0}/deep /workspace/{0}/deep/file"
     told = []
     for name in ("a", "b"):
@@ -210,7 +212,7 @@ async def test_a_first_write_makes_what_a_later_one_makes(sandbox: LocalSandbox)
     assert len(told[0].splitlines()) == 3
 
 
-async def test_the_launcher_tells_what_commands_cost(provider: LocalProvider) -> None:
+async def test_the_launcher_reports_command_costs(provider: LocalProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec(labels={"purpose": "busy"})))
     await sandbox.write_many({"/workspace/a": b"1"})
     await sandbox.exec("n=0; while ((n < 200000)); do ((n += 1)); done", timeout_s=60)

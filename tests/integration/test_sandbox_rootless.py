@@ -122,18 +122,18 @@ def found() -> Iterator[dict[str, Any]]:
         yield result
 
 
-def test_the_doctor_says_what_is_missing(found: dict[str, Any]) -> None:
+def test_probe_reports_missing_guarantees_without_root(found: dict[str, Any]) -> None:
     missing = {name for name, present in found["guarantees"].items() if not present}
     assert {"id range", "cgroup memory"} <= missing
     assert {"mount namespace", "network namespace", "call filter", "private root"} & missing == set()
 
 
-def test_there_is_one_id(found: dict[str, Any]) -> None:
+def test_a_rootless_sandbox_has_one_user_id(found: dict[str, Any]) -> None:
     assert found["id"] == "0\n 0 0 1"
     assert found["agent"] == "/home/agent agent"
 
 
-def test_the_host_is_not_there(found: dict[str, Any]) -> None:
+def test_the_host_is_not_visible(found: dict[str, Any]) -> None:
     assert "workspace" in found["root"].split()
     assert "Read-only file system" in found["root"]
     assert "\nsandbox" in found["root"]
@@ -141,21 +141,21 @@ def test_the_host_is_not_there(found: dict[str, Any]) -> None:
     assert len(found["processes"].split()) <= 3
 
 
-def test_commands_files_and_timeouts(found: dict[str, Any]) -> None:
+def test_commands_files_and_timeouts_work_without_root(found: dict[str, Any]) -> None:
     assert (found["file"], found["spawn"], found["timeout"]) == ("text", "spoken", "none")
 
 
-def test_frozen_data_and_clones(found: dict[str, Any]) -> None:
+def test_frozen_data_and_clones_work_without_root(found: dict[str, Any]) -> None:
     assert found["mounted"].startswith("text")
     assert "Read-only file system" in found["mounted"]
     assert found["clone"] == "kept"
 
 
-def test_limits_that_cannot_be_kept_are_refused(found: dict[str, Any]) -> None:
+def test_unenforceable_limits_are_refused(found: dict[str, Any]) -> None:
     assert "memory limit" in found["memory"]
 
 
-def test_many_and_none_left(found: dict[str, Any]) -> None:
+def test_many_rootless_sandboxes_leave_nothing(found: dict[str, Any]) -> None:
     assert found["many"] == 10
     assert found["launcher"] is False
 

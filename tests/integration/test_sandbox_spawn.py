@@ -69,13 +69,13 @@ async def test_a_program_and_its_arguments_need_no_quoting(sandbox: Sandbox) -> 
     assert await everything(process) == {Stream.STDOUT: b"a b|$HOME|'|"}
 
 
-async def test_a_program_that_is_not_there(sandbox: Sandbox) -> None:
+async def test_a_missing_program_exits_with_126(sandbox: Sandbox) -> None:
     process = await sandbox.spawn(["no-such-program"])
     assert b"No such file" in (await everything(process))[Stream.STDERR]
     assert await process.wait() == 126
 
 
-async def test_standard_input_is_a_conversation(sandbox: Sandbox) -> None:
+async def test_standard_input_can_be_written_interactively(sandbox: Sandbox) -> None:
     process = await sandbox.spawn("while read line; do echo got $line; done; echo end", stdin=True)
     await process.write_stdin(b"one\n")
     assert await until(process, b"\n") == b"got one\n"
@@ -87,12 +87,12 @@ async def test_standard_input_is_a_conversation(sandbox: Sandbox) -> None:
         await process.write_stdin(b"three\n")
 
 
-async def test_without_stdin_it_is_empty(sandbox: Sandbox) -> None:
+async def test_standard_input_is_empty_by_default(sandbox: Sandbox) -> None:
     process = await sandbox.spawn("cat; echo end")
     assert await everything(process) == {Stream.STDOUT: b"end\n"}
 
 
-async def test_much_data_both_ways_without_a_deadlock(sandbox: Sandbox) -> None:
+async def test_large_input_and_output_do_not_deadlock(sandbox: Sandbox) -> None:
     data = os.urandom(4 << 20)
     process = await sandbox.spawn(["cat"], stdin=True)
 
@@ -113,14 +113,14 @@ async def test_a_command_that_does_not_read_blocks_the_writer_until_it_ends(sand
     assert await process.wait() == 3
 
 
-async def test_nobody_reads_and_the_command_waits(sandbox: Sandbox) -> None:
+async def test_a_command_blocks_while_its_output_is_not_read(sandbox: Sandbox) -> None:
     process = await sandbox.spawn("head -c 10000000 /dev/zero; echo done > /tmp/done")
     assert (await sandbox.exec("cat /tmp/done", timeout_s=30)).exit_code != 0
     assert len((await everything(process))[Stream.STDOUT]) == 10_000_000
     assert await process.wait() == 0
 
 
-async def test_signals(sandbox: Sandbox) -> None:
+async def test_signals_reach_the_command(sandbox: Sandbox) -> None:
     process = await sandbox.spawn("trap 'echo caught; exit 5' USR1; echo ready; while :; do read -t 0.05 <> <(:); done")
     await until(process, b"ready\n")
     await process.signal(signal.SIGUSR1)
@@ -129,7 +129,7 @@ async def test_signals(sandbox: Sandbox) -> None:
     await process.signal(signal.SIGUSR1)
 
 
-async def test_sigkill_takes_the_tree(sandbox: Sandbox) -> None:
+async def test_sigkill_kills_the_process_tree(sandbox: Sandbox) -> None:
     process = await sandbox.spawn("setsid sleep 1000 & echo ready; wait")
     await until(process, b"ready\n")
     await process.signal(signal.SIGKILL)
@@ -140,13 +140,13 @@ async def test_sigkill_takes_the_tree(sandbox: Sandbox) -> None:
         await (await sandbox.spawn("sleep 1000")).signal(1000)
 
 
-async def test_a_daemon_that_holds_the_output_delays_its_end_by_the_grace_only(sandbox: Sandbox) -> None:
+async def test_a_daemon_delays_the_end_of_output_by_the_grace_period_only(sandbox: Sandbox) -> None:
     process = await sandbox.spawn("setsid sleep 1000 & echo started")
     assert await everything(process) == {Stream.STDOUT: b"started\n"}
     assert (await sandbox.exec("pgrep sleep", timeout_s=30)).exit_code == 0
 
 
-async def test_the_sandbox_dies_under_it(sandbox: Sandbox) -> None:
+async def test_a_spawned_command_fails_when_its_sandbox_dies(sandbox: Sandbox) -> None:
     process = await sandbox.spawn("sleep 1000")
     await sandbox.kill()
     with pytest.raises(SandboxGone):
@@ -160,7 +160,7 @@ def open_descriptors() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-async def test_descriptors_come_back(sandbox: Sandbox) -> None:
+async def test_descriptors_are_released(sandbox: Sandbox) -> None:
     async def once(*, stdin: bool, terminal: TerminalSize | None) -> None:
         process = await sandbox.spawn("echo something", stdin=stdin, terminal=terminal)
         await process.wait()
@@ -175,7 +175,7 @@ async def test_descriptors_come_back(sandbox: Sandbox) -> None:
     assert open_descriptors() <= before
 
 
-async def test_a_terminal(sandbox: Sandbox) -> None:
+async def test_a_terminal_can_be_written_read_and_resized(sandbox: Sandbox) -> None:
     process = await sandbox.spawn(["bash", "-i"], user="agent", terminal=TerminalSize(rows=33, columns=77))
     await process.write_stdin(b"tty; stty size; echo $TERM; echo mark-$((40 + 2))\n")
     shown = await until(process, b"mark-42")
@@ -251,7 +251,7 @@ async def test_the_same_exec_id_returns_the_first_result(sandbox: Sandbox) -> No
     assert other.stdout == b"run\nrun\n"
 
 
-async def test_a_repeated_command_waits_for_the_one_that_runs(sandbox: Sandbox) -> None:
+async def test_a_repeated_exec_id_waits_for_the_running_command(sandbox: Sandbox) -> None:
     async with LocalProvider() as elsewhere, asyncio.TaskGroup() as group:
         other = await elsewhere.attach(sandbox._ref)
         command = "echo run >> /tmp/runs; until [ -e /tmp/go ]; do read -t 0.01 <> <(:); done; cat /tmp/runs"
@@ -264,7 +264,7 @@ async def test_a_repeated_command_waits_for_the_one_that_runs(sandbox: Sandbox) 
     assert first.result().stdout == b"run\n"
 
 
-async def test_a_command_whose_caller_gave_up_is_not_run_again(sandbox: Sandbox) -> None:
+async def test_a_cancelled_exec_id_is_not_run_again(sandbox: Sandbox) -> None:
     command = "echo run >> /tmp/runs; sleep 1000"
     running = asyncio.ensure_future(sandbox.exec(command, timeout_s=30, exec_id="a"))
     while (await sandbox.exec("cat /tmp/runs", timeout_s=30)).exit_code != 0:
@@ -275,14 +275,14 @@ async def test_a_command_whose_caller_gave_up_is_not_run_again(sandbox: Sandbox)
     assert (await sandbox.exec("cat /tmp/runs", timeout_s=30)).stdout == b"run\n"
 
 
-async def test_a_timeout_is_remembered_too(sandbox: Sandbox) -> None:
+async def test_a_repeated_exec_id_returns_the_first_timeout(sandbox: Sandbox) -> None:
     for _ in range(2):
         with pytest.raises(ExecTimeout):
             await sandbox.exec("echo run >> /tmp/runs; sleep 1000", timeout_s=2, exec_id="a")
     assert (await sandbox.exec("cat /tmp/runs", timeout_s=30)).stdout == b"run\n"
 
 
-async def test_a_command_whose_caller_gave_up_after_its_end_is_not_waited_for(
+async def test_a_repeated_exec_id_does_not_wait_for_a_cancelled_caller(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A daemon holds the output, so that the first caller is still there when its command has ended."""
@@ -297,7 +297,7 @@ async def test_a_command_whose_caller_gave_up_after_its_end_is_not_waited_for(
     assert (await sandbox.exec("true", timeout_s=5, exec_id="two")).exit_code == 0
 
 
-async def test_old_results_are_lost_but_never_run_again(sandbox: Sandbox) -> None:
+async def test_old_results_are_dropped_but_never_run_again(sandbox: Sandbox) -> None:
     for number in range(40):
         await sandbox.exec("echo run >> /tmp/runs", timeout_s=30, exec_id=str(number))
     with pytest.raises(ExecResultLost):

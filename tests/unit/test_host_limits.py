@@ -32,11 +32,11 @@ def test_the_default_number_of_sandboxes_fits(host: HostLimits, live: int) -> No
     assert share(allowed, live, None, None).fits(live, allowed)
 
 
-def test_a_host_of_systemd_gives_as_much_as_before() -> None:
+def test_a_host_with_systemd_limits_gets_full_shares() -> None:
     assert share(allowed_to_sandboxes(SYSTEMD, None, None), 64, None, None) == (512, 4096)
 
 
-def test_what_was_chosen_is_kept_and_does_not_always_fit() -> None:
+def test_configured_values_are_used_even_if_they_do_not_fit() -> None:
     allowed = allowed_to_sandboxes(CONTAINER_HOST, None, None)
     chosen = share(allowed, 64, 480, 4093)
     assert chosen == (480, 4093)

@@ -58,11 +58,11 @@ def refused(data: bytes, target: Path, match: str, **limits: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["../witness/planted", "a/../../witness/planted", "/tmp/planted", "..", "a/.."])
-def test_names_that_lead_out_are_refused(name: str, tmp_path: Path, kit: Any) -> None:
+def test_names_that_leave_the_layer_are_refused(name: str, tmp_path: Path, kit: Any) -> None:
     refused(kit.tar([kit.file(name, b"x")]), tmp_path, "unsafe archive")
 
 
-def test_the_witness_sees_what_an_unpacker_without_defence_does(tmp_path: Path, kit: Any) -> None:
+def test_the_attacks_change_the_witness_with_a_naive_unpacker(tmp_path: Path, kit: Any) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "witness").mkdir()
     entries = [kit.link("out", "../witness"), kit.file("out/planted", b"x"), kit.file("../witness/dots", b"x")]
@@ -88,7 +88,7 @@ def test_a_write_through_an_absolute_link_to_the_host_lands_in_the_layer(tmp_pat
     assert (tree / str(tmp_path).lstrip("/") / "witness/planted").read_bytes() == b"x"
 
 
-def test_a_file_does_not_go_through_a_link_of_its_own_name(tmp_path: Path, kit: Any) -> None:
+def test_a_file_replaces_a_link_of_the_same_name(tmp_path: Path, kit: Any) -> None:
     entries = [kit.link("file", f"{tmp_path}/witness/file"), kit.file("file", b"x")]
     tree = unpack_bytes(kit.tar(entries), tmp_path)
     assert (tree / "file").read_bytes() == b"x"
@@ -100,13 +100,13 @@ def test_a_link_loop_is_refused(tmp_path: Path, kit: Any) -> None:
     refused(kit.tar(entries), tmp_path, "unsafe archive")
 
 
-def test_links_of_proc_are_not_magic(tmp_path: Path, kit: Any) -> None:
+def test_links_into_proc_are_not_followed(tmp_path: Path, kit: Any) -> None:
     entries = [kit.link("out", "/proc/self/root"), kit.file(f"out{tmp_path}/witness/planted", b"x")]
     refused(kit.tar(entries), tmp_path, "damaged archive")
 
 
 @pytest.mark.parametrize("target", ["../witness/file", "/etc/passwd", "missing", ""])
-def test_hard_links_lead_inside_only(target: str, tmp_path: Path, kit: Any) -> None:
+def test_hard_links_cannot_leave_the_layer(target: str, tmp_path: Path, kit: Any) -> None:
     refused(kit.tar([kit.hard_link("planted", target)]), tmp_path, "archive")
 
 
@@ -123,7 +123,7 @@ def test_a_hard_link_to_a_link_does_not_follow_it(tmp_path: Path, kit: Any) -> N
 
 
 @pytest.mark.parametrize("name", [".wh...", ".wh..", ".wh."])
-def test_a_whiteout_names_one_entry_beside_it(name: str, tmp_path: Path, kit: Any) -> None:
+def test_a_whiteout_with_an_invalid_name_is_refused(name: str, tmp_path: Path, kit: Any) -> None:
     refused(kit.tar([kit.file(f"a/{name}")]), tmp_path, "unsafe archive")
 
 
@@ -141,7 +141,7 @@ def test_devices_and_fifos_are_dropped(tmp_path: Path, kit: Any) -> None:
     assert [path.name for path in tree.iterdir()] == ["last"]
 
 
-def test_attributes_that_speak_to_the_kernel_or_overlayfs_are_dropped(tmp_path: Path, kit: Any) -> None:
+def test_attributes_with_meaning_to_the_kernel_or_overlayfs_are_dropped(tmp_path: Path, kit: Any) -> None:
     names = ["security.capability", "trusted.overlay.redirect", "user.overlay.redirect", "user.kept"]
     headers = {f"SCHILY.xattr.{name}": "value" for name in names}
     tree = unpack_bytes(kit.tar([kit.file("f", b"x", pax_headers=headers)]), tmp_path)
@@ -156,7 +156,7 @@ def test_a_bomb_of_zeros_is_refused_before_it_is_written(tmp_path: Path, kit: An
     assert not (tmp_path / "tree/zeros").exists()
 
 
-def test_a_size_that_is_only_claimed_is_refused(tmp_path: Path, kit: Any) -> None:
+def test_a_falsely_declared_size_is_refused(tmp_path: Path, kit: Any) -> None:
     info, _ = kit.file("huge", b"x")
     info.size = 1 << 50
     refused(info.tobuf(tarfile.GNU_FORMAT) + bytes(2048), tmp_path, "max_bytes")
@@ -187,7 +187,7 @@ def test_a_header_of_many_megabytes_is_refused(tmp_path: Path) -> None:
     refused(info.tobuf() + bytes(4096), tmp_path, "header")
 
 
-def test_headers_within_headers_are_refused(tmp_path: Path, kit: Any) -> None:
+def test_nested_headers_are_refused(tmp_path: Path, kit: Any) -> None:
     """Each extended header reads the next one by recursion."""
     info = tarfile.TarInfo("headers")
     info.type, info.size = tarfile.XHDTYPE, 512
@@ -196,7 +196,7 @@ def test_headers_within_headers_are_refused(tmp_path: Path, kit: Any) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 700, 1024, 1500, 2048])
-def test_an_archive_that_ends_early_is_damaged(cut: int, tmp_path: Path, kit: Any) -> None:
+def test_a_truncated_archive_is_refused(cut: int, tmp_path: Path, kit: Any) -> None:
     whole = kit.tar([kit.file("one", b"1" * 600), kit.file("two", b"2")])[:4096]
     refused(whole[:cut], tmp_path, "archive")
 
@@ -208,7 +208,7 @@ def test_damaged_compression_is_refused(kind: str, tmp_path: Path, kit: Any) -> 
     refused(bytes(data), tmp_path, "archive")
 
 
-def test_names_beyond_what_the_kernel_takes_are_refused(tmp_path: Path, kit: Any) -> None:
+def test_names_longer_than_the_kernel_allows_are_refused(tmp_path: Path, kit: Any) -> None:
     refused(kit.tar([kit.file("n" * 300, b"x")]), tmp_path, "archive")
     remove(tmp_path / "tree")
     remove(tmp_path / "witness")
@@ -231,7 +231,7 @@ def test_a_tree_deeper_than_any_path_can_be_removed(tmp_path: Path, kit: Any) ->
     assert not (tmp_path / "tree").exists()
 
 
-def test_what_a_layer_keeps(tmp_path: Path, kit: Any) -> None:
+def test_layers_preserve_owners_modes_times_and_attributes(tmp_path: Path, kit: Any) -> None:
     entries = [
         kit.folder("d", mode=0o1770, uid=5, gid=6, mtime=1000),
         kit.file("d/setid", b"x" * 5000, mode=0o6755, uid=7, gid=8, mtime=2000),
@@ -259,7 +259,7 @@ def is_opaque(path: Path) -> bool:
     return "trusted.overlay.opaque" in os.listxattr(path)
 
 
-def test_whiteouts_become_those_of_overlayfs(tmp_path: Path, kit: Any) -> None:
+def test_whiteouts_are_converted_to_those_of_overlayfs(tmp_path: Path, kit: Any) -> None:
     entries = [
         kit.file("a/.wh.gone"),
         kit.file("b/.wh..wh..opq"),
@@ -284,7 +284,7 @@ def test_whiteouts_become_those_of_overlayfs(tmp_path: Path, kit: Any) -> None:
     assert not any(path.name.startswith(".wh.") for path in tree.rglob("*"))
 
 
-def test_in_a_plain_root_file_system_whiteout_names_are_names(tmp_path: Path, kit: Any) -> None:
+def test_whiteout_names_are_plain_names_in_a_root_file_system_tar(tmp_path: Path, kit: Any) -> None:
     tree = unpack_bytes(kit.tar([kit.file("a/.wh.name", b"x")]), tmp_path, whiteouts=False)
     assert (tree / "a/.wh.name").read_bytes() == b"x"
 
@@ -310,7 +310,7 @@ def test_no_sequence_of_entries_leads_out(
     remove(target)
 
 
-def test_an_xz_file_of_several_streams_is_read_whole(tmp_path: Path, kit: Any) -> None:
+def test_an_xz_file_of_several_streams_is_read_completely(tmp_path: Path, kit: Any) -> None:
     data = kit.tar([kit.file("f", b"x" * 100_000)])
     pieces = kit.compress("xz", data[:50_000]) + bytes(8) + kit.compress("xz", data[50_000:])
     assert (unpack_bytes(pieces, tmp_path) / "f").stat().st_size == 100_000

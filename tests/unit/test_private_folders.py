@@ -59,7 +59,9 @@ async def stays(name):
     "order",
     [("asyncio.run(stays('run'))", "OwnFolder(runtime_folder(None))"), ("OwnFolder(runtime_folder(None))",) * 2],
 )
-def test_any_umask_and_any_order_of_commands(umask: int, order: tuple[str, str], machine: Path) -> None:
+def test_folders_are_private_for_any_umask_and_order_of_commands(
+    umask: int, order: tuple[str, str], machine: Path
+) -> None:
     for statement in (*order, *reversed(order)):
         in_another_process(umask, statement)
     [folder] = machine.iterdir()
@@ -99,7 +101,7 @@ def test_a_folder_that_another_user_took_is_left_alone(wrong: int, machine: Path
 
 
 @as_root
-def test_a_wide_folder_in_which_another_user_left_something_is_not_used(machine: Path) -> None:
+def test_a_writable_folder_with_files_of_another_user_is_not_used(machine: Path) -> None:
     folder = machine / "headrace-sandboxes-0"
     folder.mkdir()
     folder.chmod(0o777)
@@ -109,7 +111,7 @@ def test_a_wide_folder_in_which_another_user_left_something_is_not_used(machine:
 
 
 @as_root
-def test_a_link_or_a_file_in_the_place_of_the_folder_is_not_followed(machine: Path) -> None:
+def test_a_link_or_file_in_place_of_the_folder_is_not_used(machine: Path) -> None:
     (machine / "elsewhere").mkdir(mode=0o700)
     (machine / "headrace-sandboxes-0").symlink_to(machine / "elsewhere")
     (machine / "headrace-sandboxes-0-2").touch()
@@ -118,7 +120,7 @@ def test_a_link_or_a_file_in_the_place_of_the_folder_is_not_followed(machine: Pa
 
 
 @as_root
-def test_a_user_who_took_every_name_is_named_in_one_line(machine: Path) -> None:
+def test_the_error_names_the_folder_when_every_name_is_taken(machine: Path) -> None:
     for name in ("headrace-ids-0", *(f"headrace-ids-0-{number}" for number in range(2, 10))):
         (machine / name).mkdir()
         os.chown(machine / name, OTHER_USER, OTHER_USER)
@@ -128,7 +130,7 @@ def test_a_user_who_took_every_name_is_named_in_one_line(machine: Path) -> None:
 
 @as_root
 @pytest.mark.parametrize("mode_there", [0o700, 0o711])
-def test_another_users_chosen_folder_is_refused(mode_there: int, machine: Path) -> None:
+def test_a_chosen_folder_of_another_user_is_refused(mode_there: int, machine: Path) -> None:
     folder = machine / "stays"
     folder.mkdir(mode=mode_there)
     os.chown(folder, OTHER_USER, OTHER_USER)
@@ -146,14 +148,14 @@ def test_the_mode_of_a_chosen_folder_is_not_changed(machine: Path) -> None:
     assert mode(folder) == 0o755
 
 
-def test_a_file_in_the_way_is_one_line(machine: Path) -> None:
+def test_a_file_in_place_of_a_folder_is_refused_in_one_line(machine: Path) -> None:
     (machine / "file").touch()
     with pytest.raises(FolderRefused, match=r"file/below cannot be made: .*; choose another"):
         make_private(machine / "file" / "below")
 
 
 @as_root
-def test_two_users_have_folders_of_their_own(machine: Path) -> None:
+def test_two_users_have_separate_folders(machine: Path) -> None:
     mine = runtime_folder(None)
     os.seteuid(OTHER_USER)
     try:
@@ -165,7 +167,7 @@ def test_two_users_have_folders_of_their_own(machine: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing", "file", "/proc"])
-def test_a_tmpdir_that_cannot_be_written_is_one_line(name: str, machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_tmpdir_is_refused_in_one_line(name: str, machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine / "file").touch()
     monkeypatch.setenv("TMPDIR", str(machine / name))
     with pytest.raises(FolderRefused, match=rf"^TMPDIR .*{name} cannot be written: .*; set TMPDIR to a folder"):
@@ -173,7 +175,7 @@ def test_a_tmpdir_that_cannot_be_written_is_one_line(name: str, machine: Path, m
 
 
 @as_root
-def test_a_tmpdir_without_the_right_to_write_is_one_line(machine: Path) -> None:
+def test_a_tmpdir_without_write_permission_is_refused_in_one_line(machine: Path) -> None:
     machine.chmod(0o755)
     os.seteuid(OTHER_USER)
     try:
@@ -184,7 +186,7 @@ def test_a_tmpdir_without_the_right_to_write_is_one_line(machine: Path) -> None:
 
 
 @as_root
-def test_a_tmpdir_of_another_user_is_one_line(machine: Path) -> None:
+def test_a_tmpdir_of_another_user_is_refused_in_one_line(machine: Path) -> None:
     os.chown(machine, OTHER_USER, OTHER_USER)
     with pytest.raises(FolderRefused, match=f"belongs to another user .id {OTHER_USER}.*set TMPDIR"):
         temporary_folder()

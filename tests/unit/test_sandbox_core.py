@@ -21,7 +21,7 @@ from headrace.sandboxes.launcher.wire import Channel, ChannelClosed
 from headrace.sandboxes.unprotected.mapped_paths import PathMap
 
 
-def test_deadlines_follow_renewals() -> None:
+def test_renewed_deadlines_replace_old_ones() -> None:
     deadlines = Deadlines()
     deadlines.set("a", 10.0)
     deadlines.set("b", 5.0)
@@ -35,7 +35,7 @@ def test_deadlines_follow_renewals() -> None:
     assert deadlines.pop_due(100.0) == []
 
 
-def test_id_ranges_do_not_overlap_and_come_back_with_their_last_holder() -> None:
+def test_id_ranges_do_not_overlap_and_are_freed_by_their_last_holder() -> None:
     blocks = iter([100_000, 100_000_000])
 
     def claim() -> int:
@@ -68,7 +68,7 @@ def entry(parent: int, started: int = 10, state: str = "S") -> ProcessEntry:
     return ProcessEntry(parent=parent, state=state, started=started)
 
 
-def test_tree_of_a_command_with_and_without_strays() -> None:
+def test_tree_of_finds_descendants_and_optionally_strays() -> None:
     entries = {
         10: entry(1),
         11: entry(10),
@@ -88,7 +88,7 @@ PASSWD = "root:x:0:0:root:/root:/bin/bash\nagent:x:1000:1001:a:/home/agent:/bin/
 GROUP = "tools:x:50:root,agent\nother:x:51:\n"
 
 
-def test_accounts_by_name_and_number() -> None:
+def test_accounts_are_found_by_name_and_number() -> None:
     agent = find_account("agent", PASSWD, GROUP)
     assert (agent.user_id, agent.group_id, agent.groups, agent.home) == (1000, 1001, (1001, 50), "/home/agent")
     assert find_account("7:8", PASSWD, GROUP).groups == (8,)
@@ -106,7 +106,7 @@ def test_mount_targets_over_the_system_are_refused(target: str) -> None:
         check_target(target)
 
 
-def test_mount_targets_elsewhere_are_fine() -> None:
+def test_other_mount_targets_are_allowed() -> None:
     assert check_target("/workspace") == ["workspace"]
     assert check_target("/data//x/") == ["data", "x"]
 
@@ -140,7 +140,7 @@ def test_channel_keeps_messages_and_their_descriptors_together() -> None:
     right.close()
 
 
-def test_channel_holds_what_the_socket_does_not_take() -> None:
+def test_channel_buffers_data_that_the_socket_does_not_take() -> None:
     left, right = channel_pair()
     big = "x" * 2_000_000
     left.send({"text": big})
@@ -157,7 +157,7 @@ def test_channel_holds_what_the_socket_does_not_take() -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\xff\xff\xff", b"\0\0\0\x01x", b"\0\0\0\x02[]", b'\0\0\0\x09{"fds":1}'])
-def test_channel_refuses_garbage(garbage: bytes) -> None:
+def test_channel_refuses_invalid_data(garbage: bytes) -> None:
     left, right = channel_pair()
     left.socket.sendall(garbage)
     with pytest.raises(ChannelClosed):
@@ -166,7 +166,7 @@ def test_channel_refuses_garbage(garbage: bytes) -> None:
     right.close()
 
 
-def test_paths_are_mapped_by_text_both_ways() -> None:
+def test_paths_are_mapped_textually_in_both_directions() -> None:
     paths = PathMap(Path("/tree"), ("workspace", "tmp"))
     command = (
         "cd /workspace && echo a>/workspace/b; ls '/tmp' /tmpx /usr/tmp ./workspace x/workspace /workspace-2 $A/tmp"
@@ -183,7 +183,7 @@ def test_paths_are_mapped_by_text_both_ways() -> None:
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
-def test_every_jump_of_the_call_filter_lands_inside(machine: str) -> None:
+def test_every_jump_of_the_call_filter_has_a_valid_target(machine: str) -> None:
     program = filter_program(machine)
     assert program is not None
     instructions = list(struct.iter_unpack("=HBBI", program))
@@ -204,7 +204,7 @@ def leaves(kind: type[errors.SandboxError]) -> list[type[errors.SandboxError]]:
 
 
 @pytest.mark.parametrize("error", all_errors(), ids=lambda error: type(error).__name__)
-def test_errors_survive_pickling(error: errors.SandboxError) -> None:
+def test_errors_can_be_pickled(error: errors.SandboxError) -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert str(copy) == str(error)
