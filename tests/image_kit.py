@@ -1,4 +1,4 @@
-"""Small images written by hand: tars, OCI layouts and archives, docker archives, around this host's own bash."""
+"""Small hand-written images: tars, OCI layouts and archives, docker archives, with this host's own bash."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tar(entries: Iterable[Entry]) -> bytes:
 
 @functools.cache
 def base_entries() -> tuple[Entry, ...]:
-    """A root file system with bash and a few tools, dynamically linked, from this host."""
+    """Return a root file system with bash and a few tools, dynamically linked, from this host."""
     programs = ("/bin/bash", "/bin/cat", "/bin/ls", "/bin/sleep", "/bin/id", "/bin/mkdir", "/bin/rm", "/bin/touch")
     names: dict[str, str] = {}
     for program in programs:
@@ -98,7 +98,7 @@ def sha256(data: bytes) -> str:
 
 
 class Layout:
-    """Files of an OCI image layout by name; change them to damage it."""
+    """Files of an OCI image layout by name; tests change them to damage it."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {"oci-layout": b'{"imageLayoutVersion": "1.0.0"}'}
@@ -153,7 +153,7 @@ class Layout:
 
 
 def write_docker_archive(target: Path, images: Mapping[str, Sequence[bytes]]) -> Path:
-    """What `docker save` wrote before it wrote layouts: a layer that stands there twice is a link the second time."""
+    """Write the older format of `docker save`, in which a repeated layer is a link."""
     rows, entries, names = [], [], {}
     for tag, layers in images.items():
         config = {

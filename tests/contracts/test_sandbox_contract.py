@@ -1,5 +1,5 @@
 # ruff: noqa: ASYNC110, ASYNC240 - small local files; the end of a lease has no event
-"""What every sandbox provider must do (sandboxes/base.py), asked of each that this machine can run."""
+"""Contract of every sandbox provider (sandboxes/base.py), tested with each provider that this machine can run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ LACKING = {
 
 
 def missing(name: str) -> str | None:
-    """Why this machine cannot run a provider."""
+    """Return the reason why this machine cannot run a provider."""
     try:
         doctor.require_namespaces()
     except NamespacesUnavailable as error:
@@ -69,7 +69,7 @@ def missing(name: str) -> str | None:
 
 @pytest.fixture(scope="module")
 def exec_server() -> Iterator[str]:
-    """The URL of one server for all tests of this module: each of them closes its provider, which empties it."""
+    """URL of one server for all tests of this module; each test closes its provider, which empties the server."""
     headrace = str(Path(sys.executable).with_name("headrace"))
     command = [headrace, "sandbox", "serve", "--api", "exec"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -1,7 +1,7 @@
-"""Every step of a boot fails once: the first process dies, the launcher dies, or the kernel refuses. Nothing is left.
+"""Failure of every step of a boot: the first process dies, the launcher dies, or the kernel refuses. Nothing is left.
 
 A step is a call of a wrapper in `headrace.sandboxes.kernel.syscalls`. The launcher runs as always, from a script that
-counts these calls and strikes at the wanted one.
+counts these calls and makes the chosen one fail.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def _namespaces() -> None:
 
 
 class Striker:
-    """Makes launchers that are struck, and knows what they counted."""
+    """Controls at which step new launchers fail, and reads the steps they counted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self._monkeypatch = monkeypatch
         self._count_file = folder / "steps"
 
     def strike(self, plan: str, step: int) -> None:
-        """Launchers started from now on are struck at this step; at none for step 0."""
+        """Let launchers started from now on fail at this step; step 0 means at none."""
         self._count_file.write_bytes(bytes(1 << 14))
         script = STRIKER.format(plan=plan, step=step, count_file=str(self._count_file))
         load = 'importlib.import_module("headrace.sandboxes." + sys.argv[2]).main()'
@@ -107,7 +107,7 @@ def groups_of(launcher: int | None) -> list[Path]:
 
 
 def layers_of(launcher: int | None) -> list[str]:
-    """What is mounted below /layers in the launcher's own mount namespace."""
+    """Return the mounts below /layers in the launcher's own mount namespace."""
     text = Path(f"/proc/{launcher}/mounts").read_text()
     return [line for line in text.splitlines() if line.split()[1].startswith("/layers/")]
 
@@ -119,7 +119,7 @@ async def boot_and_kill(provider: LocalProvider) -> None:
 
 
 async def count_steps(striker: Striker, config: LocalSandboxConfig) -> int:
-    """The calls of one boot, one command and one kill."""
+    """Return the number of steps of one boot, one command and one kill."""
     striker.strike("none", 0)
     async with LocalProvider(config) as provider:
         await boot_and_kill(provider)
@@ -147,7 +147,7 @@ async def test_a_boot_that_is_struck_leaves_nothing_and_the_next_one_works(
                 assert groups_of(provider.launcher_pid) == [], (step, striker.steps())
                 assert await asyncio.to_thread(layers_of, provider.launcher_pid) == [], (step, striker.steps())
         assert sandboxes_left(tmp_path) == 0
-    # Those of the kill spoil no boot.
+    # The steps of a kill do not affect the boot.
     assert failures > 10
 
 
@@ -175,7 +175,7 @@ async def test_a_launcher_killed_during_a_boot_leaves_nothing_after_the_next_sta
 
 
 async def listed(provider: LocalProvider) -> list[SandboxInfo]:
-    """The launcher itself may have been the one that died: then another is started."""
+    """List the sandboxes; if the launcher itself died, another one is started."""
     async with asyncio.timeout(30):
         while True:
             try:
@@ -185,7 +185,7 @@ async def listed(provider: LocalProvider) -> list[SandboxInfo]:
 
 
 async def boot_again(provider: LocalProvider) -> None:
-    """The kernel tells of the launcher's death in its own time."""
+    """Boot again, once the kernel has reported the death of the launcher."""
     async with asyncio.timeout(30):
         while True:
             try:
@@ -197,7 +197,7 @@ async def boot_again(provider: LocalProvider) -> None:
 
 
 def test_every_syscall_wrapper_of_a_boot_is_covered() -> None:
-    """A new wrapper that a boot calls must be struck too."""
+    """A new wrapper that a boot calls must be made to fail too."""
     from headrace.sandboxes.kernel import syscalls
 
     known = set(STRIKER.split("for name in (")[1].split("):")[0].replace('"', "").replace(",", " ").split())

@@ -1,4 +1,4 @@
-"""A launcher that stays: adopted after its provider was killed, and otherwise gone within one lease."""
+"""Launcher that stays: it is adopted after its provider was killed, and otherwise ends within one lease."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _namespaces() -> None:
 
 @pytest.fixture
 async def config(tmp_path: Path) -> AsyncIterator[LocalSandboxConfig]:
-    """Of a launcher that is ended in any case."""
+    """Config of a launcher that is ended in any case."""
     config = LocalSandboxConfig(stays_in=tmp_path / "stays", label=run_label(tmp_path), idle_exit_s=2.0)
     yield config
     with suppress(SandboxError):
@@ -64,7 +64,7 @@ async def config(tmp_path: Path) -> AsyncIterator[LocalSandboxConfig]:
 
 
 async def killed_provider(config: LocalSandboxConfig, ttl_s: float = 60.0) -> tuple[int, SandboxRef]:
-    """Kill -9 of a provider with one sandbox: the pid of its launcher and the ref of the sandbox."""
+    """Kill a provider with one sandbox by SIGKILL and return the pid of its launcher and the ref of the sandbox."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", PROVIDER, config.model_dump_json(), str(ttl_s)), stdout=subprocess.PIPE
     )

@@ -1,4 +1,4 @@
-"""Kill -9 of the launcher, of its owner, of a sandbox's first process and of a launcher under load: nothing is left."""
+"""SIGKILL of the launcher, of its owner, of a sandbox's first process and of a launcher under load: nothing is left."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ until [ $(pgrep -c sleep) = 2 ]; do :; done
 
 
 async def busy_sandbox(provider: LocalProvider) -> Sandbox:
-    """One with a daemon that left its command, its session and its output."""
+    """Boot a sandbox with a daemon that left its command, its session and its output."""
     sandbox = await provider.attach(await provider.create(SandboxSpec()))
     await sandbox.exec(DAEMONS, timeout_s=30)
     return sandbox
 
 
 def family(root: int) -> set[int]:
-    """`root` and its descendants now."""
+    """Return `root` and its current descendants."""
     parents: dict[int, int] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -75,7 +75,7 @@ def mount_namespace(process: str) -> Path | None:
 
 
 def namespaces_of(pids: set[int]) -> set[Path | None]:
-    """Mount namespaces other than our own. Each lives, with its mounts, as long as a process is in it."""
+    """Return the mount namespaces other than our own; each lives, with its mounts, as long as a process is in it."""
     return {mount_namespace(str(pid)) for pid in pids} - {mount_namespace("self"), None}
 
 
@@ -131,7 +131,7 @@ async def test_a_launcher_whose_restart_failed_is_started_again(
         launcher = provider.launcher_pid
         assert launcher is not None
         with monkeypatch.context() as patch:
-            # No program of this name can be started: what a full process table does too.
+            # No program of this name can be started, which has the same effect as a full process table.
             patch.setattr(sys, "executable", str(tmp_path / "nothing"))
             os.kill(launcher, signal.SIGKILL)
             with pytest.raises(LauncherGone, match="could not be started"):
@@ -154,7 +154,7 @@ async def test_slots_of_a_dead_launcher_are_freed_for_a_waiting_lease(tmp_path: 
 
 
 async def until_it_was_noticed(provider: LocalProvider) -> None:
-    """Ask until something else than the dead launcher's own end is met."""
+    """Send requests until one fails for another reason than the death of the old launcher."""
     while provider.launcher_pid is not None:
         try:
             await provider.list()
@@ -164,14 +164,14 @@ async def until_it_was_noticed(provider: LocalProvider) -> None:
 
 
 async def create_again(provider: LocalProvider) -> None:
-    """The provider starts a new launcher; a create that still meets the dead one says so with a transient error."""
+    """Create a sandbox with the new launcher; a create that still meets the dead one fails with a transient error."""
     async with asyncio.timeout(30):
         while True:
             try:
                 sandbox = await provider.attach(await provider.create(SandboxSpec()))
             except LauncherGone as error:
                 assert error.transient
-                # The kernel tells of the death in its own time.
+                # The kernel reports the death with a delay.
                 await asyncio.sleep(0.05)
                 continue
             assert (await sandbox.exec("echo back", timeout_s=30)).stdout == b"back\n"
@@ -211,7 +211,7 @@ async def test_killing_the_owner_ends_launcher_and_sandboxes(tmp_path: Path, num
     await owner.wait()
     await processes.all_dead(handles)
     assert sandboxes_left(tmp_path) == 0
-    # Only the socket's folder may be left, and the next start sweeps it.
+    # Only the socket's folder may be left, which the next start removes.
     async with LocalProvider():
         assert not socket_folder_exists(endpoint)
 
@@ -225,7 +225,7 @@ async def test_killing_the_first_process_ends_only_its_sandbox(tmp_path: Path) -
         victim = await busy_sandbox(provider)
         launcher = provider.launcher_pid
         assert launcher is not None
-        # Before there is another one: process ids start again at small ones now and then.
+        # Looked up before a second sandbox exists, because pids wrap around.
         [first] = [pid for pid in family(launcher) - {launcher} if parent_of(pid) == launcher]
         other = await busy_sandbox(provider)
         running = asyncio.create_task(victim.exec("touch /tmp/up; sleep 1000", timeout_s=600))
@@ -252,14 +252,14 @@ async def test_killing_the_launcher_during_boots_leaves_nothing(tmp_path: Path) 
         assert launcher is not None
         os.kill(launcher, signal.SIGKILL)
         results = await asyncio.gather(*boots, return_exceptions=True)
-        # Those that were done or met the next launcher are well; all others say that trying again makes sense.
+        # Requests that were finished or reached the next launcher succeed; all others fail with a transient error.
         failures = [result for result in results if isinstance(result, BaseException)]
         assert all(isinstance(failure, SandboxError) and failure.transient for failure in failures)
     await asyncio.to_thread(wait_until_none_left, tmp_path)
 
 
 def wait_until_none_left(run: Path) -> None:
-    """The half-built ones die by their parent-death signal or by the end of their control socket."""
+    """Wait for half-built sandboxes, which die by their parent-death signal or the end of their control socket."""
     while sandboxes_left(run) > 0:
         os.sched_yield()
 

@@ -1,4 +1,4 @@
-"""Runs in containers of one machine: a shared /tmp, or one each, and process numbers that mean nothing to the other."""
+"""Runs in containers of one machine: /tmp is shared, or separate, and pids of one container mean nothing in another."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def _namespaces() -> None:
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A /tmp for this test alone, by a path short enough for sockets."""
+    """Make a /tmp for this test alone, with a path short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="m-") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield Path(folder)
 
 
 def in_another_container(code: str, *arguments: str) -> str:
-    """Run Python where none of our processes can be seen; returns what it prints."""
+    """Run Python where none of our processes is visible, and return its output."""
     command = ("unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code, *arguments)
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=110).stdout
 
@@ -162,7 +162,7 @@ def own_groups(launcher_pid: int) -> list[Path]:
 
 
 def wait_until_made(launcher_pid: int) -> None:
-    """Its name in the process table is the last thing that a launcher makes but its answer."""
+    """Wait for the launcher's name in the process table, its last step before its answer."""
     deadline = time.monotonic() + 60
     while not Path(f"/proc/{launcher_pid}/cmdline").read_bytes().startswith(b"headrace-launcher"):
         assert time.monotonic() < deadline
@@ -190,7 +190,7 @@ def test_sigterm_before_the_first_answer_leaves_no_control_group(shared: Path) -
         "ids_folder": str(shared),
     }
     answers, stdout = os.pipe()
-    # A full pipe: it cannot answer before it is read.
+    # The pipe is full, so that it cannot answer before the pipe is read.
     os.set_blocking(stdout, False)
     filled = os.write(stdout, bytes(1 << 20))
     os.set_blocking(stdout, True)

@@ -1,6 +1,6 @@
 """Control groups of sandboxes in a container of a version 2 host: a cgroup namespace with processes in its root.
 
-Needs real root and a host with version 2 alone; skipped elsewhere.
+This needs real root and a host with version 2 only; it is skipped elsewhere.
 """
 
 from __future__ import annotations

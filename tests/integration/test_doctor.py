@@ -1,4 +1,4 @@
-"""`headrace doctor`: a result on standard output, whole in a pipe."""
+"""Output of `headrace doctor`, which is complete when standard output is a pipe."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: ASYNC110, ASYNC220, ASYNC221, ASYNC240 - tests wait for small programs and files on purpose
-"""The image store: what each kind of reference becomes, once, durably, and never more than fits."""
+"""Image store: each kind of reference is unpacked once, durably, and within the size limit."""
 
 from __future__ import annotations
 
@@ -292,11 +292,11 @@ async def test_a_decompression_bomb_leaves_nothing(tmp_path: Path, base: bytes, 
         await store.resolve(str(tmp_path / "bomb.tar.gz"))
 
 
-# Crashes, races, room
+# Crashes, races, eviction
 
 
 async def test_concurrent_requests_unpack_an_image_once(tmp_path: Path, base: bytes, kit: Any) -> None:
-    """Two stores on one folder stand for two processes; each asks several times."""
+    """Two stores on one folder represent two processes; each sends several requests."""
     stores = [ImageStore(tmp_path / "store", GIB) for _ in range(2)]
     reference = str(kit.Layout().image([base]).write(tmp_path / "layout"))
     images = await asyncio.gather(*(store.resolve(reference) for store in stores for _ in range(4)))
@@ -307,7 +307,7 @@ async def test_concurrent_requests_unpack_an_image_once(tmp_path: Path, base: by
 
 @pytest.fixture
 def endless(tmp_path: Path, base: bytes) -> Iterator[Path]:
-    """An archive that another process is reading, so it seems, and never finishes."""
+    """An archive that another process seems to be reading and never finishes."""
     path = tmp_path / "endless.tar"
     path.write_bytes(base)
     folder = StoreFolder(tmp_path / "store")
@@ -317,14 +317,14 @@ def endless(tmp_path: Path, base: bytes) -> Iterator[Path]:
 
 
 def workers_of(folder: Path) -> list[int]:
-    """Unpacking processes of a store: they hold one of its locks."""
+    """Return the unpacking processes of a store, which hold one of its locks."""
     others = (process for process in Path("/proc").glob("[0-9]*") if process.name != str(os.getpid()))
     locks = folder / "locks"
     return [int(other.name) for other in others if any(file.is_relative_to(locks) for file in files_of(other))]
 
 
 def files_of(process: Path) -> list[Path]:
-    """Open files of a process, which may end or close them while we look."""
+    """Return the open files of a process, which may end or close them meanwhile."""
     found = []
     with suppress(OSError):
         for entry in (process / "fd").iterdir():
@@ -372,7 +372,7 @@ async def test_a_slow_unpacking_continues_and_a_later_request_gets_the_image(
 async def test_leftovers_of_a_killed_process_are_removed(
     store: ImageStore, tmp_path: Path, base: bytes, endless: Path
 ) -> None:
-    """A process that resolves is killed; its worker dies with it; the next store cleans up."""
+    """A process that resolves an image is killed; its worker dies with it; the next store cleans up."""
     script = """
 import asyncio, pathlib, sys
 from headrace.sandboxes.images.store import ImageStore
@@ -418,7 +418,7 @@ async def test_a_full_disk_raises_out_of_disk_and_leaves_no_partial_layer(tmp_pa
 
 
 def archives(tmp_path: Path, base: bytes, kit: Any, count: int) -> list[str]:
-    """Images that share nothing, of about the same size."""
+    """Make images of about the same size without common layers."""
     paths = []
     for number in range(count):
         layer = kit.tar([*kit.base_entries(), kit.file("etc/number", str(number).encode())])

@@ -1,5 +1,5 @@
 # ruff: noqa: ASYNC110 - nobody tells of the end of a loop device
-"""File layers on disk: a hard cap, images and snapshots as in memory, nothing left, and the watermark."""
+"""File layers on disk: a hard size limit, images and snapshots as in memory, clean-up, and the watermark."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def output(sandbox: Sandbox, command: str, *, user: str = "root") -> str:
 
 
 def taken_bytes(folder: Path) -> int:
-    """Space that the file system of `folder` has less than before; files without a name count."""
+    """Return by how much the free space of `folder`'s file system has shrunk, including unnamed files."""
     status = os.statvfs(folder)
     return (status.f_blocks - status.f_bfree) * status.f_frsize
 
@@ -109,7 +109,7 @@ async def test_nothing_is_left_on_disk(provider: LocalProvider, tmp_path: Path) 
 
 
 async def gone(folder: Path, left: int) -> None:
-    """The kernel clears a device a moment after its last user: there is nothing to wait on but its list."""
+    """Poll the list of devices: the kernel clears a device shortly after its last user, without any event."""
     async with asyncio.timeout(30):
         while len(await asyncio.to_thread(loop_devices_of, folder)) > left:
             await asyncio.sleep(0.02)

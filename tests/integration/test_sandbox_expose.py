@@ -1,4 +1,4 @@
-"""A service of the host inside a sandbox: one URL prefix, streams both ways, nothing else."""
+"""Service of the host inside a sandbox: one URL prefix, streams in both directions, and nothing else."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_is_below_accepts_only_literal_paths_below_the_prefix(path: str, *, allo
 
 
 class Service:
-    """A service of the host that notes what reached it."""
+    """Service of the host that records the requests it gets."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -109,7 +109,7 @@ async def sandbox() -> AsyncIterator[Sandbox]:
         await asyncio.to_thread(doctor.require_namespaces)
     except NamespacesUnavailable as error:
         pytest.skip(str(error))
-    # One client holds more connections than the default of a small host lets it open.
+    # One client holds more connections than the default limit of a small host.
     async with LocalProvider(LocalSandboxConfig(open_files=1024)) as provider:
         yield await provider.attach(await provider.create(SandboxSpec()))
 
@@ -189,7 +189,7 @@ async def test_the_number_of_connections_is_limited(sandbox: Sandbox, service: t
     async with sandbox.expose(PORT, target, PREFIX):
         result = await sandbox.exec("python3 -", stdin=script.encode(), timeout_s=60)
         assert result.stdout.decode().strip() == str(MAX_CONNECTIONS), result
-        # They were its own: once it has ended there is room again.
+        # The connections belonged to the client: they are free again once it has ended.
         assert (await fetch(sandbox, PREFIX))[0].startswith("200")
 
 

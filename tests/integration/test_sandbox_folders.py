@@ -1,4 +1,4 @@
-"""Folders of the host in local sandboxes: one copy for all, in any image, and nothing can be changed through them."""
+"""Folders of the host in local sandboxes: one copy for all, in any image, and no way to change them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def provider(tmp_path: Path) -> AsyncIterator[LocalProvider]:
 
 @pytest.fixture
 def tools(tmp_path: Path) -> HostFolder:
-    """A program, a private file and a set-user-id copy of `id`."""
+    """Folder with a program, a private file and a set-user-id copy of `id`."""
     folder = tmp_path / "tools"
     folder.mkdir()
     (folder / "say").write_text("#!/bin/sh\necho said\n")

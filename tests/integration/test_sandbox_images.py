@@ -1,4 +1,4 @@
-"""Images of local sandboxes: snapshots and clones, root file systems, OCI layers, and what is frozen above them."""
+"""Images of local sandboxes: snapshots and clones, root file systems, OCI layers, and frozen data above them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load_kit(load_support: Callable[[str], ModuleType]) -> Any:
 
 @pytest.fixture(scope="module")
 def archive(kit: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An image of two layers: the upper one hides a file and a folder of the lower one."""
+    """Image of two layers, of which the upper one hides a file and a folder of the lower one."""
     folder = tmp_path_factory.mktemp("image")
     lower = kit.tar(
         (
@@ -75,7 +75,7 @@ async def provider(tmp_path: Path) -> AsyncIterator[LocalProvider]:
 
 async def boot(provider: LocalProvider, image: str, **spec: Any) -> Sandbox:
     while True:
-        with suppress(ImagePending):  # a busy disk takes its time to unpack one
+        with suppress(ImagePending):  # a busy disk unpacks slowly
             return await provider.attach(await provider.create(SandboxSpec(image=image, **spec)))
 
 
@@ -180,7 +180,7 @@ async def test_images_can_be_dropped_only_when_unused(provider: LocalProvider) -
 
 
 async def test_ids_of_a_snapshot_are_not_reused(provider: LocalProvider) -> None:
-    """The next sandbox must not get the ids of an image's files: it would own them on the host's side."""
+    """The next sandbox must not get the ids of an image's files: it would own them on the host."""
     sandbox = await boot(provider, "host")
     ids = await output(sandbox, "cat /proc/self/uid_map")
     image = await sandbox.snapshot()
@@ -201,7 +201,7 @@ async def test_a_kill_during_a_snapshot_gives_an_error_or_a_usable_image(provide
         assert await provider.drop_image(image)
 
 
-# Images from elsewhere
+# Imported images
 
 
 async def test_an_oci_image_boots(provider: LocalProvider, archive: Path) -> None:
@@ -278,7 +278,7 @@ async def test_at_most_max_images_are_held_ready(kit: Any, tmp_path: Path) -> No
 
 
 async def test_a_dropped_image_is_provided_again(kit: Any, tmp_path: Path) -> None:
-    """By this provider, or by another one of the same launcher."""
+    """The image was dropped by this provider, or by another one of the same launcher."""
     await asyncio.to_thread(_unpack, kit, tmp_path / "a")
     reference = str(tmp_path / "a")
     config = LocalSandboxConfig(image_folder=tmp_path / "images", stays_in=tmp_path / "stays")

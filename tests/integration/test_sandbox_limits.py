@@ -1,4 +1,4 @@
-"""Control groups of local sandboxes: limits, usage, pause and resume, and what is left of them."""
+"""Control groups of local sandboxes: limits, usage, pause and resume, and clean-up."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def provider() -> AsyncIterator[LocalProvider]:
 
 @pytest.fixture
 async def ample() -> AsyncIterator[LocalProvider]:
-    """With descriptors for what needs many, whatever this host has for the default number of sandboxes."""
+    """Provider whose sandboxes have enough descriptors for any test, whatever the host's default share is."""
     async with LocalProvider(LocalSandboxConfig(open_files=4096)) as provider:
         yield provider
 
@@ -74,9 +74,9 @@ async def test_only_the_command_that_exceeds_the_memory_limit_is_killed(provider
 
 
 async def test_files_count_as_memory_and_the_sandbox_outlives_their_excess(provider: LocalProvider) -> None:
-    """Nobody gets out of a zero by filling the memory with what no process owns."""
+    """An agent cannot avoid a reward of zero by filling the memory with objects that belong to no process."""
     sandbox = await provider.attach(await provider.create(SandboxSpec(memory_bytes=64 << 20)))
-    # Segments of System V: 0o1000 creates, nobody removes them, and what is written stays when the writer is killed.
+    # System V segments (0o1000 creates one) are never removed and outlive a killed writer.
     segments = (
         "import ctypes; c = ctypes.CDLL(None); c.shmat.restype = ctypes.c_void_p\n"
         "for _ in range(200): ctypes.memset(c.shmat(c.shmget(0, 1 << 20, 0o1600), None, 0), 1, 1 << 20)"
@@ -105,7 +105,7 @@ for (1 .. 1500) {
 
 @pytest.mark.timeout(400)
 async def test_a_small_process_that_fills_the_kernel_does_not_end_the_sandbox(ample: LocalProvider) -> None:
-    """What lies in sockets does not make a process large: the kernel would choose the sandbox's first one."""
+    """Data in sockets does not make a process large, so that the kernel would kill the sandbox's first process."""
     sandbox = await ample.attach(await ample.create(SandboxSpec(memory_bytes=64 << 20)))
     hoard = await sandbox.exec("perl -", stdin=HOARD.encode(), user="agent", timeout_s=300)
     assert hoard.exit_code == 128 + signal.SIGKILL
@@ -129,7 +129,7 @@ print(sum(int(row.split()[4].partition(":")[2], 16) for row in rows))
 
 
 async def test_what_lies_in_sockets_is_limited(ample: LocalProvider) -> None:
-    """All of the host share what it has for sockets."""
+    """The memory for sockets is shared by the whole host."""
     sandbox = await ample.attach(await ample.create(SandboxSpec(memory_bytes=64 << 20)))
     result = await sandbox.exec("python3 -", stdin=QUEUE.encode(), user="agent", timeout_s=60)
     assert result.exit_code == 0, result
@@ -143,7 +143,7 @@ async def test_processors_are_limited(provider: LocalProvider) -> None:
     before, started_s = (await sandbox.usage()).cpu_s, time.monotonic()
     await sandbox.exec("timeout 1 tail -f /dev/null", timeout_s=30)
     used_s = (await sandbox.usage()).cpu_s - before
-    # A tenth of a processor, and what one period may take at once.
+    # A tenth of a processor, and the budget of one period.
     assert used_s < 0.3 * (time.monotonic() - started_s) + 0.1
     await busy.signal(signal.SIGKILL)
 
@@ -197,7 +197,7 @@ async def test_processes_of_a_paused_sandbox_are_stopped(sandbox: Sandbox, provi
     before = await sandbox.usage()
     waiting = asyncio.ensure_future(sandbox.exec("echo later", timeout_s=30))
     assert not (await asyncio.wait((waiting,), timeout=0.3))[0]
-    # What was still being counted when it stopped comes later; a loop that ran would have taken all of the time.
+    # Usage that was counted late may be added; a running loop would have used the whole time.
     assert (await sandbox.usage()).cpu_s - before.cpu_s < 0.1
     await sandbox.resume()
     await sandbox.resume()
@@ -206,7 +206,7 @@ async def test_processes_of_a_paused_sandbox_are_stopped(sandbox: Sandbox, provi
 
 
 async def test_a_pause_extends_command_deadlines(sandbox: Sandbox) -> None:
-    """It is paused for longer than the command may take, which has most of that time left when it goes on."""
+    """The pause is longer than the command's timeout, most of which is left after it."""
     command = "echo > /tmp/started; until test -e /tmp/go; do sleep 0.1; done; echo end"
     running = asyncio.ensure_future(sandbox.exec(command, timeout_s=5))
     while (await sandbox.exec("test -e /tmp/started", timeout_s=30)).exit_code != 0:
@@ -221,7 +221,7 @@ async def test_a_pause_extends_command_deadlines(sandbox: Sandbox) -> None:
 
 
 async def test_a_pause_at_any_moment_extends_command_deadlines(sandbox: Sandbox) -> None:
-    """The first process of a busy sandbox may be stopped between two looks at the clock."""
+    """The first process of a busy sandbox may be stopped between two readings of the clock."""
     for _ in range(4):
         running = asyncio.ensure_future(sandbox.exec("sleep 0.05; echo end", timeout_s=4))
         busy = [asyncio.ensure_future(sandbox.exec("true", timeout_s=30)) for _ in range(6)]
@@ -247,7 +247,8 @@ async def test_a_paused_sandbox_can_be_killed_and_its_lease_still_runs(provider:
 
 
 async def test_launchers_of_one_host_use_different_user_ids() -> None:
-    """The kernel counts processes by user id: those of one launcher's sandbox would be charged to another's."""
+    """The kernel counts processes by user id, so that one launcher's processes would be charged to another's
+    sandbox."""
     forks = "import os\nfor _ in range(40):\n if os.fork() == 0: os.execlp('sleep', 'sleep', '1000')\nprint('all')"
     async with LocalProvider() as one, LocalProvider() as other:
         sandboxes = [
@@ -272,7 +273,7 @@ async def test_limits_above_the_hosts_total_are_refused_with_the_ceiling(provide
         with pytest.raises(SpecRefused, match=rf"{name}=\d+ is above the ceiling \d+") as refused:
             await provider.create(spec)
         assert not refused.value.transient
-    # More processors than there are is no limit at all: recipes are carried from large machines to small ones.
+    # More processors than exist are no limit: recipes are moved from large machines to small ones.
     await (await provider.attach(await provider.create(SandboxSpec(cpu=1e12)))).kill()
 
 

@@ -263,7 +263,7 @@ async def test_kill_minus_one_spares_the_sandbox(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize(("limit", "value"), [("NOFILE", 0), ("AS", 1), ("NPROC", 0), ("CPU", 1)])
 async def test_root_inside_cannot_limit_the_first_process(sandbox: Sandbox, limit: str, value: int) -> None:
-    """Each of these ends the sandbox, or all its further commands, as if the host had failed."""
+    """Each of these attempts would end the sandbox, or all later commands, as if the host had failed."""
     source = f"import resource as r; r.prlimit(1, r.RLIMIT_{limit}, ({value}, {value}))"
     result = await run(sandbox, f"python3 -c '{source}'")
     assert b"PermissionError" in result.stderr
@@ -523,8 +523,10 @@ async def test_planted_start_files_do_nothing_in_the_clean_sandbox(provider: Loc
 
 
 async def test_a_killed_sandbox_cannot_be_frozen(provider: LocalProvider) -> None:
-    """Whoever then counts on its files must hear of it. The launcher stands still until it has both requests: between
-    them it could have frozen the sandbox, and been right to say so."""
+    """A caller that relies on the frozen files must get an error.
+
+    The launcher is stopped until it has both requests, because between them it could have frozen the sandbox.
+    """
     assert provider.launcher_pid is not None
     for first, second in (("kill", "freeze"), ("freeze", "kill")):
         sandbox = await provider.attach(await provider.create(SandboxSpec()))
@@ -598,7 +600,7 @@ async def test_create_is_idempotent_by_key(provider: LocalProvider) -> None:
 async def test_a_cancelled_create_leaves_nothing(provider: LocalProvider) -> None:
     await provider.list()
     tasks = [asyncio.create_task(provider.create(SandboxSpec())) for _ in range(5)]
-    # One pass of the loop sends the requests; the launcher cannot have answered yet.
+    # One turn of the event loop sends the requests; the launcher cannot have answered yet.
     await asyncio.sleep(0)
     for task in tasks:
         task.cancel()
@@ -811,7 +813,7 @@ async def test_measure_reports_every_figure() -> None:
 
 
 async def list_until(provider: LocalProvider, count: int) -> None:
-    """Ask until at most `count` sandboxes are left; each question is a round trip to the launcher."""
+    """List sandboxes until at most `count` are left; each call is a round trip to the launcher."""
     async with asyncio.timeout(30):
         while len(await provider.list()) > count:
             pass

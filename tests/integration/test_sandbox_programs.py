@@ -1,4 +1,4 @@
-"""Programs of ours that run in a fork of the launcher, inside a sandbox: no interpreter of its image has to start."""
+"""Python programs that run in a fork of the launcher inside a sandbox, without starting an interpreter of its image."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_a_program_has_its_users_limits_and_nothing_of_the_launcher(sandbo
         assert environment.keys() == {"PATH", "HOME", "USER", "LANG"}
         assert is_child
     descriptors = await run(sandbox, "import os, json; print(json.dumps(os.listdir('/proc/self/fd')))")
-    # The last is the folder that is listed.
+    # The last descriptor is the folder that is being listed.
     assert sorted(map(int, json.loads(descriptors.stdout)))[:3] == [0, 1, 2]
     assert len(json.loads(descriptors.stdout)) == 4
 
@@ -97,7 +97,7 @@ async def test_a_timeout_kills_a_program_and_its_children(sandbox: LocalSandbox)
     with pytest.raises(ExecTimeout):
         await run(sandbox, program, timeout_s=0.5)
     left = await sandbox.exec("ls -d /proc/[0-9]*", timeout_s=20)
-    # The first process, and those of this command.
+    # Only the first process and those of this command.
     assert len(left.stdout.split()) <= 3
 
 
@@ -152,7 +152,7 @@ async def test_agents_cannot_prevent_the_first_process_from_running_programs(san
 
 
 async def test_a_program_can_be_stopped_by_its_user_but_not_read_or_rewritten(sandbox: LocalSandbox) -> None:
-    """What it prints is its own; one that is stopped ends at its timeout."""
+    """Its output is unchanged, and a program that is stopped ends at its timeout."""
     program = "import os\nwhile not os.path.exists('/tmp/attacked'):\n    pass"
     [attacked, outcome] = await asyncio.gather(
         sandbox.exec(["/usr/bin/python3", "-c", f"{ATTACKER}open('/tmp/attacked', 'w')", "fork"], timeout_s=20),
@@ -165,8 +165,10 @@ async def test_a_program_can_be_stopped_by_its_user_but_not_read_or_rewritten(sa
 
 
 async def test_it_has_no_secret_of_the_launcher(provider: LocalProvider, sandbox: LocalSandbox) -> None:
-    """Neither the launcher's own nor another sandbox's is an object of the fork. The secrets come in disguise, for the
-    arguments are objects too."""
+    """The secrets of the launcher and of other sandboxes are not among the objects of the fork.
+
+    They are passed to the program in disguise, because its arguments are objects too.
+    """
     other = await provider.create(SandboxSpec())
     program = (
         "import sys, json\n"

@@ -1,7 +1,7 @@
-"""Sandboxes without root: one user id, no control groups, everything else as always.
+"""Sandboxes without root: one user id, no control groups, everything else unchanged.
 
-The test runs as root, so a process of another user is made: it has the modules already, and the launcher it starts is
-the system's Python with a copy of the package that everybody can read.
+The test runs as root and starts a process of another user. That process has already imported the modules, and the
+launcher it starts is the system's Python with a copy of the package that every user can read.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def found() -> Iterator[dict[str, Any]]:
         pytest.skip("only root can become somebody else")
     if not Path(SYSTEM_PYTHON).exists():
         pytest.skip(f"no {SYSTEM_PYTHON}")
-    # Not below tmp_path: its parents are closed to others.
+    # Not below tmp_path, whose parents other users cannot search.
     with tempfile.TemporaryDirectory(prefix="headrace-rootless-") as folder:
         package = Path(doctor.__file__).parent
         shutil.copytree(package, Path(folder) / "package", ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""Commands of local sandboxes beyond a plain exec: spawned ones, terminals, and those that run once by their id."""
+"""Commands of local sandboxes beyond a plain exec: spawned commands, terminals, and commands with an `exec_id`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def everything(process: Process) -> dict[Stream, bytes]:
 
 
 async def until(process: Process, text: bytes) -> bytes:
-    """Read until `text` was printed. The rest of the output can be read on."""
+    """Read until `text` is printed; the rest of the output can be read afterwards."""
     found = b""
     async for piece in process.output():
         found += piece.data
@@ -187,7 +187,7 @@ async def test_a_terminal_can_be_written_read_and_resized(sandbox: Sandbox) -> N
     assert b"11 22" in await until(process, b"mark-43")
     await process.write_stdin(b"sh -c 'echo mark-$((40 + 4)); exec cat'\n")
     await until(process, b"mark-44")
-    # For the program in the foreground: readline would take Ctrl-D only while it waits for a line.
+    # Ctrl-D goes to the foreground program: readline accepts it only while it waits for a line.
     await process.close_stdin()
     await process.write_stdin(b"sh -c 'echo mark-$((40 + 5)); exec sleep 1000'\n")
     await until(process, b"mark-45")
@@ -285,7 +285,7 @@ async def test_a_repeated_exec_id_returns_the_first_timeout(sandbox: Sandbox) ->
 async def test_a_repeated_exec_id_does_not_wait_for_a_cancelled_caller(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A daemon holds the output, so that the first caller is still there when its command has ended."""
+    """A daemon holds the output, so that the first caller still waits when its command has ended."""
     monkeypatch.setattr("headrace.sandboxes.local.sandbox.OUTPUT_GRACE_S", 60)
     first = asyncio.create_task(sandbox.exec("sleep 1000 & echo > /tmp/ended", timeout_s=30, exec_id="one"))
     await sandbox.exec("until [ -e /tmp/ended ]; do :; done", timeout_s=30)

@@ -1,4 +1,4 @@
-"""Where control groups are found on hosts and in containers, of version 1, 2 and both."""
+"""Lookup of control groups on hosts and in containers, of version 1, version 2 and both."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ ALL = frozenset({"memory", "cpu", "pids"})
 
 
 def a_group(folder: Path, *, is_root: bool = False, processes: str = "1\n77\n", controllers: str = "") -> Path:
-    """Files as the kernel shows them; what is written stays in them."""
+    """Make the files of a group as the kernel shows them; unlike the kernel's they retain what is written."""
     folder.mkdir()
     (folder / "cgroup.controllers").write_text(controllers or "cpuset cpu io memory pids\n")
     (folder / "cgroup.subtree_control").write_text("")
@@ -119,7 +119,7 @@ def test_groups_are_made_below_a_delegated_unit(tmp_path: Path) -> None:
         pytest.skip(f"{tmp_path} keeps no extended attributes: {error.strerror}")
     assert place(str(unit), ALL).folder == str(unit)
     assert (unit / LEAF).exists()
-    # A later launcher is a child of what was moved.
+    # A later launcher is a child of a process that was moved.
     assert place(str(unit / LEAF), ALL).folder == str(unit)
 
 

@@ -1,4 +1,4 @@
-"""Shares of one host: what all sandboxes take together fits, whatever the host has."""
+"""Shares of one host: the total of all sandboxes fits, whatever the host has."""
 
 from __future__ import annotations
 

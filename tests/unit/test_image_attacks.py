@@ -1,4 +1,4 @@
-"""Hostile layer archives: each ends as ImageRefused or harmlessly inside, and nothing is written beside the layer."""
+"""Hostile layer archives: each is ImageRefused or stays inside the layer, and nothing is written outside of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_kit(load_support: Callable[[str], ModuleType]) -> Any:
 def unpack_bytes(
     data: bytes, target: Path, *, max_bytes: int = 1 << 24, entries: int = 1000, whiteouts: bool = True
 ) -> Path:
-    """Unpack into target/tree; what is beside it is a witness that must not change."""
+    """Unpack into target/tree; the file beside it is a witness that must not change."""
     tree = target / "tree"
     tree.mkdir()
     (target / "witness").mkdir()
@@ -77,7 +77,7 @@ def test_a_folder_entry_with_dots_is_refused(tmp_path: Path, kit: Any) -> None:
 
 @pytest.mark.parametrize("target", ["../witness", "/witness", "../../../../../../witness"])
 def test_a_write_through_a_link_stays_inside(target: str, tmp_path: Path, kit: Any) -> None:
-    """The link means a folder of the image: /witness of the layer, which is not there."""
+    """The link leads to /witness of the layer, which does not exist."""
     entries = [kit.link("out", target), kit.file("out/planted", b"x")]
     refused(kit.tar(entries), tmp_path, "damaged archive")
 
@@ -135,7 +135,7 @@ def test_a_whiteout_below_a_link_stays_inside(tmp_path: Path, kit: Any) -> None:
 def test_devices_and_fifos_are_dropped(tmp_path: Path, kit: Any) -> None:
     kinds = {"disk": tarfile.BLKTYPE, "memory": tarfile.CHRTYPE, "pipe": tarfile.FIFOTYPE}
     entries = [kit.entry(name, type=kind, devmajor=1, devminor=1) for name, kind in kinds.items()]
-    # A 0/0 device would be a whiteout that nobody declared.
+    # A 0/0 device would be an undeclared whiteout.
     entries.append(kit.entry("hides", type=tarfile.CHRTYPE, devmajor=0, devminor=0))
     tree = unpack_bytes(kit.tar([*entries, kit.file("last", b"x")]), tmp_path)
     assert [path.name for path in tree.iterdir()] == ["last"]
@@ -217,7 +217,7 @@ def test_names_longer_than_the_kernel_allows_are_refused(tmp_path: Path, kit: An
 
 
 def test_a_tree_deeper_than_any_path_can_be_removed(tmp_path: Path, kit: Any) -> None:
-    # Few links: the kernel counts those of a look-up that it begins again twice, and allows 40.
+    # Few links, because the kernel counts those of a restarted look-up twice and allows 40.
     piece = "/".join(["d"] * 100)
     entries = []
     for number in range(13):
@@ -226,7 +226,7 @@ def test_a_tree_deeper_than_any_path_can_be_removed(tmp_path: Path, kit: Any) ->
     try:
         unpack_bytes(kit.tar(entries), tmp_path)
     finally:
-        # In any case: pytest could not remove it.
+        # Removed in any case, because pytest could not do it.
         remove(tmp_path / "tree")
     assert not (tmp_path / "tree").exists()
 
@@ -264,7 +264,7 @@ def test_whiteouts_are_converted_to_those_of_overlayfs(tmp_path: Path, kit: Any)
         kit.file("a/.wh.gone"),
         kit.file("b/.wh..wh..opq"),
         kit.file("c/.wh..wh.plnk"),
-        # The order within a layer means nothing: what it holds itself stays, what lies below is hidden.
+        # The order within a layer is irrelevant: its own entries remain, lower layers are hidden.
         kit.file("d/.wh.both"),
         kit.folder("d/both"),
         kit.folder("e/both"),

@@ -1,4 +1,4 @@
-"""The launcher's secrets: what proves itself, and that no child has them."""
+"""Secrets of the launcher: authentication, and their absence in children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private folders on a machine that has been used before: any umask, any order, other users, older versions."""
+"""Private folders on a machine that was used before: any umask, any order, other users, older versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a fol
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A machine with an empty /tmp: a short path that every user can reach."""
+    """Machine with an empty /tmp, at a short path that every user can reach."""
     with tempfile.TemporaryDirectory(prefix="m-") as place:
         Path(place).chmod(0o711)
         tmp = Path(place) / "tmp"
@@ -96,7 +96,7 @@ def test_a_folder_that_another_user_took_is_left_alone(wrong: int, machine: Path
     assert list(taken.iterdir()) == []
     assert mode(taken) == wrong
     taken.rmdir()
-    # All processes of a user meet in one folder, also when the name is free again.
+    # All processes of a user use one folder, even when the first name is free again.
     assert user_folder("sandboxes") == folder
 
 
