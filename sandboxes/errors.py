@@ -154,7 +154,8 @@ class NamespacesUnavailable(PermanentSandboxError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"no namespace sandboxes on this machine: {self.reason}; `--sandbox subprocess` runs without protection"
+        advice = "use `--sandbox subprocess` to run without isolation"
+        return f"namespace sandboxes are not available on this machine: {self.reason}; {advice}"
 
 
 _BY_NAME: dict[str, type[SandboxError]] = {

@@ -60,7 +60,7 @@ def user_folder(purpose: str, mode: int = PRIVATE) -> Path:
     candidates = [first, *(first.with_name(f"{name}-{number}") for number in range(2, _NAMES + 1))]
     # An existing folder comes first, because other processes of this user are using it.
     for folder in candidates:
-        if os.path.lexists(folder) and _is_made_ours(folder, mode):
+        if os.path.lexists(folder) and _repair_own(folder, mode):
             return folder
     for folder in candidates:
         if not os.path.lexists(folder):
@@ -69,18 +69,18 @@ def user_folder(purpose: str, mode: int = PRIVATE) -> Path:
     raise FolderRefused(f"{first} belongs to another user: remove it, or set TMPDIR to a folder of your own")
 
 
-def _is_made_ours(folder: Path, mode: int) -> bool:
+def _repair_own(folder: Path, mode: int) -> bool:
     """Narrow the mode of a folder with a name of ours; return False if it, or anything in it, belongs to another
     user."""
     try:
-        with _opened(folder, follow=False) as descriptor:
+        with _open_folder(folder, follow=False) as descriptor:
             status = os.fstat(descriptor)
             if status.st_uid != os.geteuid():
                 return False
             if stat.S_IMODE(status.st_mode) != mode:
-                _reopening(descriptor).chmod(mode)
+                _path_of(descriptor).chmod(mode)
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                with os.scandir(_reopening(descriptor)) as entries:
+                with os.scandir(_path_of(descriptor)) as entries:
                     return all(entry.stat(follow_symlinks=False).st_uid == os.geteuid() for entry in entries)
     except NotADirectoryError:
         return False
@@ -94,7 +94,7 @@ def make_private(folder: Path, mode: int = PRIVATE) -> None:
     FolderRefused."""
     try:
         make_missing(folder, mode)
-        with _opened(folder) as descriptor:
+        with _open_folder(folder) as descriptor:
             status = os.fstat(descriptor)
     except OSError as error:
         raise FolderRefused(f"{folder} cannot be made: {error.strerror}; choose another folder") from error
@@ -129,7 +129,7 @@ def new_private(parent: Path, prefix: str) -> Path:
 
 
 @contextmanager
-def _opened(folder: Path, *, follow: bool = True) -> Iterator[int]:
+def _open_folder(folder: Path, *, follow: bool = True) -> Iterator[int]:
     """Open the folder itself, whatever replaces its name meanwhile; this needs no permission to read it."""
     flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(folder, flags)
@@ -139,6 +139,6 @@ def _opened(folder: Path, *, follow: bool = True) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _reopening(descriptor: int) -> Path:
+def _path_of(descriptor: int) -> Path:
     """Return a path to the open folder, because fchmod(2) does not work on a descriptor opened with O_PATH."""
     return Path(f"/proc/self/fd/{descriptor}")

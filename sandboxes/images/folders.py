@@ -195,7 +195,7 @@ def _start_of(pid: int) -> int:
     try:
         entry = parse_stat(Path(f"/proc/{pid}/stat").read_text(errors="replace"))
     except (FileNotFoundError, ProcessLookupError) as error:
-        raise ProcessLookupError(f"no process {pid}") from error
+        raise ProcessLookupError(f"there is no process {pid}") from error
     if entry.state in "ZX":
         raise ProcessLookupError(f"process {pid} has ended")
     return entry.started

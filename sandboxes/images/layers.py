@@ -103,7 +103,7 @@ class LayerWriter:
         if self.entries > self._limits.entries or self.bytes > self._limits.bytes or member.size < 0:
             raise ImageRefused(
                 f"the image layer has more than {self._limits.entries} entries or {self._limits.bytes} bytes: "
-                "raise max_bytes of the image store"
+                "raise image_bytes (max_bytes of the image store)"
             )
         parts = split_name(member.name)
         try:

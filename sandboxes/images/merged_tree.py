@@ -80,7 +80,7 @@ def check_usable(layers: Sequence[Path]) -> None:
         if bash is not None and bash.is_file() and bash.stat().st_mode & 0o111:
             break
     else:
-        raise ImageRefused(f"image without bash: commands need {' or '.join(_SHELLS)}")
+        raise ImageRefused(f"the image has no bash: commands need {' or '.join(_SHELLS)}")
     machine = os.uname().machine
     with bash.open("rb") as file:
         header = file.read(20)
@@ -88,7 +88,9 @@ def check_usable(layers: Sequence[Path]) -> None:
         raise ImageRefused(f"{path} of the image is not an ELF program")
     number = struct.unpack_from("<H", header, 18)[0]
     if number != _MACHINES.get(machine, number):
-        raise ImageRefused(f"image for another kind of machine: {path} is ELF machine {number}, this host is {machine}")
+        raise ImageRefused(
+            f"image for another kind of machine: {path} has ELF machine {number}, this host is {machine}"
+        )
 
 
 def oci_architecture() -> str:

@@ -180,7 +180,7 @@ def find_image(blobs: Blobs, tag: str | None) -> ImagePlan:
         rows = [(str(layer), None) for layer in chosen[0]["Layers"]]
         return _plan(blobs, digest, blobs.document(name, digest), rows)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ImageRefused(f"damaged image: a manifest lacks or misuses {error}") from error
+        raise ImageRefused(f"damaged image: a manifest is invalid: {error!r}") from error
 
 
 def _from_index(blobs: Blobs, tag: str | None) -> ImagePlan:

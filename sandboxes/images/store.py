@@ -164,7 +164,7 @@ class ImageStore:
             if not digests or await asyncio.to_thread(self._store.lease, owner, digests):
                 return ImageLease(image, self._store, owner)
         raise CapacityExceeded(
-            f"image {reference!r} was evicted before it could be leased: raise max_bytes of the image store"
+            f"image {reference!r} was evicted before it was leased: raise image_bytes (max_bytes of the image store)"
         )
 
     @asynccontextmanager

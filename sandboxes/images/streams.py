@@ -119,7 +119,8 @@ class TarStream:
         self._position += len(self.last)
         self._hash.update(self.last)
         if self._position > self._max_bytes:
-            raise ImageRefused(f"the archive has more than {self._max_bytes} bytes: raise max_bytes of the image store")
+            advice = "raise image_bytes (max_bytes of the image store)"
+            raise ImageRefused(f"the archive has more than {self._max_bytes} bytes: {advice}")
         return self.last
 
     def finish(self) -> tuple[str, str]:

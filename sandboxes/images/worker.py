@@ -129,14 +129,14 @@ class Worker:
         for layer in plan.layers:
             with self._store.lock(layer.content_digest):
                 if not self._store.tree(layer.content_digest).is_dir():
-                    self._install(layer)
+                    self._unpack(layer)
             digests.insert(0, layer.content_digest)
             self._store.lease(self._owner, digests)
         check_usable([self._store.tree(digest) for digest in digests])
         record = _record(digests, digest=plan.digest)
         return {**record, "environment": plan.environment, "folder": plan.folder, "user": plan.user}
 
-    def _install(self, layer: LayerSource) -> None:
+    def _unpack(self, layer: LayerSource) -> None:
         with self._store.new_layer() as folder, Path(layer.part.path).open("rb") as file:
             algorithm, _, blob_hex = (layer.blob_digest or "sha256:").partition(":")
             stream = TarStream(file, layer.part, self._stream_bytes(self._left_bytes), algorithm)

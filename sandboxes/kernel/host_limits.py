@@ -55,10 +55,15 @@ class Share(NamedTuple):
 
 def read_host() -> HostLimits:
     """Return the totals of this kernel (proc_meminfo(5), proc_sys_kernel(5), proc_sys_fs(5))."""
-    with open("/proc/meminfo", encoding="utf-8") as file:
-        memory_bytes = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemTotal:"))
+    memory_bytes = memory_info("MemTotal")
     processes = min(_number("/proc/sys/kernel/pid_max"), _number("/proc/sys/kernel/threads-max"))
     return HostLimits(memory_bytes, processes, _number("/proc/sys/fs/file-max"))
+
+
+def memory_info(name: str) -> int:
+    """Return an entry of /proc/meminfo in bytes (proc_meminfo(5))."""
+    with open("/proc/meminfo", encoding="utf-8") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(f"{name}:"))
 
 
 def lowest_above(folder: str, name: str) -> int | None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from headrace.sandboxes.kernel import rootfs, syscalls
 from headrace.sandboxes.kernel.cgroups import GroupLimits
-from headrace.sandboxes.kernel.host_limits import default_live, share
+from headrace.sandboxes.kernel.host_limits import default_live, memory_info, share
 from headrace.sandboxes.kernel.id_blocks import FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
 from headrace.sandboxes.kernel.id_maps import IdMaps
 from headrace.sandboxes.kernel.seccomp import filter_program
@@ -87,9 +87,7 @@ class Booter:
             status = os.fstatvfs(self._layers_folder)
             free, where = status.f_bavail * status.f_frsize, self._settings.layers_in
         else:
-            with open("/proc/meminfo", encoding="utf-8") as file:
-                free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
-            where = "memory"
+            free, where = memory_info("MemAvailable"), "memory"
         if free < self._settings.min_free_bytes:
             least = self._settings.min_free_bytes
             raise RequestRefused("OutOfDisk", f"only {free >> 20} MiB free in {where}: min_free_bytes is {least}")
@@ -117,15 +115,15 @@ class Booter:
             self.groups.remove(sandbox.id)
             self._ranges.release(sandbox.base_id)
             for name in needed:
-                self.images.give_back(name)
+                self.images.release(name)
             raise RequestRefused("BootFailed", reason_of(error)) from error
 
     def _group_limits(self, message: Message) -> GroupLimits:
         """Return the limits of the sandbox's control groups. Raises RequestRefused for a requested limit that this
         machine cannot enforce; the launcher's default limits are applied only where their controllers exist."""
         asked = {
-            "memory": requests.amount("memory_bytes", message["memory_bytes"]),
-            "cpu": requests.amount("cpus", message["cpus"]),
+            "memory": requests.limit("memory_bytes", message["memory_bytes"]),
+            "cpu": requests.limit("cpus", message["cpus"]),
         }
         for controller, value in asked.items():
             if value is not None and controller in self.groups.missing:
@@ -149,7 +147,7 @@ class Booter:
         """Return the limits that are set inside the sandbox. Files and segments in memory belong to no process. Their
         total leaves enough of the memory limit for commands, so that running out of memory kills commands and never the
         first process."""
-        asked = requests.amount("disk_bytes", message["disk_bytes"])
+        asked = requests.limit("disk_bytes", message["disk_bytes"])
         layer_bytes = int(asked or self._settings.layer_bytes)
         shared_bytes = _SHARED_MEMORY_BYTES
         if groups.memory_bytes is not None:
@@ -163,7 +161,7 @@ class Booter:
         return Limits(self._processes(message), self._share.open_files, layer_bytes, shared_bytes, self.single_id)
 
     def _processes(self, message: Message) -> int:
-        asked = requests.amount("pids", message["pids"])
+        asked = requests.limit("pids", message["pids"])
         if asked is not None:
             most = self.groups.allowed.processes - RESERVED_PROCESSES - 1
             _check_ceiling("pids", asked, most, "the total that this host allows for all sandboxes (kernel.pid_max)")

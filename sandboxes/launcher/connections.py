@@ -59,7 +59,7 @@ class Connections:
         self._owners[channel] = owner
         self._selector.register(channel, selectors.EVENT_READ, channel)
 
-    def turn(self, timeout_s: float | None) -> None:
+    def poll(self, timeout_s: float | None) -> None:
         """Wait for events, at most `timeout_s` and `_LONGEST_WAIT_S`, and handle them."""
         for key, events in self._selector.select(None if timeout_s is None else min(timeout_s, _LONGEST_WAIT_S)):
             channel = key.data

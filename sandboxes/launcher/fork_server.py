@@ -121,9 +121,9 @@ class ForkServer:
                 self._idle_deadline = time.monotonic() + self._settings.idle_exit_s
             deadlines = (self._sandboxes.next_deadline(), self._idle_deadline)
             deadline = min((deadline for deadline in deadlines if deadline is not None), default=None)
-            self._connections.turn(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self._connections.poll(None if deadline is None else max(0.0, deadline - time.monotonic()))
             if self._idle_deadline is not None and self._idle_deadline <= time.monotonic():
-                # A client may have connected while this turn waited for the deadline.
+                # A client may have connected while the poll waited for the deadline.
                 self._sandboxes.closing = not self._sandboxes and not self._connections.clients
             self._sandboxes.expire()
         self._groups.close()

@@ -74,7 +74,7 @@ class ImageTable:
         self._users[name] = self._users.get(name, 0) + 1
         return self._images[name]
 
-    def give_back(self, name: str) -> None:
+    def release(self, name: str) -> None:
         self._users[name] -= 1
 
     def drop(self, name: str) -> bool:

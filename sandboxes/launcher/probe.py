@@ -10,7 +10,6 @@ that is present, otherwise the kernel's reason), `host` and `allowed` (`host_lim
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from headrace.sandboxes.kernel import rootfs, seccomp, syscalls
 from headrace.sandboxes.kernel.cgroups import Cgroups, GroupLimits
 from headrace.sandboxes.kernel.host_limits import allowed_to_sandboxes, read_host
-from headrace.sandboxes.kernel.id_blocks import FIRST_ID, IDS_PER_SANDBOX
+from headrace.sandboxes.kernel.id_blocks import FIRST_ID
 from headrace.sandboxes.kernel.id_maps import IdMaps
 from headrace.sandboxes.kernel.syscalls import reason_of
 from headrace.sandboxes.launcher import init
@@ -71,24 +70,7 @@ def _own_namespace(flag: int) -> Callable[[], None]:
 
 def _id_range() -> None:
     """Map a range of ids into a child's user namespace from outside, as the launcher does."""
-    ready_read, ready_write = os.pipe()
-    done_read, done_write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        syscalls.unshare(syscalls.CLONE_NEWUSER)
-        os.write(ready_write, b"u")
-        os.read(done_read, 1)
-        os._exit(0)
-    os.close(ready_write)
-    try:
-        if os.read(ready_read, 1) != b"u":
-            raise OSError(errno.EPERM, "the child has no user namespace")
-        for name in ("uid_map", "gid_map"):
-            with open(f"/proc/{child}/{name}", "w", encoding="utf-8") as file:
-                file.write(f"0 {FIRST_ID} {IDS_PER_SANDBOX}")
-    finally:
-        os.write(done_write, b"d")
-        os.waitpid(child, 0)
+    os.close(IdMaps().get(0, FIRST_ID))
 
 
 def _private_root(then: Callable[[], None] = lambda: None) -> None:

@@ -32,7 +32,7 @@ def lease_s(value: object) -> float:
     return float(value)
 
 
-def amount(name: str, value: object) -> float | None:
+def limit(name: str, value: object) -> float | None:
     """Return a limit, or None for the launcher's default. Raises RequestRefused."""
     if value is None:
         return None

@@ -272,7 +272,7 @@ class SandboxTable:
 
     def _forget(self, sandbox: SandboxRecord) -> None:
         for name in (sandbox.image, *sandbox.folders):
-            self._booter.images.give_back(name)
+            self._booter.images.release(name)
         self._deadlines.drop(sandbox.id)
         del self._sandboxes[sandbox.id]
         if self._by_key.get(sandbox.key) == sandbox.id:

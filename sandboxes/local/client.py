@@ -30,7 +30,7 @@ class Exchange:
     started: asyncio.Future[int]
     answer: asyncio.Future[Message]
 
-    def names(self) -> Message:
+    def sandbox_fields(self) -> Message:
         """Return the fields by which a later message identifies the same sandbox."""
         return {"sandbox": self.message["sandbox"], "secret": self.message["secret"]}
 
@@ -94,7 +94,7 @@ class LauncherClient:
         too large."""
         if self.closed:
             close_all(descriptors)
-            raise LauncherGone(f"the launcher at {self.endpoint} is gone")
+            raise LauncherGone(f"the connection to the launcher at {self.endpoint} is closed")
         self._last_id += 1
         exchange = Exchange(self._last_id, message, self._loop.create_future(), self._loop.create_future())
         self._waiting[exchange.request_id] = exchange
@@ -109,7 +109,7 @@ class LauncherClient:
         """Give up a request: the process tree of its command is killed."""
         if self.closed or "sandbox" not in exchange.message:
             return
-        self._send({"op": "cancel", "target": exchange.request_id, "id": 0, **exchange.names()})
+        self._send({"op": "cancel", "target": exchange.request_id, "id": 0, **exchange.sandbox_fields()})
 
     def post(self, message: Message) -> None:
         """Send a message whose answer is ignored."""
@@ -166,7 +166,7 @@ class LauncherClient:
         self._channel.close()
         waiting, self._waiting = self._waiting, {}
         for exchange in waiting.values():
-            exchange.fail(LauncherGone(f"the launcher at {self.endpoint} died, and its sandboxes with it"))
+            exchange.fail(LauncherGone(f"the launcher at {self.endpoint} died, and so did its sandboxes"))
 
 
 class LauncherConnections:

@@ -215,7 +215,7 @@ def runtime_folder(chosen: Path | None) -> Path:
     return chosen or user_folder("sandboxes")
 
 
-class OwnFolder:
+class ProviderFolder:
     """Private folder of one provider below `parent`, where abandoned folders of other providers are removed. It is held
     by a lock, because containers that share the parent do not see each other's processes. Raises SpecRefused,
     FolderRefused, OSError."""

@@ -88,7 +88,7 @@ class LocalProcess(CommandStreams):
     async def signal(self, number: int) -> None:
         message = {"op": "signal", "target": self._exchange.request_id, "number": number}
         if not self._exchange.answer.done():
-            await self._client.request({**message, **self._exchange.names()})
+            await self._client.request({**message, **self._exchange.sandbox_fields()})
 
     async def resize(self, size: TerminalSize) -> None:
         if not self._terminal:

@@ -37,7 +37,7 @@ from headrace.sandboxes.local.client import LauncherConnections
 from headrace.sandboxes.local.images import LocalImages
 from headrace.sandboxes.local.launcher_process import (
     LauncherProcess,
-    OwnFolder,
+    ProviderFolder,
     locked_folder,
     remove_socket,
     runtime_folder,
@@ -113,21 +113,11 @@ class LocalSandboxConfig(BaseModel):
 
     def launcher_settings(self) -> dict[str, Any]:
         """Return the settings that are sent to the launcher, except those of its start."""
-        return {
-            "owner_pid": self.owner_pid or (os.getpid() if self.stays_in is None else 0),
-            "idle_exit_s": self.idle_exit_s,
-            "max_sandboxes": self.max_sandboxes,
-            "max_live": self.max_live,
-            "layer_bytes": self.layer_bytes,
-            "layers_in": str(self.layers_in or ""),
-            "min_free_bytes": self.min_free_bytes,
-            "memory_bytes": self.memory_bytes,
-            "cpus": self.cpus,
-            "processes": self.pids,
-            "open_files": self.open_files,
-            "boot_timeout_s": self.boot_timeout_s,
-            "label": self.label,
-        }
+        same = {"idle_exit_s", "max_sandboxes", "max_live", "layer_bytes", "min_free_bytes", "memory_bytes", "cpus"}
+        settings = self.model_dump(include=same | {"open_files", "boot_timeout_s", "label"})
+        settings["owner_pid"] = self.owner_pid or (os.getpid() if self.stays_in is None else 0)
+        settings["layers_in"] = str(self.layers_in or "")
+        return {**settings, "processes": self.pids}
 
 
 class LocalProvider:
@@ -140,7 +130,7 @@ class LocalProvider:
         self._config = config or LocalSandboxConfig()
         self._connections = LauncherConnections()
         self._launcher: LauncherProcess | None = None
-        self._own_folder: OwnFolder | None = None
+        self._own_folder: ProviderFolder | None = None
         self._store = ImageStore(self._config.image_folder or default_image_folder(), self._config.image_bytes)
         self._images: LocalImages | None = None
         self._started = False
@@ -181,7 +171,7 @@ class LocalProvider:
             if config.layers_in is not None:
                 await asyncio.to_thread(make_missing, config.layers_in / TEMPLATES)
             if config.stays_in is None:
-                self._own_folder = await asyncio.to_thread(OwnFolder, runtime_folder(config.runtime_folder))
+                self._own_folder = await asyncio.to_thread(ProviderFolder, runtime_folder(config.runtime_folder))
                 launcher = await LauncherProcess.start(self._own_folder.path, settings, tied=True)
             else:
                 async with locked_folder(config.stays_in):
@@ -337,7 +327,7 @@ class LocalProvider:
             raise
         except TimeoutError as error:
             await launcher.kill()
-            raise LauncherGone("the launcher hung; it was killed, and its sandboxes with it") from error
+            raise LauncherGone("the launcher hung; it was killed together with its sandboxes") from error
 
     async def aclose(self) -> None:
         """End every sandbox and the launcher, even one that stays. Idempotent."""

@@ -93,7 +93,7 @@ class LocalSandbox:
         else:
             done = await self._run_once(message, exec_id, stdin, timeout_s, max_output_bytes)
         if done.answer["timed_out"]:
-            raise ExecTimeout(f"command ran longer than timeout_s={timeout_s} and was killed: {command[:200]!r}")
+            raise ExecTimeout(f"the command ran longer than timeout_s={timeout_s} and was killed: {command[:200]!r}")
         return _result(done)
 
     async def run_program(
@@ -110,7 +110,7 @@ class LocalSandbox:
         message = {"op": "run", "program": program, "arguments": list(arguments), "user": user}
         done = await self._run(message, stdin, timeout_s, max_output_bytes)
         if done.answer["timed_out"]:
-            raise ExecTimeout(f"a program ran longer than timeout_s={timeout_s} and was killed")
+            raise ExecTimeout(f"the program ran longer than timeout_s={timeout_s} and was killed")
         return _result(done)
 
     async def _run_once(
@@ -260,7 +260,7 @@ class LocalSandbox:
                 oom_kills=state["oom_kills"],
             )
         except KeyError as error:
-            raise Unsupported(f"usage: this machine does not count {error}; see headrace doctor") from error
+            raise Unsupported(f"usage: no control group of this machine counts {error}; see headrace doctor") from error
 
     async def renew(self, ttl_s: float) -> None:
         await self._request({"op": "renew", "ttl_s": ttl_s})
