@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.namespaces
 
-STRIKER = """
+INJECTION_SCRIPT = """
 import errno, mmap, os, signal
 from headrace.sandboxes.kernel import syscalls
 
@@ -40,7 +40,7 @@ with open({count_file!r}, "r+b") as file:
     # Shared by all processes of the launcher, and not a descriptor that a child closes.
     counter = mmap.mmap(file.fileno(), 0)
 
-def striking(function):
+def failing(function):
     def call(*arguments, **options):
         global begun
         # From the first layer on, also where the sandbox's own root is all that can be seen.
@@ -50,7 +50,7 @@ def striking(function):
             counter[:len(seen)] = seen
             if seen.count(b"\\n") == step:
                 if plan == "refuse":
-                    raise OSError(errno.ENOMEM, "struck: " + function.__name__)
+                    raise OSError(errno.ENOMEM, "injected: " + function.__name__)
                 if plan != "launcher":
                     # Process 1 is deaf to its own SIGKILL.
                     os._exit(1)
@@ -62,7 +62,7 @@ def striking(function):
 for name in ("mount", "copy_mount", "attach_mount", "map_mount_ids", "detach", "set_mount_flags", "pivot_into",
              "unshare", "join_namespace", "open_resolved", "keep_capabilities_as", "drop_capabilities",
              "forbid_new_privileges", "filter_calls", "die_with_parent"):
-    setattr(syscalls, name, striking(getattr(syscalls, name)))
+    setattr(syscalls, name, failing(getattr(syscalls, name)))
 """
 
 
@@ -74,17 +74,17 @@ def _namespaces() -> None:
         pytest.skip(str(error))
 
 
-class Striker:
+class FaultInjector:
     """Controls at which step new launchers fail, and reads the steps they counted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self._monkeypatch = monkeypatch
         self._count_file = folder / "steps"
 
-    def strike(self, plan: str, step: int) -> None:
+    def inject(self, plan: str, step: int) -> None:
         """Let launchers started from now on fail at this step; step 0 means at none."""
         self._count_file.write_bytes(bytes(1 << 14))
-        script = STRIKER.format(plan=plan, step=step, count_file=str(self._count_file))
+        script = INJECTION_SCRIPT.format(plan=plan, step=step, count_file=str(self._count_file))
         load = 'importlib.import_module("headrace.sandboxes." + sys.argv[2]).main()'
         bootstrap = stdlib_process._BOOTSTRAP.replace(load, f"{script}\n{load}")
         assert script in bootstrap
@@ -97,8 +97,8 @@ class Striker:
 
 
 @pytest.fixture
-def striker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Striker]:
-    yield Striker(monkeypatch, tmp_path)
+def injector(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultInjector]:
+    yield FaultInjector(monkeypatch, tmp_path)
 
 
 def groups_of(launcher: int | None) -> list[Path]:
@@ -118,24 +118,24 @@ async def boot_and_kill(provider: LocalProvider) -> None:
     await sandbox.kill()
 
 
-async def count_steps(striker: Striker, config: LocalSandboxConfig) -> int:
+async def count_steps(injector: FaultInjector, config: LocalSandboxConfig) -> int:
     """Return the number of steps of one boot, one command and one kill."""
-    striker.strike("none", 0)
+    injector.inject("none", 0)
     async with LocalProvider(config) as provider:
         await boot_and_kill(provider)
-    return len(striker.steps())
+    return len(injector.steps())
 
 
 @pytest.mark.parametrize("plan", ["first process", "refuse"])
 async def test_a_boot_that_is_struck_leaves_nothing_and_the_next_one_works(
-    striker: Striker, tmp_path: Path, plan: str
+    injector: FaultInjector, tmp_path: Path, plan: str
 ) -> None:
     config = LocalSandboxConfig(label=run_label(tmp_path))
-    steps = await count_steps(striker, config)
+    steps = await count_steps(injector, config)
     assert steps > 15
     failures = 0
     for step in range(1, steps + 1):
-        striker.strike(plan, step)
+        injector.inject(plan, step)
         async with LocalProvider(config) as provider:
             try:
                 await boot_and_kill(provider)
@@ -144,21 +144,21 @@ async def test_a_boot_that_is_struck_leaves_nothing_and_the_next_one_works(
                 failures += 1
             assert await listed(provider) == []
             if provider.launcher_pid is not None:
-                assert groups_of(provider.launcher_pid) == [], (step, striker.steps())
-                assert await asyncio.to_thread(layers_of, provider.launcher_pid) == [], (step, striker.steps())
+                assert groups_of(provider.launcher_pid) == [], (step, injector.steps())
+                assert await asyncio.to_thread(layers_of, provider.launcher_pid) == [], (step, injector.steps())
         assert sandboxes_left(tmp_path) == 0
     # The steps of a kill do not affect the boot.
     assert failures > 10
 
 
 async def test_a_launcher_killed_during_a_boot_leaves_nothing_after_the_next_start(
-    striker: Striker, tmp_path: Path
+    injector: FaultInjector, tmp_path: Path
 ) -> None:
     config = LocalSandboxConfig(label=run_label(tmp_path))
-    steps = await count_steps(striker, config)
+    steps = await count_steps(injector, config)
     died = 0
     for step in range(1, steps + 1, 2):
-        striker.strike("launcher", step)
+        injector.inject("launcher", step)
         async with LocalProvider(config) as provider:
             first = provider.launcher_pid
             try:
@@ -166,7 +166,7 @@ async def test_a_launcher_killed_during_a_boot_leaves_nothing_after_the_next_sta
             except SandboxError as error:
                 assert error.transient or "died" in str(error), (step, error)
                 died += 1
-            striker.strike("none", 0)
+            injector.inject("none", 0)
             await boot_again(provider)
             if provider.launcher_pid != first:
                 assert groups_of(first) == []
@@ -200,7 +200,7 @@ def test_every_syscall_wrapper_of_a_boot_is_covered() -> None:
     """A new wrapper that a boot calls must be made to fail too."""
     from headrace.sandboxes.kernel import syscalls
 
-    known = set(STRIKER.split("for name in (")[1].split("):")[0].replace('"', "").replace(",", " ").split())
+    known = set(INJECTION_SCRIPT.split("for name in (")[1].split("):")[0].replace('"', "").replace(",", " ").split())
     boring = {"become_subreaper", "forbid_inspection", "name_process", "create_files_as"}
     boring |= {"allow_inspection", "enter_own_user_namespace", "reason_of"}
     own = {name for name, value in vars(syscalls).items() if getattr(value, "__module__", "") == syscalls.__name__}

@@ -26,7 +26,7 @@ from headrace.sandboxes.kernel import cgroups
 from headrace.sandboxes.kernel.id_blocks import BLOCKS, FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
 from headrace.sandboxes.kernel.stdlib_process import stdlib_command
 from headrace.sandboxes.leftovers import run_label
-from headrace.sandboxes.local.launcher_process import OwnFolder
+from headrace.sandboxes.local.launcher_process import ProviderFolder
 from headrace.sandboxes.local.provider import LocalProvider
 
 if TYPE_CHECKING:
@@ -95,15 +95,15 @@ def test_the_folder_of_a_launcher_starting_in_another_container_is_not_removed(s
     code = """
 import sys
 from pathlib import Path
-from headrace.sandboxes.local.launcher_process import OwnFolder
-print(OwnFolder(Path(sys.argv[1])).path)
+from headrace.sandboxes.local.launcher_process import ProviderFolder
+print(ProviderFolder(Path(sys.argv[1])).path)
 """
-    mine = OwnFolder(shared / "sandboxes")
+    mine = ProviderFolder(shared / "sandboxes")
     left = Path(in_another_container(code, str(shared / "sandboxes")).strip())
     assert mine.path.is_dir()
     assert left.is_dir()
     mine.remove()
-    other = OwnFolder(shared / "sandboxes")
+    other = ProviderFolder(shared / "sandboxes")
     assert {path.name for path in (shared / "sandboxes").iterdir()} == {other.path.name}
     other.remove()
 
@@ -111,7 +111,7 @@ print(OwnFolder(Path(sys.argv[1])).path)
 def test_a_folder_that_only_resembles_ours_is_not_removed(shared: Path) -> None:
     (shared / "sandboxes" / "2024-backup").mkdir(parents=True, mode=0o700)
     (shared / "sandboxes").chmod(0o700)
-    OwnFolder(shared / "sandboxes").remove()
+    ProviderFolder(shared / "sandboxes").remove()
     assert (shared / "sandboxes" / "2024-backup").is_dir()
 
 

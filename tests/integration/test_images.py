@@ -213,7 +213,7 @@ async def test_the_host_root_is_refused_as_image(store: ImageStore) -> None:
 async def test_a_root_file_system_without_bash_is_refused(store: ImageStore, tmp_path: Path, kit: Any) -> None:
     entries = [kit.file("usr/bin/sh", b"x"), kit.link("bin", "usr/bin"), kit.link("usr/bin/bash", "/bin/nowhere")]
     (tmp_path / "image.tar").write_bytes(kit.tar(entries))
-    with pytest.raises(ImageRefused, match="without bash"):
+    with pytest.raises(ImageRefused, match="no bash"):
         await store.resolve(str(tmp_path / "image.tar"))
     assert layers_of(tmp_path) == set()
 
@@ -222,7 +222,7 @@ async def test_an_image_whose_bash_is_whited_out_is_refused(
     store: ImageStore, tmp_path: Path, base: bytes, kit: Any
 ) -> None:
     layout = kit.Layout().image([base, kit.tar([kit.file("usr/bin/.wh.bash")])])
-    with pytest.raises(ImageRefused, match="without bash"):
+    with pytest.raises(ImageRefused, match="no bash"):
         await store.resolve(str(layout.write(tmp_path / "layout")))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.sandboxes.errors import FolderRefused
-from headrace.sandboxes.local.launcher_process import OwnFolder, locked_folder, runtime_folder
+from headrace.sandboxes.local.launcher_process import ProviderFolder, locked_folder, runtime_folder
 from headrace.sandboxes.private_folders import make_missing, make_private, temporary_folder, user_folder
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def in_another_process(umask: int, statement: str) -> None:
     code = f"""
 import asyncio, os
 from pathlib import Path
-from headrace.sandboxes.local.launcher_process import OwnFolder, locked_folder, runtime_folder
+from headrace.sandboxes.local.launcher_process import ProviderFolder, locked_folder, runtime_folder
 os.umask({umask})
 async def stays(name):
     async with locked_folder(runtime_folder(None) / name):
@@ -57,7 +57,10 @@ async def stays(name):
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o077, 0o277])
 @pytest.mark.parametrize(
     "order",
-    [("asyncio.run(stays('run'))", "OwnFolder(runtime_folder(None))"), ("OwnFolder(runtime_folder(None))",) * 2],
+    [
+        ("asyncio.run(stays('run'))", "ProviderFolder(runtime_folder(None))"),
+        ("ProviderFolder(runtime_folder(None))",) * 2,
+    ],
 )
 def test_folders_are_private_for_any_umask_and_order_of_commands(
     umask: int, order: tuple[str, str], machine: Path
@@ -72,7 +75,7 @@ def test_folders_are_private_for_any_umask_and_order_of_commands(
 async def test_a_chosen_folder_of_a_launcher_that_stays_gets_private_parents(machine: Path) -> None:
     async with locked_folder(machine / "new" / "stays"):
         assert mode(machine / "new") == mode(machine / "new" / "stays") == 0o700
-    assert OwnFolder(machine / "new").path.parent == machine / "new"
+    assert ProviderFolder(machine / "new").path.parent == machine / "new"
 
 
 @pytest.mark.parametrize("wrong", [0o755, 0o775, 0o777, 0o500, 0o000])
@@ -80,7 +83,7 @@ def test_a_folder_of_an_older_version_is_repaired(wrong: int, machine: Path) -> 
     folder = machine / f"headrace-sandboxes-{os.geteuid()}"
     (folder / "dead").mkdir(parents=True)
     folder.chmod(wrong)
-    assert OwnFolder(runtime_folder(None)).path.parent == folder
+    assert ProviderFolder(runtime_folder(None)).path.parent == folder
     assert mode(folder) == 0o700
 
 
@@ -91,7 +94,7 @@ def test_a_folder_that_another_user_took_is_left_alone(wrong: int, machine: Path
     taken.mkdir()
     taken.chmod(wrong)
     os.chown(taken, OTHER_USER, OTHER_USER)
-    folder = OwnFolder(runtime_folder(None)).path.parent
+    folder = ProviderFolder(runtime_folder(None)).path.parent
     assert folder == machine / "headrace-sandboxes-0-2"
     assert list(taken.iterdir()) == []
     assert mode(taken) == wrong
