@@ -20,14 +20,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from headrace.sandboxes.errors import ImageRefused
-from headrace.sandboxes.images.streams import BUFFER_BYTES
-from headrace.sandboxes.images.tar_entries import DAMAGE, members, split_name
+from headrace.sandboxes.images.streams import ARCHIVE_ERRORS, BUFFER_BYTES, members, split_name
 from headrace.sandboxes.kernel import syscalls
 
 if TYPE_CHECKING:
     import tarfile
 
-    from headrace.sandboxes.images.tar_entries import TarInput
+    from headrace.sandboxes.images.streams import TarInput
 
 MAX_ENTRIES: Final = 1_000_000
 _WHITEOUT: Final = ".wh."
@@ -74,7 +73,7 @@ def unpack(stream: TarInput, folder: str, limits: UnpackLimits, *, whiteouts: bo
         finally:
             writer.close()
         return UnpackedLayer(writer.bytes, writer.entries)
-    except DAMAGE as error:
+    except ARCHIVE_ERRORS as error:
         raise ImageRefused(f"damaged archive: {error or type(error).__name__}") from error
     finally:
         os.close(root)

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
 from headrace.sandboxes.errors import ImageRefused, ImageUnknown
 from headrace.sandboxes.images.merged_tree import oci_architecture
-from headrace.sandboxes.images.streams import FileRange
-from headrace.sandboxes.images.tar_entries import members, split_name
+from headrace.sandboxes.images.streams import FileRange, members, split_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

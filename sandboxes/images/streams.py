@@ -1,9 +1,11 @@
-"""Streams of hostile archives that are decompressed, counted and hashed while they are read.
+"""Streams of hostile archives that are decompressed, counted and hashed while they are read, and their tar entries.
 
 Invariants:
 - A stream is read forward only and holds one buffer; a decompression bomb is ImageRefused once it exceeds its limit.
 - Damage of any compression format is ImageRefused; an error of the disk stays an OSError.
 - `finish` reads the source to its end, so that both digests cover every byte.
+- No tar entry is retained. An archive that breaks off without its end mark (two blocks of zeros, POSIX pax) is damaged,
+  not short.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ import gzip
 import hashlib
 import io
 import lzma
+import tarfile
 import zlib
-from typing import TYPE_CHECKING, BinaryIO, Final, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, BinaryIO, Final, NamedTuple, Protocol, cast
 
 import zstandard
 
 from headrace.sandboxes.errors import ImageRefused
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 BUFFER_BYTES: Final = 1 << 20
@@ -35,7 +39,9 @@ _MAGIC: Final = {
     # A skippable frame, with which zstd:chunked and seekable files begin.
     b"\x50\x2a\x4d\x18": "zstd",
 }
-_DAMAGE: Final = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zstandard.ZstdError)
+ARCHIVE_ERRORS: Final = (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError)
+"""Exceptions from reading or using an entry of a damaged archive."""
+_COMPRESSION_ERRORS: Final = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zstandard.ZstdError)
 
 
 class _Readable(Protocol):
@@ -113,7 +119,7 @@ class TarStream:
             while missing > 0 and (part := self._plain.read(missing)):
                 parts.append(part)
                 missing -= len(part)
-        except _DAMAGE as error:
+        except _COMPRESSION_ERRORS as error:
             raise ImageRefused(f"damaged archive: {error}") from error
         self.last = b"".join(parts)
         self._position += len(self.last)
@@ -172,3 +178,36 @@ def copy_plain(part: FileRange, target: Path, max_bytes: int) -> None:
         stream = TarStream(source, part, max_bytes)
         while data := stream.read(BUFFER_BYTES):
             copy.write(data)
+
+
+class TarInput(Protocol):
+    """File interface that `tarfile` needs; `last` is the piece that was read last."""
+
+    last: bytes
+
+    def read(self, size: int, /) -> bytes: ...
+
+    def seek(self, position: int, /) -> int: ...
+
+    def tell(self) -> int: ...
+
+
+def members(stream: TarInput) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """Yield the entries of a tar without retaining them. Raises ImageRefused for an archive without its end mark."""
+    try:
+        archive = tarfile.TarFile.open(fileobj=cast("IO[bytes]", stream), mode="r:", errorlevel=2)
+        while (member := archive.next()) is not None:
+            yield archive, member
+            archive.members = []  # type: ignore[attr-defined]
+    except ARCHIVE_ERRORS as error:
+        raise ImageRefused(f"damaged archive: {error or type(error).__name__}") from error
+    if not stream.last or stream.last.strip(b"\0"):
+        raise ImageRefused("damaged archive: the end mark is missing, or an entry has no valid header")
+
+
+def split_name(name: str) -> tuple[str, ...]:
+    """Return the parts of a name in an archive, none for its root. Raises ImageRefused for `..` and absolute names."""
+    parts = tuple(part for part in name.split("/") if part not in ("", "."))
+    if name.startswith("/") or ".." in parts or "\0" in name:
+        raise ImageRefused(f"unsafe archive: the name {name[:200]!r} is absolute or contains '..'")
+    return parts
