@@ -102,11 +102,11 @@ class _Hierarchy:
         except FileExistsError:
             pass
         except OSError as error:
-            raise self._named(error, self._name) from error
+            raise self._named(error, "") from error
         if self.version == 2 and (wanted := self.controllers & _NAMES_V2.keys()):
-            self.write(f"{self._name}/cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(wanted)))
+            self.write("cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(wanted)))
         for file, value in self._totals:
-            self.write(f"{self._name}/{file}", value)
+            self.write(file, value)
 
     def limit_all(self, totals: tuple[tuple[str, str], ...]) -> None:
         """Set control files of the launcher's group, which contains those of all sandboxes."""
@@ -130,7 +130,7 @@ class _Hierarchy:
         os.mkdir(f"{self._name}/{group}/{_COMMANDS}", 0o755, dir_fd=self._parent)
         if self.version == 2:
             os.mkdir(f"{self._name}/{group}/{_FIRST}", 0o755, dir_fd=self._parent)
-            self.write(f"{self._name}/{group}/cgroup.subtree_control", "+memory")
+            self.write(f"{group}/cgroup.subtree_control", "+memory")
 
     def remove(self, group: str) -> None:
         for below in (f"/{_COMMANDS}", f"/{_FIRST}"):
@@ -138,12 +138,10 @@ class _Hierarchy:
                 os.rmdir(f"{self._name}/{group}{below}", dir_fd=self._parent)
         os.rmdir(f"{self._name}/{group}", dir_fd=self._parent)
 
-    def path(self, group: str, file: str) -> str:
-        return f"{self._name}/{group}/{file}"
-
     def open(self, path: str) -> int:
+        """Open a control file by its path below the launcher's group."""
         try:
-            return os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._parent)
+            return os.open(f"{self._name}/{path}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=self._parent)
         except OSError as error:
             raise self._named(error, path) from error
 
@@ -157,12 +155,12 @@ class _Hierarchy:
             os.close(descriptor)
 
     def _named(self, error: OSError, path: str) -> OSError:
-        """Return the error with the full path: a failed write names none, and our paths are relative to a
-        descriptor."""
-        return OSError(error.errno, os.strerror(error.errno or 0), f"{self._folder}/{path}")
+        # A failed write names no path, and ours are relative to a descriptor.
+        whole = f"{self._folder}/{self._name}/{path}".rstrip("/")
+        return OSError(error.errno, os.strerror(error.errno or 0), whole)
 
     def read(self, path: str) -> str:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._parent)
+        descriptor = os.open(f"{self._name}/{path}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._parent)
         try:
             return os.read(descriptor, 1 << 14).decode()
         finally:
@@ -310,22 +308,21 @@ class Cgroups:
         hierarchy = self._by_controller.get(controller)
         if hierarchy is not None:
             which = hierarchy.version - 1
-            hierarchy.write(hierarchy.path(group, files[which]), values[which])
+            hierarchy.write(f"{group}/{files[which]}", values[which])
 
     def join(self, group: str) -> None:
         """Move the calling process, the sandbox's first, into its groups."""
         for hierarchy in self._hierarchies:
             apart = hierarchy.version == 2 and hierarchy is self._by_controller.get("memory")
-            hierarchy.write(hierarchy.path(f"{group}/{_FIRST}" if apart else group, "cgroup.procs"), "0")
+            hierarchy.write(f"{group}/{_FIRST}/cgroup.procs" if apart else f"{group}/cgroup.procs", "0")
 
     def open_commands(self, group: str) -> int:
-        """Return a descriptor, or -1 without a memory limit: a process that writes `0` to it is limited as a
-        command."""
+        """Return a descriptor to which processes write `0` to be limited as commands; -1 without a memory limit."""
         hierarchy = self._by_controller.get("memory")
         if hierarchy is None:
             return -1
         # In version 1 moving only the calling thread is faster (kernel/cgroup/cgroup.c, cgroup_procs_write_start).
-        return hierarchy.open(hierarchy.path(f"{group}/{_COMMANDS}", ("tasks", "cgroup.procs")[hierarchy.version - 1]))
+        return hierarchy.open(f"{group}/{_COMMANDS}/{('tasks', 'cgroup.procs')[hierarchy.version - 1]}")
 
     def set_frozen(self, group: str, *, frozen: bool) -> None:
         """Stop or continue all processes of a group. Raises OSError, also when there is no freezer."""
@@ -333,10 +330,10 @@ class Cgroups:
         if hierarchy is None:
             raise OSError(errno.EOPNOTSUPP, f"no freezer: {self.missing['freezer']}")
         if hierarchy.version == 2:
-            hierarchy.write(hierarchy.path(group, "cgroup.freeze"), "1" if frozen else "0")
+            hierarchy.write(f"{group}/cgroup.freeze", "1" if frozen else "0")
             return
         wanted = "FROZEN" if frozen else "THAWED"
-        path = hierarchy.path(group, "freezer.state")
+        path = f"{group}/freezer.state"
         for _ in range(_FREEZE_LOOKS):
             # Each write includes the processes that were forked meanwhile (freezer-subsystem.rst).
             hierarchy.write(path, wanted)
@@ -351,15 +348,24 @@ class Cgroups:
     def usage(self, group: str) -> dict[str, float]:
         """Return cpu_s, memory_bytes, processes and oom_kills, without those that have no controller."""
         found: dict[str, float] = {}
-        for controller, read in (("memory", _memory), ("pids", _processes), ("cpuacct", _cpu_v1), ("cpu", _cpu_v2)):
-            hierarchy = self._by_controller.get(controller)
-            if hierarchy is not None:
-                found.update(read(hierarchy, group))
+        memory, pids, cpu, cpuacct = map(self._by_controller.get, ("memory", "pids", "cpu", "cpuacct"))
+        if memory is not None:
+            used = ("memory.usage_in_bytes", "memory.current")[memory.version - 1]
+            events = ("memory.oom_control", "memory.events")[memory.version - 1]
+            rows = dict(line.split() for line in memory.read(f"{group}/{_COMMANDS}/{events}").splitlines())
+            found["oom_kills"] = int(rows.get("oom_kill", 0))
+            found["memory_bytes"] = int(memory.read(f"{group}/{used}"))
+        if pids is not None:
+            found["processes"] = int(pids.read(f"{group}/pids.current"))
+        if cpu is not None and cpu.version == 2:
+            rows = dict(line.split() for line in cpu.read(f"{group}/cpu.stat").splitlines())
+            found["cpu_s"] = int(rows["usage_usec"]) / 1e6
+        elif cpuacct is not None and cpuacct.version == 1:
+            found["cpu_s"] = int(cpuacct.read(f"{group}/cpuacct.usage")) / 1e9
         return found
 
     def remove(self, group: str) -> None:
-        """Remove the groups of a sandbox whose processes are dead; a group that is still busy is removed with the
-        launcher's."""
+        """Remove the groups of a dead sandbox; one that is still busy is removed with the launcher's."""
         for hierarchy in self._hierarchies:
             with suppress(OSError):
                 hierarchy.remove(group)
@@ -367,32 +373,3 @@ class Cgroups:
     def close(self) -> None:
         for hierarchy in self._hierarchies:
             hierarchy.close()
-
-
-def _memory(hierarchy: _Hierarchy, group: str) -> dict[str, float]:
-    if hierarchy.version == 1:
-        used, events = "memory.usage_in_bytes", "memory.oom_control"
-    else:
-        used, events = "memory.current", "memory.events"
-    rows = dict(line.split() for line in hierarchy.read(hierarchy.path(f"{group}/{_COMMANDS}", events)).splitlines())
-    return {
-        "memory_bytes": int(hierarchy.read(hierarchy.path(group, used))),
-        "oom_kills": int(rows.get("oom_kill", 0)),
-    }
-
-
-def _processes(hierarchy: _Hierarchy, group: str) -> dict[str, float]:
-    return {"processes": int(hierarchy.read(hierarchy.path(group, "pids.current")))}
-
-
-def _cpu_v1(hierarchy: _Hierarchy, group: str) -> dict[str, float]:
-    if hierarchy.version == 2:
-        return {}
-    return {"cpu_s": int(hierarchy.read(hierarchy.path(group, "cpuacct.usage"))) / 1e9}
-
-
-def _cpu_v2(hierarchy: _Hierarchy, group: str) -> dict[str, float]:
-    if hierarchy.version == 1:
-        return {}
-    rows = dict(line.split() for line in hierarchy.read(hierarchy.path(group, "cpu.stat")).splitlines())
-    return {"cpu_s": int(rows["usage_usec"]) / 1e6}
