@@ -77,8 +77,7 @@ class HostFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """Settings of a new sandbox. None for a limit means the provider's default. A sandbox whose lease of `ttl_s` is not
-    renewed is killed."""
+    """Settings of a new sandbox. A limit of None is the provider's default; `ttl_s` is the length of the lease."""
 
     image: str = "host"
     cpu: float | None = None
@@ -208,8 +207,7 @@ class Process(Protocol):
         ...
 
     async def signal(self, number: int) -> None:
-        """Send a signal to the command itself; SIGKILL kills its whole tree. Does nothing once the command has
-        ended."""
+        """Send a signal to the command; SIGKILL kills its whole tree. Does nothing once the command has ended."""
         ...
 
     async def resize(self, size: TerminalSize) -> None:
@@ -265,8 +263,7 @@ class Sandbox(Protocol):
         ...
 
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
-        """Return the content of a regular file inside. Raises SandboxFileError (missing, not regular, larger than
-        `max_bytes`)."""
+        """Return the content of a regular file. Raises SandboxFileError (missing, not regular, above `max_bytes`)."""
         ...
 
     async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
@@ -283,8 +280,7 @@ class Sandbox(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop every process: they use no processor time, and commands wait. The lease still runs. Idempotent. Raises
-        Unsupported."""
+        """Stop every process; commands wait, but the lease still runs. Idempotent. Raises Unsupported."""
         ...
 
     async def resume(self) -> None:
@@ -292,7 +288,7 @@ class Sandbox(Protocol):
         ...
 
     async def snapshot(self) -> ImageRef:
-        """Turn the current file layer into an image and end the sandbox; clones share the layer without a copy. Raises
+        """Turn the file layer into an image, which clones share without a copy, and end the sandbox. Raises
         Unsupported."""
         ...
 
@@ -350,8 +346,7 @@ class SandboxProvider(Protocol):
     async def list(self) -> list[SandboxInfo]: ...
 
     async def destroy(self, sandbox: SandboxId) -> None:
-        """Kill a sandbox by its id alone, with the provider's own credentials, as when nobody has its ref.
-        Idempotent."""
+        """Kill a sandbox by its id alone, with the provider's own credentials. Idempotent."""
         ...
 
     async def aclose(self) -> None: ...

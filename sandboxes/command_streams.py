@@ -61,8 +61,7 @@ class CommandStreams:
             self._end_of(stream)
 
     async def _readable(self) -> list[Stream]:
-        """Wait for streams with data. Returns none once all have ended, or when the grace period after the command's
-        end is over."""
+        """Wait for streams with data. Returns none once all have ended, or after the grace period."""
         if not self._open:
             return []
         loop = asyncio.get_running_loop()

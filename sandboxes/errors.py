@@ -35,8 +35,7 @@ from typing import ClassVar
 
 
 class SandboxError(Exception):
-    """Root of the tree. `message` is one line that names the setting to change; `host` is the host of the failure, if
-    it is known."""
+    """Root of the tree. `message` is one line that names the setting to change; `host` is empty or the failed host."""
 
     transient: ClassVar[bool] = False
 

@@ -70,8 +70,7 @@ def user_folder(purpose: str, mode: int = PRIVATE) -> Path:
 
 
 def _repair_own(folder: Path, mode: int) -> bool:
-    """Narrow the mode of a folder with a name of ours; return False if it, or anything in it, belongs to another
-    user."""
+    """Narrow the mode of a folder with a name of ours; False if it, or an entry in it, belongs to another user."""
     try:
         with _open_folder(folder, follow=False) as descriptor:
             status = os.fstat(descriptor)
@@ -90,8 +89,7 @@ def _repair_own(folder: Path, mode: int) -> bool:
 
 
 def make_private(folder: Path, mode: int = PRIVATE) -> None:
-    """Make a folder with its missing parents, or check that the existing one is this user's with that mode. Raises
-    FolderRefused."""
+    """Make a private folder with its parents, or check that the existing one is private. Raises FolderRefused."""
     try:
         make_missing(folder, mode)
         with _open_folder(folder) as descriptor:

@@ -46,8 +46,7 @@ class StoreFolder:
                 remove(left)
 
     def tree(self, digest: str) -> Path:
-        """Return the folder of a layer, named by the hex digest of its plain tar; it exists only once the layer is
-        published."""
+        """Return the folder of a layer, named by the hex digest of its plain tar; it exists once it is published."""
         return self.home / "layers" / digest / "tree"
 
     @contextmanager
@@ -103,8 +102,7 @@ class StoreFolder:
         self._write("records", f"{key}.json", json.dumps(record))
 
     def lease(self, owner: Owner, digests: Sequence[str]) -> bool:
-        """Protect layers until `release`, or until the process of `owner` is dead. Returns False when one was already
-        evicted."""
+        """Protect layers until `release`, or until `owner`'s process is dead. Returns False if one was evicted."""
         with self.lock("eviction"):
             if not all(self.tree(digest).is_dir() for digest in digests):
                 return False
@@ -129,8 +127,7 @@ class StoreFolder:
         return sum(size for _, size, _ in self._layers())
 
     def evict(self, max_bytes: int, keep: Sequence[str] = ()) -> None:
-        """Remove the least recently used layers until at most `max_bytes` remain, except those that are leased or in
-        `keep`."""
+        """Remove the least recently used layers above `max_bytes`, except those that are leased or in `keep`."""
         with self.lock("eviction"):
             retained = self.leased() | set(keep)
             layers = sorted(self._layers())

@@ -171,8 +171,7 @@ class LayerWriter:
             raise
 
     def _make_folder(self, parent: int, name: str) -> int:
-        """Make the folder `name` unless it exists, and open it. A folder that replaces a whiteout hides lower
-        layers."""
+        """Open the folder `name`, made unless it exists. One that replaces a whiteout hides lower layers."""
         existing = _status(parent, name)
         hides = existing is not None and stat.S_ISCHR(existing.st_mode)
         if existing is None or hides:

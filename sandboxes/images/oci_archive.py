@@ -70,8 +70,7 @@ class Blobs(NamedTuple):
     find: Callable[[str], FileRange | None]
 
     def document(self, name: str, digest: str | None = None) -> Any:
-        """Return a JSON file. Raises ImageRefused if it is missing, too large, not valid JSON or does not match its
-        digest."""
+        """Return a JSON file. Raises ImageRefused if it is missing, too large, invalid or does not match its digest."""
         part = self.find(name)
         if part is None:
             raise ImageRefused(f"damaged image: {name} is missing")
@@ -99,8 +98,7 @@ def layout_blobs(folder: Path) -> Blobs:
 
 
 def may_hold_images(stream: TarStream) -> bool:
-    """Return True if the first entry of a tar could belong to an archive of images, so that `archive_blobs` should read
-    it."""
+    """Return True if a tar could be an archive of images by its first entry, so that `archive_blobs` should read it."""
     for _, member in members(stream):
         name = "/".join(split_name(member.name))
         if name:

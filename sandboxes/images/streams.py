@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES: Final = 1 << 20
 _MAX_READ_BYTES: Final = 16 << 20
-"""File contents are read in smaller pieces: a longer read is for a header (pax, long name), which would fill the
-memory."""
+"""Contents are read in smaller pieces: a longer read is for a header (pax, long name) and would fill the memory."""
 _MAX_WINDOW_BYTES: Final = 1 << 27
 _MAX_LZMA_BYTES: Final = 1 << 28
 _MAGIC: Final = {
@@ -148,8 +147,7 @@ def compression_of(start: bytes) -> str | None:
 
 
 class _XzReader:
-    """Replacement of lzma.LZMAFile, which takes no memory limit, although the archive itself names the dictionary's
-    size."""
+    """Replacement of lzma.LZMAFile, which takes no memory limit although the archive chooses the dictionary's size."""
 
     def __init__(self, file: io.BufferedReader[RangeReader]) -> None:
         self._file = file

@@ -1,2 +1,1 @@
-"""Linux kernel interfaces of the launcher: namespaces, control groups, mounts, ids, system calls; standard library
-only."""
+"""Linux kernel interfaces of the launcher: namespaces, control groups, mounts, ids; standard library only."""

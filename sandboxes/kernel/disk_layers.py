@@ -36,8 +36,7 @@ def template_name(size_bytes: int) -> str:
 
 
 def mount_disk_layer(folder: int, size_bytes: int, target: str, owner_id: int, scratch: str) -> None:
-    """Mount a new layer at `target` in this mount namespace. `scratch` is a folder in which devices may be made. Raises
-    OSError."""
+    """Mount a new layer at `target` in this mount namespace; devices are made in `scratch`. Raises OSError."""
     file = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
         template = os.open(template_name(size_bytes), os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)

@@ -16,8 +16,7 @@ import os
 from typing import Final, NamedTuple
 
 RESERVED_PROCESSES: Final = 33
-"""Processes that a sandbox's group allows beyond its commands: its first process, and those for files and new
-commands."""
+"""Processes in a sandbox's group beyond its commands: the first one, and those for files and new commands."""
 MOST_LIVE: Final = 64
 MOST_PROCESSES: Final = 512
 MOST_OPEN_FILES: Final = 4096
@@ -80,16 +79,14 @@ def lowest_above(folder: str, name: str) -> int | None:
 
 
 def allowed_to_sandboxes(host: HostLimits, memory_around: int | None, processes_around: int | None) -> HostLimits:
-    """Return the totals for all sandboxes. The two arguments `*_around` are limits of groups around the launcher, or
-    None."""
+    """Return the totals for all sandboxes; `*_around` are limits of groups around the launcher, or None."""
     memory_bytes = min(host.memory_bytes, memory_around or host.memory_bytes)
     processes = min(host.processes, processes_around or host.processes)
     return HostLimits(memory_bytes * 7 // 8, processes * 3 // 4, host.open_files * 3 // 4)
 
 
 def default_live(allowed: HostLimits) -> int:
-    """Return the default number of concurrent sandboxes, which is lower on a host too small for that many minimal
-    shares."""
+    """Return the default number of concurrent sandboxes, lower on a host too small for that many minimal shares."""
     processes = _LEAST_PROCESSES + RESERVED_PROCESSES
     fit = min(allowed.processes // processes, allowed.open_files // (processes * _LEAST_OPEN_FILES))
     return max(1, min(MOST_LIVE, fit))

@@ -54,8 +54,7 @@ def read_processes() -> dict[int, ProcessEntry]:
 
 
 def tree_of(root: int, entries: Mapping[int, ProcessEntry], *, strays: bool) -> set[int]:
-    """Return `root` and its living descendants; with `strays` also init's children that are not older, and their
-    descendants."""
+    """Return `root` and its living descendants; with `strays` also init's younger children and their descendants."""
     roots = {root} & entries.keys()
     if strays and root in entries:
         born = entries[root].started

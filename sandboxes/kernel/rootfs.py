@@ -246,8 +246,7 @@ def make_layer(sandbox_id: str) -> str:
 
 
 def mount_memory_layer(sandbox_id: str, base_id: int, size_bytes: int) -> None:
-    """Mount a tmpfs owned by the sandbox's root as its layer, with one inode for every 4 KiB, which is the kernel's
-    default."""
+    """Mount a tmpfs owned by the sandbox's root as its layer, with the kernel's default of one inode for 4 KiB."""
     path = f"{LAYERS}/{sandbox_id}"
     options = f"mode=755,size={size_bytes},nr_inodes={max(size_bytes // 4096, 1024)},uid={base_id},gid={base_id}"
     syscalls.mount("tmpfs", path, "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, options)
@@ -387,8 +386,7 @@ def _write_file(path: str, content: bytes) -> None:
 
 
 def _complete_tree(root: str) -> None:
-    """Add the folders and files that a foreign image may lack. Its own files and links are not changed, and no link is
-    followed."""
+    """Add folders and files that a foreign image may lack, without following links or changing its own files."""
     for name, mode in _NEEDED_FOLDERS:
         path = f"{root}/{name}"
         if os.path.islink(path) or (os.path.lexists(path) and not os.path.isdir(path)):
@@ -472,8 +470,7 @@ def limit_shared_memory(most_bytes: int) -> None:
 
 
 def raise_loopback() -> None:
-    """Bring `lo` up in this network namespace and let every user bind low ports there (`SIOCSIFFLAGS`,
-    netdevice(7))."""
+    """Bring up `lo` in this network namespace and let every user bind low ports (`SIOCSIFFLAGS`, netdevice(7))."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as control:
         fcntl.ioctl(control, 0x8914, struct.pack("16sH14x", b"lo", 0x1 | 0x40))
     with open("/proc/sys/net/ipv4/ip_unprivileged_port_start", "w", encoding="utf-8") as setting:

@@ -47,8 +47,7 @@ _ARCHITECTURES: Final = {
 
 
 def filter_program(machine: str) -> bytes | None:
-    """Return classic BPF instructions (`struct sock_filter`) for `os.uname().machine`, or None for an unknown
-    machine."""
+    """Return classic BPF instructions (`struct sock_filter`) for a machine name of uname, None for an unknown one."""
     architecture = _ARCHITECTURES.get(machine)
     if architecture is None:
         return None

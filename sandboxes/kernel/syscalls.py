@@ -97,8 +97,7 @@ def detach(target: str) -> None:
 
 
 def set_mount_flags(target: str, flags: int) -> None:
-    """Add MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC to a mount and all mounts below it (their MOUNT_ATTR values are
-    equal)."""
+    """Add MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC to a mount and those below it (MOUNT_ATTR values are equal)."""
     attributes = _MountAttributes(attr_set=flags)
     result = _libc.syscall(
         _SYS_MOUNT_SETATTR, -100, target.encode(), _AT_RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes)
@@ -107,7 +106,7 @@ def set_mount_flags(target: str, flags: int) -> None:
 
 
 def copy_mount(path: str) -> int:
-    """Return a descriptor of a detached copy of the mount at `path`, which may be passed to another mount namespace
+    """Return a descriptor of a detached copy of a mount, which may be passed to another mount namespace
     (open_tree(2))."""
     result = _libc.syscall(_SYS_OPEN_TREE, -100, path.encode(), _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC)
     return _checked(result, f"open_tree {path}")

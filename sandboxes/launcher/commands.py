@@ -278,8 +278,7 @@ def write_files(message: dict[str, Any], limits: Limits) -> NoReturn:
 
 
 def is_small_write(message: dict[str, Any], source: int) -> bool:
-    """Return True if the contents are completely there, small and few, and written as root, so that no user must be
-    changed."""
+    """Return True for a write as root whose contents are complete and small, so that no user must be changed."""
     files, status = message.get("files"), os.fstat(source)
     is_few = isinstance(files, list) and len(files) <= _FEW_FILES and status.st_size <= _SMALL_BYTES
     return is_few and message.get("user") == "root" and stat.S_ISREG(status.st_mode)

@@ -103,8 +103,7 @@ class Connections:
             self._handle(channel, self._owners.get(channel), message, descriptors)
 
     def read_to_end(self, channel: Channel) -> None:
-        """Handle the messages that a dead process sent before its death, then drop its channel; no other process has it
-        open."""
+        """Handle the messages that a dead process sent before its death, then drop its channel."""
         while channel in self._owners:
             self._read(channel)
 

@@ -84,8 +84,7 @@ class ForkServer:
         return self._groups.missing
 
     def handle_signals(self) -> None:
-        """Reap children and end in order on SIGTERM from now on; call this before reporting that the launcher
-        serves."""
+        """Reap children and end in order on SIGTERM from now on; must precede the report that the launcher serves."""
         wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
         def on_wake() -> None:

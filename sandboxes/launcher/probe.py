@@ -74,7 +74,7 @@ def _id_range() -> None:
 
 
 def _private_root(then: Callable[[], None] = lambda: None) -> None:
-    """Build the launcher's own root (tmpfs, read-only recursive bind by mount_setattr, devices, pivot_root) and call
+    """Build the launcher's own root (tmpfs, read-only binds by mount_setattr, devices, pivot_root), then call
     `then`."""
     folder = tempfile.mkdtemp(prefix="headrace-probe-")
 

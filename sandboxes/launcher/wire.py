@@ -53,8 +53,8 @@ class Channel:
         return bool(self._backlog)
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Queue one message and send as much as the socket takes. Raises ChannelClosed, ValueError for a message that
-        is too large."""
+        """Queue a message and send as much as the socket takes. Raises ChannelClosed, ValueError (message too
+        large)."""
         if descriptors:
             message = {**message, "fds": len(descriptors)}
         body = json.dumps(message, separators=(",", ":")).encode()

@@ -90,8 +90,7 @@ class LauncherClient:
             self._waiting.pop(exchange.request_id, None)
 
     def begin(self, message: Message, descriptors: Sequence[int] = ()) -> Exchange:
-        """Send a message without waiting; owns `descriptors`. Raises LauncherGone, SpecRefused for a message that is
-        too large."""
+        """Send a message without waiting; owns `descriptors`. Raises LauncherGone, SpecRefused (message too large)."""
         if self.closed:
             close_all(descriptors)
             raise LauncherGone(f"the connection to the launcher at {self.endpoint} is closed")

@@ -97,8 +97,7 @@ class LocalImages:
             return await self._drop(name)
 
     async def provide_again(self, reference: str, name: str) -> str:
-        """Provide an image whose `name` the launcher does not have any more. Another provider has dropped it, or the
-        launcher is a new one."""
+        """Provide an image that the launcher has no longer: another provider dropped it, or the launcher is new."""
         self._folders.clear()
         lease = self._leases.pop(name, None)
         if lease is not None:

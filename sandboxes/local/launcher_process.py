@@ -44,8 +44,7 @@ _OWN_FILES: Final = frozenset((_LOCK, _NOTE, "launcher.new", "socket"))
 
 
 class LauncherProcess:
-    """Running launcher, made by `start` or `adopt`. `missing` names the control group controllers that this machine
-    lacks, with the reason."""
+    """Running launcher, made by `start` or `adopt`. `missing` maps unavailable controllers to the reason."""
 
     def __init__(
         self,
@@ -116,9 +115,8 @@ class LauncherProcess:
 
     @classmethod
     async def adopt(cls, folder: Path) -> Self | None:
-        """Return the launcher that serves in `folder`, or None if there is none that can be adopted. One that runs in
-        another container cannot be adopted, because its process cannot be watched from here. One that does not answer
-        is killed."""
+        """Return the launcher that serves in `folder`, or None. One in another container cannot be adopted, because its
+        process cannot be watched from here. One that does not answer is killed."""
         try:
             note = json.loads(await asyncio.to_thread((folder / _NOTE).read_bytes))
             client = await LauncherClient.connect(str(folder / "socket"))
@@ -210,8 +208,7 @@ def _is_launcher(pid: int) -> bool:
 
 
 def runtime_folder(chosen: Path | None) -> Path:
-    """Return the folder in which the folders of this user's launchers are made; it is created unless it was chosen.
-    Raises FolderRefused."""
+    """Return the folder for the folders of launchers, by default a new one of this user. Raises FolderRefused."""
     return chosen or user_folder("sandboxes")
 
 
@@ -266,8 +263,7 @@ def _make_private(folder: Path) -> None:
 
 @asynccontextmanager
 async def locked_folder(folder: Path) -> AsyncIterator[None]:
-    """Make the folder of a launcher that stays, and lock it against other providers that start a launcher or remove
-    it."""
+    """Make and lock the folder of a launcher that stays, so that no other provider starts one there or removes it."""
     await asyncio.to_thread(_sweep, folder.parent)
     descriptor = await asyncio.to_thread(_lock, folder)
     try:
@@ -289,8 +285,7 @@ def _lock(folder: Path) -> int:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove folders of ended launchers that stayed, unless a provider is starting one there. A folder with any other
-    file is not removed."""
+    """Remove folders of ended launchers that stayed, unless one is being started there or they have other files."""
     for lock in parent.glob(f"*/{_LOCK}"):
         with suppress(OSError), lock.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

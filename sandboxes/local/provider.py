@@ -90,8 +90,7 @@ class LocalSandboxConfig(BaseModel):
     boot_timeout_s: float = Field(default=20.0, gt=0)
     """A sandbox that is not ready after this time is killed: BootTimeout."""
     answer_timeout_s: float = Field(default=20.0, gt=0)
-    """A launcher that sends no answer for this time (in addition to the boot timeout for a boot) is killed and
-    replaced."""
+    """A launcher that sends no answer for this time (for a boot: after the boot timeout) is killed and replaced."""
     image_folder: Path | None = None
     """Folder for unpacked images, on ext4, xfs, btrfs or tmpfs; by default below the user's cache folder."""
     image_bytes: int = Field(default=64 << 30, ge=1 << 20)
@@ -121,8 +120,7 @@ class LocalSandboxConfig(BaseModel):
 
 
 class LocalProvider:
-    """Provider that starts a launcher and requests sandboxes from it. An async context manager; `aclose` ends every
-    sandbox."""
+    """Provider of sandboxes of its own launcher. An async context manager; `aclose` ends every sandbox."""
 
     features = frozenset(Feature)
 
@@ -280,20 +278,17 @@ class LocalProvider:
         return {name: (row[0], row[1]) for name, row in (await self._admin({"op": "usage"}))["commands"].items()}
 
     async def images(self) -> tuple[ImageRef, ...]:
-        """Return the images that the launcher holds ready besides `host`: digests, and the snapshots that `snapshot`
-        returned."""
+        """Return the images that the launcher holds ready besides `host`: digests, and names of snapshots."""
         return tuple(ImageRef(name) for name in (await self._admin({"op": "images"}))["images"])
 
     async def drop_image(self, image: ImageRef) -> bool:
-        """Forget a snapshot, or an image that the launcher holds ready. Returns False while sandboxes use it.
-        Idempotent."""
+        """Forget a snapshot or an image that the launcher holds. Returns False while sandboxes use it. Idempotent."""
         await self._running_launcher()
         assert self._images is not None
         return await self._images.drop(image)
 
     async def _ask(self, message: Message, descriptors: Sequence[int]) -> Message:
-        """Send a request about the images of this launcher, which is not restarted: a new one would have none of
-        them."""
+        """Send a request about images to this launcher without restarting it: a new one would have none of them."""
         assert self._launcher is not None
         return await self._request(self._launcher, message, descriptors)
 

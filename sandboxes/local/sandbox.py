@@ -116,8 +116,7 @@ class LocalSandbox:
     async def _run_once(
         self, message: Message, exec_id: str, stdin: bytes | None, timeout_s: float, max_output_bytes: int
     ) -> _Done:
-        """Run a command and store the result in the launcher for later callers with the same id, or return a stored
-        result."""
+        """Run a command and store its result in the launcher for its `exec_id`, or return the stored result."""
         keep = {"op": "keep", "exec_id": exec_id, "run": secrets.token_hex(8)}
         once = {**message, "exec_id": exec_id, "run": keep["run"]}
         try:
@@ -232,8 +231,7 @@ class LocalSandbox:
                 yield
 
     async def snapshot(self) -> ImageRef:
-        """See `Sandbox.snapshot`. The image is stored in memory, as long as its launcher lives or until
-        `drop_image`."""
+        """See `Sandbox.snapshot`. The image is in memory, as long as its launcher lives or until `drop_image`."""
         return ImageRef((await self._request({"op": "snapshot"}))["image"])
 
     async def pause(self) -> None:
@@ -243,8 +241,7 @@ class LocalSandbox:
         await self._request({"op": "resume"})
 
     async def usage(self) -> SandboxUsage:
-        """Return the current usage. Raises Unsupported without the control groups that count memory, processor time or
-        processes."""
+        """Return the current usage. Raises Unsupported if control groups for memory, cpu or processes are missing."""
         state = await self._request({"op": "state"})
         if state["state"] not in ("running", "paused"):
             raise SandboxGone(f"sandbox {self.id} is {state['state']}")
