@@ -1,4 +1,6 @@
-"""Blocks of this host's user ids, which launchers claim so that the kernel's counts by user id hold for one sandbox.
+"""Blocks of this host's user ids, claimed by launchers, and ranges of them, one for each sandbox.
+
+The kernel counts some resources by user id: separate ids let it count them for one sandbox.
 
 Invariants: a block belongs to the process that holds the lock of its file; the kernel releases it when that process
 dies.
@@ -8,7 +10,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FIRST_ID: Final = 100_000
 IDS_PER_SANDBOX: Final = 65536
@@ -41,3 +46,47 @@ class IdBlocks:
             self._tried = tried + 1
             return FIRST_ID + number * RANGES_PER_BLOCK * IDS_PER_SANDBOX
         raise IndexError("no block of user ids is free")
+
+
+class OneId:
+    """Stand-in for `IdRanges` without root, where all sandboxes share the only id."""
+
+    def take(self) -> int:
+        return 0
+
+    def share(self, base: int) -> int:
+        return base
+
+    def release(self, base: int) -> None:
+        """Do nothing: the id is never used up."""
+
+
+class IdRanges:
+    """Allocator of ranges of `size` host ids; a range may have several holders. `claim()` returns the first id of
+    another block of `block` ranges, or raises IndexError. A claimed block is retained."""
+
+    def __init__(self, size: int, block: int, claim: Callable[[], int]) -> None:
+        self._size = size
+        self._block = block
+        self._claim = claim
+        self._free: list[int] = []
+        self._holders: dict[int, int] = {}
+
+    def take(self) -> int:
+        """Return the first id of a free range. Raises IndexError when none is left."""
+        if not self._free:
+            first = self._claim()
+            self._free = [first + self._size * index for index in reversed(range(self._block))]
+        base = self._free.pop()
+        self._holders[base] = 1
+        return base
+
+    def share(self, base: int) -> int:
+        self._holders[base] += 1
+        return base
+
+    def release(self, base: int) -> None:
+        self._holders[base] -= 1
+        if self._holders[base] == 0:
+            del self._holders[base]
+            self._free.append(base)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from headrace.sandboxes.kernel import rootfs, syscalls
 from headrace.sandboxes.kernel.cgroups import GroupLimits
 from headrace.sandboxes.kernel.host_limits import default_live, memory_info, share
-from headrace.sandboxes.kernel.id_blocks import FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks
+from headrace.sandboxes.kernel.id_blocks import FIRST_ID, IDS_PER_SANDBOX, RANGES_PER_BLOCK, IdBlocks, IdRanges, OneId
 from headrace.sandboxes.kernel.id_maps import IdMaps
 from headrace.sandboxes.kernel.seccomp import filter_program
 from headrace.sandboxes.kernel.syscalls import reason_of
@@ -27,7 +27,6 @@ from headrace.sandboxes.launcher import requests
 from headrace.sandboxes.launcher.commands import Limits
 from headrace.sandboxes.launcher.image_table import ImageTable
 from headrace.sandboxes.launcher.init import RESERVED_PROCESSES, Plan, run_init
-from headrace.sandboxes.launcher.leases import IdRanges, OneId
 from headrace.sandboxes.launcher.settings import RequestRefused
 from headrace.sandboxes.launcher.wire import Channel
 

@@ -17,8 +17,7 @@ from headrace.sandboxes.launcher.settings import RequestRefused
 
 if TYPE_CHECKING:
     from headrace.sandboxes.launcher.connections import Connections
-    from headrace.sandboxes.launcher.executions import Execution
-    from headrace.sandboxes.launcher.sandbox_record import SandboxRecord
+    from headrace.sandboxes.launcher.sandbox_record import Execution, SandboxRecord
     from headrace.sandboxes.launcher.wire import Channel, Message
 
 _MAX_NAMES: Final = 64

@@ -115,17 +115,13 @@ def become(user: str, limits: Limits) -> Account:
     return account
 
 
-def _limit(kind: int, value: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (allowed, allowed))
-
-
 def _apply_limits(limits: Limits) -> None:
     # After the change of user: a limit that is already reached must not make the kernel refuse the execve.
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_NOFILE, limits.open_files)
-    _limit(resource.RLIMIT_NPROC, limits.processes)
+    files, processes = (resource.RLIMIT_NOFILE, limits.open_files), (resource.RLIMIT_NPROC, limits.processes)
+    for kind, value in ((resource.RLIMIT_CORE, 0), files, processes):
+        _, hard = resource.getrlimit(kind)
+        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (allowed, allowed))
 
 
 def fail(message: str, status: int) -> NoReturn:

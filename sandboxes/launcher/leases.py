@@ -1,4 +1,4 @@
-"""Deadlines and id ranges of the launcher.
+"""Heap of lease deadlines.
 
 Invariants: no clock, no I/O. A renewed lease leaves its old entry in the heap, which is skipped when it comes up.
 """
@@ -6,10 +6,6 @@ Invariants: no clock, no I/O. A renewed lease leaves its old entry in the heap, 
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Deadlines:
@@ -43,47 +39,3 @@ class Deadlines:
             del self._current[key]
             due.append(key)
         return due
-
-
-class OneId:
-    """Stand-in for `IdRanges` without root, where all sandboxes share the only id."""
-
-    def take(self) -> int:
-        return 0
-
-    def share(self, base: int) -> int:
-        return base
-
-    def release(self, base: int) -> None:
-        """Do nothing: the id is never used up."""
-
-
-class IdRanges:
-    """Allocator of ranges of `size` host ids; a range may have several holders. `claim()` returns the first id of
-    another block of `block` ranges, or raises IndexError. A claimed block is retained."""
-
-    def __init__(self, size: int, block: int, claim: Callable[[], int]) -> None:
-        self._size = size
-        self._block = block
-        self._claim = claim
-        self._free: list[int] = []
-        self._holders: dict[int, int] = {}
-
-    def take(self) -> int:
-        """Return the first id of a free range. Raises IndexError when none is left."""
-        if not self._free:
-            first = self._claim()
-            self._free = [first + self._size * index for index in reversed(range(self._block))]
-        base = self._free.pop()
-        self._holders[base] = 1
-        return base
-
-    def share(self, base: int) -> int:
-        self._holders[base] += 1
-        return base
-
-    def release(self, base: int) -> None:
-        self._holders[base] -= 1
-        if self._holders[base] == 0:
-            del self._holders[base]
-            self._free.append(base)
