@@ -17,7 +17,7 @@ import errno
 import os
 import stat
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from headrace.sandboxes.errors import ImageRefused
 from headrace.sandboxes.images.streams import ARCHIVE_ERRORS, BUFFER_BYTES, members, split_name
@@ -55,10 +55,6 @@ class UnpackedLayer(NamedTuple):
 
     bytes: int
     entries: int
-
-
-class _Content(Protocol):
-    def read(self, size: int, /) -> bytes: ...
 
 
 def unpack(stream: TarInput, folder: str, limits: UnpackLimits, *, whiteouts: bool) -> UnpackedLayer:
@@ -106,18 +102,17 @@ class LayerWriter:
             )
         parts = split_name(member.name)
         try:
-            self._add(archive, member, parts)
+            if parts:
+                self._write(self._parent(parts[:-1]), parts, archive, member)
+            elif member.isdir():
+                self._describe_folder(self._root, parts, member)
         except OSError as error:
             if error.errno in _ENTRY_ERRORS:
                 raise ImageRefused(f"damaged archive: {member.name[:200]!r}: {error.strerror}") from error
             raise
 
-    def _add(self, archive: tarfile.TarFile, member: tarfile.TarInfo, parts: tuple[str, ...]) -> None:
-        if not parts:
-            if member.isdir():
-                self._describe_folder(self._root, parts, member)
-            return
-        parent, name = self._parent(parts[:-1]), parts[-1]
+    def _write(self, parent: int, parts: tuple[str, ...], archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        name = parts[-1]
         if self._whiteouts and name.startswith(_WHITEOUT):
             self._add_whiteout(parent, name)
         elif member.isdir():
@@ -130,9 +125,20 @@ class LayerWriter:
             finally:
                 os.close(descriptor)
         elif member.isreg():
+            self._make_room(parent, name)
             content = archive.extractfile(member)
             assert content is not None
-            self._add_file(parent, name, member, content)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(name, flags, 0o600, dir_fd=parent)
+            try:
+                while data := content.read(BUFFER_BYTES):
+                    view = memoryview(data)
+                    while view:
+                        view = view[os.write(descriptor, view) :]
+                _describe(descriptor, member)
+                os.utime(descriptor, ns=(_time_ns(member), _time_ns(member)))
+            finally:
+                os.close(descriptor)
         elif member.issym():
             self._make_room(parent, name)
             os.symlink(member.linkname, name, dir_fd=parent)
@@ -203,20 +209,6 @@ class LayerWriter:
         if stat.S_ISDIR(existing.st_mode):
             raise ImageRefused(f"damaged archive: {name[:200]!r} is both a folder and another kind of file")
         os.unlink(name, dir_fd=parent)
-
-    def _add_file(self, parent: int, name: str, member: tarfile.TarInfo, content: _Content) -> None:
-        self._make_room(parent, name)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(name, flags, 0o600, dir_fd=parent)
-        try:
-            while data := content.read(BUFFER_BYTES):
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(descriptor, view) :]
-            _describe(descriptor, member)
-            os.utime(descriptor, ns=(_time_ns(member), _time_ns(member)))
-        finally:
-            os.close(descriptor)
 
     def _add_hard_link(self, parent: int, name: str, member: tarfile.TarInfo) -> None:
         target = split_name(member.linkname)

@@ -181,7 +181,18 @@ def find_image(blobs: Blobs, tag: str | None) -> ImagePlan:
 
 
 def _from_index(blobs: Blobs, tag: str | None) -> ImagePlan:
-    entry = _choose(blobs.document("index.json")["manifests"], tag)
+    entries = blobs.document("index.json")["manifests"]
+    if tag is None:
+        is_single = len({entry["digest"] for entry in entries}) == 1
+        names = sorted({name for entry in entries for name in _names(entry)})
+        if not is_single and (names or not entries):
+            raise ImageUnknown(f"the archive holds {len(entries)} images: write `path:tag` with one of {names[:20]}")
+    else:
+        entries = [entry for entry in entries if _is_named(_names(entry), tag)]
+        is_single = len(entries) == 1
+        if not entries:
+            raise ImageUnknown(f"no image {tag!r} in the archive")
+    entry = entries[0] if is_single else _choose_platform(entries)
     for _ in range(_MAX_INDEX_DEPTH):
         manifest = blobs.document(_blob_name(entry["digest"]), entry["digest"])
         if "manifests" not in manifest:
@@ -191,20 +202,6 @@ def _from_index(blobs: Blobs, tag: str | None) -> ImagePlan:
             return _plan(blobs, digest, config, rows)
         entry = _choose_platform(manifest["manifests"])
     raise ImageRefused(f"damaged image: indexes are nested deeper than {_MAX_INDEX_DEPTH}")
-
-
-def _choose(entries: Sequence[Mapping[str, Any]], tag: str | None) -> Mapping[str, Any]:
-    if tag is None:
-        if len({entry["digest"] for entry in entries}) == 1:
-            return entries[0]
-        names = sorted({name for entry in entries for name in _names(entry)})
-        if names or not entries:
-            raise ImageUnknown(f"the archive holds {len(entries)} images: write `path:tag` with one of {names[:20]}")
-        return _choose_platform(entries)
-    named = [entry for entry in entries if _is_named(_names(entry), tag)]
-    if not named:
-        raise ImageUnknown(f"no image {tag!r} in the archive")
-    return named[0] if len(named) == 1 else _choose_platform(named)
 
 
 def _names(entry: Mapping[str, Any]) -> list[str]:

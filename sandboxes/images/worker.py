@@ -29,7 +29,7 @@ from headrace.sandboxes.images.streams import FileRange, TarStream, compression_
 from headrace.sandboxes.kernel import syscalls
 
 if TYPE_CHECKING:
-    from headrace.sandboxes.images.oci_archive import ImagePlan, LayerSource
+    from headrace.sandboxes.images.oci_archive import ImagePlan
 
 _MEMORY_BYTES: Final = 4 << 30
 _HEADER_BYTES: Final = 8192
@@ -129,23 +129,20 @@ class Worker:
         for layer in plan.layers:
             with self._store.lock(layer.content_digest):
                 if not self._store.tree(layer.content_digest).is_dir():
-                    self._unpack(layer)
+                    with self._store.new_layer() as folder, Path(layer.part.path).open("rb") as file:
+                        algorithm, _, blob_hex = (layer.blob_digest or "sha256:").partition(":")
+                        stream = TarStream(file, layer.part, self._stream_bytes(self._left_bytes), algorithm)
+                        done = unpack(stream, str(folder / "tree"), UnpackLimits(self._left_bytes), whiteouts=True)
+                        blob, content = stream.finish()
+                        if content != layer.content_digest or (blob_hex and blob != blob_hex):
+                            raise ImageRefused(f"damaged image: layer {layer.content_digest} does not match its digest")
+                        self._left_bytes -= done.bytes
+                        self._store.publish(folder, layer.content_digest, done.bytes)
             digests.insert(0, layer.content_digest)
             self._store.lease(self._owner, digests)
         check_usable([self._store.tree(digest) for digest in digests])
         record = _record(digests, digest=plan.digest)
         return {**record, "environment": plan.environment, "folder": plan.folder, "user": plan.user}
-
-    def _unpack(self, layer: LayerSource) -> None:
-        with self._store.new_layer() as folder, Path(layer.part.path).open("rb") as file:
-            algorithm, _, blob_hex = (layer.blob_digest or "sha256:").partition(":")
-            stream = TarStream(file, layer.part, self._stream_bytes(self._left_bytes), algorithm)
-            done = unpack(stream, str(folder / "tree"), UnpackLimits(self._left_bytes), whiteouts=True)
-            blob, content = stream.finish()
-            if content != layer.content_digest or (blob_hex and blob != blob_hex):
-                raise ImageRefused(f"damaged image: layer {layer.content_digest} does not match its digest")
-            self._left_bytes -= done.bytes
-            self._store.publish(folder, layer.content_digest, done.bytes)
 
     @staticmethod
     def _stream_bytes(content_bytes: int) -> int:

@@ -112,7 +112,21 @@ def _build(plan: Plan, channel: Channel) -> None:
         channel.send({"event": "layer"}, (syscalls.copy_mount(path),))
     rootfs.build_sandbox_root(plan.root, plan.host)
     close_all(plan.root.all_id_maps)
-    _enter_user_namespace(plan)
+    if plan.root.single_id:
+        # Only this process may write the map of its own namespace.
+        syscalls.enter_own_user_namespace()
+        syscalls.forbid_inspection()
+    else:
+        # The process limit of its creator, unless that is root, bounds a user namespace as a whole
+        # (set_userns_rlimit_max in kernel/ucount.c). Otherwise an agent that changes its user would have the limit of
+        # one user for each of 65,536.
+        syscalls.keep_capabilities_as(plan.root.base_id)
+        _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+        total = plan.limits.processes + RESERVED_PROCESSES
+        limit = total if hard == resource.RLIM_INFINITY else min(total, hard)
+        resource.setrlimit(resource.RLIMIT_NPROC, (limit, hard))
+        syscalls.unshare(syscalls.CLONE_NEWUSER)
+        resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
     channel.send({"event": "unmapped"})
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
@@ -136,23 +150,6 @@ def _build(plan: Plan, channel: Channel) -> None:
     if plan.call_filter is not None:
         syscalls.filter_calls(plan.call_filter)
     syscalls.die_with_parent(signal.SIGKILL)
-
-
-def _enter_user_namespace(plan: Plan) -> None:
-    """Enter a user namespace that limits the processes of the whole sandbox. Unless its creator is root, the creator's
-    process limit bounds the namespace as a whole (set_userns_rlimit_max in kernel/ucount.c). Otherwise an agent that
-    changes its user would have the limit of one user for each of 65,536."""
-    if plan.root.single_id:
-        # Only this process may write the map of its own namespace.
-        syscalls.enter_own_user_namespace()
-        syscalls.forbid_inspection()
-        return
-    syscalls.keep_capabilities_as(plan.root.base_id)
-    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    total = plan.limits.processes + RESERVED_PROCESSES
-    resource.setrlimit(resource.RLIMIT_NPROC, (total if hard == resource.RLIM_INFINITY else min(total, hard), hard))
-    syscalls.unshare(syscalls.CLONE_NEWUSER)
-    resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
 
 
 class _Init:

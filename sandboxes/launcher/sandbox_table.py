@@ -204,7 +204,7 @@ class SandboxTable:
             self._end(sandbox, keep_layer=False)
 
     def _end(self, sandbox: SandboxRecord, *, keep_layer: bool) -> None:
-        """Begin the end of a sandbox; `_on_exit` completes it when the first process is reaped."""
+        """Begin the end of a sandbox; `reap` completes it."""
         sandbox.keep_layer = keep_layer
         if sandbox.state == "frozen":
             self._remove(sandbox)
@@ -233,30 +233,28 @@ class SandboxTable:
                 return
             if pid == 0:
                 return
-            sandbox_id = self._by_pid.pop(pid, None)
-            if sandbox_id is not None:
-                self._on_exit(self._sandboxes[sandbox_id])
-
-    def _on_exit(self, sandbox: SandboxRecord) -> None:
-        # The first process is dead, and with it every process of the sandbox.
-        with suppress(OSError):
-            self._booter.groups.remove(sandbox.id)
-        if sandbox.control is not None:
-            self._connections.read_to_end(sandbox.control)
-        name, text = sandbox.failure
-        self._answer(sandbox.boot_waiters, {"error": name, "message": text})
-        gone = {"error": "SandboxGone", "message": f"sandbox {sandbox.id} died while the command was running"}
-        self._answer([*sandbox.pending.values(), *sandbox.executions.end()], gone)
-        sandbox.pending.clear()
-        if not sandbox.keep_layer or sandbox.state != "ending":
-            self._remove(sandbox)
-            return
-        sandbox.state = "frozen"
-        if sandbox.becomes_image:
-            self._turn_into_image(sandbox)
-        else:
-            self._answer(sandbox.kill_waiters, {})
-            self._answer(sandbox.freeze_waiters, {})
+            if pid not in self._by_pid:
+                continue
+            # The first process is dead, and with it every process of the sandbox.
+            sandbox = self._sandboxes[self._by_pid.pop(pid)]
+            with suppress(OSError):
+                self._booter.groups.remove(sandbox.id)
+            if sandbox.control is not None:
+                self._connections.read_to_end(sandbox.control)
+            name, text = sandbox.failure
+            self._answer(sandbox.boot_waiters, {"error": name, "message": text})
+            gone = {"error": "SandboxGone", "message": f"sandbox {sandbox.id} died while the command was running"}
+            self._answer([*sandbox.pending.values(), *sandbox.executions.end()], gone)
+            sandbox.pending.clear()
+            if not sandbox.keep_layer or sandbox.state != "ending":
+                self._remove(sandbox)
+                continue
+            sandbox.state = "frozen"
+            if sandbox.becomes_image:
+                self._turn_into_image(sandbox)
+            else:
+                self._answer(sandbox.kill_waiters, {})
+                self._answer(sandbox.freeze_waiters, {})
 
     def _remove(self, sandbox: SandboxRecord) -> None:
         self._booter.drop_layer(sandbox.id, sandbox.base_id)

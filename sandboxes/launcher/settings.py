@@ -1,4 +1,4 @@
-"""Settings that the owner sends to the launcher, and the error by which the launcher refuses a request."""
+"""Settings of the launcher, sent by its owner, and the error by which the launcher refuses a request."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class LocalSandboxConfig(BaseModel):
     max_live: int | None = Field(default=None, ge=1, le=16_000)
     """Maximum of sandboxes that boot or run; above it create raises CapacityExceeded. Each gets this fraction of the
     host's processes and descriptors if `pids` and `open_files` are not set. None: 64, or fewer on a small host; in a
-    run `sandbox.pool.max_live` and a quarter more, for those that are ending."""
+    run 1.25 times `sandbox.pool.max_live`, to leave room for sandboxes that are ending."""
     layer_bytes: int = Field(default=256 << 20, ge=1 << 20)
     """Size of a sandbox's file layer if its spec has no `disk_bytes`; writes beyond it fail with ENOSPC."""
     layers_in: Path | None = None
