@@ -98,7 +98,7 @@ def probe() -> tuple[Guarantee, ...]:
 
 
 def require_namespaces() -> None:
-    """Raises NamespacesUnavailable with every required guarantee that is missing."""
+    """Check that no required guarantee is missing. Raises NamespacesUnavailable with all that are."""
     missing = [guarantee for guarantee in probe() if guarantee.required and not guarantee.present]
     if missing:
         raise NamespacesUnavailable("; ".join(f"{guarantee.name}: {guarantee.detail}" for guarantee in missing))

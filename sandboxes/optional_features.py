@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def refuse_folders(spec: SandboxSpec, provider: str) -> None:
-    """Raises Unsupported if the spec has folders, for a provider without Feature.FOLDERS."""
+    """Refuse a spec with folders for a provider without Feature.FOLDERS. Raises Unsupported."""
     if spec.folders:
         targets = ", ".join(folder.target for folder in spec.folders)
         raise Unsupported(

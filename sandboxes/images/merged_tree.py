@@ -74,7 +74,7 @@ def _step(folders: list[Path], name: str) -> tuple[Path | None, list[Path]]:
 
 
 def check_usable(layers: Sequence[Path]) -> None:
-    """Raises ImageRefused unless the image has a bash for this machine where commands look for it."""
+    """Check that the image has a bash for this machine where commands look for it. Raises ImageRefused."""
     for path in _SHELLS:
         bash = find(layers, path)
         if bash is not None and bash.is_file() and bash.stat().st_mode & 0o111:

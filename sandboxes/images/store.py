@@ -138,7 +138,7 @@ class ImageStore:
         def forget(done: asyncio.Task[dict[str, Any]]) -> None:
             del self._unpacking[located.key]
             if not done.cancelled():
-                # Retrieve the error: perhaps no caller waits any more, and a later one starts a new task.
+                # Mark the error as retrieved, in case no caller waits any more.
                 done.exception()
 
         task = self._unpacking.get(located.key)

@@ -39,7 +39,7 @@ class Share(NamedTuple):
 
     processes: int
     open_files: int
-    """Limit of one process."""
+    """Limit of each process."""
 
     def of_all(self, sandboxes: int) -> tuple[int, int]:
         """Return the maximum of processes, and of descriptors, that this many sandboxes can hold."""

@@ -30,7 +30,7 @@ class ProcessEntry(NamedTuple):
     parent: int
     state: str
     started: int
-    """In clock ticks since boot."""
+    """Start time in clock ticks since boot."""
 
 
 def parse_stat(text: str) -> ProcessEntry:

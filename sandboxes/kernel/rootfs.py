@@ -120,7 +120,7 @@ class Image(NamedTuple):
     layers: tuple[Layer, ...]
     """Topmost first; empty for the plain host."""
     shows_host: bool
-    """True: /usr and the like are the host's."""
+    """True if /usr and the like are the host's."""
     environment: dict[str, str]
     folder: str
     """Default working folder of commands, if it exists."""
@@ -156,7 +156,7 @@ class Root(NamedTuple):
     sandbox_id: str
     base_id: int
     single_id: bool
-    """True: the sandbox has no other id than that of its root."""
+    """True if the sandbox has no other id than that of its root."""
     image: Image
     id_maps: tuple[int, ...]
     folders: tuple[Folder, ...]

@@ -68,7 +68,7 @@ class Limits(NamedTuple):
     layer_bytes: int
     shared_memory_bytes: int
     single_id: bool
-    """True: commands of every user run with the only id there is."""
+    """True if commands of every user run with the only id that exists."""
 
 
 class FileProblem(Exception):

@@ -21,7 +21,7 @@ FOLDER: Final = "folder:"
 _LONGEST_LEASE_S: Final = 1e9
 _MOST: Final = 1 << 62
 _MAX_LABEL_BYTES: Final = 8192
-"""For key and labels together: the list of all sandboxes must fit in one message."""
+"""Limit of key and labels together, because the list of all sandboxes must fit in one message."""
 _PORTS: Final = 1 << 16
 
 

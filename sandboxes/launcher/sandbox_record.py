@@ -112,7 +112,7 @@ class SandboxRecord:
         self.boot_waiters: list[Waiter] = []
         self.kill_waiters: list[Waiter] = []
         self.freeze_waiters: list[Waiter] = []
-        """They want the layer: an end of the sandbox without one is an error for them."""
+        """Clients that need the layer: if the sandbox ends without it, they get an error."""
         self.executions = Executions()
         self.pending: dict[int, Waiter] = {}
         """Clients that wait for a command, by the tag of the command."""
@@ -122,6 +122,6 @@ class SandboxRecord:
         return "paused" if self.state == "running" and self.paused_at is not None else self.state
 
     def check_running(self) -> None:
-        """Raises RequestRefused unless the sandbox is running."""
+        """Check that the sandbox is running. Raises RequestRefused."""
         if self.state != "running":
             raise RequestRefused("SandboxGone", f"sandbox {self.id} is {self.state}")

@@ -9,9 +9,9 @@ class Settings(NamedTuple):
     """Settings of the launcher, sent by its owner as one line of JSON on standard input."""
 
     owner_pid: int
-    """0 for none."""
+    """0 means that there is no owner."""
     tied: bool
-    """True: the launcher ends when its standard input ends."""
+    """True if the launcher ends when its standard input ends."""
     idle_exit_s: float
     socket_path: str
     ids_folder: str
@@ -19,7 +19,7 @@ class Settings(NamedTuple):
     max_sandboxes: int
     """Frozen sandboxes count too."""
     max_live: int | None
-    """None for 64, or fewer where the host is small."""
+    """None: 64, or fewer on a small host."""
     layer_bytes: int
     layers_in: str
     """Folder of the host's disk for file layers; empty: they are stored in memory."""

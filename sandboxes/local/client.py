@@ -38,7 +38,7 @@ class Exchange:
         for future in (self.started, self.answer):
             if not future.done():
                 future.set_exception(error)
-                # Mark the error as retrieved, in case that no caller waits any more.
+                # Mark the error as retrieved, in case no caller waits any more.
                 future.exception()
 
 

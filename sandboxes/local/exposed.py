@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS: Final = 64
 _SHUTDOWN_S: Final = 0.1
-"""For each of two steps; aiohttp takes 0 for no limit."""
+"""Timeout of each of two shutdown steps; aiohttp takes 0 for no limit."""
 _ACCEPT_AGAIN_S: Final = 0.1
 _CHUNK_BYTES: Final = 1 << 16
 # Headers about a single connection (RFC 9110, 7.6.1), and Host, which names the service.

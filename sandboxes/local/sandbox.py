@@ -211,7 +211,7 @@ class LocalSandbox:
                     answering.cancel()
                     await asyncio.wait((answering,))
                 elif not answering.cancelled():
-                    # Mark the error as retrieved, in case that another error is raised instead.
+                    # Mark the error as retrieved, in case another error is raised instead.
                     answering.exception()
             stdout = await out.finish(OUTPUT_GRACE_S)
             stderr = await err.finish(OUTPUT_GRACE_S if not out.held else 0)
