@@ -9,9 +9,12 @@ Invariants every provider keeps:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, NewType, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, NewType, NoReturn, Protocol, runtime_checkable
+
+from headrace.sandboxes.errors import Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -90,6 +93,13 @@ class SandboxSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
     mounts: tuple[FrozenMount, ...] = ()
     folders: tuple[HostFolder, ...] = ()
+
+
+def refuse_folders(spec: SandboxSpec, provider: str) -> None:
+    """Raises Unsupported for a spec with folders; for providers without Feature.FOLDERS."""
+    if spec.folders:
+        targets = ", ".join(folder.target for folder in spec.folders)
+        raise Unsupported(f"folders ({targets}): the {provider} provider shows none of its host; put them in the image")
 
 
 AVOID_LABEL: Final = "headrace-avoid"
@@ -180,6 +190,39 @@ class SandboxUsage:
     """Processes killed because `memory_limit_bytes` was reached."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command with its user, its additional environment and its working folder."""
+
+    command: str | Sequence[str]
+    """A text for `bash -c`, or a program and its arguments."""
+    user: str = "root"
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    """The image's working folder when None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecCommand(Command):
+    """The arguments of `Sandbox.exec`, as providers get them."""
+
+    command: str
+    stdin: bytes | None = None
+    timeout_s: float
+    max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES
+    """For each of the two output streams."""
+    exec_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpawnCommand(Command):
+    """The arguments of `Sandbox.spawn`, as providers get them."""
+
+    stdin: bool = False
+    terminal: TerminalSize | None = None
+    timeout_s: float | None = None
+
+
 class Process(Protocol):
     """A command that was started and is not waited for. It ends with its sandbox, at its timeout, or by itself;
     whoever forgets it leaves it running with nobody reading: it waits once its pipe is full."""
@@ -215,10 +258,12 @@ class Process(Protocol):
         ...
 
 
-class Sandbox(Protocol):
-    """A running sandbox. Every method raises SandboxGone once it is dead."""
+class Sandbox(ABC):
+    """A running sandbox. Every method raises SandboxGone once it is dead, and optional methods raise Unsupported unless
+    a provider overrides them."""
 
     @property
+    @abstractmethod
     def id(self) -> SandboxId: ...
 
     async def exec(
@@ -234,13 +279,28 @@ class Sandbox(Protocol):
         exec_id: str | None = None,
     ) -> ExecResult:
         """Run `bash -c command` in a fresh process, in the image's working folder (`/workspace` of `host`) unless `cwd`
-        says otherwise.
+        names another.
 
-        A signal n ends it with exit code 128 + n; an unknown user or folder with 126 and a line on stderr.
-        The same `exec_id` again, from whoever holds the ref, runs nothing: it waits for, or returns, the first result.
-        Raises ExecTimeout (the tree is dead), SandboxGone, ExecResultLost, Unsupported.
+        A command that is ended by signal n has the exit code 128 + n; an unknown user or folder gives 126 and a line on
+        stderr. A second call with the same `exec_id`, from any holder of the ref, runs nothing: it waits for the first
+        result, or returns it. Raises ExecTimeout (the process tree is dead), SandboxGone, ExecResultLost, Unsupported.
         """
-        ...
+        return await self.run_command(
+            ExecCommand(
+                command=command,
+                user=user,
+                env=dict(env or {}),
+                cwd=cwd,
+                stdin=stdin,
+                timeout_s=timeout_s,
+                max_output_bytes=max_output_bytes,
+                exec_id=exec_id,
+            )
+        )
+
+    @abstractmethod
+    async def run_command(self, command: ExecCommand) -> ExecResult:
+        """Run a command and wait for its end; the provider's part of `exec`."""
 
     async def spawn(
         self,
@@ -253,60 +313,79 @@ class Sandbox(Protocol):
         terminal: TerminalSize | None = None,
         timeout_s: float | None = None,
     ) -> Process:
-        """Start a command and return at once: a text as `bash -c` takes it, or a program and its arguments.
+        """Start a command and return at once: a text runs as with `bash -c`, a sequence is a program and its arguments.
 
         Without `stdin` its standard input is empty. With a terminal all three streams are that terminal's. Without
-        `timeout_s` it ends with its sandbox. Raises SandboxGone, Unsupported.
+        `timeout_s` it runs until its sandbox ends. Raises SandboxGone, Unsupported.
         """
-        ...
+        return await self.start_process(
+            SpawnCommand(
+                command=command if isinstance(command, str) else list(command),
+                user=user,
+                env=dict(env or {}),
+                cwd=cwd,
+                stdin=stdin,
+                terminal=terminal,
+                timeout_s=timeout_s,
+            )
+        )
 
+    async def start_process(self, command: SpawnCommand) -> Process:
+        """Start a command without waiting for it; the provider's part of `spawn`."""
+        self._refuse("spawn a command that is not waited for")
+
+    @abstractmethod
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
-        """Content of a regular file inside. Raises SandboxFileError (missing, not regular, larger than `max_bytes`)."""
-        ...
+        """Return the content of a regular file. Raises SandboxFileError (missing, not regular, larger than
+        `max_bytes`)."""
 
+    @abstractmethod
     async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
-        """Create or replace a file inside, making parent directories, from bytes or a file of the host, which is not
-        held in memory. Raises SandboxFileError."""
-        ...
+        """Create or replace a file and its parent directories, from bytes or from a file of the host, which is not
+        loaded into memory. Raises SandboxFileError."""
 
     async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
-        """`write` for several files in one round trip; on an error those before it are written."""
-        ...
+        """`write` for several files, in one round trip where the provider can; on an error those before it are
+        written."""
+        for path, data in files.items():
+            await self.write(path, data, user=user)
 
     async def freeze(self) -> None:
-        """Kill every process but keep the file layer, which FrozenMount can show to a clean sandbox. Idempotent."""
-        ...
+        """Kill every process but retain the file layer, which FrozenMount can show to a clean sandbox. Idempotent."""
+        self._refuse("freeze")
 
     async def pause(self) -> None:
-        """Stop every process where it is; they take no processor time, commands wait. Its lease goes on. Idempotent.
-        Raises Unsupported."""
-        ...
+        """Stop every process where it is: processes take no processor time and commands wait. The lease still runs.
+        Idempotent."""
+        self._refuse("pause")
 
     async def resume(self) -> None:
-        """Let a paused sandbox go on. Idempotent."""
-        ...
+        """Continue a paused sandbox. Idempotent."""
+        self._refuse("resume")
 
     async def snapshot(self) -> ImageRef:
-        """Make an image of the file layer as it is now and end the sandbox: clones share the layer without a copy.
-        Raises Unsupported."""
-        ...
+        """Make an image of the file layer as it is now and end the sandbox: clones share the layer without a copy."""
+        self._refuse("snapshot")
 
     def expose(self, port: int, target: HostPort, prefix: str) -> AbstractAsyncContextManager[None]:
-        """A service of the host on the sandbox's own 127.0.0.1:`port` while the context lasts: only HTTP requests for
-        URL paths below `prefix` pass, all others get 403. Raises Unsupported, SpecRefused (the port is taken)."""
-        ...
+        """Make a service of the host available at the sandbox's own 127.0.0.1:`port` while the context lasts. Only HTTP
+        requests for URL paths below `prefix` pass, all others get 403. Raises SpecRefused (the port is taken)."""
+        self._refuse(f"expose port {port} for {target.host}:{target.port}{prefix}")
 
     async def usage(self) -> SandboxUsage:
-        """Raises Unsupported."""
-        ...
+        """Return the current resource usage."""
+        self._refuse("usage")
 
+    @abstractmethod
     async def renew(self, ttl_s: float) -> None:
-        """Let the lease end `ttl_s` seconds from now. Raises SandboxGone; a frozen sandbox has a lease too."""
-        ...
+        """Make the lease end `ttl_s` seconds from now. Raises SandboxGone; a frozen sandbox has a lease too."""
 
+    @abstractmethod
     async def kill(self) -> None:
-        """End the whole tree and drop the layer. Idempotent."""
-        ...
+        """End the whole process tree and drop the file layer. Idempotent."""
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise Unsupported(f"{type(self).__name__} cannot {what}: use a provider that can (README, Sandboxes)")
 
 
 @runtime_checkable

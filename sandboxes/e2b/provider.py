@@ -29,6 +29,7 @@ from headrace.sandboxes.base import (
     SandboxId,
     SandboxInfo,
     SandboxRef,
+    refuse_folders,
 )
 from headrace.sandboxes.e2b.errors import Step, typed
 from headrace.sandboxes.e2b.sandbox import E2bSandbox
@@ -40,7 +41,6 @@ from headrace.sandboxes.errors import (
     SpecRefused,
     Unsupported,
 )
-from headrace.sandboxes.optional_features import refuse_folders
 
 if TYPE_CHECKING:
     import builtins

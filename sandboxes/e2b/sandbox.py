@@ -17,17 +17,16 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, SandboxId, Stream
+from headrace.sandboxes.base import ExecResult, Sandbox, SandboxId, Stream
 from headrace.sandboxes.e2b.errors import Step, typed
 from headrace.sandboxes.e2b.process import MARK, E2bProcess, sweep, wrap
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError, SandboxGone, SpecRefused, Unsupported
-from headrace.sandboxes.optional_features import PartialSandbox
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from headrace.sandboxes.base import Process, TerminalSize
+    from headrace.sandboxes.base import ExecCommand, Process, SpawnCommand
 
 _CONNECT_TIMEOUT_S: Final = 300
 _ANSWER_GRACE_S: Final = 30.0
@@ -52,7 +51,7 @@ def _cannot_run() -> Iterator[None]:
         raise _CannotRunError(f"cannot run the command: {error}") from error
 
 
-class E2bSandbox(PartialSandbox):
+class E2bSandbox(Sandbox):
     """A sandbox of the service, by its ref. Every method raises SandboxGone once it is dead."""
 
     def __init__(self, sandbox: Any) -> None:
@@ -62,40 +61,30 @@ class E2bSandbox(PartialSandbox):
     def id(self) -> SandboxId:
         return SandboxId(self._sandbox.sandbox_id)
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-        exec_id: str | None = None,
-    ) -> ExecResult:
+    async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`; a login shell runs first."""
-        if exec_id is not None:
+        if command.exec_id is not None:
             raise Unsupported("exec_id: an E2B sandbox remembers no results")
         started = time.monotonic()
         kept = {Stream.STDOUT: bytearray(), Stream.STDERR: bytearray()}
         truncated = False
         try:
-            process = await self._start(command, user, env, cwd, stdin, timeout_s)
+            process = await self._start(command)
         except _CannotRunError as error:
             return ExecResult(
                 exit_code=_EXIT_CANNOT_RUN, stdout=b"", stderr=str(error).encode(), truncated=False, duration_s=0.0
             )
         try:
-            async with asyncio.timeout(timeout_s + _ANSWER_GRACE_S):
+            async with asyncio.timeout(command.timeout_s + _ANSWER_GRACE_S):
                 async for piece in process.output():
-                    room = max_output_bytes - len(kept[piece.stream])
+                    room = command.max_output_bytes - len(kept[piece.stream])
                     kept[piece.stream] += piece.data[:room]
                     truncated = truncated or len(piece.data) > room
                 code = await process.wait()
         except TimeoutError as error:
             await asyncio.shield(process.signal(_SIGKILL))
-            raise ExecTimeout(f"no end of the command after timeout_s={timeout_s}: {command[:200]!r}") from error
+            text = f"no end of the command after timeout_s={command.timeout_s}: {command.command[:200]!r}"
+            raise ExecTimeout(text) from error
         except asyncio.CancelledError:
             await asyncio.shield(process.signal(_SIGKILL))
             raise
@@ -107,50 +96,32 @@ class E2bSandbox(PartialSandbox):
             duration_s=time.monotonic() - started,
         )
 
-    async def spawn(
-        self,
-        command: str | Sequence[str],
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bool = False,
-        terminal: TerminalSize | None = None,
-        timeout_s: float | None = None,
-    ) -> Process:
+    async def start_process(self, command: SpawnCommand) -> Process:
         """See `Sandbox.spawn`. Raises SpecRefused for an unknown user."""
-        if terminal is not None:
+        if command.terminal is not None:
             raise Unsupported("E2B's terminals run a login shell only, not a command")
-        text = command if isinstance(command, str) else f"exec {shlex.join(command)}"
         try:
-            return await self._start(text, user, env, cwd, stdin, timeout_s)
+            return await self._start(command)
         except _CannotRunError as error:
             raise SpecRefused(str(error)) from error
 
-    async def _start(
-        self,
-        command: str,
-        user: str,
-        env: Mapping[str, str] | None,
-        cwd: str | None,
-        stdin: bytes | bool | None,
-        timeout_s: float | None,
-    ) -> E2bProcess:
+    async def _start(self, command: ExecCommand | SpawnCommand) -> E2bProcess:
+        text = command.command if isinstance(command.command, str) else f"exec {shlex.join(command.command)}"
         mark = secrets.token_hex(16)
         path = None
-        if isinstance(stdin, bytes):
+        if isinstance(command.stdin, bytes):
             path = f"/tmp/.headrace-{mark}"
-            await self.write(path, stdin, user=user)
-        process = E2bProcess(self._sandbox, mark, stdin=stdin is True)
+            await self.write(path, command.stdin, user=command.user)
+        process = E2bProcess(self._sandbox, mark, stdin=command.stdin is True)
         try:
             with typed(Step.SANDBOX), _cannot_run():
                 handle = await self._sandbox.commands.run(
-                    wrap(command, cwd, path),
+                    wrap(text, command.cwd, path),
                     background=True,
-                    envs={**(env or {}), MARK: mark},
-                    user=user,
-                    stdin=stdin is True,
-                    timeout=timeout_s or 0,
+                    envs={**command.env, MARK: mark},
+                    user=command.user,
+                    stdin=command.stdin is True,
+                    timeout=command.timeout_s or 0,
                     on_stdout=process.take_stdout,
                     on_stderr=process.take_stderr,
                     **self._without_retained_output(),

@@ -15,6 +15,7 @@ from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from headrace.sandboxes.base import Command
     from headrace.sandboxes.launcher.commands import Account
 
 SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -205,19 +206,14 @@ def _process(identity: Identity, open_files: int) -> dict[str, Any]:
 
 
 def command_process(
-    account: Account,
-    bash: str,
-    command: str | Sequence[str],
-    *,
-    folder: str | None,
-    environment: Mapping[str, str],
-    open_files: int,
+    account: Account, bash: str, command: Command, environment: Mapping[str, str], open_files: int
 ) -> dict[str, Any]:
-    """The process file of a command: a text as `bash -c` takes it, or a program and its arguments."""
-    if isinstance(command, str):
-        words = [bash, "-c", f'{_ENTER}exec "$3" -c "$1"', "bash", command, folder or "", bash]
+    """Return the process file of a command, whose variables are added to the sandbox's `environment`."""
+    folder = command.cwd or ""
+    if isinstance(command.command, str):
+        words = [bash, "-c", f'{_ENTER}exec "$3" -c "$1"', "bash", command.command, folder, bash]
     else:
-        words = [bash, "-c", f'{_ENTER}shift 2; exec -- "$@"', "bash", "", folder or "", *command]
+        words = [bash, "-c", f'{_ENTER}shift 2; exec -- "$@"', "bash", "", folder, *command.command]
     known = {
         "PATH": SEARCH_PATH,
         "HOME": account.home,
@@ -225,6 +221,7 @@ def command_process(
         "LOGNAME": account.name,
         "LANG": "C.UTF-8",
         **environment,
+        **command.env,
     }
     identity = Identity(account.user_id, account.group_id, account.groups)
     return {

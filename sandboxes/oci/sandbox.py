@@ -19,7 +19,7 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, SandboxUsage, Stream
+from headrace.sandboxes.base import Command, ExecResult, Sandbox, SandboxUsage, Stream
 from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
 from headrace.sandboxes.errors import (
     ExecTimeout,
@@ -42,13 +42,12 @@ from headrace.sandboxes.oci.bundle import command_process
 from headrace.sandboxes.oci.keeper import FROZEN_MARK, LAYER, PID_FILE
 from headrace.sandboxes.oci.process import CommandEnd, OciProcess, RunningCommand
 from headrace.sandboxes.oci.runtime import OciRuntime, RuntimeKind
-from headrace.sandboxes.optional_features import PartialSandbox
 from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
-    from headrace.sandboxes.base import SandboxId, SandboxRef, TerminalSize
+    from headrace.sandboxes.base import ExecCommand, SandboxId, SandboxRef, SpawnCommand
     from headrace.sandboxes.launcher.commands import Account
 
 STATE_FILE: Final = "sandbox.json"
@@ -83,7 +82,7 @@ class SandboxState(NamedTuple):
     open_files: int
 
 
-class OciSandbox(PartialSandbox):
+class OciSandbox(Sandbox):
     """Every method raises SandboxGone once it is dead, SecretRefused for a wrong secret."""
 
     def __init__(self, ref: SandboxRef) -> None:
@@ -123,47 +122,29 @@ class OciSandbox(PartialSandbox):
             return None
         return pid if entry.parent == state.keeper_pid and entry.state not in "ZX" else None
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-        exec_id: str | None = None,
-    ) -> ExecResult:
+    async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`."""
-        if exec_id is not None:
+        if command.exec_id is not None:
             raise Unsupported("exec_id: the oci provider remembers no results")
-        source = open_null() if stdin is None else memory_file(stdin)
+        source = open_null() if command.stdin is None else memory_file(command.stdin)
         end, stdout, stderr, truncated = await self._run(
-            command, source, user=user, env=env, cwd=cwd, timeout_s=timeout_s, max_bytes=max_output_bytes
+            command, source, timeout_s=command.timeout_s, max_bytes=command.max_output_bytes
         )
         if end.timed_out:
-            raise ExecTimeout(f"command ran longer than timeout_s={timeout_s} and was killed: {command[:200]!r}")
+            text = f"command ran longer than timeout_s={command.timeout_s} and was killed: {command.command[:200]!r}"
+            raise ExecTimeout(text)
         assert end.exit_code is not None
         return ExecResult(
             exit_code=end.exit_code, stdout=stdout, stderr=stderr, truncated=truncated, duration_s=end.duration_s
         )
 
     async def _run(
-        self,
-        command: str | Sequence[str],
-        source: int,
-        *,
-        user: str,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        timeout_s: float,
-        max_bytes: int,
+        self, command: Command, source: int, *, timeout_s: float, max_bytes: int
     ) -> tuple[CommandEnd, bytes, bytes, bool]:
         """Owns the descriptor `source`."""
         try:
             state = self._running()
-            account = await self._account(state, user)
+            account = await self._account(state, command.user)
         except FileProblem as error:
             os.close(source)
             message = f"cannot run the command: {error}\n".encode()
@@ -171,14 +152,7 @@ class OciSandbox(PartialSandbox):
         except BaseException:
             os.close(source)
             raise
-        process = command_process(
-            account,
-            state.bash,
-            command,
-            folder=cwd,
-            environment={**state.environment, **(env or {})},
-            open_files=state.open_files,
-        )
+        process = command_process(account, state.bash, command, state.environment, state.open_files)
         async with OutputCapture(max_bytes) as out, OutputCapture(max_bytes) as err:
             with self._order(state, process, timeout_s) as order:
                 running = await RunningCommand.start(order, (source, out.write_end, err.write_end))
@@ -188,7 +162,7 @@ class OciSandbox(PartialSandbox):
         if not end.timed_out and _may_be_dead(state, end.exit_code):
             self._running()
         if end.exit_code is None and not end.timed_out:
-            raise SandboxError(f"the command's parent process died: {command[:200]!r}")
+            raise SandboxError(f"the command's parent process died: {command.command[:200]!r}")
         return end, stdout, stderr, out.truncated or err.truncated
 
     async def _wait(self, running: RunningCommand, timeout_s: float) -> CommandEnd:
@@ -246,47 +220,37 @@ class OciSandbox(PartialSandbox):
             return find_account("0:0", "", "")._replace(name="root", home="/root")
         # gVisor's files are seen from the inside only.
         end, stdout, _, _ = await self._run(
-            oci_files.ACCOUNTS, open_null(), user="root", timeout_s=_FILE_TIMEOUT_S, max_bytes=2 * _MAX_ACCOUNT_BYTES
+            Command(command=oci_files.ACCOUNTS),
+            open_null(),
+            timeout_s=_FILE_TIMEOUT_S,
+            max_bytes=2 * _MAX_ACCOUNT_BYTES,
         )
         if end.exit_code != 0:
             raise FileProblem(f"user {user!r}: /etc/passwd cannot be read")
         passwd, group, *_ = [*stdout.decode(errors="replace").split("\0"), "", ""]
         return find_account(user, passwd, group)
 
-    async def spawn(
-        self,
-        command: str | Sequence[str],
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bool = False,
-        terminal: TerminalSize | None = None,
-        timeout_s: float | None = None,
-    ) -> OciProcess:
+    async def start_process(self, command: SpawnCommand) -> OciProcess:
         """See `Sandbox.spawn`. Raises Unsupported for a terminal, and with gVisor. What cannot run ends with 126."""
         state = self._running()
-        if terminal is not None or state.runtime != RuntimeKind.RUNC:
+        if command.terminal is not None or state.runtime != RuntimeKind.RUNC:
             raise Unsupported("spawn: the oci provider has no terminals, and none of it with gVisor")
         try:
-            account = await self._account(state, user)
+            account = await self._account(state, command.user)
         except FileProblem as error:
             raise SpecRefused(f"cannot run the command: {error}") from error
-        environment = {**state.environment, **(env or {})}
-        process = command_process(
-            account, state.bash, command, folder=cwd, environment=environment, open_files=state.open_files
-        )
-        source, sink = os.pipe2(os.O_CLOEXEC) if stdin else (open_null(), -1)
+        process = command_process(account, state.bash, command, state.environment, state.open_files)
+        source, sink = os.pipe2(os.O_CLOEXEC) if command.stdin else (open_null(), -1)
         out_read, out_write = os.pipe2(os.O_CLOEXEC)
         err_read, err_write = os.pipe2(os.O_CLOEXEC)
         ours = [descriptor for descriptor in (sink, out_read, err_read) if descriptor >= 0]
         try:
-            running = await self._begin(state, process, (source, out_write, err_write), timeout_s)
+            running = await self._begin(state, process, (source, out_write, err_write), command.timeout_s)
         except BaseException:
             close_all(ours)
             raise
         streams = {Stream.STDOUT: out_read, Stream.STDERR: err_read}
-        return OciProcess(running, stdin=sink, streams=streams, timeout_s=timeout_s, check=self._running)
+        return OciProcess(running, stdin=sink, streams=streams, timeout_s=command.timeout_s, check=self._running)
 
     async def _begin(
         self, state: SandboxState, process: dict[str, Any], descriptors: tuple[int, ...], timeout_s: float | None
@@ -315,14 +279,9 @@ class OciSandbox(PartialSandbox):
             source = await asyncio.to_thread(os.open, data, os.O_RDONLY | os.O_CLOEXEC)
         await self._file_operation(["bash", "-c", oci_files.WRITE, "bash", path], source, user, 4096)
 
-    async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
-        for path, data in files.items():
-            await self.write(path, data, user=user)
-
-    async def _file_operation(self, command: Sequence[str], source: int, user: str, max_bytes: int) -> bytes:
-        end, stdout, stderr, _ = await self._run(
-            command, source, user=user, cwd="/", timeout_s=_FILE_TIMEOUT_S, max_bytes=max_bytes
-        )
+    async def _file_operation(self, words: list[str], source: int, user: str, max_bytes: int) -> bytes:
+        command = Command(command=words, user=user, cwd="/")
+        end, stdout, stderr, _ = await self._run(command, source, timeout_s=_FILE_TIMEOUT_S, max_bytes=max_bytes)
         if end.timed_out:
             raise SandboxFileError(f"file operation took longer than {_FILE_TIMEOUT_S} s")
         if end.exit_code != 0:

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef
+from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef, refuse_folders
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SecretRefused, SpecRefused
-from headrace.sandboxes.optional_features import refuse_folders
 from headrace.sandboxes.remote.http import RemoteHttp
 from headrace.sandboxes.remote.sandbox import RemoteSandbox, sandbox_url
 from headrace.sandboxes.retry import RetryConfig

@@ -9,21 +9,22 @@ from __future__ import annotations
 import asyncio
 import base64
 import secrets
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, ImageRef, SandboxUsage
+from headrace.sandboxes.base import ExecResult, ImageRef, Sandbox, SandboxUsage
 from headrace.sandboxes.errors import SandboxFileError
 from headrace.sandboxes.remote.expose import expose
 from headrace.sandboxes.remote.file_bundle import SPOOL_BYTES, pack_files
 from headrace.sandboxes.remote.process import RemoteProcess
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
-    from headrace.sandboxes.base import HostPort, SandboxId, SandboxRef, TerminalSize
+    from headrace.sandboxes.base import ExecCommand, HostPort, SandboxId, SandboxRef, SpawnCommand
     from headrace.sandboxes.remote.http import RemoteHttp
 
 _BATCH_BYTES: Final = 32 << 20
@@ -35,7 +36,7 @@ def sandbox_url(ref: SandboxRef) -> str:
     return f"{ref.endpoint}/v1/sandboxes/{quote(ref.id, safe='')}"
 
 
-class RemoteSandbox:
+class RemoteSandbox(Sandbox):
     """Made by `RemoteProvider.attach`."""
 
     def __init__(
@@ -58,56 +59,18 @@ class RemoteSandbox:
     async def _ask(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> Any:
         return await self._http.call(method, self._url + path, self._ref.secret, repeatable=repeatable, **options)
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-        exec_id: str | None = None,
-    ) -> ExecResult:
+    async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`. With an exec_id the command goes on when this caller leaves."""
-        body = {
-            "command": command,
-            "user": user,
-            "env": dict(env or {}),
-            "cwd": cwd,
-            "stdin": None if stdin is None else base64.b64encode(stdin).decode(),
-            "timeout_s": timeout_s,
-            "max_output_bytes": max_output_bytes,
-            "exec_id": exec_id,
-        }
-        answer = await self._ask("POST", "/exec", body=body, repeatable=exec_id is not None)
+        stdin = None if command.stdin is None else base64.b64encode(command.stdin).decode()
+        body = {**asdict(command), "stdin": stdin}
+        answer = await self._ask("POST", "/exec", body=body, repeatable=command.exec_id is not None)
         stdout, stderr = base64.b64decode(answer.pop("stdout")), base64.b64decode(answer.pop("stderr"))
         return ExecResult(stdout=stdout, stderr=stderr, **answer)
 
-    async def spawn(
-        self,
-        command: str | Sequence[str],
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bool = False,
-        terminal: TerminalSize | None = None,
-        timeout_s: float | None = None,
-    ) -> RemoteProcess:
+    async def start_process(self, command: SpawnCommand) -> RemoteProcess:
         """See `Sandbox.spawn`."""
         spawn_id = secrets.token_hex(16)
-        body = {
-            "spawn_id": spawn_id,
-            "command": command if isinstance(command, str) else list(command),
-            "user": user,
-            "env": dict(env or {}),
-            "cwd": cwd,
-            "stdin": stdin,
-            "terminal": None if terminal is None else {"rows": terminal.rows, "columns": terminal.columns},
-            "timeout_s": timeout_s,
-        }
+        body = {"spawn_id": spawn_id, **asdict(command)}
         process = RemoteProcess(f"{self._url}/processes/{spawn_id}", self._ref.secret, self._http)
         try:
             process.pid = (await self._ask("POST", "/processes", body=body))["pid"]

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES
 from headrace.sandboxes.errors import SandboxGone
 from headrace.sandboxes.simulated.provider import SUCCESS, SimulatedProvider
 from headrace.sandboxes.simulated.sandbox import SimulatedSandbox
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.sandboxes.base import ExecResult, SandboxRef
+    from headrace.sandboxes.base import ExecCommand, ExecResult, SandboxRef
     from headrace.sandboxes.simulated.provider import SimulationConfig
 
 BROKEN: Final = "broken"
@@ -38,18 +35,7 @@ class AttachedProvider(SimulatedProvider):
 class AttachedSandbox(SimulatedSandbox):
     """A sandbox that another process booted."""
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-        exec_id: str | None = None,
-    ) -> ExecResult:
+    async def run_command(self, command: ExecCommand) -> ExecResult:
         """Raises SandboxGone on a broken host."""
         if self._ref.endpoint.startswith(BROKEN):
             raise SandboxGone(f"host {self._ref.endpoint} breaks every command (sandbox.simulated.broken_hosts)")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
-from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef
+from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef, refuse_folders
 from headrace.sandboxes.errors import (
     BootFailed,
     CapacityExceeded,
@@ -27,7 +27,6 @@ from headrace.sandboxes.errors import (
     RateLimited,
     SandboxGone,
 )
-from headrace.sandboxes.optional_features import refuse_folders
 from headrace.sandboxes.pool.token_bucket import TokenBucket
 from headrace.sandboxes.simulated.sandbox import SimulatedSandbox, SimulatedState
 

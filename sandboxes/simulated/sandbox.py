@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, Feature, SandboxInfo
+from headrace.sandboxes.base import Feature, Sandbox, SandboxInfo
 from headrace.sandboxes.errors import (
     ExecResultLost,
     ExecTimeout,
@@ -20,12 +20,11 @@ from headrace.sandboxes.errors import (
     SecretRefused,
     Unsupported,
 )
-from headrace.sandboxes.optional_features import PartialSandbox
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headrace.sandboxes.base import ExecResult, SandboxId, SandboxRef, SandboxSpec
+    from headrace.sandboxes.base import ExecCommand, ExecResult, SandboxId, SandboxRef, SandboxSpec
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -75,7 +74,7 @@ class SimulatedHost(Protocol):
     async def kill(self, state: SimulatedState) -> None: ...
 
 
-class SimulatedSandbox(PartialSandbox):
+class SimulatedSandbox(Sandbox):
     """Every method raises SandboxGone once it is dead."""
 
     def __init__(self, provider: SimulatedHost, state: SimulatedState | None, ref: SandboxRef) -> None:
@@ -101,27 +100,17 @@ class SimulatedSandbox(PartialSandbox):
             raise SandboxGone(f"sandbox {self.id} runs no more commands: it is frozen")
         return state
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-        exec_id: str | None = None,
-    ) -> ExecResult:
+    async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`; the result is the provider's `execute` of the command."""
         state = await self._running()
-        if exec_id is not None and Feature.EXEC_ID not in self._provider.features:
+        if command.exec_id is not None and Feature.EXEC_ID not in self._provider.features:
             self._refuse("run a command once for each exec_id")
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._run(state, command, exec_id)
+            async with asyncio.timeout(command.timeout_s):
+                return await self._run(state, command.command, command.exec_id)
         except TimeoutError as error:
-            raise ExecTimeout(f"command ran longer than timeout_s={timeout_s}: {command[:200]!r}") from error
+            text = f"command ran longer than timeout_s={command.timeout_s}: {command.command[:200]!r}"
+            raise ExecTimeout(text) from error
 
     async def _run(self, state: SimulatedState, command: str, exec_id: str | None) -> ExecResult:
         if exec_id is None:

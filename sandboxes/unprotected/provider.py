@@ -28,13 +28,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from headrace.sandboxes.base import (
-    DEFAULT_MAX_OUTPUT_BYTES,
     ExecResult,
     Feature,
+    Sandbox,
     SandboxId,
     SandboxInfo,
     SandboxRef,
     SandboxSpec,
+    refuse_folders,
 )
 from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
 from headrace.sandboxes.errors import (
@@ -48,7 +49,6 @@ from headrace.sandboxes.errors import (
 from headrace.sandboxes.launcher.commands import EXIT_CANNOT_RUN, SEARCH_PATH
 from headrace.sandboxes.leftovers import LABEL_VARIABLE
 from headrace.sandboxes.local.client import open_null
-from headrace.sandboxes.optional_features import PartialSandbox, refuse_folders
 from headrace.sandboxes.private_folders import new_private, temporary_folder
 from headrace.sandboxes.unprotected.mapped_paths import PathMap, open_regular
 from headrace.sandboxes.unprotected.marked_processes import kill_marked
@@ -57,6 +57,8 @@ from headrace.sandboxes.unprotected.sandbox_folder import MARK, SandboxFolder, m
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
+
+    from headrace.sandboxes.base import ExecCommand
 
 PROVIDER: Final = "subprocess"
 WARNING: Final = (
@@ -183,7 +185,7 @@ class SubprocessProvider:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class SubprocessSandbox(PartialSandbox):
+class SubprocessSandbox(Sandbox):
     """A folder and the processes that carry its mark. Every method raises SandboxGone once it is dead."""
 
     def __init__(self, ref: SandboxRef) -> None:
@@ -204,29 +206,18 @@ class SubprocessSandbox(PartialSandbox):
             raise SandboxGone(f"sandbox {self.id} runs no more commands: it is frozen")
         return PathMap(self._state.tree, self._state.mapped())
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-        exec_id: str | None = None,
-    ) -> ExecResult:
+    async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`; `user` is ignored."""
-        if exec_id is not None:
+        if command.exec_id is not None:
             raise Unsupported("exec_id: the subprocess provider remembers no results")
         paths = self._running()
         started = time.monotonic()
         (self._state.home / "used").touch()
-        async with OutputCapture(max_output_bytes) as out, OutputCapture(max_output_bytes) as err:
-            source = open_null() if stdin is None else memory_file(paths.to_real(stdin))
+        async with OutputCapture(command.max_output_bytes) as out, OutputCapture(command.max_output_bytes) as err:
+            source = open_null() if command.stdin is None else memory_file(paths.to_real(command.stdin))
             descriptors = (source, out.write_end, err.write_end)
             mark = secrets.token_hex(8)
-            code = await self._run(paths, command, self._environment(paths, env, mark), cwd, descriptors, timeout_s)
+            code = await self._run(paths, command, self._environment(paths, command.env, mark), descriptors)
             stdout = await out.finish(OUTPUT_GRACE_S)
             stderr = await err.finish(OUTPUT_GRACE_S if not out.held else 0)
         if code == -signal.SIGKILL and not self._state.home.exists():
@@ -239,7 +230,7 @@ class SubprocessSandbox(PartialSandbox):
             duration_s=time.monotonic() - started,
         )
 
-    def _environment(self, paths: PathMap, env: Mapping[str, str] | None, mark: str) -> dict[str, str]:
+    def _environment(self, paths: PathMap, env: Mapping[str, str], mark: str) -> dict[str, str]:
         return {
             "PATH": SEARCH_PATH,
             "HOME": str(self._state.tree / "root"),
@@ -248,7 +239,7 @@ class SubprocessSandbox(PartialSandbox):
             "LANG": "C.UTF-8",
             "TMPDIR": str(self._state.tree / "tmp"),
             "WORKSPACE": str(self._state.tree / "workspace"),
-            **{name: paths.text_to_real(value) for name, value in (env or {}).items()},
+            **{name: paths.text_to_real(value) for name, value in env.items()},
             MARK: str(self._state.home),
             LABEL_VARIABLE: self._state.label(),
             _EXEC_MARK: mark,
@@ -257,20 +248,18 @@ class SubprocessSandbox(PartialSandbox):
     async def _run(
         self,
         paths: PathMap,
-        command: str,
+        command: ExecCommand,
         environment: dict[str, str],
-        cwd: str | None,
         descriptors: tuple[int, int, int],
-        timeout_s: float,
     ) -> int:
-        folder = paths.real_path(cwd) if cwd is not None else self._state.tree / "workspace"
+        folder = paths.real_path(command.cwd) if command.cwd is not None else self._state.tree / "workspace"
         try:
             process = subprocess.Popen(
-                ["/bin/bash", "-c", paths.text_to_real(command)],
+                ["/bin/bash", "-c", paths.text_to_real(command.command)],
                 stdin=descriptors[0],
                 stdout=descriptors[1],
                 stderr=descriptors[2],
-                cwd=folder if folder.is_dir() or cwd is not None else self._state.tree,
+                cwd=folder if folder.is_dir() or command.cwd is not None else self._state.tree,
                 env=environment,
                 start_new_session=True,
             )
@@ -281,12 +270,11 @@ class SubprocessSandbox(PartialSandbox):
             for descriptor in descriptors:
                 os.close(descriptor)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(command.timeout_s):
                 await _exited(process)
         except TimeoutError as error:
-            raise ExecTimeout(
-                f"command ran longer than timeout_s={timeout_s} and was killed: {command[:200]!r}"
-            ) from error
+            text = f"command ran longer than timeout_s={command.timeout_s} and was killed: {command.command[:200]!r}"
+            raise ExecTimeout(text) from error
         finally:
             if process.poll() is None:
                 kill_marked(f"{_EXEC_MARK}={environment[_EXEC_MARK]}")
