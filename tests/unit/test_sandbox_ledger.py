@@ -83,7 +83,7 @@ def test_a_full_disk_is_no_reason_to_move_the_ledger_away(tmp_path: Path) -> Non
     syscalls.mount("tmpfs", str(tmp_path), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=1m,mode=700")
     try:
         (tmp_path / "other").write_bytes(bytes(992 << 10))
-        with pytest.raises(LedgerRefused, match="see to the disk"):
+        with pytest.raises(LedgerRefused, match="repair the disk"):
             SandboxLedger.open(tmp_path / "sandboxes")
         (tmp_path / "other").unlink()
         SandboxLedger.open(tmp_path / "sandboxes").close()
