@@ -1,9 +1,9 @@
-"""One sandbox of an E2B service, through the SDK's object for it.
+"""Sandbox of an E2B service, through the SDK's object for it.
 
 Invariants:
-- A command that is over its time is dead with its whole tree before ExecTimeout is raised.
+- When ExecTimeout is raised, the command and its whole process tree are dead.
 - A failed read is an error, never empty content.
-- What a command prints is cut at `max_output_bytes`; the SDK decodes it as UTF-8, with U+FFFD for what is none.
+- Output is truncated at `max_output_bytes`; the SDK decodes it as UTF-8, with U+FFFD for invalid bytes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _EXIT_CANNOT_RUN: Final = 126
 
 
 class _CannotRunError(SandboxError):
-    """No such user."""
+    """The user does not exist in the sandbox."""
 
 
 @contextmanager
 def _cannot_run() -> Iterator[None]:
-    """envd answers an unknown user as it answers a wrong token, but for its words."""
+    """Convert envd's error for an unknown user, which differs from that for a wrong token only by its message."""
     import e2b
 
     try:
@@ -62,9 +62,9 @@ class E2bSandbox(Sandbox):
         return SandboxId(self._sandbox.sandbox_id)
 
     async def run_command(self, command: ExecCommand) -> ExecResult:
-        """See `Sandbox.exec`; a login shell runs first."""
+        """See `Sandbox.exec`; the command runs below a login shell."""
         if command.exec_id is not None:
-            raise Unsupported("exec_id: an E2B sandbox remembers no results")
+            raise Unsupported("exec_id: an E2B sandbox does not store results")
         started = time.monotonic()
         kept = {Stream.STDOUT: bytearray(), Stream.STDERR: bytearray()}
         truncated = False
@@ -83,7 +83,7 @@ class E2bSandbox(Sandbox):
                 code = await process.wait()
         except TimeoutError as error:
             await asyncio.shield(process.signal(_SIGKILL))
-            text = f"no end of the command after timeout_s={command.timeout_s}: {command.command[:200]!r}"
+            text = f"command did not end within timeout_s={command.timeout_s}: {command.command[:200]!r}"
             raise ExecTimeout(text) from error
         except asyncio.CancelledError:
             await asyncio.shield(process.signal(_SIGKILL))
@@ -113,6 +113,9 @@ class E2bSandbox(Sandbox):
             path = f"/tmp/.headrace-{mark}"
             await self.write(path, command.stdin, user=command.user)
         process = E2bProcess(self._sandbox, mark, stdin=command.stdin is True)
+        # Newer SDKs would retain all output in memory.
+        parameters = inspect.signature(self._sandbox.commands.run).parameters
+        options = {"retain_output": False} if "retain_output" in parameters else {}
         try:
             with typed(Step.SANDBOX), _cannot_run():
                 handle = await self._sandbox.commands.run(
@@ -124,21 +127,16 @@ class E2bSandbox(Sandbox):
                     timeout=command.timeout_s or 0,
                     on_stdout=process.take_stdout,
                     on_stderr=process.take_stderr,
-                    **self._without_retained_output(),
+                    **options,
                 )
         except (ExecTimeout, asyncio.CancelledError):
-            # It may have begun, though we were not told.
+            # The command may have started without a response.
             await asyncio.shield(sweep(self._sandbox, mark))
             raise
         process.follow(handle)
         return process
 
-    def _without_retained_output(self) -> dict[str, bool]:
-        parameters = inspect.signature(self._sandbox.commands.run).parameters
-        return {"retain_output": False} if "retain_output" in parameters else {}
-
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
-        """See `Sandbox.read`; a failed read is never empty content."""
         content = bytearray()
         with typed(Step.FILE):
             stream = await self._sandbox.files.read(path, format="stream", user=user)
@@ -168,7 +166,7 @@ class E2bSandbox(Sandbox):
             await self._sandbox.pause()
 
     async def resume(self) -> None:
-        """Its lease then has at least five minutes."""
+        """See `Sandbox.resume`. Extends the lease to at least five minutes."""
         with typed(Step.SANDBOX):
             await self._sandbox.connect(timeout=_CONNECT_TIMEOUT_S)
 

@@ -1,4 +1,4 @@
-"""A spawned command behind an exec server; `output`, standard input and the end outlive any number of connections."""
+"""A spawned command behind an exec server, which survives lost connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIGKILL: Final = 9
 
 
 class RemoteProcess:
-    """Made by `RemoteSandbox.spawn`."""
+    """A spawned command, made by `RemoteSandbox.spawn`."""
 
     def __init__(self, url: str, secret: str, http: RemoteHttp) -> None:
         self.pid = 0
@@ -34,13 +34,13 @@ class RemoteProcess:
         return await self._http.call(method, self._url + path, self._secret, repeatable=repeatable, **options)
 
     async def output(self) -> AsyncIterator[Output]:
-        """See `Process.output`. The server holds up to 256 KiB that was not asked for yet."""
+        """See `Process.output`. The server buffers up to 256 KiB."""
         taken, ended = 0, False
         while not ended:
             try:
                 answer = await self._ask("GET", "/output", query={"after": str(taken)})
             except (SandboxGone, ExecResultLost):
-                # `wait` tells why.
+                # `wait` raises the reason.
                 return
             ended = answer["ended"]
             for stream, data in answer["pieces"]:
@@ -59,7 +59,7 @@ class RemoteProcess:
         await self._ask("DELETE", "/stdin")
 
     async def signal(self, number: int) -> None:
-        """Not repeated after a lost answer, unless it kills."""
+        """See `Process.signal`. After a lost response only SIGKILL is repeated."""
         kills = number == _SIGKILL
         await self._ask("POST", "/signal", body={"number": number}, repeatable=kills, teardown=kills)
 
@@ -67,7 +67,7 @@ class RemoteProcess:
         await self._ask("POST", "/size", body={"rows": size.rows, "columns": size.columns})
 
     async def wait(self) -> int:
-        """See `Process.wait`. Raises ExecResultLost as well: the server that held the command was started again."""
+        """See `Process.wait`. Raises ExecResultLost if the server was restarted."""
         while (code := (await self._ask("GET", "/end"))["exit_code"]) is None:
             pass
         return int(code)

@@ -1,7 +1,7 @@
-"""A sandbox behind an exec server, by its ref, from any process.
+"""Client of a sandbox behind an exec server, which any process can use with a ref.
 
-Invariants: what may be done twice is repeated after a lost answer; an exec without exec_id, and a signal that does
-not kill, never are. Losing the connection of an exec without exec_id kills its tree.
+Invariants: idempotent requests are repeated after a lost response; an exec without exec_id, and a signal other than
+SIGKILL, are not. When the connection of an exec without exec_id is lost, the server kills its process tree.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sandbox_url(ref: SandboxRef) -> str:
 
 
 class RemoteSandbox(Sandbox):
-    """Made by `RemoteProvider.attach`."""
+    """A remote sandbox, made by `RemoteProvider.attach`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class RemoteSandbox(Sandbox):
         return await self._http.call(method, self._url + path, self._ref.secret, repeatable=repeatable, **options)
 
     async def run_command(self, command: ExecCommand) -> ExecResult:
-        """See `Sandbox.exec`. With an exec_id the command goes on when this caller leaves."""
+        """See `Sandbox.exec`. A command with an exec_id keeps running when its caller is cancelled."""
         stdin = None if command.stdin is None else base64.b64encode(command.stdin).decode()
         body = {**asdict(command), "stdin": stdin}
         answer = await self._ask("POST", "/exec", body=body, repeatable=command.exec_id is not None)
@@ -85,11 +85,20 @@ class RemoteSandbox(Sandbox):
         return data
 
     async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
-        source = (lambda: data) if isinstance(data, bytes) else _opened(data)
-        await self._ask("PUT", "/file", query={"path": path, "user": user}, content=source)
+        query = {"path": path, "user": user}
+        if isinstance(data, bytes):
+            await self._ask("PUT", "/file", query=query, content=lambda: data)
+            return
+        try:
+            size = (await asyncio.to_thread(data.stat)).st_size
+        except OSError as error:
+            raise SandboxFileError(f"{data}: {error.strerror}") from error
+        # A small file is read at once, so that its length is known; a large one while it is sent.
+        source = data.read_bytes if size <= SPOOL_BYTES else lambda: _chunks(data)
+        await self._ask("PUT", "/file", query=query, content=source)
 
     async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
-        """See `Sandbox.write_many`. One round trip for each 32 MiB."""
+        """See `Sandbox.write_many`. Makes one request per 32 MiB."""
         batch: dict[str, bytes] = {}
         size = 0
         for path, data in files.items():
@@ -118,11 +127,11 @@ class RemoteSandbox(Sandbox):
         await self._ask("POST", "/resume", teardown=True)
 
     async def snapshot(self) -> ImageRef:
-        """See `Sandbox.snapshot`. The image is one of that server."""
+        """See `Sandbox.snapshot`. The image is stored by the server."""
         return ImageRef((await self._ask("POST", "/snapshot"))["image"])
 
     def expose(self, port: int, target: HostPort, prefix: str) -> AbstractAsyncContextManager[None]:
-        """See `Sandbox.expose`. The service is one of this host: requests travel through the exec server."""
+        """See `Sandbox.expose`. The service is on this host; requests pass through the exec server."""
         url, secret = f"{self._url}/expose", self._ref.secret
         return expose(self._http, url, secret, port=port, target=target, prefix=prefix)
 
@@ -135,15 +144,6 @@ class RemoteSandbox(Sandbox):
     async def kill(self) -> None:
         await self._ask("DELETE", "", teardown=True)
         self._killed(self._ref.id)
-
-
-def _opened(path: Path) -> Callable[[], AsyncIterator[bytes] | bytes]:
-    """A body that is read as it is sent; a small file at once, so that its length is known."""
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise SandboxFileError(f"{path}: {error.strerror}") from error
-    return path.read_bytes if size <= SPOOL_BYTES else lambda: _chunks(path)
 
 
 async def _chunks(path: Path) -> AsyncIterator[bytes]:

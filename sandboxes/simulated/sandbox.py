@@ -1,7 +1,7 @@
-"""A sandbox of the simulated provider: files in a dictionary, commands that take time and do nothing.
+"""Sandbox of the simulated provider: its files are a dictionary, its commands take time and do nothing.
 
-Invariants: every call takes the host's time and fails while the host is down; a dead sandbox raises SandboxGone, also
-to those who wait for a command.
+Invariants: every call takes the host's latency and fails while the host is down; when a sandbox dies, its running
+commands raise SandboxGone, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SimulatedState:
-    """What the provider knows of one sandbox."""
+    """The provider's state of one sandbox."""
 
     id: SandboxId
     secret: str
@@ -54,28 +54,28 @@ class SimulatedState:
 
 
 class SimulatedHost(Protocol):
-    """What a sandbox asks of its provider; every call may raise ProviderUnreachable."""
+    """Interface of the provider for its sandboxes; every call may raise ProviderUnreachable."""
 
     @property
     def features(self) -> frozenset[Feature]: ...
 
     async def answer(self) -> None:
-        """Take the time of a call."""
+        """Wait for the latency of a call."""
         ...
 
     async def run(self, state: SimulatedState, command: str) -> ExecResult:
-        """What the command results in, after its time. Raises SandboxGone."""
+        """Return the result of a command after its duration. Raises SandboxGone."""
         ...
 
     def renew(self, state: SimulatedState, ttl_s: float) -> None:
-        """Let the lease end `ttl_s` from now."""
+        """Make the lease end `ttl_s` seconds from now."""
         ...
 
     async def kill(self, state: SimulatedState) -> None: ...
 
 
 class SimulatedSandbox(Sandbox):
-    """Every method raises SandboxGone once it is dead."""
+    """A simulated sandbox. Every method raises SandboxGone once it is dead."""
 
     def __init__(self, provider: SimulatedHost, state: SimulatedState | None, ref: SandboxRef) -> None:
         self._provider = provider
@@ -101,7 +101,7 @@ class SimulatedSandbox(Sandbox):
         return state
 
     async def run_command(self, command: ExecCommand) -> ExecResult:
-        """See `Sandbox.exec`; the result is the provider's `execute` of the command."""
+        """See `Sandbox.exec`; the result is that of the provider's `execute`."""
         state = await self._running()
         if command.exec_id is not None and Feature.EXEC_ID not in self._provider.features:
             self._refuse("run a command once for each exec_id")
@@ -122,8 +122,8 @@ class SimulatedSandbox(Sandbox):
         try:
             first.set_result(await self._provider.run(state, command))
         except BaseException:
-            first.set_exception(ExecResultLost(f"the command {exec_id} was broken off"))
-            # Seen, also when nobody else asks.
+            first.set_exception(ExecResultLost(f"the first call with exec_id {exec_id} was cancelled"))
+            # Retrieve the error, because no other caller may ask for it.
             first.exception()
             raise
         return first.result()

@@ -1,16 +1,16 @@
 # ruff: noqa: ASYNC220, ASYNC230, ASYNC240 - local files of a few bytes, and a spawn that takes a millisecond
-"""`--sandbox subprocess`: plain processes of the host in a temporary folder. It protects nothing.
+"""Provider for `--sandbox subprocess`: plain processes of the host in a temporary folder, without protection.
 
 Invariants:
 - `/workspace`, `/home`, `/tmp`, `/root` and the targets of frozen mounts are folders below the sandbox's own folder.
-  They are mapped by *text*: where one of them stands as a path in a command, its environment or its standard input it
-  becomes the real path, and the real path becomes the short one again in the output. File contents are left alone, and
-  a path put together at run time is not mapped: `$WORKSPACE` holds the real one.
-- Every process carries the sandbox's folder in its environment; kill and freeze look for that mark. A process that
-  clears its environment and leaves its session escapes.
+  They are mapped by *text*: such a path in a command, its environment or its standard input is replaced by the real
+  path, and the real path is replaced by the short one in the output. File contents are unchanged, and a path that is
+  put together at run time is not mapped: `$WORKSPACE` is the real one.
+- Every process has the sandbox's folder in its environment; kill and freeze search for that mark. A process that clears
+  its environment and leaves its session escapes.
 - `user` is ignored: everything runs as the user of this program.
-- A ref's endpoint is the folder, so any process of the host can attach. The lease is kept by the provider's process: if
-  that is killed with -9, folders and processes stay.
+- A ref's endpoint is the folder, so any process of the host can attach. The lease is enforced by the provider's
+  process: if that is killed with -9, folders and processes remain.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ WARNING: Final = (
     "file you can, use the network, see and signal your processes, use memory, processors and disk without limit, and "
     "outlive a killed run. Frozen data is a copy. Use it only with agents and tasks you trust."
 )
-"""What the command line prints when this provider is chosen."""
+"""Warning that the command line prints when this provider is chosen."""
 
 _EXEC_MARK: Final = "HEADRACE_EXEC"
 
 
 class SubprocessProvider:
-    """Makes folders. An async context manager; `aclose` ends every sandbox it made."""
+    """Provider of subprocess sandboxes; an async context manager whose `aclose` ends every sandbox that it made."""
 
     features = frozenset({Feature.FREEZE})
     protects: tuple[str, ...] = ()
@@ -94,24 +94,22 @@ class SubprocessProvider:
     ) -> None:
         await self.aclose()
 
-    def _own_folder(self) -> Path:
-        """Made at the first create: a provider that only attaches needs none."""
-        if self._folder is None:
-            folder = new_private(self._parent or temporary_folder(), "headrace-unprotected-")
-            # realpath: the mapping of output back to short paths needs the name that `pwd` prints.
-            self._folder = Path(os.path.realpath(folder))
-        return self._folder
-
     async def create(self, spec: SandboxSpec) -> SandboxRef:
-        """Raises ImageUnknown, SpecRefused, FrozenPathRefused. Limits and the network of the spec are ignored."""
+        """Make a sandbox. Limits and the network of the spec are ignored. Raises ImageUnknown, SpecRefused,
+        FrozenPathRefused."""
         refuse_folders(spec, PROVIDER)
         if spec.image != "host":
             raise ImageUnknown(f"image {spec.image!r}: the subprocess provider has only `host`")
         known = self._by_key.get(spec.idempotency_key)
         if known is not None and Path(known.endpoint).exists():
             return known
+        # Made at the first create, because a provider that only attaches needs no folder.
+        if self._folder is None:
+            folder = new_private(self._parent or temporary_folder(), "headrace-unprotected-")
+            # realpath: the mapping of output back to short paths needs the path that `pwd` prints.
+            self._folder = Path(os.path.realpath(folder))
         sandbox_id = SandboxId(secrets.token_hex(8))
-        home = self._own_folder() / sandbox_id
+        home = self._folder / sandbox_id
         ref = SandboxRef(provider=PROVIDER, id=sandbox_id, endpoint=str(home), secret=secrets.token_hex(16))
         try:
             make_sandbox_folder(home, ref.secret, spec, self._label)
@@ -125,7 +123,8 @@ class SubprocessProvider:
         return ref
 
     def _watch_lease(self, ref: SandboxRef) -> None:
-        """Look again when the lease would end; renewals by other processes moved its file's deadline."""
+        """End the sandbox when its lease has ended. The deadline is read again each time, because other processes may
+        have renewed the lease."""
         state = SandboxFolder(Path(ref.endpoint))
         try:
             rest_s = state.deadline() - time.monotonic()
@@ -171,7 +170,7 @@ class SubprocessProvider:
                 SandboxFolder(self._folder / sandbox).destroy()
 
     async def aclose(self) -> None:
-        """Kill what runs and remove all folders. Idempotent."""
+        """Kill all processes and remove all folders. Idempotent."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -186,7 +185,7 @@ class SubprocessProvider:
 
 
 class SubprocessSandbox(Sandbox):
-    """A folder and the processes that carry its mark. Every method raises SandboxGone once it is dead."""
+    """A folder and the processes with its mark. Every method raises SandboxGone once it is dead."""
 
     def __init__(self, ref: SandboxRef) -> None:
         self._ref = ref
@@ -209,15 +208,27 @@ class SubprocessSandbox(Sandbox):
     async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`; `user` is ignored."""
         if command.exec_id is not None:
-            raise Unsupported("exec_id: the subprocess provider remembers no results")
+            raise Unsupported("exec_id: the subprocess provider does not store results")
         paths = self._running()
         started = time.monotonic()
         (self._state.home / "used").touch()
         async with OutputCapture(command.max_output_bytes) as out, OutputCapture(command.max_output_bytes) as err:
             source = open_null() if command.stdin is None else memory_file(paths.to_real(command.stdin))
             descriptors = (source, out.write_end, err.write_end)
-            mark = secrets.token_hex(8)
-            code = await self._run(paths, command, self._environment(paths, command.env, mark), descriptors)
+            environment = {
+                "PATH": SEARCH_PATH,
+                "HOME": str(self._state.tree / "root"),
+                "USER": "root",
+                "LOGNAME": "root",
+                "LANG": "C.UTF-8",
+                "TMPDIR": str(self._state.tree / "tmp"),
+                "WORKSPACE": str(self._state.tree / "workspace"),
+                **{name: paths.text_to_real(value) for name, value in command.env.items()},
+                MARK: str(self._state.home),
+                LABEL_VARIABLE: self._state.label(),
+                _EXEC_MARK: secrets.token_hex(8),
+            }
+            code = await self._run(paths, command, environment, descriptors)
             stdout = await out.finish(OUTPUT_GRACE_S)
             stderr = await err.finish(OUTPUT_GRACE_S if not out.held else 0)
         if code == -signal.SIGKILL and not self._state.home.exists():
@@ -229,21 +240,6 @@ class SubprocessSandbox(Sandbox):
             truncated=out.truncated or err.truncated,
             duration_s=time.monotonic() - started,
         )
-
-    def _environment(self, paths: PathMap, env: Mapping[str, str], mark: str) -> dict[str, str]:
-        return {
-            "PATH": SEARCH_PATH,
-            "HOME": str(self._state.tree / "root"),
-            "USER": "root",
-            "LOGNAME": "root",
-            "LANG": "C.UTF-8",
-            "TMPDIR": str(self._state.tree / "tmp"),
-            "WORKSPACE": str(self._state.tree / "workspace"),
-            **{name: paths.text_to_real(value) for name, value in env.items()},
-            MARK: str(self._state.home),
-            LABEL_VARIABLE: self._state.label(),
-            _EXEC_MARK: mark,
-        }
 
     async def _run(
         self,
@@ -325,7 +321,7 @@ class SubprocessSandbox(Sandbox):
 
 
 async def _exited(process: subprocess.Popen[bytes]) -> None:
-    """Wait on a pidfd: unlike a pipe it does not care for daemons that outlive the process."""
+    """Wait for the end of a process by a pidfd, which unlike a pipe ignores daemons that outlive the process."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     descriptor = os.pidfd_open(process.pid)
