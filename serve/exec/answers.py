@@ -1,11 +1,11 @@
-"""Answers of the exec server: documents, typed errors, and answers that take long.
+"""Responses of the exec server: documents, bytes and typed errors, with a heartbeat while the work runs.
 
 Invariants:
-- An error is a document with `error`, `message` and `transient`, whatever the status of its answer.
-- While a work goes on, its client gets a blank every `BEAT_S`: one that hears nothing for longer knows that the server
-  or the way to it is gone. Blanks before a JSON document change nothing in it.
-- Bytes are sent as they are after `=`, which no document begins with.
-- A client that leaves cancels its work, unless the work is shared.
+- An error is a document with `error`, `message` and `transient`, with any status of its response.
+- While work is running, its client receives a blank every `HEARTBEAT_S`: a longer silence means that the server or the
+  connection is lost. Blanks before a JSON document do not change it.
+- Bytes are sent unchanged after `=`, with which no JSON document begins.
+- A client that disconnects cancels its work, unless the work is shared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace.sandboxes.remote.error_documents import status_of, to_document
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
-BEAT_S: Final = 5.0
+HEARTBEAT_S: Final = 5.0
 _JSON: Final = "application/json"
 
 logger = logging.getLogger(__name__)
@@ -36,17 +36,18 @@ Answer = tuple[int, Any, "Mapping[str, str]"]
 async def answer(
     request: web.Request, work: Coroutine[Any, Any, Any], of_error: Callable[[SandboxError], Answer] | None = None
 ) -> web.StreamResponse:
-    """Run `work` and answer with its document or bytes, or its SandboxError. Status 200 once blanks were sent."""
+    """Run `work` and respond with its document or bytes, or its SandboxError. The status is 200 once a blank was
+    sent."""
     task = asyncio.ensure_future(work)
     try:
-        done, _ = await asyncio.wait((task,), timeout=BEAT_S)
+        done, _ = await asyncio.wait((task,), timeout=HEARTBEAT_S)
         if done:
             return _plain(_settled(request, task, of_error or error_answer))
         response = web.StreamResponse(headers={"Content-Type": _JSON})
         await response.prepare(request)
         while not done:
             await response.write(b" ")
-            done, _ = await asyncio.wait((task,), timeout=BEAT_S)
+            done, _ = await asyncio.wait((task,), timeout=HEARTBEAT_S)
         await response.write(_body(_settled(request, task, of_error or error_answer)[1]))
         await response.write_eof()
         return response
@@ -84,7 +85,7 @@ def error_answer(error: SandboxError) -> Answer:
 
 
 def retry_after(error: SandboxError) -> dict[str, str]:
-    """The header that says when to come again, in whole seconds."""
+    """Return the header with the time to wait, in whole seconds."""
     if not isinstance(error, CapacityExceeded):
         return {}
     return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}

@@ -1,9 +1,10 @@
-"""The exec-server and pool contract of Gen-Verse/OpenClaw-RL (`swe-rl/server`): its clients need a new URL only.
+"""Drop-in implementation of the exec-server and pool contract of Gen-Verse/OpenClaw-RL (`swe-rl/server`).
 
-Routes, fields and replies are those of swe_exec_server.py and swe_env_pool_server.py. Invariants that those lack:
-- A command's timeout kills its tree; a container that nobody speaks of ends; no room means waiting, not an error.
-- A request that is repeated while it runs, or after an answer that nobody took, runs once (`repeats`).
-- State is on disk; a key is asked for where one is configured.
+Its clients need only a new URL: routes, fields and replies are those of swe_exec_server.py and swe_env_pool_server.py.
+Invariants that those lack:
+- A command's timeout kills its process tree; a container without requests ends; a create without room waits.
+- A request that is repeated while it runs, or after a lost response, runs once (`idempotency`).
+- State is on disk; a key is required where one is configured.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from headrace.serve.exec.bodies import read_body
 from headrace.serve.exec.containers import MAX_CONTAINERS, Containers, new_container
 from headrace.serve.exec.dropin_bodies import Diff, Evaluate, Make, Named, Run
 from headrace.serve.exec.evaluations import Evaluations
-from headrace.serve.exec.idempotency import Repeats
+from headrace.serve.exec.idempotency import IdempotentRequests
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -39,14 +40,14 @@ if TYPE_CHECKING:
 
 
 class DropIn:
-    """All routes of the contract: those of a node by container, those of the pool by lease."""
+    """Routes of the contract: those of a node, which take a container, and those of the pool, which take a lease."""
 
     def __init__(self, registry: Registry, keys: ApiKeys, lease_s: float, apply_patch: ApplyPatch | None) -> None:
         self._registry = registry
         self._keys = keys
         self._containers = Containers(registry, lease_s)
         self._evaluations = Evaluations(self._containers, apply_patch)
-        self._repeats = Repeats(registry.tasks)
+        self._requests = IdempotentRequests(registry.tasks)
 
     def routes(self) -> list[web.RouteDef]:
         owned = self._owned
@@ -78,7 +79,7 @@ class DropIn:
 
         return handler
 
-    # What there is
+    # Status
 
     async def _healthz(self, request: web.Request) -> web.StreamResponse:
         rows = self._registry.table.rows()
@@ -170,9 +171,9 @@ class DropIn:
     async def _once(
         self, row: LeasedSandbox, body: Run | Evaluate, work: Callable[[], Coroutine[Any, Any, Any]]
     ) -> Any:
-        asked = body.exec_id or body.model_dump()
-        digest = hashlib.sha256(orjson.dumps([row.id, type(body).__name__, asked])).hexdigest()
-        return await self._repeats.run(digest, work, named=bool(body.exec_id))
+        identity = body.exec_id or body.model_dump()
+        digest = hashlib.sha256(orjson.dumps([row.id, type(body).__name__, identity])).hexdigest()
+        return await self._requests.run(digest, work, named=bool(body.exec_id))
 
 
 def _own_url(request: web.Request) -> str:

@@ -1,6 +1,6 @@
-"""Bodies of the drop-in contract. Unknown fields are left alone.
+"""Request bodies of the drop-in contract. Unknown fields are ignored.
 
-`exec_id` and `idempotency_key` are ours, and optional.
+`exec_id` and `idempotency_key` are optional extensions of the contract.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Body(BaseModel):
 
 
 class Make(_Body):
-    """/container/create and /allocate; `timeout` is how long the caller waits for its container."""
+    """Body of /container/create and /allocate; `timeout` is the time to wait for the container."""
 
     image: Annotated[str, Field(min_length=1, max_length=4096)]
     instance_id: Annotated[str, Field(max_length=1024)] = ""
@@ -32,7 +32,7 @@ class Make(_Body):
 
 
 class Named(_Body):
-    """One container by its id or name, or by its lease."""
+    """Body that names one container by its id or name, or by its lease."""
 
     target: Annotated[Id, Field(validation_alias=AliasChoices("lease_id", "container_id"))]
 

@@ -1,9 +1,9 @@
-"""The exec API, `/v1/...`: what a `SandboxProvider` and its sandboxes do, over HTTP (docs/remote.md lists the routes).
+"""Routes of the exec API, `/v1/...`: a `SandboxProvider` and its sandboxes over HTTP (docs/remote.md lists them).
 
 Invariants:
-- Create, list, destroy and discard need a key; everything about one sandbox needs that sandbox's secret.
-- An exec with an exec_id, a spawn and a keyed create run once, however often their request comes, and go on when their
-  client leaves. Any other work ends with its client.
+- Create, list, destroy and discard need a key; all other requests need the secret of their sandbox.
+- An exec with an exec_id, a spawn and a create with a key run once even if their request is repeated, and continue when
+  their client disconnects. Other work is cancelled with its client.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ExecApi:
         ]
 
     def owned(self, work: OwnerWork) -> Handler:
-        """A handler for whoever has a key."""
+        """Return a handler for requests with a key."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
             try:
@@ -82,7 +82,7 @@ class ExecApi:
         return handler
 
     def on_sandbox(self, work: SandboxWork) -> Handler:
-        """A handler for whoever has the sandbox's secret."""
+        """Return a handler for requests with the sandbox's secret."""
 
         async def attached(request: web.Request) -> Any:
             row = self._opened(request)
@@ -102,7 +102,7 @@ class ExecApi:
         return web.json_response({"ok": True})
 
     async def _features(self, request: web.Request, owner: Owner) -> Any:
-        # Folders of this host are not for those who come over the wire to name.
+        # Remote clients must not name folders of this host.
         features = self._registry.provider.features - {Feature.FOLDERS}
         return {"features": sorted(feature.value for feature in features)}
 
@@ -116,7 +116,10 @@ class ExecApi:
         return {"sandboxes": [asdict(info) for info in infos]}
 
     async def _create(self, request: web.Request, owner: Owner) -> Any:
-        row = await self._registry.create(owner, _spec(await read_body(request, Create)))
+        body = await read_body(request, Create)
+        mounts = (FrozenMount(source=SandboxId(one.source), path=one.path, target=one.target) for one in body.mounts)
+        spec = SandboxSpec(**body.model_dump(exclude={"mounts"}), mounts=tuple(mounts))
+        row = await self._registry.create(owner, spec)
         return {"id": row.id, "secret": row.secret}
 
     async def _discard(self, request: web.Request, owner: Owner) -> Any:
@@ -171,9 +174,3 @@ class ExecApi:
 
     async def _usage(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         return asdict(await sandbox.usage())
-
-
-def _spec(body: Create) -> SandboxSpec:
-    fields = body.model_dump(exclude={"mounts"})
-    mounts = (FrozenMount(source=SandboxId(one.source), path=one.path, target=one.target) for one in body.mounts)
-    return SandboxSpec(**fields, mounts=tuple(mounts))

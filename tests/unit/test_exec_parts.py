@@ -16,7 +16,7 @@ from headrace.sandboxes.remote.error_documents import from_document, status_of, 
 from headrace.sandboxes.remote.file_bundle import pack_files, unpack_files
 from headrace.sandboxes.remote.http import NotConnected
 from headrace.sandboxes.remote.tasks import ServerTasks
-from headrace.serve.exec.idempotency import KEPT, Repeats
+from headrace.serve.exec.idempotency import MAX_STORED, IdempotentRequests
 from headrace.serve.exec.processes import WINDOW_BYTES, OutputWindow
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SandboxError)]
@@ -91,19 +91,19 @@ async def test_a_request_is_run_once_while_nobody_has_its_answer() -> None:
         return number
 
     async with ServerTasks() as tasks:
-        repeats = Repeats(tasks)
-        asked = [asyncio.create_task(repeats.run("a", work, named=False)) for _ in range(2)]
+        requests = IdempotentRequests(tasks)
+        asked = [asyncio.create_task(requests.run("a", work, named=False)) for _ in range(2)]
         await asyncio.sleep(0)
         for task in asked:
             task.cancel()
         await asyncio.wait(asked)
         go.set()
-        assert await repeats.run("a", work, named=False) == 1
-        assert await repeats.run("a", work, named=False) == 2
-        assert [await repeats.run("b", work, named=True) for _ in range(3)] == [3, 3, 3]
+        assert await requests.run("a", work, named=False) == 1
+        assert await requests.run("a", work, named=False) == 2
+        assert [await requests.run("b", work, named=True) for _ in range(3)] == [3, 3, 3]
         with pytest.raises(PermanentSandboxError):
-            await repeats.run("c", work, named=True)
-        assert await repeats.run("c", work, named=True) == 5
-        for number in range(KEPT):
-            await repeats.run(f"other-{number}", work, named=True)
-        assert await repeats.run("b", work, named=True) > 5
+            await requests.run("c", work, named=True)
+        assert await requests.run("c", work, named=True) == 5
+        for number in range(MAX_STORED):
+            await requests.run(f"other-{number}", work, named=True)
+        assert await requests.run("b", work, named=True) > 5
