@@ -1,10 +1,10 @@
-"""The contract of a sandbox provider.
+"""Interfaces of sandbox providers, sandboxes and processes, with their messages.
 
-Invariants every provider keeps:
-- A ref is frozen and picklable; whoever holds it attaches and talks to the sandbox directly, without Ray.
-- `kill` is idempotent and takes the whole process tree.
+Invariants of every provider:
+- A ref is frozen and picklable; its holder attaches to the sandbox directly, without Ray.
+- `kill` is idempotent and ends the whole process tree.
 - A command never outlives its timeout; a timeout is a typed error, never a result.
-- Everything a sandbox prints or leaves is data: size-capped, never resolved as a path of the host.
+- All output and files of a sandbox are data: limited in size, and never resolved as a path of the host.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ if TYPE_CHECKING:
 
 SandboxId = NewType("SandboxId", str)
 ImageRef = NewType("ImageRef", str)
-"""What `SandboxSpec.image` takes: `host`, a path of a root file system, an archive, `debootstrap:SUITE`, a snapshot."""
+"""A value of `SandboxSpec.image`: `host`, the path of a root file system or archive, `debootstrap:SUITE`, or a
+snapshot."""
 
 DEFAULT_MAX_OUTPUT_BYTES = 1 << 20
 
 
 class Network(StrEnum):
-    """What the sandbox can reach."""
+    """Network access of a sandbox."""
 
     NONE = "none"
-    """Loopback of its own only."""
+    """Only a loopback interface of its own."""
     HOST = "host"
-    """The host's network; only with the subprocess provider, which protects nothing."""
+    """The host's network; only with the subprocess provider, which gives no protection."""
 
 
 class Feature(StrEnum):
-    """What not every provider has; a call that needs a missing one raises Unsupported."""
+    """An optional feature of a provider; a call that needs a missing one raises Unsupported."""
 
     FREEZE = "freeze"
     """`Sandbox.freeze` and FrozenMount."""
@@ -58,7 +59,7 @@ class Feature(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenMount:
-    """A data path of a frozen (dead) sandbox, shown read-only, nosuid, nodev and noexec in a new one."""
+    """A data path of a frozen sandbox, mounted read-only, nosuid, nodev and noexec in a new one."""
 
     source: SandboxId
     path: str
@@ -69,18 +70,19 @@ class FrozenMount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFolder:
-    """A folder of the provider's host, shown in a sandbox of any image: read-only, nosuid and nodev, its programs can
-    be run. All sandboxes share its files; nothing is copied. A snapshot does not hold it."""
+    """A folder of the provider's host, mounted read-only, nosuid and nodev in a sandbox of any image; its programs can
+    be run. All sandboxes share its files, without copies. A snapshot does not contain it."""
 
     source: str
-    """Absolute path on the host, on a file system whose files can be shown with other ids (ext4, xfs, btrfs, tmpfs)."""
+    """Absolute path on the host, on a file system with id-mapped mounts (ext4, xfs, btrfs, tmpfs)."""
     target: str
     """Absolute path in the sandbox, outside of its system's folders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """What to boot. A limit of None is the provider's own. `ttl_s` is the lease: what nobody renews is killed."""
+    """A sandbox to boot. A limit of None is the provider's default. `ttl_s` is the lease, at whose end the sandbox is
+    killed unless it was renewed."""
 
     image: str = "host"
     cpu: float | None = None
@@ -103,13 +105,13 @@ def refuse_folders(spec: SandboxSpec, provider: str) -> None:
 
 
 AVOID_LABEL: Final = "headrace-avoid"
-"""A label of specs: endpoints, with blanks between, on which a provider of several hosts should not boot it."""
+"""A label with endpoints, separated by blanks, that a provider of several hosts should avoid for the sandbox."""
 _HOSTS_AT_ENDPOINTS: Final = frozenset({"remote", "simulated"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxRef:
-    """A right to talk to one sandbox: `endpoint` is where (a socket path or URL), `secret` opens this one only."""
+    """Address of and access to one sandbox: `endpoint` is a socket path or URL, `secret` opens only this sandbox."""
 
     provider: str
     id: SandboxId
@@ -118,13 +120,13 @@ class SandboxRef:
 
     @property
     def host(self) -> str:
-        """Where it runs, for accounts of failures: the endpoint where that names a host, else the provider."""
+        """The host for reports of failures: the endpoint if that names a host, otherwise the provider."""
         return self.endpoint if self.provider in _HOSTS_AT_ENDPOINTS else self.provider
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxInfo:
-    """One row of `list`. `expires_in_s` is the rest of its lease."""
+    """One row of `list`. `expires_in_s` is the remaining time of its lease."""
 
     id: SandboxId
     state: str
@@ -135,7 +137,8 @@ class SandboxInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """A finished command. `stdout`/`stderr` are the first `max_output_bytes` of each; `truncated`: there was more."""
+    """A finished command. `stdout` and `stderr` are the first `max_output_bytes` of each; `truncated` if there was
+    more."""
 
     exit_code: int
     stdout: bytes
@@ -145,12 +148,12 @@ class ExecResult:
 
 
 class Stream(StrEnum):
-    """Where a piece of output came from."""
+    """Source of a piece of output."""
 
     STDOUT = "stdout"
     STDERR = "stderr"
     TERMINAL = "terminal"
-    """Both, in the order in which a terminal shows them."""
+    """Both streams, in the order in which a terminal shows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +180,7 @@ class HostPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxUsage:
-    """What a sandbox takes now; `cpu_s` since its boot. A limit of None is no limit of its own."""
+    """Current resource usage of a sandbox; `cpu_s` is counted since its boot. A limit of None means no limit."""
 
     cpu_s: float
     memory_bytes: int
@@ -224,37 +227,37 @@ class SpawnCommand(Command):
 
 
 class Process(Protocol):
-    """A command that was started and is not waited for. It ends with its sandbox, at its timeout, or by itself;
-    whoever forgets it leaves it running with nobody reading: it waits once its pipe is full."""
+    """A command that runs in the background. It ends with its sandbox, at its timeout, or by itself. If its output is
+    not read, it blocks once its pipe is full."""
 
     @property
     def pid(self) -> int:
-        """Its number inside the sandbox."""
+        """Its pid inside the sandbox."""
         ...
 
     def output(self) -> AsyncIterator[Output]:
-        """What it prints, once, for one reader. Ends when both streams have, or 0.2 s after the command itself where a
-        daemon holds them. A reader that is slow slows the command down: nothing is buffered beyond its pipe."""
+        """Yield the output, once, for one reader. Ends with both streams, or 0.2 s after the command if a daemon has
+        them open. A slow reader slows the command down, because only its pipe buffers output."""
         ...
 
     async def write_stdin(self, data: bytes) -> None:
-        """Waits while the command does not read. Raises SandboxFileError when its standard input is closed."""
+        """Write to standard input; waits while the command does not read. Raises SandboxFileError if it is closed."""
         ...
 
     async def close_stdin(self) -> None:
-        """Idempotent. For a terminal this types Ctrl-D."""
+        """Close standard input. Idempotent. In a terminal this sends Ctrl-D."""
         ...
 
     async def signal(self, number: int) -> None:
-        """Send a signal to the command itself; SIGKILL takes its whole tree. Nothing happens once it has ended."""
+        """Send a signal to the command, SIGKILL to its whole process tree. Does nothing once the command has ended."""
         ...
 
     async def resize(self, size: TerminalSize) -> None:
-        """Raises SpecRefused without a terminal."""
+        """Change the size of the terminal. Raises SpecRefused without one."""
         ...
 
     async def wait(self) -> int:
-        """Its exit code, 128 + n after signal n; may be asked again. Raises ExecTimeout, SandboxGone."""
+        """Wait for the exit code, which is 128 + n after signal n. May be repeated. Raises ExecTimeout, SandboxGone."""
         ...
 
 
@@ -390,7 +393,7 @@ class Sandbox(ABC):
 
 @runtime_checkable
 class ProgramRunner(Protocol):
-    """A sandbox that runs programs of ours without an interpreter of its image."""
+    """A sandbox that runs Python programs of headrace without an interpreter in its image."""
 
     async def run_program(
         self,
@@ -409,13 +412,13 @@ class ProgramRunner(Protocol):
 
 
 class SandboxProvider(Protocol):
-    """Boots sandboxes. `create` with an idempotency key that is known returns the sandbox it made before."""
+    """Provider of sandboxes. `create` with a known idempotency key returns the existing sandbox."""
 
     @property
     def features(self) -> frozenset[Feature]: ...
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
-        """Raises SandboxError; Unsupported where the spec needs a feature that the provider lacks."""
+        """Boot a sandbox. Raises SandboxError; Unsupported if the spec needs a feature that the provider lacks."""
         ...
 
     async def attach(self, ref: SandboxRef) -> Sandbox: ...
@@ -423,7 +426,7 @@ class SandboxProvider(Protocol):
     async def list(self) -> list[SandboxInfo]: ...
 
     async def destroy(self, sandbox: SandboxId) -> None:
-        """Kill by id alone, with the account's own right: what `list` shows and nobody holds a ref of. Idempotent."""
+        """Kill a sandbox by its id, for those that `list` shows but whose ref is unknown. Idempotent."""
         ...
 
     async def aclose(self) -> None: ...

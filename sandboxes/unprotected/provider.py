@@ -232,7 +232,7 @@ class SubprocessSandbox(Sandbox):
             stdout = await out.finish(OUTPUT_GRACE_S)
             stderr = await err.finish(OUTPUT_GRACE_S if not out.held else 0)
         if code == -signal.SIGKILL and not self._state.home.exists():
-            raise SandboxGone(f"sandbox {self.id} died under the command")
+            raise SandboxGone(f"sandbox {self.id} died while the command ran")
         return ExecResult(
             exit_code=code if code >= 0 else 128 - code,
             stdout=paths.to_short(stdout),

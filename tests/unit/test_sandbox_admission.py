@@ -1,4 +1,4 @@
-"""The pure cores before a boot: places, token bucket, circuit breaker, the bounded queue, and the retry table."""
+"""Pure parts of the admission: places, token bucket, circuit breaker, bounded queue, and the retry table."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_admission_grants_in_order_up_to_the_boot_concurrency() -> None:
     assert desk.core.grant(0) == tickets[2:]
 
 
-def test_evaluations_overtake_and_have_places_of_their_own() -> None:
+def test_evaluations_go_first_and_have_reserved_places() -> None:
     desk = Desk(max_live=2)
     first, second = desk.ask(), desk.ask()
     assert desk.core.grant(0) == [first]
@@ -71,7 +71,7 @@ def test_evaluations_overtake_and_have_places_of_their_own() -> None:
     assert desk.core.grant(0) == [second]
 
 
-def test_held_out_tasks_overtake_what_queues_and_have_no_place_of_their_own() -> None:
+def test_held_out_tasks_overtake_the_queue_without_reserved_places() -> None:
     desk = Desk(max_live=2)
     running, queued = desk.ask(), desk.ask()
     assert desk.core.grant(0) == [running]
@@ -84,8 +84,8 @@ def test_held_out_tasks_overtake_what_queues_and_have_no_place_of_their_own() ->
     assert desk.core.grant(0) == [queued]
 
 
-def test_a_large_evaluation_leaves_training_its_boots() -> None:
-    """It is there first, and has more than there are places."""
+def test_a_large_evaluation_leaves_boots_for_training() -> None:
+    """The evaluation arrives first, with more requests than there are places."""
     desk = Desk(max_live=24, boot_concurrency=8, evaluation_reserve=4, held_out_share=0.5)
     held_out = [desk.ask(Priority.HELD_OUT) for _ in range(40)]
     training = [desk.ask() for _ in range(10)]
@@ -99,7 +99,7 @@ def test_a_large_evaluation_leaves_training_its_boots() -> None:
     assert booted == [*held_out[:4], *training[:4], *held_out[4:8], *training[4:8], *held_out[8:10], *training[8:]]
 
 
-def test_an_evaluation_takes_everything_where_nothing_else_waits() -> None:
+def test_an_evaluation_takes_all_places_when_nothing_else_waits() -> None:
     desk = Desk(max_live=12, boot_concurrency=8, evaluation_reserve=4, held_out_share=0.25)
     held_out = [desk.ask(Priority.HELD_OUT) for _ in range(20)]
     assert desk.core.grant(0) == held_out[:8]
@@ -121,7 +121,7 @@ def test_warm_sandboxes_go_last() -> None:
     assert desk.core.grant(0) == [warm]
 
 
-def test_who_tries_again_goes_before_those_who_came_later() -> None:
+def test_a_retry_goes_before_later_requests() -> None:
     desk = Desk(boot_concurrency=1)
     first, second = desk.ask(), desk.ask()
     assert desk.core.grant(0) == [first]
@@ -139,7 +139,7 @@ def test_a_withdrawn_ticket_is_never_granted() -> None:
     assert desk.core.waiting == 0
 
 
-def test_a_full_queue_refuses_at_once_and_says_when_to_come_again() -> None:
+def test_a_full_queue_refuses_at_once_with_a_time_to_wait() -> None:
     desk = Desk(max_waiting=3, boots_per_s=0.5, burst=1)
     tickets = [desk.ask() for _ in range(3)]
     with pytest.raises(CapacityExceeded, match="max_waiting=3") as refusal:
@@ -151,7 +151,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_again() -> None:
     assert desk.core.waiting == 4
 
 
-def test_each_try_takes_a_token() -> None:
+def test_each_attempt_takes_a_token() -> None:
     desk = Desk(boots_per_s=2, burst=1)
     first, second = desk.ask(), desk.ask()
     assert desk.core.grant(0) == [first]
@@ -172,7 +172,7 @@ def test_shed_load_and_refusals_do_not_open_the_breaker() -> None:
     assert desk.core.breaker(0) is BreakerState.CLOSED
 
 
-def test_a_host_that_fails_gets_one_probe_and_comes_back_by_it() -> None:
+def test_a_failing_host_recovers_by_one_probe() -> None:
     desk = Desk(breaker_failures=2, breaker_open_s=5)
     for _ in range(2):
         ticket = desk.ask()
@@ -191,7 +191,7 @@ def test_a_host_that_fails_gets_one_probe_and_comes_back_by_it() -> None:
     assert desk.core.grant(11) == [third]
 
 
-def test_a_probe_that_was_given_up_makes_room_for_the_next() -> None:
+def test_an_abandoned_probe_allows_the_next() -> None:
     breaker = CircuitBreaker(1, 1.0)
     breaker.failed("a", 0)
     breaker.begin("b", 1)
@@ -233,7 +233,7 @@ def test_a_half_open_breaker_has_one_probe_and_an_open_one_none(steps: list[tupl
     steps=st.lists(st.floats(0, 3), max_size=80),
     span_s=st.floats(0.1, 5),
 )
-def test_no_span_takes_more_than_burst_and_rate(rate: float, burst: int, steps: list[float], span_s: float) -> None:
+def test_no_period_exceeds_burst_and_rate(rate: float, burst: int, steps: list[float], span_s: float) -> None:
     bucket, now, taken = TokenBucket(rate, burst), 0.0, list[float]()
     for step in steps:
         now += step
@@ -244,7 +244,7 @@ def test_no_span_takes_more_than_burst_and_rate(rate: float, burst: int, steps: 
 
 
 @given(rate=st.floats(0.01, 1e4), start=st.floats(0, 1e7), drained=st.integers(1, 5))
-def test_a_token_is_there_when_the_bucket_says_so(rate: float, start: float, drained: int) -> None:
+def test_a_token_is_available_at_the_announced_time(rate: float, start: float, drained: int) -> None:
     bucket, now = TokenBucket(rate, drained), start
     for _ in range(drained):
         assert bucket.take(now)
@@ -284,7 +284,7 @@ def test_a_reserve_that_leaves_no_place_is_refused() -> None:
         AdmissionConfig(max_live=4, evaluation_reserve=4)
 
 
-def test_the_table_knows_every_error() -> None:
+def test_the_retry_table_covers_every_error() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SandboxError)]
     for kind in kinds:
         if kind is SandboxError:
