@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, Network
 from headrace.sandboxes.errors import SpecRefused
+from headrace.serve.e2b_sandboxes.bodies import check_environment
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -29,13 +30,6 @@ def _decoded(value: Any) -> Any:
         raise ValueError(f"not base64: {error}") from error
 
 
-def _environment(env: dict[str, str]) -> dict[str, str]:
-    for name, value in env.items():
-        if not name or "=" in name or "\0" in name or "\0" in value:
-            raise ValueError(f"{name[:40]!r} is not a valid environment variable, or its value contains a NUL byte")
-    return env
-
-
 def _no_nul(text: str) -> str:
     if "\0" in text:
         raise ValueError("must not contain a NUL byte")
@@ -44,7 +38,7 @@ def _no_nul(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_no_nul)]
 Bytes = Annotated[bytes, BeforeValidator(_decoded)]
-Environment = Annotated[dict[str, str], AfterValidator(_environment)]
+Environment = Annotated[dict[str, str], AfterValidator(check_environment)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TIME_S, allow_inf_nan=False)]
 Limit = Annotated[int | None, Field(gt=0, le=1 << 60, strict=True)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,255}$")]

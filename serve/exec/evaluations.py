@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import ExecResult
     from headrace.serve.e2b_sandboxes.keys import Owner
     from headrace.serve.exec.containers import Containers
-    from headrace.serve.exec.dropin_bodies import Diff, Evaluate, Run
+    from headrace.serve.exec.dropin_bodies import Diff, Evaluate, RunCommand
     from headrace.serve.exec.store import LeasedSandbox
 
 ApplyPatch = Callable[[Sandbox, bytes, str, float], Awaitable[str | None]]
@@ -45,7 +45,7 @@ class Evaluations:
         self._containers = containers
         self._apply_patch = apply_patch
 
-    async def run(self, row: LeasedSandbox, body: Run) -> dict[str, Any]:
+    async def run(self, row: LeasedSandbox, body: RunCommand) -> dict[str, Any]:
         exec_id = body.exec_id or None
         if Feature.EXEC_ID not in self._containers.registry.provider.features:
             exec_id = None

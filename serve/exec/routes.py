@@ -16,12 +16,12 @@ from aiohttp import web
 from headrace.sandboxes.base import Feature, FrozenMount, SandboxId, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.serve.exec.access import check_secret, owner_of
-from headrace.serve.exec.answers import answer, refusal
 from headrace.serve.exec.bodies import Create, Renew, read_body
 from headrace.serve.exec.command_routes import CommandRoutes
 from headrace.serve.exec.expose_route import expose
 from headrace.serve.exec.file_routes import FileRoutes
 from headrace.serve.exec.processes import ProcessTable
+from headrace.serve.exec.responses import error_response, respond
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -76,8 +76,8 @@ class ExecApi:
             try:
                 owner = owner_of(request, self._keys)
             except SandboxError as error:
-                return refusal(error)
-            return await answer(request, work(request, owner))
+                return error_response(error)
+            return await respond(request, work(request, owner))
 
         return handler
 
@@ -89,7 +89,7 @@ class ExecApi:
             return await work(request, row, await self._registry.attach(row))
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            return await answer(request, attached(request))
+            return await respond(request, attached(request))
 
         return handler
 
@@ -140,14 +140,14 @@ class ExecApi:
                 self._processes.forget(row.id)
             return {}
 
-        return await answer(request, kill())
+        return await respond(request, kill())
 
     async def _snapshot(self, request: web.Request) -> web.StreamResponse:
         async def snapshot() -> Any:
             row = self._opened(request)
             return {"image": await self._registry.tasks.share(self._registry.snapshot(row))}
 
-        return await answer(request, snapshot())
+        return await respond(request, snapshot())
 
     async def _expose(self, request: web.Request) -> web.StreamResponse:
         async def find() -> Sandbox:

@@ -24,17 +24,30 @@ from headrace.sandboxes.remote.error_documents import status_of, to_document
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
 
+    ErrorEncoder = Callable[[SandboxError], "ResponseParts"]
+
 HEARTBEAT_S: Final = 5.0
 _JSON: Final = "application/json"
 
 logger = logging.getLogger(__name__)
 
-Answer = tuple[int, Any, "Mapping[str, str]"]
+ResponseParts = tuple[int, Any, "Mapping[str, str]"]
 """Status, document, further headers."""
 
 
-async def answer(
-    request: web.Request, work: Coroutine[Any, Any, Any], of_error: Callable[[SandboxError], Answer] | None = None
+def retry_after(error: SandboxError) -> dict[str, str]:
+    """Return the header with the time to wait, in whole seconds."""
+    if not isinstance(error, CapacityExceeded):
+        return {}
+    return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+
+
+def error_parts(error: SandboxError) -> ResponseParts:
+    return status_of(error), to_document(error), retry_after(error)
+
+
+async def respond(
+    request: web.Request, work: Coroutine[Any, Any, Any], of_error: ErrorEncoder = error_parts
 ) -> web.StreamResponse:
     """Run `work` and respond with its document or bytes, or its SandboxError. The status is 200 once a blank was
     sent."""
@@ -42,13 +55,13 @@ async def answer(
     try:
         done, _ = await asyncio.wait((task,), timeout=HEARTBEAT_S)
         if done:
-            return _plain(_settled(request, task, of_error or error_answer))
+            return _plain(_settled(request, task, of_error))
         response = web.StreamResponse(headers={"Content-Type": _JSON})
         await response.prepare(request)
         while not done:
             await response.write(b" ")
             done, _ = await asyncio.wait((task,), timeout=HEARTBEAT_S)
-        await response.write(_body(_settled(request, task, of_error or error_answer)[1]))
+        await response.write(_body(_settled(request, task, of_error)[1]))
         await response.write_eof()
         return response
     finally:
@@ -57,12 +70,12 @@ async def answer(
             await asyncio.wait((task,))
 
 
-def refusal(error: SandboxError, of_error: Callable[[SandboxError], Answer] | None = None) -> web.Response:
-    return _plain((of_error or error_answer)(error))
+def error_response(error: SandboxError, of_error: ErrorEncoder = error_parts) -> web.Response:
+    return _plain(of_error(error))
 
 
-def _plain(settled: Answer) -> web.Response:
-    status, document, headers = settled
+def _plain(parts: ResponseParts) -> web.Response:
+    status, document, headers = parts
     return web.Response(body=_body(document), status=status, content_type=_JSON, headers=dict(headers))
 
 
@@ -70,7 +83,7 @@ def _body(document: Any) -> bytes:
     return b"=" + document if isinstance(document, bytes) else orjson.dumps(document)
 
 
-def _settled(request: web.Request, task: asyncio.Task[Any], of_error: Callable[[SandboxError], Answer]) -> Answer:
+def _settled(request: web.Request, task: asyncio.Task[Any], of_error: ErrorEncoder) -> ResponseParts:
     try:
         return 200, task.result(), {}
     except SandboxError as error:
@@ -78,14 +91,3 @@ def _settled(request: web.Request, task: asyncio.Task[Any], of_error: Callable[[
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
         return of_error(PermanentSandboxError("internal error of the server"))
-
-
-def error_answer(error: SandboxError) -> Answer:
-    return status_of(error), to_document(error), retry_after(error)
-
-
-def retry_after(error: SandboxError) -> dict[str, str]:
-    """Return the header with the time to wait, in whole seconds."""
-    if not isinstance(error, CapacityExceeded):
-        return {}
-    return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
