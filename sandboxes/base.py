@@ -98,7 +98,7 @@ class SandboxSpec:
 
 
 def refuse_folders(spec: SandboxSpec, provider: str) -> None:
-    """Raises Unsupported for a spec with folders; for providers without Feature.FOLDERS."""
+    """Refuse a spec with folders, for providers without Feature.FOLDERS. Raises Unsupported."""
     if spec.folders:
         targets = ", ".join(folder.target for folder in spec.folders)
         raise Unsupported(f"folders ({targets}): the {provider} provider shows none of its host; put them in the image")
@@ -213,7 +213,7 @@ class ExecCommand(Command):
     stdin: bytes | None = None
     timeout_s: float
     max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES
-    """For each of the two output streams."""
+    """Limit of each of the two output streams."""
     exec_id: str | None = None
 
 
@@ -232,7 +232,7 @@ class Process(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its pid inside the sandbox."""
+        """The pid of the command inside the sandbox."""
         ...
 
     def output(self) -> AsyncIterator[Output]:

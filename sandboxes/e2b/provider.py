@@ -87,7 +87,7 @@ class E2bProvider:
     features = frozenset({Feature.SPAWN, Feature.PAUSE})
 
     def __init__(self, config: E2bConfig | None = None) -> None:
-        """Raises PermanentSandboxError when the SDK is not installed."""
+        """Import the SDK. Raises PermanentSandboxError when it is not installed."""
         self._config = config or E2bConfig()
         self._ending: set[asyncio.Task[None]] = set()
         try:

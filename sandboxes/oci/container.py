@@ -43,7 +43,7 @@ class ContainerState(NamedTuple):
 
     @classmethod
     def load(cls, home: Path) -> ContainerState:
-        """Raises FileNotFoundError when the container is gone."""
+        """Read the state of a container. Raises FileNotFoundError when it is gone."""
         return cls(**json.loads((home / STATE_FILE).read_bytes()))
 
     @property

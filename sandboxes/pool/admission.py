@@ -96,7 +96,7 @@ class Admission:
     def breaker(self, now: float) -> BreakerState:
         return self._breaker.state(now)
 
-    def ask(self, ticket: Ticket, now: float, *, again: bool = False) -> None:
+    def enqueue(self, ticket: Ticket, now: float, *, again: bool = False) -> None:
         """Queue a ticket until `grant` returns it. Raises CapacityExceeded when the queue is full, except for a retry
         (`again`)."""
         if not again and self.waiting >= self._config.max_waiting:
@@ -109,7 +109,7 @@ class Admission:
                 f"{self.waiting} boots wait already (max_waiting={self._config.max_waiting}): try again later",
                 min(longest_s, max(shortest_s, self.waiting / rate_per_s)),
             )
-        self._places.ask(ticket)
+        self._places.enqueue(ticket)
 
     def grant(self, now: float) -> list[Ticket]:
         """Return the tickets that may boot now, in order, and count them as booting."""

@@ -61,7 +61,7 @@ class Host:
 
     async def admitted(self, ticket: Ticket, *, again: bool) -> bool:
         """Wait for admission. Returns False when this host stops taking boots. Raises CapacityExceeded at once."""
-        self.admission.ask(ticket, self._now(), again=again)
+        self.admission.enqueue(ticket, self._now(), again=again)
         granted: asyncio.Future[bool]
         granted = self._granted[ticket] = asyncio.get_running_loop().create_future()
         try:

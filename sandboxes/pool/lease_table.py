@@ -131,7 +131,7 @@ class LeaseTable:
         return True
 
     def pop_expired(self, now: float) -> list[HeldSandbox]:
-        """Those whose lease is over; they end."""
+        """End the expired leases and return their sandboxes."""
         expired = [self._by_id[SandboxId(sandbox)] for sandbox in self._deadlines.pop_due(now)]
         for held in expired:
             self.end(held)

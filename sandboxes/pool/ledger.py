@@ -181,7 +181,7 @@ class SandboxLedger:
         ]
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file and release its lock. Idempotent."""
         self._database.close()
         if self._lock is not None:
             os.close(self._lock)

@@ -68,7 +68,7 @@ class Slots:
     def live(self) -> int:
         return len(self._live)
 
-    def ask(self, ticket: Ticket) -> None:
+    def enqueue(self, ticket: Ticket) -> None:
         """Queue for a place."""
         self._waiting.add(ticket)
         heapq.heappush(self._queues[ticket.priority], ticket)

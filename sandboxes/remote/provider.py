@@ -88,7 +88,7 @@ class RemoteProvider:
 
     async def start(self) -> None:
         """Query the server's features. Raises SecretRefused, ProviderUnreachable."""
-        answer = await self._ask("GET", "/v1/features", teardown=True)
+        answer = await self._request("GET", "/v1/features", teardown=True)
         known = {feature.value for feature in Feature}
         self._features = frozenset(Feature(name) for name in answer["features"] if name in known)
 
@@ -99,9 +99,9 @@ class RemoteProvider:
         order = asdict(spec) | {"idempotency_key": key, "labels": dict(spec.labels)}
         del order["folders"]
         try:
-            answer = await self._ask("POST", "/v1/sandboxes", body=order)
+            answer = await self._request("POST", "/v1/sandboxes", body=order)
         except asyncio.CancelledError:
-            self.later(self._ask("DELETE", "/v1/sandboxes", query={"key": key}, teardown=True))
+            self.later(self._request("DELETE", "/v1/sandboxes", query={"key": key}, teardown=True))
             raise
         ref = SandboxRef(
             provider=PROVIDER, id=SandboxId(answer["id"]), endpoint=self._url, secret=str(answer["secret"])
@@ -118,18 +118,18 @@ class RemoteProvider:
 
     async def list(self) -> builtins.list[SandboxInfo]:
         """Return the sandboxes of this key."""
-        rows = (await self._ask("GET", "/v1/sandboxes", teardown=True))["sandboxes"]
+        rows = (await self._request("GET", "/v1/sandboxes", teardown=True))["sandboxes"]
         return [SandboxInfo(**{**row, "id": SandboxId(row["id"])}) for row in rows]
 
     async def images(self) -> tuple[ImageRef, ...]:
         """Return the images that this key may boot besides `host`: names of the server's image map, and snapshots."""
-        return tuple(ImageRef(name) for name in (await self._ask("GET", "/v1/images"))["images"])
+        return tuple(ImageRef(name) for name in (await self._request("GET", "/v1/images"))["images"])
 
     async def destroy(self, sandbox: SandboxId) -> None:
-        await self._ask("DELETE", f"/v1/accounts/self/sandboxes/{checked_name(sandbox)}", teardown=True)
+        await self._request("DELETE", f"/v1/accounts/self/sandboxes/{checked_name(sandbox)}", teardown=True)
         self._forget(sandbox)
 
-    async def _ask(self, method: str, path: str, **options: Any) -> Any:
+    async def _request(self, method: str, path: str, **options: Any) -> Any:
         key = await asyncio.to_thread(self._key)
         return await self._http.call(method, self._url + path, key, repeatable=True, **options)
 

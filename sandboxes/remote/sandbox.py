@@ -56,14 +56,14 @@ class RemoteSandbox(Sandbox):
     def id(self) -> SandboxId:
         return self._ref.id
 
-    async def _ask(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> Any:
+    async def _request(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> Any:
         return await self._http.call(method, self._url + path, self._ref.secret, repeatable=repeatable, **options)
 
     async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`. A command with an exec_id keeps running when its caller is cancelled."""
         stdin = None if command.stdin is None else base64.b64encode(command.stdin).decode()
         body = {**asdict(command), "stdin": stdin}
-        answer = await self._ask("POST", "/exec", body=body, repeatable=command.exec_id is not None)
+        answer = await self._request("POST", "/exec", body=body, repeatable=command.exec_id is not None)
         stdout, stderr = base64.b64decode(answer.pop("stdout")), base64.b64decode(answer.pop("stderr"))
         return ExecResult(stdout=stdout, stderr=stderr, **answer)
 
@@ -73,7 +73,7 @@ class RemoteSandbox(Sandbox):
         body = {"spawn_id": spawn_id, **asdict(command)}
         process = RemoteProcess(f"{self._url}/processes/{spawn_id}", self._ref.secret, self._http)
         try:
-            process.pid = (await self._ask("POST", "/processes", body=body))["pid"]
+            process.pid = (await self._request("POST", "/processes", body=body))["pid"]
         except asyncio.CancelledError:
             self._later(process.signal(_SIGKILL))
             raise
@@ -81,13 +81,13 @@ class RemoteSandbox(Sandbox):
 
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
         query = {"path": path, "user": user, "max_bytes": str(max_bytes)}
-        data: bytes = await self._ask("POST", "/read", query=query)
+        data: bytes = await self._request("POST", "/read", query=query)
         return data
 
     async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
         query = {"path": path, "user": user}
         if isinstance(data, bytes):
-            await self._ask("PUT", "/file", query=query, content=lambda: data)
+            await self._request("PUT", "/file", query=query, content=lambda: data)
             return
         try:
             size = (await asyncio.to_thread(data.stat)).st_size
@@ -95,7 +95,7 @@ class RemoteSandbox(Sandbox):
             raise SandboxFileError(f"{data}: {error.strerror}") from error
         # A small file is read at once, so that its length is known; a large one while it is sent.
         source = data.read_bytes if size <= SPOOL_BYTES else lambda: _chunks(data)
-        await self._ask("PUT", "/file", query=query, content=source)
+        await self._request("PUT", "/file", query=query, content=source)
 
     async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
         """See `Sandbox.write_many`. Makes one request per 32 MiB."""
@@ -115,20 +115,20 @@ class RemoteSandbox(Sandbox):
             await self.write(path, data, user=user)
         elif batch:
             packed = pack_files(batch)
-            await self._ask("PUT", "/files", query={"user": user}, content=lambda: packed)
+            await self._request("PUT", "/files", query={"user": user}, content=lambda: packed)
 
     async def freeze(self) -> None:
-        await self._ask("POST", "/freeze", teardown=True)
+        await self._request("POST", "/freeze", teardown=True)
 
     async def pause(self) -> None:
-        await self._ask("POST", "/pause", teardown=True)
+        await self._request("POST", "/pause", teardown=True)
 
     async def resume(self) -> None:
-        await self._ask("POST", "/resume", teardown=True)
+        await self._request("POST", "/resume", teardown=True)
 
     async def snapshot(self) -> ImageRef:
         """See `Sandbox.snapshot`. The image is stored by the server."""
-        return ImageRef((await self._ask("POST", "/snapshot"))["image"])
+        return ImageRef((await self._request("POST", "/snapshot"))["image"])
 
     def expose(self, port: int, target: HostPort, prefix: str) -> AbstractAsyncContextManager[None]:
         """See `Sandbox.expose`. The service is on this host; requests pass through the exec server."""
@@ -136,13 +136,13 @@ class RemoteSandbox(Sandbox):
         return expose(self._http, url, secret, port=port, target=target, prefix=prefix)
 
     async def usage(self) -> SandboxUsage:
-        return SandboxUsage(**await self._ask("GET", "/usage", teardown=True))
+        return SandboxUsage(**await self._request("GET", "/usage", teardown=True))
 
     async def renew(self, ttl_s: float) -> None:
-        await self._ask("POST", "/renew", body={"ttl_s": ttl_s}, teardown=True)
+        await self._request("POST", "/renew", body={"ttl_s": ttl_s}, teardown=True)
 
     async def kill(self) -> None:
-        await self._ask("DELETE", "", teardown=True)
+        await self._request("DELETE", "", teardown=True)
         self._killed(self._ref.id)
 
 

@@ -70,7 +70,7 @@ class Tunnel:
                 if message.type is not WSMsgType.BINARY or len(message.data) < _HEADER.size:
                     return
                 kind, number = _HEADER.unpack_from(message.data)
-                self._take(kind, number, message.data[_HEADER.size :])
+                self._receive(kind, number, message.data[_HEADER.size :])
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Open a stream from this side; the callback of `asyncio.start_server`."""
@@ -81,7 +81,7 @@ class Tunnel:
         stream = self._streams[self._last] = _Stream(self._last)
         self._tasks.start(self._carry(stream, reader, writer))
 
-    def _take(self, kind: int, number: int, data: bytes) -> None:
+    def _receive(self, kind: int, number: int, data: bytes) -> None:
         stream = self._streams.get(number)
         if stream is None:
             # Messages of streams that have ended meanwhile are ignored.

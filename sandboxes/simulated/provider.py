@@ -226,10 +226,10 @@ class SimulatedProvider:
         self._states[state.id] = state
         if spec.idempotency_key:
             self._by_key[spec.idempotency_key] = state
-        state.timers.append(asyncio.get_running_loop().call_later(boot_s, self._bear, state))
+        state.timers.append(asyncio.get_running_loop().call_later(boot_s, self._on_booted, state))
         return state
 
-    def _bear(self, state: SimulatedState) -> None:
+    def _on_booted(self, state: SimulatedState) -> None:
         self.counts.born_by_key[state.spec.idempotency_key or state.id] += 1
         state.born.set()
         self.renew(state, state.spec.ttl_s)

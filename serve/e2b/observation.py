@@ -109,7 +109,7 @@ class Observation:
         body = await read_body(request, NewSnapshot)
         if not self._has(Feature.SNAPSHOT):
             raise unsupported("a snapshot")
-        taken = await asyncio.shield(self._sandboxes.tasks.share(take(self._sandboxes, live, body.name or "")))
+        taken = await asyncio.shield(self._sandboxes.tasks.share(take_snapshot(self._sandboxes, live, body.name or "")))
         return web.json_response(_shown(taken), status=201)
 
     async def _snapshots(self, request: web.Request, owner: Owner) -> web.Response:
@@ -157,7 +157,7 @@ async def sample(live: LiveSandbox) -> dict[str, Any]:
     }
 
 
-async def take(sandboxes: Sandboxes, live: LiveSandbox, name: str) -> Snapshot:
+async def take_snapshot(sandboxes: Sandboxes, live: LiveSandbox, name: str) -> Snapshot:
     """Make an image of the files. The sandbox is restarted from that image, without its processes, so one with running
     commands is refused. Raises ApiError 409, SandboxError."""
     async with live.changing:

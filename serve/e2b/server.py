@@ -154,7 +154,7 @@ class E2bServer:
                 await sandboxes.kill(live)
 
         async with asyncio.TaskGroup() as group:
-            for live in sandboxes.everything():
+            for live in sandboxes.all():
                 group.create_task(kill(live))
 
 

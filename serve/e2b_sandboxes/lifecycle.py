@@ -104,7 +104,7 @@ class Sandboxes:
             raise not_found(sandbox_id)
         return live
 
-    def everything(self) -> builtins.list[LiveSandbox]:
+    def all(self) -> builtins.list[LiveSandbox]:
         return list(self._live.values())
 
     def running(self) -> builtins.list[LiveSandbox]:

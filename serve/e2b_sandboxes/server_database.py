@@ -28,7 +28,7 @@ class ServerDatabase:
     def __init__(
         self, folder: Path | None, *, file_name: str, lock_name: str, schema_version: int, schema: Sequence[str]
     ) -> None:
-        """Raises SandboxError if another server uses the folder, SpecRefused if it is unusable."""
+        """Open the database. Raises SandboxError if another server uses the folder, SpecRefused if it is unusable."""
         self._lock = -1
         try:
             path = ":memory:"
