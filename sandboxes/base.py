@@ -1,17 +1,20 @@
-"""Contract of a sandbox provider.
+"""Interfaces of sandbox providers, sandboxes and processes, with their messages.
 
 Invariants of every provider:
-- A ref is frozen and picklable; its holder attaches and talks to the sandbox directly, without Ray.
-- `kill` is idempotent and kills the whole process tree.
+- A ref is frozen and picklable; its holder attaches to the sandbox directly, without Ray.
+- `kill` is idempotent and ends the whole process tree.
 - A command never outlives its timeout; a timeout is a typed error, never a result.
 - All output and files of a sandbox are data: limited in size, and never resolved as a path of the host.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final, NewType, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, NewType, NoReturn, Protocol, runtime_checkable
+
+from headrace.sandboxes.errors import Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
 
 SandboxId = NewType("SandboxId", str)
 ImageRef = NewType("ImageRef", str)
-"""Value of `SandboxSpec.image`: `host`, the path of a root file system or archive, `debootstrap:SUITE`, a snapshot."""
+"""A value of `SandboxSpec.image`: `host`, the path of a root file system or archive, `debootstrap:SUITE`, or a
+snapshot."""
 
 DEFAULT_MAX_OUTPUT_BYTES = 1 << 20
 
@@ -29,13 +33,13 @@ class Network(StrEnum):
     """Network access of a sandbox."""
 
     NONE = "none"
-    """Only a loopback of its own."""
+    """Only a loopback interface of its own."""
     HOST = "host"
-    """The host's network; only with the subprocess provider, which has no isolation."""
+    """The host's network; only with the subprocess provider, which gives no protection."""
 
 
 class Feature(StrEnum):
-    """Optional features of providers; a call that needs a missing one raises Unsupported."""
+    """An optional feature of a provider; a call that needs a missing one raises Unsupported."""
 
     FREEZE = "freeze"
     """`Sandbox.freeze` and FrozenMount."""
@@ -55,7 +59,7 @@ class Feature(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenMount:
-    """Data path of a frozen (dead) sandbox, shown read-only, nosuid, nodev and noexec in a new one."""
+    """A data path of a frozen sandbox, mounted read-only, nosuid, nodev and noexec in a new one."""
 
     source: SandboxId
     path: str
@@ -66,18 +70,19 @@ class FrozenMount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFolder:
-    """Folder of the provider's host, shown in a sandbox of any image: read-only, nosuid and nodev, its programs can be
-    run. All sandboxes share its files; nothing is copied. A snapshot does not contain it."""
+    """A folder of the provider's host, mounted read-only, nosuid and nodev in a sandbox of any image; its programs can
+    be run. All sandboxes share its files, without copies. A snapshot does not contain it."""
 
     source: str
-    """Absolute path on the host, on a file system that supports idmapped mounts (ext4, xfs, btrfs, tmpfs)."""
+    """Absolute path on the host, on a file system with id-mapped mounts (ext4, xfs, btrfs, tmpfs)."""
     target: str
-    """Absolute path in the sandbox, outside its system folders."""
+    """Absolute path in the sandbox, outside of its system's folders."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """Settings of a new sandbox. A limit of None is the provider's default; `ttl_s` is the length of the lease."""
+    """A sandbox to boot. A limit of None is the provider's default. `ttl_s` is the lease, at whose end the sandbox is
+    killed unless it was renewed."""
 
     image: str = "host"
     cpu: float | None = None
@@ -92,14 +97,21 @@ class SandboxSpec:
     folders: tuple[HostFolder, ...] = ()
 
 
+def refuse_folders(spec: SandboxSpec, provider: str) -> None:
+    """Refuse a spec with folders, for providers without Feature.FOLDERS. Raises Unsupported."""
+    if spec.folders:
+        targets = ", ".join(folder.target for folder in spec.folders)
+        raise Unsupported(f"folders ({targets}): the {provider} provider shows none of its host; put them in the image")
+
+
 AVOID_LABEL: Final = "headrace-avoid"
-"""Label of specs: endpoints, separated by blanks, on which a provider of several hosts should not boot the sandbox."""
+"""A label with endpoints, separated by blanks, that a provider of several hosts should avoid for the sandbox."""
 _HOSTS_AT_ENDPOINTS: Final = frozenset({"remote", "simulated"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxRef:
-    """Access to one sandbox: `endpoint` is its socket path or URL, `secret` is valid for this sandbox only."""
+    """Address of and access to one sandbox: `endpoint` is a socket path or URL, `secret` opens only this sandbox."""
 
     provider: str
     id: SandboxId
@@ -108,13 +120,13 @@ class SandboxRef:
 
     @property
     def host(self) -> str:
-        """Name of its host for failure reports: the endpoint if that names a host, otherwise the provider."""
+        """The host for reports of failures: the endpoint if that names a host, otherwise the provider."""
         return self.endpoint if self.provider in _HOSTS_AT_ENDPOINTS else self.provider
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxInfo:
-    """Row of `list`. `expires_in_s` is the rest of its lease."""
+    """One row of `list`. `expires_in_s` is the remaining time of its lease."""
 
     id: SandboxId
     state: str
@@ -125,8 +137,8 @@ class SandboxInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """Result of a finished command. `stdout` and `stderr` are the first `max_output_bytes` of each; `truncated` is True
-    if there was more."""
+    """A finished command. `stdout` and `stderr` are the first `max_output_bytes` of each; `truncated` if there was
+    more."""
 
     exit_code: int
     stdout: bytes
@@ -136,17 +148,17 @@ class ExecResult:
 
 
 class Stream(StrEnum):
-    """Source of a chunk of output."""
+    """Source of a piece of output."""
 
     STDOUT = "stdout"
     STDERR = "stderr"
     TERMINAL = "terminal"
-    """Both, in the order in which a terminal shows them."""
+    """Both streams, in the order in which a terminal shows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Chunk of output, at most 64 KiB."""
+    """A piece of output, at most 64 KiB."""
 
     stream: Stream
     data: bytes
@@ -154,15 +166,13 @@ class Output:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TerminalSize:
-    """Size of a terminal in characters."""
-
     rows: int = 24
     columns: int = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPort:
-    """TCP service of the host."""
+    """A TCP service of the host."""
 
     host: str
     port: int
@@ -170,7 +180,7 @@ class HostPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxUsage:
-    """Current usage of a sandbox; `cpu_s` is counted since its boot. None for a limit means that there is none."""
+    """Current resource usage of a sandbox; `cpu_s` is counted since its boot. A limit of None means no limit."""
 
     cpu_s: float
     memory_bytes: int
@@ -183,19 +193,51 @@ class SandboxUsage:
     """Processes killed because `memory_limit_bytes` was reached."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command with its user, its additional environment and its working folder."""
+
+    command: str | Sequence[str]
+    """A text for `bash -c`, or a program and its arguments."""
+    user: str = "root"
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    """The image's working folder when None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecCommand(Command):
+    """The arguments of `Sandbox.exec`, as providers get them."""
+
+    command: str
+    stdin: bytes | None = None
+    timeout_s: float
+    max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES
+    """Limit of each of the two output streams."""
+    exec_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpawnCommand(Command):
+    """The arguments of `Sandbox.spawn`, as providers get them."""
+
+    stdin: bool = False
+    terminal: TerminalSize | None = None
+    timeout_s: float | None = None
+
+
 class Process(Protocol):
-    """Command that was started without waiting for its end. It ends with its sandbox, at its timeout, or by itself. If
-    its caller drops it, it keeps running without a reader and blocks once its pipe is full."""
+    """A command that runs in the background. It ends with its sandbox, at its timeout, or by itself. If its output is
+    not read, it blocks once its pipe is full."""
 
     @property
     def pid(self) -> int:
-        """Process id inside the sandbox."""
+        """The pid of the command inside the sandbox."""
         ...
 
     def output(self) -> AsyncIterator[Output]:
-        """Iterate over the output, once and for one reader. Ends when both streams have ended, or 0.2 s after the
-        command itself if a daemon holds them open. A slow reader slows the command down: nothing is buffered beyond its
-        pipe."""
+        """Yield the output, once, for one reader. Ends with both streams, or 0.2 s after the command if a daemon has
+        them open. A slow reader slows the command down, because only its pipe buffers output."""
         ...
 
     async def write_stdin(self, data: bytes) -> None:
@@ -203,26 +245,28 @@ class Process(Protocol):
         ...
 
     async def close_stdin(self) -> None:
-        """Close standard input; for a terminal this types Ctrl-D. Idempotent."""
+        """Close standard input. Idempotent. In a terminal this sends Ctrl-D."""
         ...
 
     async def signal(self, number: int) -> None:
-        """Send a signal to the command; SIGKILL kills its whole tree. Does nothing once the command has ended."""
+        """Send a signal to the command, SIGKILL to its whole process tree. Does nothing once the command has ended."""
         ...
 
     async def resize(self, size: TerminalSize) -> None:
-        """Change the size of the terminal. Raises SpecRefused without a terminal."""
+        """Change the size of the terminal. Raises SpecRefused without one."""
         ...
 
     async def wait(self) -> int:
-        """Return the exit code, 128 + n after signal n; can be called again. Raises ExecTimeout, SandboxGone."""
+        """Wait for the exit code, which is 128 + n after signal n. May be repeated. Raises ExecTimeout, SandboxGone."""
         ...
 
 
-class Sandbox(Protocol):
-    """Running sandbox. Every method raises SandboxGone once it is dead."""
+class Sandbox(ABC):
+    """A running sandbox. Every method raises SandboxGone once it is dead, and optional methods raise Unsupported unless
+    a provider overrides them."""
 
     @property
+    @abstractmethod
     def id(self) -> SandboxId: ...
 
     async def exec(
@@ -237,14 +281,29 @@ class Sandbox(Protocol):
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
         exec_id: str | None = None,
     ) -> ExecResult:
-        """Run `bash -c command` in a new process.
+        """Run `bash -c command` in a fresh process, in the image's working folder (`/workspace` of `host`) unless `cwd`
+        names another.
 
-        Its working folder is `cwd`, or by default the image's (`/workspace` of `host`). After signal n its exit code is
-        128 + n; for an unknown user or folder it is 126, with a line on stderr. A repeated `exec_id`, from any holder
-        of the ref, runs nothing: it waits for the first result and returns it. Raises ExecTimeout (the tree is dead),
-        SandboxGone, ExecResultLost, Unsupported.
+        A command that is ended by signal n has the exit code 128 + n; an unknown user or folder gives 126 and a line on
+        stderr. A second call with the same `exec_id`, from any holder of the ref, runs nothing: it waits for the first
+        result, or returns it. Raises ExecTimeout (the process tree is dead), SandboxGone, ExecResultLost, Unsupported.
         """
-        ...
+        return await self.run_command(
+            ExecCommand(
+                command=command,
+                user=user,
+                env=dict(env or {}),
+                cwd=cwd,
+                stdin=stdin,
+                timeout_s=timeout_s,
+                max_output_bytes=max_output_bytes,
+                exec_id=exec_id,
+            )
+        )
+
+    @abstractmethod
+    async def run_command(self, command: ExecCommand) -> ExecResult:
+        """Run a command and wait for its end; the provider's part of `exec`."""
 
     async def spawn(
         self,
@@ -257,63 +316,84 @@ class Sandbox(Protocol):
         terminal: TerminalSize | None = None,
         timeout_s: float | None = None,
     ) -> Process:
-        """Start a command and return at once: a string is run by `bash -c`, a list is a program and its arguments.
+        """Start a command and return at once: a text runs as with `bash -c`, a sequence is a program and its arguments.
+
         Without `stdin` its standard input is empty. With a terminal all three streams are that terminal's. Without
-        `timeout_s` it ends with its sandbox. Raises SandboxGone, Unsupported."""
-        ...
+        `timeout_s` it runs until its sandbox ends. Raises SandboxGone, Unsupported.
+        """
+        return await self.start_process(
+            SpawnCommand(
+                command=command if isinstance(command, str) else list(command),
+                user=user,
+                env=dict(env or {}),
+                cwd=cwd,
+                stdin=stdin,
+                terminal=terminal,
+                timeout_s=timeout_s,
+            )
+        )
 
+    async def start_process(self, command: SpawnCommand) -> Process:
+        """Start a command without waiting for it; the provider's part of `spawn`."""
+        self._refuse("spawn a command that is not waited for")
+
+    @abstractmethod
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
-        """Return the content of a regular file. Raises SandboxFileError (missing, not regular, above `max_bytes`)."""
-        ...
+        """Return the content of a regular file. Raises SandboxFileError (missing, not regular, larger than
+        `max_bytes`)."""
 
+    @abstractmethod
     async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
-        """Create or replace a file inside and make its parent folders. The content is given as bytes, or as a file of
-        the host, which is not read into memory. Raises SandboxFileError."""
-        ...
+        """Create or replace a file and its parent directories, from bytes or from a file of the host, which is not
+        loaded into memory. Raises SandboxFileError."""
 
     async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
-        """Write several files in one round trip; after an error the files before it are written."""
-        ...
+        """`write` for several files, in one round trip where the provider can; on an error those before it are
+        written."""
+        for path, data in files.items():
+            await self.write(path, data, user=user)
 
     async def freeze(self) -> None:
         """Kill every process but retain the file layer, which FrozenMount can show to a clean sandbox. Idempotent."""
-        ...
+        self._refuse("freeze")
 
     async def pause(self) -> None:
-        """Stop every process; commands wait, but the lease still runs. Idempotent. Raises Unsupported."""
-        ...
+        """Stop every process where it is: processes take no processor time and commands wait. The lease still runs.
+        Idempotent."""
+        self._refuse("pause")
 
     async def resume(self) -> None:
-        """Let the processes of a paused sandbox continue. Idempotent."""
-        ...
+        """Continue a paused sandbox. Idempotent."""
+        self._refuse("resume")
 
     async def snapshot(self) -> ImageRef:
-        """Turn the file layer into an image, which clones share without a copy, and end the sandbox. Raises
-        Unsupported."""
-        ...
+        """Make an image of the file layer as it is now and end the sandbox: clones share the layer without a copy."""
+        self._refuse("snapshot")
 
     def expose(self, port: int, target: HostPort, prefix: str) -> AbstractAsyncContextManager[None]:
-        """Make a service of the host available on the sandbox's own 127.0.0.1:`port` while the context lasts. Only HTTP
-        requests for URL paths below `prefix` pass; all others get 403. Raises Unsupported, SpecRefused (the port is
-        taken)."""
-        ...
+        """Make a service of the host available at the sandbox's own 127.0.0.1:`port` while the context lasts. Only HTTP
+        requests for URL paths below `prefix` pass, all others get 403. Raises SpecRefused (the port is taken)."""
+        self._refuse(f"expose port {port} for {target.host}:{target.port}{prefix}")
 
     async def usage(self) -> SandboxUsage:
-        """Return the current usage. Raises Unsupported."""
-        ...
+        """Return the current resource usage."""
+        self._refuse("usage")
 
+    @abstractmethod
     async def renew(self, ttl_s: float) -> None:
-        """Let the lease end `ttl_s` seconds from now; a frozen sandbox has a lease too. Raises SandboxGone."""
-        ...
+        """Make the lease end `ttl_s` seconds from now. Raises SandboxGone; a frozen sandbox has a lease too."""
 
+    @abstractmethod
     async def kill(self) -> None:
-        """Kill the whole tree and drop the layer. Idempotent."""
-        ...
+        """End the whole process tree and drop the file layer. Idempotent."""
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise Unsupported(f"{type(self).__name__} cannot {what}: use a provider that can (README, Sandboxes)")
 
 
 @runtime_checkable
 class ProgramRunner(Protocol):
-    """Sandbox that runs Python programs without an interpreter in its image."""
+    """A sandbox that runs Python programs of headrace without an interpreter in its image."""
 
     async def run_program(
         self,
@@ -325,14 +405,14 @@ class ProgramRunner(Protocol):
         timeout_s: float,
         max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
     ) -> ExecResult:
-        """Run a Python program like `python -I -S -c program arguments...` in `/`, in a process that already has
-        headrace's interpreter. It may import the modules of `launcher.commands.PRELOADED`, and nothing of the image.
-        Raises ExecTimeout, SandboxGone."""
+        """Run a Python text as `python -I -S -c program arguments...` would, in `/`, in a process that has the
+        interpreter of headrace already; it may import what `launcher.commands.PRELOADED` names, and nothing of the
+        image. Raises ExecTimeout, SandboxGone."""
         ...
 
 
 class SandboxProvider(Protocol):
-    """Provider that boots sandboxes. `create` with a known idempotency key returns the sandbox that it made before."""
+    """Provider of sandboxes. `create` with a known idempotency key returns the existing sandbox."""
 
     @property
     def features(self) -> frozenset[Feature]: ...
@@ -346,7 +426,7 @@ class SandboxProvider(Protocol):
     async def list(self) -> list[SandboxInfo]: ...
 
     async def destroy(self, sandbox: SandboxId) -> None:
-        """Kill a sandbox by its id alone, with the provider's own credentials. Idempotent."""
+        """Kill a sandbox by its id, for those that `list` shows but whose ref is unknown. Idempotent."""
         ...
 
     async def aclose(self) -> None: ...

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 ORDER: dict[str, tuple[str, ...]] = {
     "sandboxes": (
         *(
+            "errors",
             "base",
             "capture",
-            "errors",
             "kernel",
             "launcher",
             "command_streams",
@@ -26,7 +26,7 @@ ORDER: dict[str, tuple[str, ...]] = {
             "images",
             "leftovers",
         ),
-        *("leftovers", "local", "doctor", "optional_features", "e2b", "unprotected", "oci", "retry", "pool", "remote"),
+        *("leftovers", "local", "doctor", "e2b", "unprotected", "oci", "retry", "pool", "remote"),
         "simulated",
     ),
     "buffer": (

@@ -16,7 +16,6 @@ LARGE_CLASSES = {
     "ReplayStore": (459, 51),
     "BatchBook": (379, 34),
     "EngineGroup": (360, 30),
-    "OciSandbox": (338, 27),
     "ReplayState": (333, 42),
     "Dispatcher": (329, 29),
     "ReplayBuffer": (301, 39),

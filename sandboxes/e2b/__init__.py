@@ -1,1 +1,1 @@
-"""Sandboxes at e2b.dev, or any server that speaks its API."""
+"""Provider of sandboxes at e2b.dev, or at any server with its API."""

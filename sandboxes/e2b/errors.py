@@ -1,7 +1,7 @@
-"""What the e2b SDK raises, as our errors: classified here once.
+"""Conversion of the e2b SDK's exceptions to sandbox errors.
 
-Invariants: an error about the connection or a gateway (502, 503, 504, a timeout) says nothing of what the service did,
-so it is ProviderUnreachable; the SDK does not pass on how long to wait, so a RateLimited says one second.
+Invariants: an error of the connection or a gateway (502, 503, 504, a timeout) leaves the effect on the service unknown,
+so it is ProviderUnreachable; a RateLimited has a wait of one second, because the SDK does not return the service's.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 _STATUS: Final = re.compile(r"\s*(\d{3})\b")
 _TRANSPORTS: Final = ("httpcore", "connectrpc", "pyqwest")
-"""What the SDKs let through of their HTTP clients, by version, is an end of the connection."""
+"""Packages of the SDKs' HTTP clients; those of their exceptions that the SDKs pass on are connection errors."""
 _GATEWAY: Final = frozenset({500, 502, 503, 504})
 
 
 class Step(StrEnum):
-    """What was being done: the same exception means something else in each."""
+    """Kind of operation, on which the meaning of an exception depends."""
 
     CREATE = "create"
-    """A sandbox was asked for, or the account."""
+    """Creating a sandbox, or querying the account."""
     SANDBOX = "sandbox"
-    """A sandbox's life was changed, or a command started."""
+    """Changing a sandbox's state, or starting a command."""
     FILE = "file"
-    """A file was read or written."""
+    """Reading or writing a file."""
 
 
 @contextmanager
 def typed(step: Step) -> Iterator[None]:
-    """Raises SandboxError in place of the SDK's and its HTTP client's exceptions."""
+    """Convert exceptions of the SDK and its HTTP client to SandboxError."""
     try:
         yield
     except SandboxError:
@@ -60,7 +60,7 @@ def typed(step: Step) -> Iterator[None]:
 
 
 def classify(error: Exception, step: Step) -> SandboxError | None:
-    """Our error for it; None when it is a defect."""
+    """Return the sandbox error for an exception, or None for one that indicates a defect."""
     import e2b
     import httpx
 
@@ -91,7 +91,7 @@ def classify(error: Exception, step: Step) -> SandboxError | None:
 
 
 def _timeout(error: Exception, message: str) -> SandboxError:
-    """The SDKs use one class for a command's time, a request's time and a sandbox that is not there."""
+    """Classify a timeout. The SDKs use one class for a command's timeout, a request's timeout and a missing sandbox."""
     if type(error).__name__ == "SandboxNotRunningException" or "was not found" in message:
         return SandboxGone(message)
     if "unavailable" in message or type(error).__name__ == "SandboxUnreachableException":

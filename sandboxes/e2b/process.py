@@ -1,9 +1,10 @@
-"""A command in an E2B sandbox, followed through the SDK's handle.
+"""A command in an E2B sandbox, controlled through the SDK's handle.
 
 Invariants:
-- Output waits in a queue of a few pieces: the SDK's reader then stops, and with it, over the connection, the command.
-- Every command carries a mark in its environment, by which its whole tree is found and killed.
-- The SDK decodes output as UTF-8: bytes that are none arrive as U+FFFD.
+- Output is buffered in a queue of a few pieces. When it is full the SDK's reader stops, and with it, by back-pressure,
+  the command.
+- Every command has a mark in its environment, by which its whole process tree is found and killed.
+- The SDK decodes output as UTF-8: invalid bytes arrive as U+FFFD.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _PIECE_BYTES: Final = 1 << 16
 _SWEEP_TIMEOUT_S: Final = 30.0
 _SWEEPS: Final = 5
 _SWEPT_S: Final = 0.5
-"""How long a swept command may take to be told as ended, before it is swept again."""
+"""Time to wait for the end of a swept command before it is swept again."""
 _SIGKILL: Final = 9
 _SIGNALED: Final = {"killed": 137, "terminated": 143, "interrupt": 130, "hangup": 129, "segmentation fault": 139}
 _SWEEP: Final = """for _ in 1 2 3 4 5 6 7 8 9; do
@@ -43,7 +44,8 @@ exit 1"""
 
 
 def wrap(command: str, folder: str | None, stdin_path: str | None) -> str:
-    """For the SDK, which runs `bash -l -c`: our folder rule, standard input from a file, and a fresh bash."""
+    """Return a command for the SDK, which runs it with `bash -l -c`: it enters the working folder, redirects standard
+    input from a file, and executes a fresh bash."""
     default = "cd /workspace 2>/dev/null || cd /"
     enter = default if folder is None else f"cd -- {shlex.quote(folder)} || exit 126"
     source = "" if stdin_path is None else f"exec < {shlex.quote(stdin_path)} && rm -f {shlex.quote(stdin_path)}\n"
@@ -51,21 +53,21 @@ def wrap(command: str, folder: str | None, stdin_path: str | None) -> str:
 
 
 async def sweep(sandbox: Any, mark: str) -> None:
-    """Kill every process that carries the mark. Raises SandboxGone, ProviderUnreachable."""
+    """Kill every process with the mark. Raises SandboxGone, ProviderUnreachable."""
     script = _SWEEP % shlex.quote(f"{MARK}={mark}")
     with typed(Step.SANDBOX):
         await sandbox.commands.run(script, user="root", timeout=_SWEEP_TIMEOUT_S)
 
 
 def exit_code_of(error: Any) -> int:
-    """A shell's code for a CommandExitException: envd says -1 and a name for a signal."""
+    """Return the shell's exit code for a CommandExitException: for a signal, envd reports -1 and its name."""
     if error.exit_code >= 0:
         return int(error.exit_code)
     return next((code for name, code in _SIGNALED.items() if name in (error.error or "")), 137)
 
 
 class E2bProcess:
-    """Give `take_stdout` and `take_stderr` to the SDK, then its handle to `follow`."""
+    """A running command. Pass `take_stdout` and `take_stderr` to the SDK, then its handle to `follow`."""
 
     def __init__(self, sandbox: Any, mark: str, *, stdin: bool) -> None:
         self._sandbox = sandbox
@@ -74,25 +76,25 @@ class E2bProcess:
         self._room = asyncio.Semaphore(_PIECES)
         self._pieces: asyncio.Queue[Output | None] = asyncio.Queue()
         self._result: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        # Nobody may ask for the result: its error then counts as seen.
+        # Retrieve the error, because no caller may ask for the result.
         self._result.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._handle: Any = None
         self._following: asyncio.Task[None] | None = None
 
     def follow(self, handle: Any) -> None:
-        """The command runs; one task of this object waits for its end."""
+        """Start the task that waits for the end of the command."""
         self._handle = handle
         self._following = asyncio.get_running_loop().create_task(self._follow())
 
     async def _follow(self) -> None:
         try:
-            self._result.set_result(await self._end())
-        except Exception as error:  # noqa: BLE001 - belongs to whoever waits for the command
+            self._result.set_result(await self._exit_code())
+        except Exception as error:  # noqa: BLE001 - raised by `wait`
             self._result.set_exception(error)
         finally:
             self._pieces.put_nowait(None)
 
-    async def _end(self) -> int:
+    async def _exit_code(self) -> int:
         import e2b
 
         try:
@@ -130,26 +132,22 @@ class E2bProcess:
             yield piece
 
     async def write_stdin(self, data: bytes) -> None:
-        """See `Process.write_stdin`. The service holds what the command has not read yet."""
+        """See `Process.write_stdin`. The service buffers data that the command has not read yet."""
         if not self._stdin or self._result.done():
             raise SandboxFileError("standard input is closed, or the command has ended")
-        with typed(Step.FILE):
-            await self._sandbox.commands.send_stdin(self.pid, self._input(data))
-
-    def _input(self, data: bytes) -> bytes | str:
-        if self._is_recent:
-            return data
         try:
-            return data.decode()
+            content = data if self._is_recent else data.decode()
         except UnicodeDecodeError as error:
-            raise Unsupported("this version of the e2b SDK takes only text: install a newer one") from error
+            raise Unsupported("this version of the e2b SDK accepts only text: install a newer one") from error
+        with typed(Step.FILE):
+            await self._sandbox.commands.send_stdin(self.pid, content)
 
     @property
     def _is_recent(self) -> bool:
         return hasattr(self._sandbox.commands, "close_stdin")
 
     async def close_stdin(self) -> None:
-        """Raises Unsupported with an SDK like 2.25, which cannot."""
+        """See `Process.close_stdin`. Raises Unsupported with an older SDK such as 2.25."""
         if not self._stdin or self._result.done():
             return
         if not self._is_recent:
@@ -164,7 +162,7 @@ class E2bProcess:
         if number == _SIGKILL:
             for _ in range(_SWEEPS):
                 await sweep(self._sandbox, self._mark)
-                # One that has no program yet, between fork and execve, has no mark either.
+                # A process between fork and execve may have no mark yet, so sweep again.
                 if (await asyncio.wait([self._result], timeout=_SWEPT_S))[0]:
                     return
             return
@@ -179,6 +177,6 @@ class E2bProcess:
 
 
 async def is_running(sandbox: Any) -> bool:
-    """Whether the service still has it. Raises ProviderUnreachable."""
+    """Return whether a sandbox still exists. Raises ProviderUnreachable."""
     with typed(Step.CREATE):
         return bool(await sandbox.is_running())

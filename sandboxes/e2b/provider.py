@@ -1,10 +1,10 @@
-"""`e2b`: sandboxes of e2b.dev, or of any server that speaks its API, through the public SDK (extra `e2b`).
+"""Provider `e2b`: sandboxes of e2b.dev, or of any server with its API, through the public SDK (extra `e2b`).
 
 Invariants:
-- A ref holds what any process needs to talk to its sandbox: its id, the addresses, envd's version and its access token.
-  The API key stays out of it: who wants to kill or renew has its own.
-- A create that is cancelled leaves nothing; nothing is tried again in here (the pool does that).
-- Metadata carries our labels and the idempotency key, so that a list tells what is ours.
+- A ref contains all that a process needs to use its sandbox: its id, the addresses, envd's version and its access
+  token. It does not contain the API key, which a process needs to kill or renew.
+- A create that is cancelled leaves nothing; retries are left to the pool.
+- Metadata contains our labels and the idempotency key, so that a list shows which sandboxes are ours.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from headrace.sandboxes.base import (
     SandboxId,
     SandboxInfo,
     SandboxRef,
+    refuse_folders,
 )
 from headrace.sandboxes.e2b.errors import Step, typed
 from headrace.sandboxes.e2b.sandbox import E2bSandbox
@@ -40,7 +41,6 @@ from headrace.sandboxes.errors import (
     SpecRefused,
     Unsupported,
 )
-from headrace.sandboxes.optional_features import refuse_folders
 
 if TYPE_CHECKING:
     import builtins
@@ -52,47 +52,48 @@ if TYPE_CHECKING:
 PROVIDER: Final = "e2b"
 OURS: Final = "headrace"
 KEY: Final = "headrace_key"
-"""Metadata of every sandbox: that it is ours, and its idempotency key."""
+"""Metadata keys of every sandbox: a mark that it is ours, and its idempotency key."""
 _KEY_FORM: Final = re.compile(r"[a-z0-9-]{1,255}")
 
 
 class E2bConfig(BaseModel):
-    """Which service, and how images are named there."""
+    """Address and credentials of the service, and the mapping of images to its templates."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     api_url: str = ""
-    """Control plane; by default `E2B_API_URL`, or e2b.dev."""
+    """URL of the control plane; by default `E2B_API_URL`, or e2b.dev."""
     sandbox_url: str = ""
-    """envd of all sandboxes, for servers that are not e2b.dev; by default `E2B_SANDBOX_URL`, or `api_url`."""
+    """URL of envd for all sandboxes, for other servers than e2b.dev; by default `E2B_SANDBOX_URL`, or `api_url`."""
     api_key_file: Path | None = None
-    """Holds the API key; by default it is read from `E2B_API_KEY`."""
+    """File with the API key; by default the key is the value of `E2B_API_KEY`."""
     template: str = "base"
-    """What is booted for the image `host`, and for all images when `metadata_image_key` is set."""
+    """Template to boot for the image `host`, and for all images when `metadata_image_key` is set."""
     metadata_image_key: str = ""
     """Metadata key that names the image; without it the image is the name of a template."""
     metadata: dict[str, str] = Field(default_factory=dict)
-    """Passed through with every create."""
+    """Metadata to send with every create."""
     internet: bool = False
-    """Sandboxes reach the internet although their spec says network `none`: an agent there needs a way to the gateway,
-    for nothing can be exposed."""
+    """Give sandboxes internet access although their spec has network `none`. An agent needs it to reach the gateway,
+    because this provider cannot expose a service."""
     request_timeout_s: float = Field(default=60.0, gt=0)
-    """Time of one request to the service."""
+    """Timeout of one request to the service."""
 
 
 class E2bProvider:
-    """An async context manager; `aclose` waits for kills that go on and ends no sandbox: their leases do."""
+    """Provider for one account; an async context manager. `aclose` waits for running kills, and leaves sandboxes to
+    their leases."""
 
     features = frozenset({Feature.SPAWN, Feature.PAUSE})
 
     def __init__(self, config: E2bConfig | None = None) -> None:
-        """Raises SandboxError when the SDK is not installed."""
+        """Import the SDK. Raises PermanentSandboxError when it is not installed."""
         self._config = config or E2bConfig()
         self._ending: set[asyncio.Task[None]] = set()
         try:
             import e2b
         except ImportError as error:
-            raise PermanentSandboxError("the e2b SDK is missing: pip install 'headrace[e2b]'") from error
+            raise PermanentSandboxError("the e2b SDK is not installed: pip install 'headrace[e2b]'") from error
         # The SDK's signature differs between its versions.
         self._kind: Any = e2b.AsyncSandbox
 
@@ -105,8 +106,15 @@ class E2bProvider:
         await self.aclose()
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
-        """Raises ImageUnknown, SpecRefused, RateLimited, ProviderUnreachable, SecretRefused."""
-        _check_spec(spec)
+        """Boot a sandbox. Raises ImageUnknown, SpecRefused, RateLimited, ProviderUnreachable, SecretRefused."""
+        if spec.network is not Network.NONE:
+            raise SpecRefused(f"network {spec.network.value!r}: set `internet` of the e2b provider instead")
+        if spec.mounts:
+            raise Unsupported("E2B sandboxes cannot mount frozen data")
+        refuse_folders(spec, PROVIDER)
+        for name in ("cpu", "memory_bytes", "disk_bytes", "pids"):
+            if getattr(spec, name) is not None:
+                raise SpecRefused(f"{name}: fixed by the template of an E2B sandbox; leave it unset")
         if spec.idempotency_key and not self._takes_keys():
             async for found in self._pages({KEY: spec.idempotency_key}):
                 with typed(Step.CREATE):
@@ -117,18 +125,28 @@ class E2bProvider:
         try:
             return self._ref(await asyncio.shield(booting))
         except asyncio.CancelledError:
-            self._discard(booting)
+
+            async def kill() -> None:
+                # A sandbox that cannot be killed now ends with its lease.
+                with suppress(SandboxError), typed(Step.SANDBOX):
+                    await (await booting).kill()
+
+            task = asyncio.get_running_loop().create_task(kill())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
             raise
 
     async def _boot(self, spec: SandboxSpec) -> Any:
-        image_key, image = self._config.metadata_image_key, spec.image
+        image_key, image, key = self._config.metadata_image_key, spec.image, spec.idempotency_key
         template = self._config.template if image_key or image == "host" else image
         metadata = {**self._config.metadata, **spec.labels, OURS: "1"}
-        if spec.idempotency_key:
-            metadata[KEY] = spec.idempotency_key
+        if key:
+            metadata[KEY] = key
         if image_key and image != "host":
             metadata[image_key] = image
-        extra = {"idempotency_key": _wire_key(spec.idempotency_key)} if self._sends_key(spec) else {}
+        extra = {}
+        if key and self._takes_keys():
+            extra["idempotency_key"] = key if _KEY_FORM.fullmatch(key) else hashlib.sha256(key.encode()).hexdigest()
         with typed(Step.CREATE):
             return await self._kind.create(
                 template=template,
@@ -139,25 +157,18 @@ class E2bProvider:
                 **self._options(),
             )
 
-    def _discard(self, booting: asyncio.Task[Any]) -> None:
-        task = asyncio.get_running_loop().create_task(self._kill_booted(booting))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-
-    async def _kill_booted(self, booting: asyncio.Task[Any]) -> None:
-        # What cannot be killed now ends with its lease.
-        with suppress(SandboxError), typed(Step.SANDBOX):
-            await (await booting).kill()
-
     def _takes_keys(self) -> bool:
         return "idempotency_key" in inspect.signature(self._kind.create).parameters
 
-    def _sends_key(self, spec: SandboxSpec) -> bool:
-        return bool(spec.idempotency_key) and self._takes_keys()
-
     def _options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"request_timeout": self._config.request_timeout_s}
-        if key := self._api_key():
+        key_file, key = self._config.api_key_file, os.environ.get("E2B_API_KEY", "")
+        if key_file is not None:
+            try:
+                key = key_file.read_text(encoding="utf-8").strip()
+            except OSError as error:
+                raise SecretRefused(f"api_key_file {key_file}: {error.strerror}") from error
+        if key:
             options["api_key"] = key
         api_url = self._config.api_url or os.environ.get("E2B_API_URL", "")
         sandbox_url = self._config.sandbox_url or os.environ.get("E2B_SANDBOX_URL", "") or self._config.api_url
@@ -166,17 +177,9 @@ class E2bProvider:
         if sandbox_url:
             options["sandbox_url"] = sandbox_url
         if self._takes_keys():
-            # Came with the same version: the pool alone decides what is tried again.
+            # This option came with the same version of the SDK; retries are left to the pool.
             options["retries"] = 0
         return options
-
-    def _api_key(self) -> str:
-        if self._config.api_key_file is None:
-            return os.environ.get("E2B_API_KEY", "")
-        try:
-            return self._config.api_key_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise SecretRefused(f"api_key_file {self._config.api_key_file}: {error.strerror}") from error
 
     def _ref(self, sandbox: Any) -> SandboxRef:
         place = {"envd": str(sandbox._envd_version), "domain": sandbox.sandbox_domain or ""}  # noqa: SLF001
@@ -186,7 +189,7 @@ class E2bProvider:
         return SandboxRef(provider=PROVIDER, id=SandboxId(sandbox.sandbox_id), endpoint=urlencode(place), secret=secret)
 
     async def attach(self, ref: SandboxRef) -> E2bSandbox:
-        """No request is made."""
+        """Attach to a sandbox without a request."""
         from e2b.connection_config import ConnectionConfig
         from packaging.version import Version
 
@@ -210,7 +213,7 @@ class E2bProvider:
             await self._kind.kill(sandbox, **self._options())
 
     async def list(self) -> builtins.list[SandboxInfo]:
-        """Ours of this account."""
+        """Return our sandboxes of this account."""
         now = time.time()
         found = []
         async for row in self._pages({OURS: "1", **self._config.metadata}):
@@ -240,18 +243,3 @@ class E2bProvider:
     async def aclose(self) -> None:
         if self._ending:
             await asyncio.wait(set(self._ending))
-
-
-def _check_spec(spec: SandboxSpec) -> None:
-    if spec.network is not Network.NONE:
-        raise SpecRefused(f"network {spec.network.value!r}: set `internet` of the e2b provider instead")
-    if spec.mounts:
-        raise Unsupported("E2B sandboxes cannot mount frozen data")
-    refuse_folders(spec, PROVIDER)
-    for name in ("cpu", "memory_bytes", "disk_bytes", "pids"):
-        if getattr(spec, name) is not None:
-            raise SpecRefused(f"{name}: fixed by the template of an E2B sandbox; leave it unset")
-
-
-def _wire_key(key: str) -> str:
-    return key if _KEY_FORM.fullmatch(key) else hashlib.sha256(key.encode()).hexdigest()

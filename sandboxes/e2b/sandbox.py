@@ -1,9 +1,9 @@
-"""One sandbox of an E2B service, through the SDK's object for it.
+"""Sandbox of an E2B service, through the SDK's object for it.
 
 Invariants:
-- A command that is over its time is dead with its whole tree before ExecTimeout is raised.
+- When ExecTimeout is raised, the command and its whole process tree are dead.
 - A failed read is an error, never empty content.
-- What a command prints is cut at `max_output_bytes`; the SDK decodes it as UTF-8, with U+FFFD for what is none.
+- Output is truncated at `max_output_bytes`; the SDK decodes it as UTF-8, with U+FFFD for invalid bytes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, SandboxId, Stream
+from headrace.sandboxes.base import ExecResult, Sandbox, SandboxId, Stream
 from headrace.sandboxes.e2b.errors import Step, typed
 from headrace.sandboxes.e2b.process import MARK, E2bProcess, sweep, wrap
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError, SandboxGone, SpecRefused, Unsupported
-from headrace.sandboxes.optional_features import PartialSandbox
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from headrace.sandboxes.base import Process, TerminalSize
+    from headrace.sandboxes.base import ExecCommand, Process, SpawnCommand
 
 _CONNECT_TIMEOUT_S: Final = 300
 _ANSWER_GRACE_S: Final = 30.0
@@ -36,12 +35,12 @@ _EXIT_CANNOT_RUN: Final = 126
 
 
 class _CannotRunError(SandboxError):
-    """No such user."""
+    """The user does not exist in the sandbox."""
 
 
 @contextmanager
 def _cannot_run() -> Iterator[None]:
-    """envd answers an unknown user as it answers a wrong token, but for its words."""
+    """Convert envd's error for an unknown user, which differs from that for a wrong token only by its message."""
     import e2b
 
     try:
@@ -52,7 +51,7 @@ def _cannot_run() -> Iterator[None]:
         raise _CannotRunError(f"cannot run the command: {error}") from error
 
 
-class E2bSandbox(PartialSandbox):
+class E2bSandbox(Sandbox):
     """A sandbox of the service, by its ref. Every method raises SandboxGone once it is dead."""
 
     def __init__(self, sandbox: Any) -> None:
@@ -62,40 +61,30 @@ class E2bSandbox(PartialSandbox):
     def id(self) -> SandboxId:
         return SandboxId(self._sandbox.sandbox_id)
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-        exec_id: str | None = None,
-    ) -> ExecResult:
-        """See `Sandbox.exec`; a login shell runs first."""
-        if exec_id is not None:
-            raise Unsupported("exec_id: an E2B sandbox remembers no results")
+    async def run_command(self, command: ExecCommand) -> ExecResult:
+        """See `Sandbox.exec`; the command runs below a login shell."""
+        if command.exec_id is not None:
+            raise Unsupported("exec_id: an E2B sandbox does not store results")
         started = time.monotonic()
         kept = {Stream.STDOUT: bytearray(), Stream.STDERR: bytearray()}
         truncated = False
         try:
-            process = await self._start(command, user, env, cwd, stdin, timeout_s)
+            process = await self._start(command)
         except _CannotRunError as error:
             return ExecResult(
                 exit_code=_EXIT_CANNOT_RUN, stdout=b"", stderr=str(error).encode(), truncated=False, duration_s=0.0
             )
         try:
-            async with asyncio.timeout(timeout_s + _ANSWER_GRACE_S):
+            async with asyncio.timeout(command.timeout_s + _ANSWER_GRACE_S):
                 async for piece in process.output():
-                    room = max_output_bytes - len(kept[piece.stream])
+                    room = command.max_output_bytes - len(kept[piece.stream])
                     kept[piece.stream] += piece.data[:room]
                     truncated = truncated or len(piece.data) > room
                 code = await process.wait()
         except TimeoutError as error:
             await asyncio.shield(process.signal(_SIGKILL))
-            raise ExecTimeout(f"no end of the command after timeout_s={timeout_s}: {command[:200]!r}") from error
+            text = f"command did not end within timeout_s={command.timeout_s}: {command.command[:200]!r}"
+            raise ExecTimeout(text) from error
         except asyncio.CancelledError:
             await asyncio.shield(process.signal(_SIGKILL))
             raise
@@ -107,67 +96,47 @@ class E2bSandbox(PartialSandbox):
             duration_s=time.monotonic() - started,
         )
 
-    async def spawn(
-        self,
-        command: str | Sequence[str],
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bool = False,
-        terminal: TerminalSize | None = None,
-        timeout_s: float | None = None,
-    ) -> Process:
+    async def start_process(self, command: SpawnCommand) -> Process:
         """See `Sandbox.spawn`. Raises SpecRefused for an unknown user."""
-        if terminal is not None:
+        if command.terminal is not None:
             raise Unsupported("E2B's terminals run a login shell only, not a command")
-        text = command if isinstance(command, str) else f"exec {shlex.join(command)}"
         try:
-            return await self._start(text, user, env, cwd, stdin, timeout_s)
+            return await self._start(command)
         except _CannotRunError as error:
             raise SpecRefused(str(error)) from error
 
-    async def _start(
-        self,
-        command: str,
-        user: str,
-        env: Mapping[str, str] | None,
-        cwd: str | None,
-        stdin: bytes | bool | None,
-        timeout_s: float | None,
-    ) -> E2bProcess:
+    async def _start(self, command: ExecCommand | SpawnCommand) -> E2bProcess:
+        text = command.command if isinstance(command.command, str) else f"exec {shlex.join(command.command)}"
         mark = secrets.token_hex(16)
         path = None
-        if isinstance(stdin, bytes):
+        if isinstance(command.stdin, bytes):
             path = f"/tmp/.headrace-{mark}"
-            await self.write(path, stdin, user=user)
-        process = E2bProcess(self._sandbox, mark, stdin=stdin is True)
+            await self.write(path, command.stdin, user=command.user)
+        process = E2bProcess(self._sandbox, mark, stdin=command.stdin is True)
+        # Newer SDKs would retain all output in memory.
+        parameters = inspect.signature(self._sandbox.commands.run).parameters
+        options = {"retain_output": False} if "retain_output" in parameters else {}
         try:
             with typed(Step.SANDBOX), _cannot_run():
                 handle = await self._sandbox.commands.run(
-                    wrap(command, cwd, path),
+                    wrap(text, command.cwd, path),
                     background=True,
-                    envs={**(env or {}), MARK: mark},
-                    user=user,
-                    stdin=stdin is True,
-                    timeout=timeout_s or 0,
+                    envs={**command.env, MARK: mark},
+                    user=command.user,
+                    stdin=command.stdin is True,
+                    timeout=command.timeout_s or 0,
                     on_stdout=process.take_stdout,
                     on_stderr=process.take_stderr,
-                    **self._without_retained_output(),
+                    **options,
                 )
         except (ExecTimeout, asyncio.CancelledError):
-            # It may have begun, though we were not told.
+            # The command may have started without a response.
             await asyncio.shield(sweep(self._sandbox, mark))
             raise
         process.follow(handle)
         return process
 
-    def _without_retained_output(self) -> dict[str, bool]:
-        parameters = inspect.signature(self._sandbox.commands.run).parameters
-        return {"retain_output": False} if "retain_output" in parameters else {}
-
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
-        """See `Sandbox.read`; a failed read is never empty content."""
         content = bytearray()
         with typed(Step.FILE):
             stream = await self._sandbox.files.read(path, format="stream", user=user)
@@ -197,7 +166,7 @@ class E2bSandbox(PartialSandbox):
             await self._sandbox.pause()
 
     async def resume(self) -> None:
-        """Its lease then has at least five minutes."""
+        """See `Sandbox.resume`. Extends the lease to at least five minutes."""
         with typed(Step.SANDBOX):
             await self._sandbox.connect(timeout=_CONNECT_TIMEOUT_S)
 

@@ -16,7 +16,7 @@ import socket
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, ImageRef, SandboxUsage
+from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, ImageRef, Sandbox, SandboxUsage
 from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
 from headrace.sandboxes.errors import (
     ExecTimeout,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from pathlib import Path
 
-    from headrace.sandboxes.base import HostPort, SandboxId, SandboxRef, TerminalSize
+    from headrace.sandboxes.base import Command, ExecCommand, HostPort, SandboxId, SandboxRef, SpawnCommand
     from headrace.sandboxes.launcher.wire import Message
     from headrace.sandboxes.local.client import LauncherClient, LauncherConnections
 
@@ -61,7 +61,17 @@ def _result(done: _Done) -> ExecResult:
     )
 
 
-class LocalSandbox:
+def _message(operation: str, command: Command) -> Message:
+    return {
+        "op": operation,
+        "command": command.command,
+        "user": command.user,
+        "env": command.env,
+        "cwd": command.cwd,
+    }
+
+
+class LocalSandbox(Sandbox):
     """Sandbox of a launcher on this host, by its ref. Every method raises SandboxGone once it is dead."""
 
     def __init__(self, ref: SandboxRef, connections: LauncherConnections) -> None:
@@ -72,28 +82,19 @@ class LocalSandbox:
     def id(self) -> SandboxId:
         return self._ref.id
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-        exec_id: str | None = None,
-    ) -> ExecResult:
+    async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`. A command whose daemon holds its output returns 0.2 s after the command's own end."""
+        timeout_s = command.timeout_s
         if math.isnan(timeout_s):
             raise SpecRefused("timeout_s is not a number")
-        message = {"op": "exec", "command": command, "user": user, "env": dict(env or {}), "cwd": cwd}
-        if exec_id is None:
-            done = await self._run(message, stdin, timeout_s, max_output_bytes)
+        message = _message("exec", command)
+        if command.exec_id is None:
+            done = await self._run(message, command.stdin, timeout_s, command.max_output_bytes)
         else:
-            done = await self._run_once(message, exec_id, stdin, timeout_s, max_output_bytes)
+            done = await self._run_once(message, command.exec_id, command.stdin, timeout_s, command.max_output_bytes)
         if done.answer["timed_out"]:
-            raise ExecTimeout(f"the command ran longer than timeout_s={timeout_s} and was killed: {command[:200]!r}")
+            text = f"command ran longer than timeout_s={timeout_s} and was killed: {command.command[:200]!r}"
+            raise ExecTimeout(text)
         return _result(done)
 
     async def run_program(
@@ -138,23 +139,11 @@ class LocalSandbox:
             raise
         return done
 
-    async def spawn(
-        self,
-        command: str | Sequence[str],
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bool = False,
-        terminal: TerminalSize | None = None,
-        timeout_s: float | None = None,
-    ) -> LocalProcess:
+    async def start_process(self, command: SpawnCommand) -> LocalProcess:
         """See `Sandbox.spawn`."""
-        program = command if isinstance(command, str) else list(command)
-        message = {"op": "spawn", "command": program, "user": user, "env": dict(env or {}), "cwd": cwd}
         client = await self._client()
-        named = self._named({**message, "timeout_s": timeout_s})
-        return await LocalProcess.start(client, named, stdin=stdin, terminal=terminal)
+        named = self._named({**_message("spawn", command), "timeout_s": command.timeout_s})
+        return await LocalProcess.start(client, named, stdin=command.stdin, terminal=command.terminal)
 
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
         message = {"op": "read", "path": path, "user": user, "max_bytes": max_bytes}

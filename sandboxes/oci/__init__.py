@@ -1,1 +1,1 @@
-"""Sandboxes by runc and runsc, without a daemon."""
+"""Provider of sandboxes in containers of runc and runsc, without a daemon."""

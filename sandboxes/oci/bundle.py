@@ -1,7 +1,7 @@
-"""The bundle of one sandbox: `config.json` of the OCI runtime specification, and the process files of its commands.
+"""OCI bundle of one sandbox: its `config.json`, and the process files of its commands.
 
-Invariants: pure; nothing of the host's environment gets in; what a runtime would do by itself if a field were missing
-is said explicitly (network, capabilities, no new privileges, masked paths).
+Invariants: pure; nothing of the host's environment is copied; fields whose default depends on the runtime are set
+explicitly (network, capabilities, no new privileges, masked paths).
 
 Formats: OCI runtime-spec 1.0 (config.md, config-linux.md).
 """
@@ -15,6 +15,7 @@ from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from headrace.sandboxes.base import Command
     from headrace.sandboxes.launcher.commands import Account
 
 SEARCH_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -42,7 +43,7 @@ _CLONE_NEWUSER: Final = 0x10000000
 _ARCHITECTURES: Final = {"x86_64": "SCMP_ARCH_X86_64", "aarch64": "SCMP_ARCH_AARCH64"}
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
 
-# Waits on a pipe whose other end its keeper holds: the end of the keeper is its end. Bash reaps every orphan meanwhile.
+# It waits on a pipe whose other end the keeper holds, so it ends with the keeper. Bash reaps all orphans meanwhile.
 _INIT: Final = "while read -r; do :; done"
 _ENTER: Final = (
     'if [[ -n $2 ]]; then cd -- "$2" || { echo "cannot run the command: no folder $2" >&2; exit 126; }; '
@@ -56,7 +57,7 @@ class BindMount(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """None: the host's own."""
+    """Limits of one sandbox; None for no limit."""
 
     cpus: float | None
     memory_bytes: int | None
@@ -65,7 +66,7 @@ class Limits(NamedTuple):
 
 
 class BundlePlan(NamedTuple):
-    """What differs from sandbox to sandbox."""
+    """Properties of a bundle that differ between sandboxes."""
 
     sandbox_id: str
     bash: str
@@ -79,7 +80,13 @@ class BundlePlan(NamedTuple):
 
 
 def bundle_config(plan: BundlePlan) -> dict[str, Any]:
-    """The whole `config.json`; the root file system is the folder `rootfs` beside it."""
+    """Return `config.json`; the root file system is the folder `rootfs` beside it."""
+    # If devices are not mentioned, a runtime allows all of them.
+    resources: dict[str, Any] = {"devices": [{"allow": False, "access": "rwm"}], "pids": {"limit": plan.limits.pids}}
+    if plan.limits.memory_bytes is not None:
+        resources["memory"] = {"limit": plan.limits.memory_bytes}
+    if plan.limits.cpus is not None:
+        resources["cpu"] = {"quota": max(1000, int(plan.limits.cpus * _PERIOD_US)), "period": _PERIOD_US}
     return {
         "ociVersion": "1.0.2",
         "process": {
@@ -96,7 +103,7 @@ def bundle_config(plan: BundlePlan) -> dict[str, Any]:
             "uidMappings": [_mapping(plan.base_id)],
             "gidMappings": [_mapping(plan.base_id)],
             "cgroupsPath": plan.cgroup,
-            "resources": _resources(plan.limits),
+            "resources": resources,
             "sysctl": {"net.ipv4.ip_unprivileged_port_start": "0"},
             "maskedPaths": [f"/proc/{name}" for name in _MASKED],
             "readonlyPaths": [f"/proc/{name}" for name in _READ_ONLY],
@@ -141,18 +148,8 @@ def _bind(mount: BindMount, options: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _resources(limits: Limits) -> dict[str, Any]:
-    # Without a word about devices a runtime allows all of them.
-    resources: dict[str, Any] = {"devices": [{"allow": False, "access": "rwm"}], "pids": {"limit": limits.pids}}
-    if limits.memory_bytes is not None:
-        resources["memory"] = {"limit": limits.memory_bytes}
-    if limits.cpus is not None:
-        resources["cpu"] = {"quota": max(1000, int(limits.cpus * _PERIOD_US)), "period": _PERIOD_US}
-    return resources
-
-
 def _seccomp(machine: str) -> dict[str, Any]:
-    """What namespaces leave open, and every way to new namespaces and mounts, is closed; the rest is allowed."""
+    """Refuse the system calls against which namespaces do not protect, and those that make namespaces or mounts."""
     families = [
         _refused(["socket"], _EAFNOSUPPORT, [{"index": 0, "value": number, "op": "SCMP_CMP_EQ"}])
         for number in range(_FAMILIES)
@@ -165,7 +162,7 @@ def _seccomp(machine: str) -> dict[str, Any]:
         "syscalls": [
             _refused(_REFUSED_CALLS, _EPERM),
             _refused(["clone"], _EPERM, [new_user]),
-            # Its flags lie in memory, where no filter looks; C libraries fall back to clone.
+            # Its flags are in memory, which a filter cannot read; C libraries fall back to clone.
             _refused(["clone3"], _ENOSYS),
             *families,
         ],
@@ -184,9 +181,9 @@ class Identity(NamedTuple):
 
 
 def _process(identity: Identity, open_files: int) -> dict[str, Any]:
-    """What the first process and every command have in common."""
-    kept = list(_CAPABILITIES) if identity.user_id == 0 else []
-    sets: dict[str, list[str]] = {"bounding": list(_CAPABILITIES), "effective": kept, "permitted": kept}
+    """Return the fields that the first process and every command have in common."""
+    effective = list(_CAPABILITIES) if identity.user_id == 0 else []
+    sets: dict[str, list[str]] = {"bounding": list(_CAPABILITIES), "effective": effective, "permitted": effective}
     return {
         "terminal": False,
         "user": {
@@ -205,19 +202,14 @@ def _process(identity: Identity, open_files: int) -> dict[str, Any]:
 
 
 def command_process(
-    account: Account,
-    bash: str,
-    command: str | Sequence[str],
-    *,
-    folder: str | None,
-    environment: Mapping[str, str],
-    open_files: int,
+    account: Account, bash: str, command: Command, environment: Mapping[str, str], open_files: int
 ) -> dict[str, Any]:
-    """The process file of a command: a text as `bash -c` takes it, or a program and its arguments."""
-    if isinstance(command, str):
-        words = [bash, "-c", f'{_ENTER}exec "$3" -c "$1"', "bash", command, folder or "", bash]
+    """Return the process file of a command, whose variables are added to the sandbox's `environment`."""
+    folder = command.cwd or ""
+    if isinstance(command.command, str):
+        words = [bash, "-c", f'{_ENTER}exec "$3" -c "$1"', "bash", command.command, folder, bash]
     else:
-        words = [bash, "-c", f'{_ENTER}shift 2; exec -- "$@"', "bash", "", folder or "", *command]
+        words = [bash, "-c", f'{_ENTER}shift 2; exec -- "$@"', "bash", "", folder, *command.command]
     known = {
         "PATH": SEARCH_PATH,
         "HOME": account.home,
@@ -225,6 +217,7 @@ def command_process(
         "LOGNAME": account.name,
         "LANG": "C.UTF-8",
         **environment,
+        **command.env,
     }
     identity = Identity(account.user_id, account.group_id, account.groups)
     return {

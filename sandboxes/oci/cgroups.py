@@ -1,9 +1,9 @@
 # ruff: noqa: PTH102, PTH106, PTH110, PTH123, PTH208
-# (pathlib stays out: it is loaded once for every command)
-"""The control groups of one container: where they lie, what they count, and killing everything in a sub-group.
+# (pathlib is not imported, because `oci.exec` loads this module for every command)
+"""Control groups of one container: their paths, their counters, and killing all processes of a sub-group.
 
-Invariants: version 1, 2 and the hybrid of both are told apart by what is mounted; a kill ends only when the group is
-empty, and no fork escapes it (frozen first on version 1, `cgroup.kill` on version 2).
+Invariants: versions 1, 2 and the hybrid of both are distinguished by their mounts; a kill ends only when the group is
+empty, and no fork escapes it (the group is frozen first on version 1; version 2 has `cgroup.kill`).
 
 Linux: Documentation/admin-guide/cgroup-v1/, cgroup-v2.rst.
 """
@@ -30,12 +30,12 @@ def folder(controller: str, group: str) -> str:
 
 
 def sub_group_argument(name: str) -> str:
-    """What `runc exec --cgroup` takes for a sub-group that `SubGroup` can kill."""
+    """Return the argument of `runc exec --cgroup` for a sub-group that `SubGroup` can kill."""
     return name if is_version_2() else f"freezer:{name}"
 
 
 def thaw(group: str) -> None:
-    """Let a paused container go on, so that a kill reaches it."""
+    """Resume a paused container, so that a kill takes effect."""
     path, text = (f"{folder('', group)}/cgroup.freeze", "0")
     if not is_version_2():
         path, text = (f"{folder('freezer', group)}/freezer.state", "THAWED")
@@ -44,7 +44,7 @@ def thaw(group: str) -> None:
 
 
 def remove(group: str) -> None:
-    """Remove the empty groups of a container that is gone; the runtime did unless it was killed meanwhile."""
+    """Remove the empty groups of a dead container, which the runtime has not removed if it was killed."""
     parents = [_MOUNT] if is_version_2() else [f"{_MOUNT}/{name}" for name in os.listdir(_MOUNT)]
     for parent in parents:
         for folder_path, _, _ in os.walk(f"{parent}{group}", topdown=False):
@@ -53,7 +53,7 @@ def remove(group: str) -> None:
 
 
 class SubGroup:
-    """Processes of one command: a folder below the container's own. No folders: nothing is made, nothing is killed."""
+    """The sub-group of one command, below the container's own group. With an empty path all methods do nothing."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -64,34 +64,29 @@ class SubGroup:
                 os.mkdir(self._path)
 
     def remove(self) -> None:
-        """A daemon that was left on purpose keeps its group; the runtime removes that with the container."""
+        """Remove the group if it is empty. One with a daemon is removed by the runtime, together with the container."""
         if self._path:
             with suppress(OSError):
                 os.rmdir(self._path)
 
     def kill(self) -> None:
-        """Returns when no process is left, or after about 2 s."""
+        """Kill all processes; returns when none is left, or after about 2 s."""
         if not self._path:
             return
         for _ in range(_KILL_TRIES):
             self._write("cgroup.kill", "1")
             self._write("freezer.state", "FROZEN")
-            pids = self._processes()
+            pids = []
+            with suppress(OSError), open(f"{self._path}/cgroup.procs", encoding="ascii") as file:
+                pids = [int(line) for line in file]
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._write("freezer.state", "THAWED")
             if not pids:
                 return
-            # The kernel tells nobody when a version 1 group becomes empty.
+            # The kernel has no notification for a version 1 group that becomes empty.
             time.sleep(_KILL_PAUSE_S)
-
-    def _processes(self) -> list[int]:
-        try:
-            with open(f"{self._path}/cgroup.procs", encoding="ascii") as file:
-                return [int(line) for line in file]
-        except OSError:
-            return []
 
     def _write(self, name: str, text: str) -> None:
         with suppress(OSError), open(f"{self._path}/{name}", "r+", encoding="ascii") as file:
@@ -108,34 +103,29 @@ class GroupUsage(NamedTuple):
 
 
 def usage(group: str) -> GroupUsage:
-    """Raises FileNotFoundError when the group is gone."""
-    return _usage_2(folder("", group)) if is_version_2() else _usage_1(group)
-
-
-def _usage_1(group: str) -> GroupUsage:
+    """Return the current usage of a container. Raises FileNotFoundError when it is gone."""
+    if is_version_2():
+        path = folder("", group)
+        most = _read(f"{path}/memory.max").strip()
+        quota, period = _read(f"{path}/cpu.max").split()
+        return GroupUsage(
+            cpu_s=_field(f"{path}/cpu.stat", "usage_usec") / 1e6,
+            memory_bytes=int(_read(f"{path}/memory.current")),
+            memory_limit_bytes=None if most == "max" else int(most),
+            processes=int(_read(f"{path}/pids.current")),
+            cpus=None if quota == "max" else int(quota) / int(period),
+            oom_kills=_field(f"{path}/memory.events", "oom_kill"),
+        )
     memory, cpu = folder("memory", group), folder("cpu", group)
     limit = int(_read(f"{memory}/memory.limit_in_bytes"))
-    quota, period = int(_read(f"{cpu}/cpu.cfs_quota_us")), int(_read(f"{cpu}/cpu.cfs_period_us"))
+    quota_us, period_us = int(_read(f"{cpu}/cpu.cfs_quota_us")), int(_read(f"{cpu}/cpu.cfs_period_us"))
     return GroupUsage(
         cpu_s=int(_read(f"{folder('cpuacct', group)}/cpuacct.usage")) / 1e9,
         memory_bytes=int(_read(f"{memory}/memory.usage_in_bytes")),
         memory_limit_bytes=None if limit >= 1 << 60 else limit,
         processes=int(_read(f"{folder('pids', group)}/pids.current")),
-        cpus=None if quota < 0 else quota / period,
+        cpus=None if quota_us < 0 else quota_us / period_us,
         oom_kills=_field(f"{memory}/memory.oom_control", "oom_kill"),
-    )
-
-
-def _usage_2(path: str) -> GroupUsage:
-    limit = _read(f"{path}/memory.max").strip()
-    quota, period = _read(f"{path}/cpu.max").split()
-    return GroupUsage(
-        cpu_s=_field(f"{path}/cpu.stat", "usage_usec") / 1e6,
-        memory_bytes=int(_read(f"{path}/memory.current")),
-        memory_limit_bytes=None if limit == "max" else int(limit),
-        processes=int(_read(f"{path}/pids.current")),
-        cpus=None if quota == "max" else int(quota) / int(period),
-        oom_kills=_field(f"{path}/memory.events", "oom_kill"),
     )
 
 

@@ -1,14 +1,14 @@
 # ruff: noqa: PTH123
-# (pathlib stays out: it is started once for every command)
-"""Runs one command in a container and stays its parent until it ends; standard streams are the command's own.
+# (pathlib is not imported, because this program is started for every command)
+"""Program that runs one command in a container and stays its parent until it ends.
 
-Argument: one JSON object. Its descriptor `status` gets {pid} once the command runs, then {exit_code, timed_out,
-duration_s}, one JSON object a line.
+The standard streams are the command's own. The argument is one JSON object. Its descriptor `status` receives {pid} once
+the command runs, then {exit_code, timed_out, duration_s}: one JSON object per line.
 
 Invariants:
-- A command never outlives its timeout, nor this process (SIGTERM, or the death of its parent, is a cancel): its tree is
-  killed by its own control group, which no daemon leaves, or where the runtime shows none (gVisor) from the inside.
-- What the runtime says when it cannot start the command is the command's standard error, with exit code 126.
+- A command never outlives its timeout, nor this process (SIGTERM, or the death of the parent, cancels it). Its tree is
+  killed by its own control group, which no daemon can leave, or from inside where the runtime has none (gVisor).
+- When the runtime cannot start the command, its message is the command's standard error, and the exit code is 126.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Run:
                 break
             self._sleep(deadline)
         self._group.remove()
-        self._tell(
+        self._report(
             {
                 "exit_code": self._code,
                 "timed_out": self._timed_out,
@@ -86,7 +86,7 @@ class _Run:
             }
         )
 
-    def _tell(self, message: Order) -> None:
+    def _report(self, message: Order) -> None:
         with suppress(OSError):
             os.write(self._status, json.dumps(message).encode() + b"\n")
 
@@ -99,12 +99,13 @@ class _Run:
                 pass
 
     def _ended(self, runtime: int) -> bool:
-        """Take what has ended. With a detached command the runtime leaves first, and the command becomes our child."""
+        """Reap ended children; return whether the command has ended. A detached command becomes a child of this process
+        when the runtime ends."""
         while self._code is None:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                # Nobody left and no word of the command: the sandbox died under it.
+                # No child is left and none was the command: the sandbox died while it ran.
                 self._code = 128 + signal.SIGKILL
                 return True
             if pid == 0:
@@ -114,7 +115,7 @@ class _Run:
                 self._code = _EXIT_CANNOT_RUN if self._order["detached"] else _exit_code(code)
             elif pid == runtime:
                 self._pid = _read_pid(self._order["pid_file"])
-                self._tell({"pid": self._pid})
+                self._report({"pid": self._pid})
             elif pid == (self._pid or _read_pid(self._order["pid_file"])):
                 self._code = _exit_code(code)
         return True
@@ -122,11 +123,16 @@ class _Run:
     def _kill(self, runtime: int) -> None:
         if self._order["inside"]:
             inside = os.posix_spawn(self._order["inside"][0], self._order["inside"], _ENVIRONMENT, setsigdef=_DEFAULTS)
-            _wait(inside, _KILL_WAIT_S)
+            descriptor = os.pidfd_open(inside)
+            try:
+                if not select.select([descriptor], [], [], _KILL_WAIT_S)[0]:
+                    os.kill(inside, signal.SIGKILL)
+            finally:
+                os.close(descriptor)
         with suppress(ProcessLookupError):
             os.kill(runtime, signal.SIGKILL)
         self._group.kill()
-        # In a paused sandbox the kill waits for the end of the pause; nobody waits for that.
+        # In a paused sandbox the kill takes effect only at the end of the pause, for which this process does not wait.
         until = time.monotonic() + _KILL_WAIT_S
         while time.monotonic() < until:
             try:
@@ -150,15 +156,6 @@ def _read_pid(path: str) -> int:
             return int(file.read() or 0)
     except FileNotFoundError:
         return 0
-
-
-def _wait(pid: int, seconds: float) -> None:
-    descriptor = os.pidfd_open(pid)
-    try:
-        if not select.select([descriptor], [], [], seconds)[0]:
-            os.kill(pid, signal.SIGKILL)
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

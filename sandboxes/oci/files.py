@@ -1,8 +1,8 @@
-"""Files of a container, moved by a process inside it as the user it is for.
+"""Shell programs that read and write files inside a container, as the user for whom they run.
 
-Invariants: a link or path of the agent's reaches only what that user reaches inside; nothing is opened by the host;
-only regular files are read and written; FIFOs and devices are refused, what becomes one in the last moment ends with
-the timeout. The image needs `cat`, `head` and `mkdir` for it.
+Invariants: a link or path of the agent's reaches only files that the user can reach inside; the host opens nothing;
+only regular files are read and written; FIFOs and devices are refused, and one that appears after the check is ended by
+the timeout. The image needs `cat`, `head` and `mkdir`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ for round in 1 2 3; do
   done
 done
 """
-"""Arguments: pid; `strays` to take younger orphans too. For gVisor, whose processes no host tool sees."""
+"""Arguments: pid; `strays` to kill younger orphans too. For gVisor, whose processes are invisible to the host."""
 
 ACCOUNTS: Final = r"""
 for file in /etc/passwd /etc/group; do

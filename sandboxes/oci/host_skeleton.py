@@ -1,6 +1,6 @@
-"""The image `host` for containers: this host's programs read-only, and small files of its own for the rest.
+"""The image `host` for containers: this host's programs, read-only, with generated configuration files.
 
-Invariants: of the host's files only its programs and libraries are shown; accounts are the fixed three.
+Invariants: only programs and libraries of the host are visible; there are three fixed accounts.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _FILES: Final = {
 
 
 def system_folders() -> list[str]:
-    """Folders of the host that are shown as they are."""
+    """Return the folders of the host that are mounted unchanged."""
     own = [f"/{name}" for name in _SYSTEM if Path(f"/{name}").is_dir() and not Path(f"/{name}").is_symlink()]
     return ["/usr", *own]
 
 
 def host_skeleton() -> dict[str, Any]:
-    """{folders: name to mode, links: name to target, files: name to text, owners: name to id inside}."""
+    """Return {folders: name to mode, links: name to target, files: name to text, owners: name to id inside}."""
     links = {name: str(Path(f"/{name}").readlink()) for name in _SYSTEM if Path(f"/{name}").is_symlink()}
     alternatives = Path("/etc/alternatives")
     if alternatives.is_dir():

@@ -1,16 +1,16 @@
 # ruff: noqa: PTH211, PTH101, PTH102, PTH103, PTH108, PTH110, PTH123
-# (pathlib stays out: what is not imported is not copied at a fork)
-"""Holds what the containers of one provider need: their file layers, their parent, the pipe that keeps them alive.
+# (pathlib is not imported, because every fork copies the memory of imported modules)
+"""Keeper process of a provider's containers: their parent, which holds their file layers.
 
-Standard input: one JSON request a line: {op: boot, tag, id, home, ...}, or {op: end, id}: drops a frozen layer too.
+Standard input: one JSON request per line: {op: boot, tag, id, home, ...}, or {op: end, id}, also for frozen sandboxes.
 Standard output: {ready}, then for each boot {tag, pid} or {tag, error, message}.
 
 Invariants:
-- It lives in a mount namespace of its own: no mount of a sandbox is ever seen by the host, and all vanish with it.
-- It is the parent of every container (subreaper): whose first process ends is cleaned up, whatever ended it, but for
-  the layer of a frozen one.
-- Each container waits on a pipe that only the keeper holds: when the keeper dies they end; when its standard input ends
-  it kills and removes them all, then goes.
+- It has a mount namespace of its own: the host never sees a mount of a sandbox, and all mounts end with the keeper.
+- It is the parent of every container (as a subreaper): a container whose first process ends for any reason is cleaned
+  up, except for the layer of a frozen one.
+- Each container waits on a pipe that only the keeper holds, so that it ends when the keeper dies. When its standard
+  input ends the keeper kills and removes all containers, then exits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _answer(message: Request) -> None:
 
 
 class _Keeper:
-    """One loop: requests, and children that ended (boots, containers, clean-ups)."""
+    """Event loop over requests and ended children (boots, containers, clean-ups)."""
 
     def __init__(self, wake: int) -> None:
         self._wake = wake
@@ -77,22 +77,28 @@ class _Keeper:
         poll.register(self._wake, select.POLLIN)
         while not self._closing or self._booting or self._containers or self._cleaning:
             ready = {descriptor for descriptor, _ in poll.poll()}
-            if 0 in ready and not self._take_requests():
-                poll.unregister(0)
-                self._close()
+            if 0 in ready:
+                data = os.read(0, _READ_BYTES)
+                *lines, self._input = (self._input + data).split(b"\n")
+                for line in lines:
+                    request = json.loads(line)
+                    if request["op"] == "boot":
+                        self._boot(request)
+                    else:
+                        for pid, known in (*self._booting.items(), *self._containers.items()):
+                            if known["id"] == request["id"]:
+                                self._kill(pid, known)
+                        if (frozen := self._frozen.pop(request["id"], None)) is not None:
+                            with suppress(FileNotFoundError):
+                                os.unlink(f"{frozen['home']}/{FROZEN_MARK}")
+                            self._clean(frozen)
+                if not data:
+                    poll.unregister(0)
+                    self._closing = True
+                    for pid, request in (*self._booting.items(), *self._containers.items()):
+                        self._kill(pid, request)
             if self._wake in ready:
                 self._reap()
-
-    def _take_requests(self) -> bool:
-        data = os.read(0, _READ_BYTES)
-        *lines, self._input = (self._input + data).split(b"\n")
-        for line in lines:
-            request = json.loads(line)
-            if request["op"] == "boot":
-                self._boot(request)
-            else:
-                self._end_one(request["id"])
-        return bool(data)
 
     def _boot(self, request: Request) -> None:
         home = request["home"]
@@ -134,7 +140,12 @@ class _Keeper:
     def _booted(self, request: Request, code: int) -> None:
         try:
             if code != 0:
-                raise _BootError(*_failure(request["home"], code))
+                name, message = "BootFailed", f"the runtime ended with {code}"
+                with suppress(OSError), open(f"{request['home']}/{LOG_FILE}", "rb") as log:
+                    message += f": {log.read()[-_MAX_MESSAGE_BYTES:].decode(errors='replace').strip()}"
+                with suppress(OSError, ValueError), open(f"{request['home']}/{_ERROR_FILE}", encoding="utf-8") as file:
+                    name, message = json.load(file)
+                raise _BootError(name, message)
             with open(f"{request['home']}/{PID_FILE}", encoding="ascii") as file:
                 pid = int(file.read())
             if pid in self._ended_early:
@@ -147,12 +158,12 @@ class _Keeper:
             self._containers[pid] = request
             _answer({"tag": request["tag"], "pid": pid})
             if self._closing:
-                self._end(pid, request)
+                self._kill(pid, request)
         if not self._booting:
             self._ended_early.clear()
 
     def _clean(self, request: Request) -> None:
-        """Remove what the runtime and the sandbox left; the layer of a frozen one stays."""
+        """Remove the files and mounts of a container, except for the layer of a frozen one."""
         home = request["home"]
         lifeline = self._lifelines.pop(request["id"], None)
         if lifeline is not None:
@@ -168,22 +179,7 @@ class _Keeper:
         if frozen:
             self._frozen[request["id"]] = request
 
-    def _end_one(self, sandbox_id: str) -> None:
-        for pid, request in (*self._booting.items(), *self._containers.items()):
-            if request["id"] == sandbox_id:
-                self._end(pid, request)
-        if sandbox_id in self._frozen:
-            request = self._frozen.pop(sandbox_id)
-            with suppress(FileNotFoundError):
-                os.unlink(f"{request['home']}/{FROZEN_MARK}")
-            self._clean(request)
-
-    def _close(self) -> None:
-        self._closing = True
-        for pid, request in (*self._booting.items(), *self._containers.items()):
-            self._end(pid, request)
-
-    def _end(self, pid: int, request: Request) -> None:
+    def _kill(self, pid: int, request: Request) -> None:
         with suppress(FileNotFoundError):
             os.unlink(f"{request['home']}/{FROZEN_MARK}")
         oci_cgroups.thaw(request["group"])
@@ -204,23 +200,35 @@ class _BootError(Exception):
         self.name = name
 
 
-def _failure(home: str, code: int) -> tuple[str, str]:
-    with suppress(OSError, ValueError), open(f"{home}/{_ERROR_FILE}", encoding="utf-8") as file:
-        name, message = json.load(file)
-        return name, message
-    with suppress(OSError), open(f"{home}/{LOG_FILE}", "rb") as file:
-        said = file.read()[-_MAX_MESSAGE_BYTES:].decode(errors="replace").strip()
-        return "BootFailed", f"the runtime ended with {code}: {said}"
-    return "BootFailed", f"the runtime ended with {code}"
-
-
 def _become_runtime(request: Request, lifeline: int) -> NoReturn:
+    """In the forked child: overlay the image with the layer, in a mount namespace of its own and with the sandbox's
+    ids, then execute the runtime."""
     home = request["home"]
     try:
         signal.set_wakeup_fd(-1)
         syscalls.unshare(syscalls.CLONE_NEWNS)
         os.chdir(home)
-        _build_root(request)
+        base_id = request["base_id"]
+        for name, owner in (("upper", base_id), ("work", 0)):
+            os.mkdir(f"{LAYER}/{name}", 0o755)
+            os.chown(f"{LAYER}/{name}", owner, owner)
+        os.mkdir("rootfs", 0o755)
+        lowers = _mount_lowers("lower", request["lowers"], 0, base_id)
+        if request["skeleton"]:
+            _write_skeleton(f"{LAYER}/upper", base_id, request["skeleton"])
+        if lowers:
+            options = f"lowerdir={':'.join(lowers)},upperdir={LAYER}/upper,workdir={LAYER}/work,redirect_dir=on"
+            syscalls.mount("overlay", "rootfs", "overlay", syscalls.MS_NODEV | syscalls.MS_NOSUID, options)
+            # Commands rely on these folders, which the image may lack.
+            for path, mode in (("rootfs/tmp", 0o1777), ("rootfs/workspace", 0o777)):
+                if not os.path.lexists(path):
+                    os.mkdir(path)
+                    os.chown(path, base_id, base_id)
+                    os.chmod(path, mode)
+        else:
+            syscalls.mount(f"{LAYER}/upper", "rootfs", flags=syscalls.MS_BIND)
+        for number, frozen in enumerate(request["frozen"]):
+            _mount_frozen(f"frozen{number}", frozen, base_id)
         log = os.open(LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         os.dup2(lifeline, 0)
         os.dup2(log, 1)
@@ -248,28 +256,8 @@ def _become(command: list[str]) -> NoReturn:
         os._exit(127)
 
 
-def _build_root(request: Request) -> None:
-    """Overlay the image by the layer, both shown under the sandbox's own ids, in this mount namespace only."""
-    base_id = request["base_id"]
-    for name, owner in (("upper", base_id), ("work", 0)):
-        os.mkdir(f"{LAYER}/{name}", 0o755)
-        os.chown(f"{LAYER}/{name}", owner, owner)
-    os.mkdir("rootfs", 0o755)
-    lowers = _mount_lowers("lower", request["lowers"], 0, base_id)
-    if request["skeleton"]:
-        _write_skeleton(f"{LAYER}/upper", base_id, request["skeleton"])
-    if lowers:
-        options = f"lowerdir={':'.join(lowers)},upperdir={LAYER}/upper,workdir={LAYER}/work,redirect_dir=on"
-        syscalls.mount("overlay", "rootfs", "overlay", syscalls.MS_NODEV | syscalls.MS_NOSUID, options)
-        _complete("rootfs", base_id)
-    else:
-        syscalls.mount(f"{LAYER}/upper", "rootfs", flags=syscalls.MS_BIND)
-    for number, frozen in enumerate(request["frozen"]):
-        _mount_frozen(f"frozen{number}", frozen, base_id)
-
-
 def _mount_lowers(prefix: str, folders: list[str], stored_id: int, base_id: int) -> list[str]:
-    """Attach folders under names of this folder, their files shown with the sandbox's ids. Returns the names."""
+    """Mount folders in the current one, their files shown with the sandbox's ids. Returns their names there."""
     names = []
     id_maps = IdMaps()
     for number, folder in enumerate(folders):
@@ -282,18 +270,8 @@ def _mount_lowers(prefix: str, folders: list[str], stored_id: int, base_id: int)
     return names
 
 
-def _complete(root: str, base_id: int) -> None:
-    """Folders that commands rely on, where the image has nothing of that name."""
-    for name, mode in (("tmp", 0o1777), ("workspace", 0o777)):
-        path = f"{root}/{name}"
-        if not os.path.lexists(path):
-            os.mkdir(path)
-            os.chown(path, base_id, base_id)
-            os.chmod(path, mode)
-
-
 def _write_skeleton(root: str, base_id: int, skeleton: Request) -> None:
-    """The folders, links and small files of the image `host`."""
+    """Create the folders, links and small files of the image `host`."""
     syscalls.create_files_as(base_id, base_id)
     for name, mode in skeleton["folders"].items():
         os.makedirs(f"{root}/{name}", exist_ok=True)
@@ -309,7 +287,8 @@ def _write_skeleton(root: str, base_id: int, skeleton: Request) -> None:
 
 
 def _mount_frozen(name: str, frozen: Request, base_id: int) -> None:
-    """Put a data path of a dead sandbox, its tree seen as it saw it, at `<name>-data`. Raises MountRefused, OSError."""
+    """Mount a data path of a frozen sandbox, resolved in its own file tree, at `<name>-data`. Raises MountRefused,
+    OSError."""
     layer = f"{frozen['home']}/{LAYER}/upper"
     tops = _mount_lowers(f"{name}-upper", [layer], frozen["base_id"], base_id)
     lowers = _mount_lowers(f"{name}-lower", frozen["lowers"], 0, base_id)

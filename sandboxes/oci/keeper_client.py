@@ -1,7 +1,7 @@
-"""A provider's side of its keeper: boots by request, many at once.
+"""Client of a provider's keeper process, with concurrent boots.
 
-Invariants: every boot ends, with a pid, a typed error, or LauncherGone when the keeper dies; a boot that nobody waits
-for any more is ended.
+Invariants: every boot ends with a pid, a typed error, or LauncherGone when the keeper dies; a boot whose caller is
+cancelled is ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CLOSE_TIMEOUT_S = 60.0
 
 
 class KeeperClient:
-    """Owns the keeper process; `close` it."""
+    """Owner of the keeper process; `close` it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -29,7 +29,7 @@ class KeeperClient:
 
     @classmethod
     async def start(cls) -> KeeperClient:
-        """Raises LauncherGone, BootFailed (the host refuses a mount namespace)."""
+        """Start a keeper. Raises BootFailed, for example when the host refuses a mount namespace."""
         process = await asyncio.create_subprocess_exec(
             *stdlib_command("oci.keeper"),
             stdin=asyncio.subprocess.PIPE,
@@ -48,7 +48,7 @@ class KeeperClient:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-            raise BootFailed("the keeper of containers did not start: see its standard error")
+            raise BootFailed("the keeper process of the oci provider did not start: see its standard error")
         return cls(process)
 
     @property
@@ -60,7 +60,7 @@ class KeeperClient:
         return not self._reader.done()
 
     async def boot(self, request: dict[str, Any]) -> int:
-        """The pid of the sandbox's first process. Raises BootFailed, FrozenPathRefused, LauncherGone."""
+        """Boot a sandbox; return the pid of its first process. Raises BootFailed, FrozenPathRefused, LauncherGone."""
         self._last_tag += 1
         tag = self._last_tag
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -78,14 +78,14 @@ class KeeperClient:
         return int(row["pid"])
 
     def end(self, sandbox_id: str) -> None:
-        """Kill and remove a sandbox, booting, running or frozen. What is gone already is fine."""
+        """Kill and remove a booting, running or frozen sandbox. Idempotent."""
         with suppress(LauncherGone):
             self._send({"op": "end", "id": sandbox_id})
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
         if not self.alive or self._process.stdin.is_closing():
-            raise LauncherGone("the keeper of containers died, and its sandboxes with it")
+            raise LauncherGone("the keeper process died, and its sandboxes with it")
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self) -> None:
@@ -99,7 +99,7 @@ class KeeperClient:
         finally:
             for answer in self._waiting.values():
                 if not answer.done():
-                    answer.set_exception(LauncherGone("the keeper of containers died, and its sandboxes with it"))
+                    answer.set_exception(LauncherGone("the keeper process died, and its sandboxes with it"))
 
     async def close(self) -> None:
         """End every sandbox and the keeper. Idempotent."""

@@ -1,7 +1,7 @@
-"""A command in a container, seen from this process: its parent `oci_exec`, its streams, its end.
+"""Client side of a command in a container: its parent process `oci.exec`, its streams and its end.
 
-Invariants: whoever waits is answered by what `oci_exec` reports, or by its end; nothing is buffered here beyond the
-pipes; a tree is killed by telling `oci_exec`, which is its parent.
+Invariants: a wait ends with the report of `oci.exec`, or with its death; nothing is buffered here beyond the pipes; a
+process tree is killed by a signal to `oci.exec`, which is its parent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KILLED: Final = 128 + signal.SIGKILL
 
 
 class CommandEnd(NamedTuple):
-    """How a command ended. `exit_code` is None when its parent died without a word."""
+    """The end of a command. `exit_code` is None when its parent process died without a report."""
 
     exit_code: int | None
     timed_out: bool
@@ -36,7 +36,8 @@ class CommandEnd(NamedTuple):
 
 
 class RunningCommand:
-    """Made by `start`. `begun` is set once `pid` is known or the command has ended, `ended` is done with `end`."""
+    """A running command, made by `start`. `begun` is set once `pid` is known or the command has ended; `ended` is done
+    once `end` is valid."""
 
     def __init__(self, process: asyncio.subprocess.Process, status: int) -> None:
         self._process = process
@@ -45,14 +46,14 @@ class RunningCommand:
         self.begun = asyncio.Event()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pid = 0
-        """On this host; 0 when it ended before it could be seen."""
+        """The pid on this host; 0 for a command that ended before it was reported."""
         self.end = CommandEnd(None, False, 0.0)
         os.set_blocking(status, False)
         asyncio.get_running_loop().add_reader(status, self._on_status)
 
     @classmethod
     async def start(cls, order: dict[str, Any], descriptors: Sequence[int]) -> RunningCommand:
-        """Start `oci_exec` with three standard streams, which it owns from now on. Raises OSError."""
+        """Start `oci.exec` with three standard streams, which are closed here. Raises OSError."""
         status_read, status_write = os.pipe2(os.O_CLOEXEC)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -112,7 +113,7 @@ class RunningCommand:
 
 
 class OciProcess(CommandStreams):
-    """See `Process`. `check` raises SandboxGone when the sandbox is dead."""
+    """A spawned command; see `Process`. `check` raises SandboxGone when the sandbox is dead."""
 
     def __init__(
         self,
@@ -128,7 +129,12 @@ class OciProcess(CommandStreams):
         self._timeout_s = timeout_s
         self._check = check
         self._killed = False
-        self._pid = _inner_pid(running.pid)
+        # The pid in the innermost pid namespace is the last of the line `NSpid` (proc(5)); 0 when the process is gone.
+        self._pid = 0
+        with suppress(OSError):
+            for line in Path(f"/proc/{running.pid}/status").read_text().splitlines():
+                if line.startswith("NSpid:"):
+                    self._pid = int(line.split()[-1])
 
     @property
     def pid(self) -> int:
@@ -142,12 +148,12 @@ class OciProcess(CommandStreams):
             self._killed = True
             await self._running.stop()
             return
-        # Its parent has not taken its end yet, so the number is still its own.
+        # Its parent has not reaped it yet, so the pid is not reused.
         with suppress(ProcessLookupError):
             os.kill(self._running.pid, number)
 
     async def resize(self, size: TerminalSize) -> None:
-        raise SpecRefused(f"no terminal to make {size.rows} rows high")
+        raise SpecRefused(f"this command has no terminal to resize to {size.rows} rows")
 
     async def wait(self) -> int:
         """See `Process.wait`."""
@@ -162,12 +168,3 @@ class OciProcess(CommandStreams):
         if end.exit_code is None:
             raise SandboxGone("the command's parent process died, and the command with it")
         return end.exit_code
-
-
-def _inner_pid(pid: int) -> int:
-    """The number of a process in the innermost pid namespace (`NSpid` of proc(5)); 0 when it is gone."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("NSpid:"):
-                return int(line.split()[-1])
-    return 0

@@ -1,10 +1,10 @@
-"""Sandboxes by an OCI runtime, runc or runsc (gVisor), without a daemon: the provider that boots them.
+"""Provider of sandboxes in containers of an OCI runtime, runc or runsc (gVisor), without a daemon.
 
 Invariants:
-- One keeper process per provider is the parent of all its containers and holds their file layers; when the provider or
-  the keeper dies, so do they. What both left on disk and in cgroups is removed by the next provider that starts.
-- A sandbox is known by its folder: its secret, its lease and its state lie there, for whoever attaches.
-- Each has an id range, a cgroup and a network of its own; the image below it is shared, read-only, and leased.
+- One keeper process per provider is the parent of all its containers and holds their file layers. The containers end
+  with the provider or the keeper; files and cgroups that remain are removed when the next provider starts.
+- A sandbox has a folder with its secret, its lease and its state, so that any process can attach to it.
+- Each sandbox has an id range, a cgroup and a network of its own; its image is shared, read-only, and leased.
 - A create that fails or is cancelled leaves nothing.
 """
 
@@ -19,11 +19,11 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec
+from headrace.sandboxes.base import Feature, Network, SandboxId, SandboxInfo, SandboxRef, SandboxSpec, refuse_folders
 from headrace.sandboxes.errors import (
     BootTimeout,
     CapacityExceeded,
@@ -38,12 +38,12 @@ from headrace.sandboxes.kernel import rootfs
 from headrace.sandboxes.kernel.id_blocks import IDS_PER_SANDBOX
 from headrace.sandboxes.oci import cgroups as oci_cgroups
 from headrace.sandboxes.oci.bundle import BindMount, BundlePlan, Limits, bundle_config
+from headrace.sandboxes.oci.container import PAUSED_MARK, STATE_FILE, ContainerState, open_private
 from headrace.sandboxes.oci.host_skeleton import HOST_IMAGE, host_skeleton, system_folders
 from headrace.sandboxes.oci.keeper import PID_FILE
 from headrace.sandboxes.oci.keeper_client import KeeperClient
 from headrace.sandboxes.oci.runtime import OciRuntime, RuntimeKind
-from headrace.sandboxes.oci.sandbox import PAUSED_MARK, STATE_FILE, OciSandbox, SandboxState, open_private
-from headrace.sandboxes.optional_features import refuse_folders
+from headrace.sandboxes.oci.sandbox import OciSandbox
 from headrace.sandboxes.private_folders import make_missing, user_folder
 from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
 
@@ -54,14 +54,14 @@ if TYPE_CHECKING:
 
 _FIRST_ID: Final = 0x60000000
 _IMAGE_PATIENCE_S: Final = 10.0
-"""A create waits so long for an image that is being unpacked; then its caller waits, and asks again."""
+"""Time a create waits for an image that is being unpacked; after that the caller has to wait and retry."""
 _ID_RANGES: Final = 30_000
 _SANDBOXES: Final = "sandboxes"
 _PASSABLE: Final = 0o711
-"""Others pass through but do not list: the root of a container is another user's."""
+"""Searchable but not readable for other users, because the root of a container has another user id."""
 _FEATURES: Final = {
     RuntimeKind.RUNC: frozenset({Feature.FREEZE, Feature.PAUSE, Feature.SPAWN, Feature.USAGE}),
-    # A paused gVisor still runs new commands, and its processes are none of this kernel's.
+    # A paused gVisor still runs new commands, and its processes are invisible to this kernel.
     RuntimeKind.RUNSC: frozenset({Feature.FREEZE}),
 }
 
@@ -72,26 +72,26 @@ class OciSandboxConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     runtime: RuntimeKind = RuntimeKind.RUNC
-    """Which program runs the containers; it must be installed."""
+    """Program that runs the containers; it must be installed."""
     max_sandboxes: int = Field(default=256, ge=1, le=10_000)
-    """Live and frozen sandboxes at once; above it create raises CapacityExceeded."""
+    """Most live and frozen sandboxes at the same time; further creates raise CapacityExceeded."""
     layer_bytes: int = Field(default=256 << 20, ge=1 << 20)
-    """Size of a sandbox's file layer in memory, where its spec names no `disk_bytes`; what exceeds it gets ENOSPC. It
-    counts as memory of the sandbox."""
+    """Size of a sandbox's file layer in memory, unless its spec has `disk_bytes`; writes beyond it get ENOSPC. The
+    layer counts as memory of the sandbox."""
     pids: int = Field(default=512, ge=8)
-    """Processes in a sandbox, where its spec names no `pids`."""
+    """Most processes in a sandbox, unless its spec has `pids`."""
     open_files: int = Field(default=4096, ge=64)
-    """Descriptors of one process in a sandbox; no more than this process may have itself."""
+    """Most open files of one process in a sandbox; at most the limit of the provider's own process."""
     boot_timeout_s: float = Field(default=60.0, gt=0)
-    """A sandbox that is not ready by then is killed: BootTimeout."""
+    """Time after which a sandbox that is not ready is killed and create raises BootTimeout."""
     image_folder: Path | None = None
-    """Where images are unpacked; by default below the system's folder for temporary files. Several providers may share
+    """Folder of unpacked images; by default below the system's folder for temporary files. Several providers may share
     it."""
     image_bytes: int = Field(default=50 << 30, ge=1 << 20)
-    """What unpacked images may take there; those used last stay."""
+    """Disk space for unpacked images; the least recently used are removed first."""
     runtime_folder: Path | None = None
-    """Where folders of sandboxes are made; by default below the system's folder for temporary files. Others must be
-    able to pass through every folder above it: the root of a container is another user's."""
+    """Folder of the sandboxes' folders; by default below the system's folder for temporary files. All its parent
+    folders must be searchable by other users, because the root of a container has another user id."""
 
 
 @dataclass(slots=True)
@@ -101,14 +101,6 @@ class _Sandbox:
     slot: int
     image: ImageLease | None = None
     timer: asyncio.TimerHandle | None = None
-
-
-class _Root(NamedTuple):
-    """What a sandbox's file tree is made of."""
-
-    lowers: list[str]
-    bash: str
-    environment: dict[str, str]
 
 
 class OciProvider:
@@ -138,22 +130,23 @@ class OciProvider:
         await self.aclose()
 
     async def start(self) -> None:
-        """Raises NamespacesUnavailable (no such runtime here), BootFailed, FolderRefused."""
+        """Start the keeper. Raises NamespacesUnavailable (the runtime is not installed), BootFailed, FolderRefused."""
         async with self._starting:
             if self._keeper is not None and self._keeper.alive:
                 return
             await self._end()
-            self._runtime(Path("/nonexistent"))
+            OciRuntime(self._config.runtime, Path("/nonexistent"))
             parent = self._config.runtime_folder or user_folder("oci", _PASSABLE)
-            await _sweep(parent)
+            # Remove the folders of providers that died together with their keepers.
+            homes = await asyncio.to_thread(lambda: list(parent.iterdir()) if parent.is_dir() else [])
+            for home in homes:
+                if not is_alive(Owner(home.name)):
+                    await _remove_home(home)
             self._home = await asyncio.to_thread(_make_home, parent)
             if self._images is None:
                 images = self._config.image_folder or user_folder("images")
                 self._images = ImageStore(images, self._config.image_bytes)
             self._keeper = await KeeperClient.start()
-
-    def _runtime(self, home: Path) -> OciRuntime:
-        return OciRuntime(self._config.runtime, home / "state")
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
         """Boot a sandbox, or return the one with the same idempotency key.
@@ -161,7 +154,18 @@ class OciProvider:
         Raises ImageUnknown, ImageRefused, OutOfDisk, SpecRefused, FrozenPathRefused, CapacityExceeded, BootFailed,
         BootTimeout, LauncherGone.
         """
-        _check_spec(spec)
+        if spec.network is not Network.NONE:
+            raise SpecRefused(f"network {spec.network.value!r}: the oci provider supports only `none`")
+        refuse_folders(spec, "oci")
+        for name in ("cpu", "memory_bytes", "disk_bytes", "pids", "ttl_s"):
+            value = getattr(spec, name)
+            if value is not None and not value > 0:
+                raise SpecRefused(f"{name}={value}: must be greater than 0")
+        for mount in spec.mounts:
+            try:
+                rootfs.check_target(mount.target)
+            except rootfs.MountRefused as error:
+                raise SpecRefused(str(error)) from error
         if not spec.idempotency_key:
             return await self._create(spec)
         lock = self._keys.setdefault(spec.idempotency_key, asyncio.Lock())
@@ -176,11 +180,15 @@ class OciProvider:
         assert self._home is not None
         self._forget_dead()
         if len(self._sandboxes) >= self._config.max_sandboxes:
-            raise CapacityExceeded(f"{self._config.max_sandboxes} sandboxes are there: raise max_sandboxes")
+            raise CapacityExceeded(f"{self._config.max_sandboxes} sandboxes exist: raise max_sandboxes")
         sandbox_id = SandboxId(secrets.token_hex(8))
         home = self._home / _SANDBOXES / sandbox_id
         ref = SandboxRef(provider=self._name, id=sandbox_id, endpoint=str(home), secret=secrets.token_hex(16))
-        sandbox = _Sandbox(spec, ref, self._free_slot())
+        # A random range of ids: ranges of several providers of a host rarely overlap, those of this provider never do.
+        used = {sandbox.slot for sandbox in self._sandboxes.values()}
+        while (slot := secrets.randbelow(_ID_RANGES)) in used:
+            pass
+        sandbox = _Sandbox(spec, ref, slot)
         self._sandboxes[sandbox_id] = sandbox
         try:
             async with asyncio.timeout(self._config.boot_timeout_s):
@@ -197,50 +205,53 @@ class OciProvider:
     def _name(self) -> str:
         return f"oci:{self._config.runtime.value}"
 
-    def _free_slot(self) -> int:
-        """A random range of ids: several providers of a host rarely share one, those of this provider never do."""
-        used = {sandbox.slot for sandbox in self._sandboxes.values()}
-        while (slot := secrets.randbelow(_ID_RANGES)) in used:
-            pass
-        return slot
-
     async def _boot(self, sandbox: _Sandbox, home: Path) -> None:
         assert self._keeper is not None
-        root = await self._root(sandbox)
-        frozen = [self._frozen(mount.source, mount.path) for mount in sandbox.spec.mounts]
-        state = SandboxState(
+        lowers: list[str] = []
+        bash, environment = "/bin/bash", dict[str, str]()
+        if sandbox.spec.image != HOST_IMAGE:
+            assert self._images is not None
+            sandbox.image = await self._images.lease(sandbox.spec.image, patience_s=_IMAGE_PATIENCE_S)
+            image = sandbox.image.image
+            lowers, environment = [str(path) for path in image.layers], dict(image.environment)
+            bash = bash if find(image.layers, bash) is not None else "/usr/bin/bash"
+        frozen = []
+        for mount in sandbox.spec.mounts:
+            known = self._sandboxes.get(mount.source)
+            source = Path(known.ref.endpoint) if known is not None else Path("/nonexistent")
+            if not SandboxFolder(source).frozen:
+                raise SpecRefused(f"mount source {mount.source} is not a frozen sandbox")
+            dead = ContainerState.load(source)
+            frozen.append({"home": str(source), "base_id": dead.base_id, "lowers": dead.lowers, "path": mount.path})
+        state = ContainerState(
             runtime=self._config.runtime.value,
             state_folder=str(home.parent.parent / "state"),
             keeper_pid=self._keeper.pid,
-            bash=root.bash,
+            bash=bash,
             group=f"/oci-headrace-{sandbox.ref.id}",
             base_id=_FIRST_ID + sandbox.slot * IDS_PER_SANDBOX,
-            lowers=root.lowers,
-            environment=root.environment,
+            lowers=lowers,
+            environment=environment,
             open_files=self._config.open_files,
         )
         config = bundle_config(self._plan(sandbox, home, state))
         await asyncio.to_thread(_write_home, home, sandbox, state, config)
-        await self._keeper.boot(self._request(sandbox, home, state, frozen))
+        words = ("run", "--detach", "--bundle", str(home), "--pid-file", str(home / PID_FILE), sandbox.ref.id)
+        request = {
+            "id": sandbox.ref.id,
+            "home": str(home),
+            "group": state.group,
+            "base_id": state.base_id,
+            "disk_bytes": sandbox.spec.disk_bytes or self._config.layer_bytes,
+            "lowers": lowers,
+            "skeleton": None if lowers else host_skeleton(),
+            "frozen": frozen,
+            "command": state.oci_runtime().command(*words),
+            "delete": state.oci_runtime().command("delete", "--force", sandbox.ref.id),
+        }
+        await self._keeper.boot(request)
 
-    async def _root(self, sandbox: _Sandbox) -> _Root:
-        if sandbox.spec.image == HOST_IMAGE:
-            return _Root([], "/bin/bash", {})
-        assert self._images is not None
-        sandbox.image = await self._images.lease(sandbox.spec.image, patience_s=_IMAGE_PATIENCE_S)
-        image = sandbox.image.image
-        bash = "/bin/bash" if find(image.layers, "/bin/bash") is not None else "/usr/bin/bash"
-        return _Root([str(path) for path in image.layers], bash, dict(image.environment))
-
-    def _frozen(self, source: SandboxId, path: str) -> dict[str, Any]:
-        known = self._sandboxes.get(source)
-        home = Path(known.ref.endpoint) if known is not None else Path("/nonexistent")
-        if not SandboxFolder(home).frozen:
-            raise SpecRefused(f"mount source {source} is not a frozen sandbox")
-        state = SandboxState(**json.loads((home / STATE_FILE).read_bytes()))
-        return {"home": str(home), "base_id": state.base_id, "lowers": state.lowers, "path": path}
-
-    def _plan(self, sandbox: _Sandbox, home: Path, state: SandboxState) -> BundlePlan:
+    def _plan(self, sandbox: _Sandbox, home: Path, state: ContainerState) -> BundlePlan:
         spec = sandbox.spec
         return BundlePlan(
             sandbox_id=sandbox.ref.id,
@@ -260,26 +271,9 @@ class OciProvider:
             ),
         )
 
-    def _request(
-        self, sandbox: _Sandbox, home: Path, state: SandboxState, frozen: list[dict[str, Any]]
-    ) -> dict[str, Any]:
-        runtime = self._runtime(home.parent.parent)
-        words = ("run", "--detach", "--bundle", str(home), "--pid-file", str(home / PID_FILE), sandbox.ref.id)
-        return {
-            "id": sandbox.ref.id,
-            "home": str(home),
-            "group": state.group,
-            "base_id": state.base_id,
-            "disk_bytes": sandbox.spec.disk_bytes or self._config.layer_bytes,
-            "lowers": state.lowers,
-            "skeleton": None if state.lowers else host_skeleton(),
-            "frozen": frozen,
-            "command": runtime.command(*words),
-            "delete": runtime.command("delete", "--force", sandbox.ref.id),
-        }
-
     def _watch_lease(self, sandbox: _Sandbox) -> None:
-        """Look again when the lease would end; renewals by other processes moved its file's deadline."""
+        """End the sandbox when its lease has ended. The deadline is read again each time, because other processes may
+        have renewed the lease."""
         try:
             rest_s = SandboxFolder(Path(sandbox.ref.endpoint)).deadline() - time.monotonic()
         except SandboxGone:
@@ -291,7 +285,7 @@ class OciProvider:
             sandbox.timer = asyncio.get_running_loop().call_later(rest_s, self._watch_lease, sandbox)
 
     def _discard(self, sandbox: _Sandbox) -> None:
-        """End and forget a sandbox; its keeper does the work."""
+        """Remove a sandbox from the table and have the keeper end it."""
         if sandbox.timer is not None:
             sandbox.timer.cancel()
         if self._sandboxes.pop(sandbox.ref.id, None) is None:
@@ -322,11 +316,12 @@ class OciProvider:
         infos = []
         for sandbox in self._sandboxes.values():
             home = Path(sandbox.ref.endpoint)
+            frozen = SandboxFolder(home).frozen
             with suppress(SandboxGone):
                 infos.append(
                     SandboxInfo(
                         id=sandbox.ref.id,
-                        state=_state_word(home),
+                        state="frozen" if frozen else "paused" if (home / PAUSED_MARK).exists() else "running",
                         expires_in_s=max(0.0, SandboxFolder(home).deadline() - time.monotonic()),
                         labels=dict(sandbox.spec.labels),
                         idempotency_key=sandbox.spec.idempotency_key,
@@ -355,59 +350,32 @@ class OciProvider:
 
 
 async def _remove_home(home: Path) -> None:
-    """The folder of a provider, with whatever its keeper did not come to remove: containers, control groups."""
+    """Remove the folder of a provider, with containers and control groups that its keeper could not remove."""
     for sandbox in (home / _SANDBOXES).glob("*"):
         with suppress(OSError, ValueError, TypeError):
-            state = SandboxState(**json.loads((sandbox / STATE_FILE).read_bytes()))
-            runtime = OciRuntime(RuntimeKind(state.runtime), Path(state.state_folder))
+            state = ContainerState.load(sandbox)
+            runtime = state.oci_runtime()
             await runtime.call("resume", sandbox.name)
             await runtime.call("delete", "--force", sandbox.name)
             oci_cgroups.remove(state.group)
     await asyncio.to_thread(remove, home)
 
 
-def _check_spec(spec: SandboxSpec) -> None:
-    if spec.network is not Network.NONE:
-        raise SpecRefused(f"network {spec.network.value!r}: the oci provider has only `none`")
-    refuse_folders(spec, "oci")
-    for name in ("cpu", "memory_bytes", "disk_bytes", "pids", "ttl_s"):
-        value = getattr(spec, name)
-        if value is not None and not value > 0:
-            raise SpecRefused(f"{name}={value}: must be more than 0")
-    for mount in spec.mounts:
-        try:
-            rootfs.check_target(mount.target)
-        except rootfs.MountRefused as error:
-            raise SpecRefused(str(error)) from error
-
-
 def _exists(sandbox: _Sandbox) -> bool:
     return (Path(sandbox.ref.endpoint) / "secret").exists()
 
 
-def _state_word(home: Path) -> str:
-    if SandboxFolder(home).frozen:
-        return "frozen"
-    return "paused" if (home / PAUSED_MARK).exists() else "running"
-
-
-async def _sweep(parent: Path) -> None:
-    """Remove what providers left that died together with their keepers."""
-    homes = await asyncio.to_thread(lambda: list(parent.iterdir()) if parent.is_dir() else [])
-    for home in homes:
-        if not is_alive(Owner(home.name)):
-            await _remove_home(home)
-
-
 def _make_home(parent: Path) -> Path:
-    """A folder `<owner>` that others may pass through but not list: the root of a container is another user's."""
+    """Create the folder `<owner>`, which other users can search but not read."""
     make_missing(parent, _PASSABLE)
     status = parent.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise FolderRefused(f"{parent} must belong to this user with mode 711: remove it or set runtime_folder")
     for folder in (parent, *parent.resolve().parents):
         if not folder.stat().st_mode & 0o001:
-            raise SpecRefused(f"{folder} lets nobody else pass (chmod o+x), so no container can use {parent}")
+            raise SpecRefused(
+                f"{folder} is not searchable by other users (chmod o+x), so no container can use {parent}"
+            )
     home = parent / new_owner()
     for folder in (home, home / _SANDBOXES):
         make_missing(folder, _PASSABLE)
@@ -415,7 +383,7 @@ def _make_home(parent: Path) -> Path:
     return home
 
 
-def _write_home(home: Path, sandbox: _Sandbox, state: SandboxState, config: dict[str, Any]) -> None:
+def _write_home(home: Path, sandbox: _Sandbox, state: ContainerState, config: dict[str, Any]) -> None:
     make_missing(home, _PASSABLE)
     for name, text in (
         ("secret", sandbox.ref.secret),

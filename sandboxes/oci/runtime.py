@@ -1,7 +1,7 @@
-"""The command lines of an OCI runtime: runc, or runsc (gVisor).
+"""Command lines of an OCI runtime: runc, or runsc (gVisor).
 
-Invariants: the program is found at start or the provider does not start; every call has a deadline and gets nothing of
-this process's environment; state lies in the provider's own folder, so that no other tool lists or touches it.
+Invariants: a provider starts only if the program is installed; every call has a timeout and a minimal environment; the
+runtime's state is in the provider's own folder, so that no other tool lists or changes it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _CALL_TIMEOUT_S: Final = 30.0
 
 
 class RuntimeKind(StrEnum):
-    """Which program runs the bundles."""
+    """Program that runs the containers."""
 
     RUNC = "runc"
     """Namespaces and cgroups of this kernel."""
     RUNSC = "runsc"
-    """gVisor: system calls are answered by a kernel of its own in user space; slower, the strongest isolation here."""
+    """gVisor, a kernel in user space: slower, with the strongest isolation of all providers."""
 
 
 _GLOBAL: Final = {
@@ -36,7 +36,7 @@ _GLOBAL: Final = {
 
 
 class OciRuntime:
-    """One runtime with its state in `state`. Raises NamespacesUnavailable when it is not installed."""
+    """One runtime with its state in the folder `state`. Raises NamespacesUnavailable when it is not installed."""
 
     def __init__(self, kind: RuntimeKind, state: Path) -> None:
         program = shutil.which(kind, path=_SEARCH_PATH)
@@ -47,11 +47,11 @@ class OciRuntime:
         self._state = state
 
     def command(self, *words: str) -> list[str]:
-        """A full command line."""
+        """Return the command line for a subcommand of the runtime."""
         return [self.program, "--root", str(self._state), *_GLOBAL[self.kind], *words]
 
     async def call(self, *words: str) -> bool:
-        """Run a short command; true when it succeeded. Its words are dropped: what matters is looked up afterwards."""
+        """Run a short command and return whether it succeeded. Its output is discarded."""
         process = await asyncio.create_subprocess_exec(
             *self.command(*words),
             stdin=asyncio.subprocess.DEVNULL,

@@ -1,9 +1,8 @@
-"""One container, by its ref: any process of this host with root's rights attaches to it.
+"""Sandbox in an OCI container: any process of this host with root's rights attaches to it by its ref.
 
 Invariants:
-- All that is needed lies in the sandbox's folder, so nobody asks the provider; whoever lacks the secret is refused.
-- A command runs below an `oci_exec` of the caller's own, which keeps the deadline and dies with the caller.
-- `kill` ends the first process; its keeper removes the rest.
+- A command runs below an `oci.exec` process of the caller, which enforces the timeout and dies with the caller.
+- `kill` ends the first process; the keeper removes everything else.
 """
 
 from __future__ import annotations
@@ -15,44 +14,39 @@ import secrets
 import signal
 import stat
 from contextlib import contextmanager, suppress
-from hmac import compare_digest
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, SandboxUsage, Stream
+from headrace.sandboxes.base import Command, ExecResult, Sandbox, SandboxUsage, Stream
 from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
 from headrace.sandboxes.errors import (
     ExecTimeout,
     SandboxError,
     SandboxFileError,
     SandboxGone,
-    SecretRefused,
     SpecRefused,
     Unsupported,
 )
 from headrace.sandboxes.images.folders import remove
 from headrace.sandboxes.kernel import syscalls
-from headrace.sandboxes.kernel.processes import parse_stat
 from headrace.sandboxes.launcher.commands import EXIT_CANNOT_RUN, FileProblem, find_account
 from headrace.sandboxes.launcher.wire import close_all
 from headrace.sandboxes.local.client import open_null
 from headrace.sandboxes.oci import cgroups as oci_cgroups
 from headrace.sandboxes.oci import files as oci_files
 from headrace.sandboxes.oci.bundle import command_process
-from headrace.sandboxes.oci.keeper import FROZEN_MARK, LAYER, PID_FILE
+from headrace.sandboxes.oci.container import PAUSED_MARK, Container, open_private
+from headrace.sandboxes.oci.keeper import FROZEN_MARK, LAYER
 from headrace.sandboxes.oci.process import CommandEnd, OciProcess, RunningCommand
-from headrace.sandboxes.oci.runtime import OciRuntime, RuntimeKind
-from headrace.sandboxes.optional_features import PartialSandbox
-from headrace.sandboxes.unprotected.sandbox_folder import SandboxFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator
+    from pathlib import Path
 
-    from headrace.sandboxes.base import SandboxId, SandboxRef, TerminalSize
+    from headrace.sandboxes.base import ExecCommand, SandboxId, SandboxRef, SpawnCommand
     from headrace.sandboxes.launcher.commands import Account
+    from headrace.sandboxes.oci.container import ContainerState
+    from headrace.sandboxes.oci.exec import Order
 
-STATE_FILE: Final = "sandbox.json"
-PAUSED_MARK: Final = "paused"
 _FILE_TIMEOUT_S: Final = 60.0
 _ANSWER_GRACE_S: Final = 20.0
 _MAX_ACCOUNT_BYTES: Final = 1 << 20
@@ -66,104 +60,43 @@ others=$(ls "${file%/*}" | grep -c '^exec-.*[.]json$')
 [ "$others" -gt 1 ] || set -- "$@" strays
 exec "$@"
 """
-"""Strays can be told from others' processes while no other command runs: see `processes`."""
+"""Strays are killed only while no other command runs, because only then can they be told from other processes."""
 
 
-class SandboxState(NamedTuple):
-    """What whoever attaches must know; written once, before the boot."""
-
-    runtime: str
-    state_folder: str
-    keeper_pid: int
-    bash: str
-    group: str
-    base_id: int
-    lowers: list[str]
-    environment: dict[str, str]
-    open_files: int
-
-
-class OciSandbox(PartialSandbox):
-    """Every method raises SandboxGone once it is dead, SecretRefused for a wrong secret."""
+class OciSandbox(Sandbox):
+    """A sandbox in a container. Every method raises SandboxGone once it is dead, SecretRefused for a wrong secret."""
 
     def __init__(self, ref: SandboxRef) -> None:
         self._ref = ref
-        self._home = Path(ref.endpoint)
-        self._folder = SandboxFolder(self._home)
+        self._container = Container(ref)
 
     @property
     def id(self) -> SandboxId:
         return self._ref.id
 
-    def _load(self) -> SandboxState:
-        if not compare_digest(self._folder.secret(), self._ref.secret):
-            raise SecretRefused(f"wrong secret for sandbox {self.id}")
-        try:
-            return SandboxState(**json.loads((self._home / STATE_FILE).read_bytes()))
-        except FileNotFoundError as error:
-            raise self._gone() from error
-
-    def _running(self) -> SandboxState:
-        state = self._load()
-        if self._folder.frozen:
-            raise SandboxGone(f"sandbox {self.id} runs no more commands: it is frozen")
-        if self._first_process(state) is None:
-            raise self._gone()
-        return state
-
-    def _gone(self) -> SandboxGone:
-        return SandboxGone(f"sandbox {self.id} is gone: killed, or its lease ended")
-
-    def _first_process(self, state: SandboxState) -> int | None:
-        """The pid of the sandbox's first process, for as long as its keeper is its parent."""
-        try:
-            pid = int((self._home / PID_FILE).read_text())
-            entry = parse_stat(Path(f"/proc/{pid}/stat").read_text(errors="replace"))
-        except (OSError, ValueError):
-            return None
-        return pid if entry.parent == state.keeper_pid and entry.state not in "ZX" else None
-
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-        exec_id: str | None = None,
-    ) -> ExecResult:
+    async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`."""
-        if exec_id is not None:
-            raise Unsupported("exec_id: the oci provider remembers no results")
-        source = open_null() if stdin is None else memory_file(stdin)
+        if command.exec_id is not None:
+            raise Unsupported("exec_id: the oci provider does not store results")
+        source = open_null() if command.stdin is None else memory_file(command.stdin)
         end, stdout, stderr, truncated = await self._run(
-            command, source, user=user, env=env, cwd=cwd, timeout_s=timeout_s, max_bytes=max_output_bytes
+            command, source, timeout_s=command.timeout_s, max_bytes=command.max_output_bytes
         )
         if end.timed_out:
-            raise ExecTimeout(f"command ran longer than timeout_s={timeout_s} and was killed: {command[:200]!r}")
+            text = f"command ran longer than timeout_s={command.timeout_s} and was killed: {command.command[:200]!r}"
+            raise ExecTimeout(text)
         assert end.exit_code is not None
         return ExecResult(
             exit_code=end.exit_code, stdout=stdout, stderr=stderr, truncated=truncated, duration_s=end.duration_s
         )
 
     async def _run(
-        self,
-        command: str | Sequence[str],
-        source: int,
-        *,
-        user: str,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        timeout_s: float,
-        max_bytes: int,
+        self, command: Command, source: int, *, timeout_s: float, max_bytes: int
     ) -> tuple[CommandEnd, bytes, bytes, bool]:
-        """Owns the descriptor `source`."""
+        """Run a command with the descriptor `source` as standard input, which is closed here."""
         try:
-            state = self._running()
-            account = await self._account(state, user)
+            state = self._container.running()
+            account = await self._account(state, command.user)
         except FileProblem as error:
             os.close(source)
             message = f"cannot run the command: {error}\n".encode()
@@ -171,135 +104,112 @@ class OciSandbox(PartialSandbox):
         except BaseException:
             os.close(source)
             raise
-        process = command_process(
-            account,
-            state.bash,
-            command,
-            folder=cwd,
-            environment={**state.environment, **(env or {})},
-            open_files=state.open_files,
-        )
+        process = command_process(account, state.bash, command, state.environment, state.open_files)
         async with OutputCapture(max_bytes) as out, OutputCapture(max_bytes) as err:
             with self._order(state, process, timeout_s) as order:
                 running = await RunningCommand.start(order, (source, out.write_end, err.write_end))
-                end = await self._wait(running, timeout_s)
+                try:
+                    async with asyncio.timeout(timeout_s + _ANSWER_GRACE_S):
+                        end = await running.wait()
+                except TimeoutError:
+                    await self.kill()
+                    end = CommandEnd(None, True, timeout_s)
             stdout = await out.finish(OUTPUT_GRACE_S)
             stderr = await err.finish(OUTPUT_GRACE_S if not out.held else 0)
-        if not end.timed_out and _may_be_dead(state, end.exit_code):
-            self._running()
+        # Exit codes with which a command may end because its sandbox died; gVisor gives no certain one then.
+        if not end.timed_out and (
+            end.exit_code in (None, EXIT_CANNOT_RUN, 128 + signal.SIGKILL) or (end.exit_code != 0 and not state.is_runc)
+        ):
+            self._container.running()
         if end.exit_code is None and not end.timed_out:
-            raise SandboxError(f"the command's parent process died: {command[:200]!r}")
+            raise SandboxError(f"the command's parent process died: {command.command[:200]!r}")
         return end, stdout, stderr, out.truncated or err.truncated
 
-    async def _wait(self, running: RunningCommand, timeout_s: float) -> CommandEnd:
-        try:
-            async with asyncio.timeout(timeout_s + _ANSWER_GRACE_S):
-                return await running.wait()
-        except TimeoutError:
-            await self.kill()
-            return CommandEnd(None, True, timeout_s)
-
     @contextmanager
-    def _order(self, state: SandboxState, process: dict[str, Any], timeout_s: float | None) -> Iterator[dict[str, Any]]:
-        """What `oci_exec` needs, with its files; they go when the command has ended."""
-        name = f"exec-{secrets.token_hex(8)}"
-        process_file, pid_file = self._home / f"{name}.json", self._home / f"{name}.pid"
-        runtime = OciRuntime(RuntimeKind(state.runtime), Path(state.state_folder))
-        detached = runtime.kind is RuntimeKind.RUNC
+    def _order(self, state: ContainerState, process: dict[str, Any], timeout_s: float | None) -> Iterator[Order]:
+        """Yield the order for `oci.exec` and create its files, which are removed when the command has ended."""
+        name, home = f"exec-{secrets.token_hex(8)}", self._container.home
+        process_file, pid_file = home / f"{name}.json", home / f"{name}.pid"
+        runtime = state.oci_runtime()
         words = ["exec", "--process", str(process_file)]
-        if detached:
+        inside: list[str] = []
+        if state.is_runc:
             group = oci_cgroups.sub_group_argument(name)
             words += ["--detach", "--ignore-paused", "--pid-file", str(pid_file), "--cgroup", group]
         else:
             words += ["--internal-pid-file", str(pid_file)]
+            kill = runtime.command("exec", self.id, state.bash, "-c", oci_files.KILL_TREE, "bash")
+            inside = ["/bin/sh", "-c", _KILL_INSIDE, "sh", str(pid_file), *kill]
         try:
-            # Its environment may hold secrets.
+            # The environment may contain secrets.
             with open(process_file, "x", encoding="utf-8", opener=open_private) as file:
                 file.write(json.dumps(process))
         except FileNotFoundError as error:
-            raise self._gone() from error
+            raise self._container.gone() from error
         try:
             yield {
                 "command": runtime.command(*words, self.id),
-                "detached": detached,
+                "detached": state.is_runc,
                 "pid_file": str(pid_file),
-                "group": f"{oci_cgroups.folder('freezer', state.group)}/{name}" if detached else "",
-                "inside": [] if detached else self._kill_inside(runtime, state, pid_file),
+                "group": f"{oci_cgroups.folder('freezer', state.group)}/{name}" if state.is_runc else "",
+                "inside": inside,
                 "timeout_s": timeout_s,
             }
         finally:
             process_file.unlink(missing_ok=True)
             pid_file.unlink(missing_ok=True)
 
-    def _kill_inside(self, runtime: OciRuntime, state: SandboxState, pid_file: Path) -> list[str]:
-        script = runtime.command("exec", self.id, state.bash, "-c", oci_files.KILL_TREE, "bash")
-        return ["/bin/sh", "-c", _KILL_INSIDE, "sh", str(pid_file), *script]
-
-    async def _account(self, state: SandboxState, user: str) -> Account:
-        """Raises FileProblem for a user that is not there."""
-        if state.runtime == RuntimeKind.RUNC:
-            pid = self._first_process(state)
+    async def _account(self, state: ContainerState, user: str) -> Account:
+        """Look up a user of the sandbox. Raises FileProblem for an unknown one."""
+        if state.is_runc:
+            pid = self._container.first_process(state)
             if pid is None:
-                raise self._gone()
+                raise self._container.gone()
             return find_account(user, *(_read_inside(pid, name) for name in ("etc/passwd", "etc/group")))
         if user == "root":
             return find_account("0:0", "", "")._replace(name="root", home="/root")
-        # gVisor's files are seen from the inside only.
+        # gVisor's files are visible from inside only.
         end, stdout, _, _ = await self._run(
-            oci_files.ACCOUNTS, open_null(), user="root", timeout_s=_FILE_TIMEOUT_S, max_bytes=2 * _MAX_ACCOUNT_BYTES
+            Command(command=oci_files.ACCOUNTS),
+            open_null(),
+            timeout_s=_FILE_TIMEOUT_S,
+            max_bytes=2 * _MAX_ACCOUNT_BYTES,
         )
         if end.exit_code != 0:
             raise FileProblem(f"user {user!r}: /etc/passwd cannot be read")
         passwd, group, *_ = [*stdout.decode(errors="replace").split("\0"), "", ""]
         return find_account(user, passwd, group)
 
-    async def spawn(
-        self,
-        command: str | Sequence[str],
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bool = False,
-        terminal: TerminalSize | None = None,
-        timeout_s: float | None = None,
-    ) -> OciProcess:
-        """See `Sandbox.spawn`. Raises Unsupported for a terminal, and with gVisor. What cannot run ends with 126."""
-        state = self._running()
-        if terminal is not None or state.runtime != RuntimeKind.RUNC:
-            raise Unsupported("spawn: the oci provider has no terminals, and none of it with gVisor")
+    async def start_process(self, command: SpawnCommand) -> OciProcess:
+        """See `Sandbox.spawn`. Raises Unsupported for a terminal, and with gVisor. A command that cannot run ends with
+        126."""
+        state = self._container.running()
+        if command.terminal is not None or not state.is_runc:
+            raise Unsupported("spawn: the oci provider has no terminals, and cannot spawn with gVisor (use runc)")
         try:
-            account = await self._account(state, user)
+            account = await self._account(state, command.user)
         except FileProblem as error:
             raise SpecRefused(f"cannot run the command: {error}") from error
-        environment = {**state.environment, **(env or {})}
-        process = command_process(
-            account, state.bash, command, folder=cwd, environment=environment, open_files=state.open_files
-        )
-        source, sink = os.pipe2(os.O_CLOEXEC) if stdin else (open_null(), -1)
+        process = command_process(account, state.bash, command, state.environment, state.open_files)
+        source, sink = os.pipe2(os.O_CLOEXEC) if command.stdin else (open_null(), -1)
         out_read, out_write = os.pipe2(os.O_CLOEXEC)
         err_read, err_write = os.pipe2(os.O_CLOEXEC)
         ours = [descriptor for descriptor in (sink, out_read, err_read) if descriptor >= 0]
         try:
-            running = await self._begin(state, process, (source, out_write, err_write), timeout_s)
+            with self._order(state, process, command.timeout_s) as order:
+                running = await RunningCommand.start(order, (source, out_write, err_write))
+                try:
+                    await running.begun.wait()
+                except BaseException:
+                    await asyncio.shield(running.stop())
+                    raise
         except BaseException:
             close_all(ours)
             raise
         streams = {Stream.STDOUT: out_read, Stream.STDERR: err_read}
-        return OciProcess(running, stdin=sink, streams=streams, timeout_s=timeout_s, check=self._running)
-
-    async def _begin(
-        self, state: SandboxState, process: dict[str, Any], descriptors: tuple[int, ...], timeout_s: float | None
-    ) -> RunningCommand:
-        """Start a command and wait until it runs; a cancel meanwhile kills it."""
-        with self._order(state, process, timeout_s) as order:
-            running = await RunningCommand.start(order, descriptors)
-            try:
-                await running.begun.wait()
-            except BaseException:
-                await asyncio.shield(running.stop())
-                raise
-        return running
+        return OciProcess(
+            running, stdin=sink, streams=streams, timeout_s=command.timeout_s, check=self._container.running
+        )
 
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
         command = ["bash", "-c", oci_files.READ, "bash", path, str(max_bytes + 1)]
@@ -315,25 +225,20 @@ class OciSandbox(PartialSandbox):
             source = await asyncio.to_thread(os.open, data, os.O_RDONLY | os.O_CLOEXEC)
         await self._file_operation(["bash", "-c", oci_files.WRITE, "bash", path], source, user, 4096)
 
-    async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
-        for path, data in files.items():
-            await self.write(path, data, user=user)
-
-    async def _file_operation(self, command: Sequence[str], source: int, user: str, max_bytes: int) -> bytes:
-        end, stdout, stderr, _ = await self._run(
-            command, source, user=user, cwd="/", timeout_s=_FILE_TIMEOUT_S, max_bytes=max_bytes
-        )
+    async def _file_operation(self, words: list[str], source: int, user: str, max_bytes: int) -> bytes:
+        command = Command(command=words, user=user, cwd="/")
+        end, stdout, stderr, _ = await self._run(command, source, timeout_s=_FILE_TIMEOUT_S, max_bytes=max_bytes)
         if end.timed_out:
             raise SandboxFileError(f"file operation took longer than {_FILE_TIMEOUT_S} s")
         if end.exit_code != 0:
-            said = stderr.decode(errors="replace").strip()
-            raise SandboxFileError(said or f"file operation ended with {end.exit_code}")
+            message = stderr.decode(errors="replace").strip()
+            raise SandboxFileError(message or f"file operation ended with {end.exit_code}")
         return stdout
 
     async def freeze(self) -> None:
-        state = self._load()
-        (self._home / FROZEN_MARK).touch()
-        await self._end_first_process(state)
+        state = self._container.load()
+        (self._container.home / FROZEN_MARK).touch()
+        await self._container.end_first_process(state)
 
     async def pause(self) -> None:
         await self._set_paused("pause", paused=True)
@@ -342,13 +247,13 @@ class OciSandbox(PartialSandbox):
         await self._set_paused("resume", paused=False)
 
     async def _set_paused(self, word: str, *, paused: bool) -> None:
-        state, mark = self._running(), self._home / PAUSED_MARK
-        if state.runtime != RuntimeKind.RUNC:
+        state, mark = self._container.running(), self._container.home / PAUSED_MARK
+        if not state.is_runc:
             raise Unsupported(f"{word}: a paused gVisor still runs new commands")
         if mark.exists() == paused:
             return
-        if not await OciRuntime(RuntimeKind(state.runtime), Path(state.state_folder)).call(word, self.id):
-            self._running()
+        if not await state.oci_runtime().call(word, self.id):
+            self._container.running()
             raise SandboxError(f"sandbox {self.id} cannot {word}: the runtime refused")
         if paused:
             mark.touch()
@@ -356,87 +261,48 @@ class OciSandbox(PartialSandbox):
             mark.unlink(missing_ok=True)
 
     async def usage(self) -> SandboxUsage:
-        state = self._running()
-        if state.runtime != RuntimeKind.RUNC:
+        state = self._container.running()
+        if not state.is_runc:
             raise Unsupported("usage: gVisor's processes are not counted")
-        pid = self._first_process(state)
+        pid = self._container.first_process(state)
         try:
             counted = oci_cgroups.usage(state.group)
             disk = os.statvfs(f"/proc/{pid}/root")
         except FileNotFoundError as error:
-            raise self._gone() from error
+            raise self._container.gone() from error
         return SandboxUsage(
-            cpu_s=counted.cpu_s,
-            memory_bytes=counted.memory_bytes,
-            memory_limit_bytes=counted.memory_limit_bytes,
+            **counted._asdict(),
             disk_bytes=(disk.f_blocks - disk.f_bfree) * disk.f_frsize,
             disk_limit_bytes=disk.f_blocks * disk.f_frsize,
-            processes=counted.processes,
-            cpus=counted.cpus,
-            oom_kills=counted.oom_kills,
         )
 
     async def renew(self, ttl_s: float) -> None:
-        self._load()
-        self._folder.set_deadline(asyncio.get_running_loop().time() + ttl_s)
+        self._container.load()
+        self._container.folder.set_deadline(asyncio.get_running_loop().time() + ttl_s)
 
     async def kill(self) -> None:
+        home = self._container.home
         try:
-            state = self._load()
+            state = self._container.load()
         except SandboxGone:
             return
-        frozen = self._folder.frozen
-        (self._home / FROZEN_MARK).unlink(missing_ok=True)
-        (self._home / "secret").unlink(missing_ok=True)
-        if frozen:
-            await self._drop_layer(state)
-        else:
-            await self._end_first_process(state)
-
-    async def _end_first_process(self, state: SandboxState) -> None:
-        pid = self._first_process(state)
-        if pid is None:
+        frozen = self._container.folder.frozen
+        (home / FROZEN_MARK).unlink(missing_ok=True)
+        (home / "secret").unlink(missing_ok=True)
+        if not frozen:
+            await self._container.end_first_process(state)
             return
-        oci_cgroups.thaw(state.group)
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return
-        ended = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(descriptor, ended.set)
-        try:
-            if self._first_process(state) == pid:
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                await ended.wait()
-        finally:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
-
-    async def _drop_layer(self, state: SandboxState) -> None:
-        """A frozen sandbox has no process: its layer lies in the mount namespace of the keeper."""
+        # A frozen sandbox has no process: its layer is mounted in the mount namespace of the keeper.
         process = await asyncio.create_subprocess_exec(
-            *("nsenter", f"--mount=/proc/{state.keeper_pid}/ns/mnt", "umount", "--lazy", str(self._home / LAYER)),
+            *("nsenter", f"--mount=/proc/{state.keeper_pid}/ns/mnt", "umount", "--lazy", str(home / LAYER)),
             stderr=asyncio.subprocess.DEVNULL,
         )
         await process.wait()
-        await asyncio.to_thread(remove, self._home)
-
-
-def open_private(path: str, flags: int) -> int:
-    """An opener for files that only this user reads."""
-    return os.open(path, flags, 0o600)
-
-
-def _may_be_dead(state: SandboxState, exit_code: int | None) -> bool:
-    """Whether a command may have ended so because its sandbox did; gVisor gives no certain code then."""
-    return exit_code in (None, EXIT_CANNOT_RUN, 128 + signal.SIGKILL) or (
-        exit_code != 0 and state.runtime == RuntimeKind.RUNSC
-    )
+        await asyncio.to_thread(remove, home)
 
 
 def _read_inside(pid: int, name: str) -> str:
-    """A small regular file of a container, opened within its root; empty when there is none."""
+    """Return a small regular file of a container, opened within its root; empty when there is none."""
     with suppress(OSError):
         root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

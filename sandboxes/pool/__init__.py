@@ -1,1 +1,1 @@
-"""The pool: who boots where and when, who holds what, and what is swept."""
+"""Pool of sandboxes: admission, leases, and removal of orphans."""

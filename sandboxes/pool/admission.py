@@ -1,9 +1,10 @@
-"""Who may boot a sandbox on one host or account now: places, a token bucket, a bounded queue and a circuit breaker.
+"""Admission of boots to one host or account: places, a token bucket, a bounded queue and a circuit breaker.
 
 Invariants:
-- A boot begins when it has a place, a token, and a breaker that allows it; every try of a boot takes a token.
-- The queue is bounded: whoever does not fit is told at once when to come again. A retry has been let in before.
-- Pure: no I/O, `now` is an argument; seconds of one monotonic clock.
+- A boot begins when it has a place and a token and the breaker allows it; every attempt of a boot takes a token.
+- The queue is bounded: a boot that does not fit is refused at once, with a time for the next attempt. The bound does
+  not apply to retries, which have been admitted before.
+- Pure: no I/O; `now` is an argument, in seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -32,36 +33,34 @@ class AdmissionConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_live: int = Field(default=64, ge=2)
-    """Sandboxes that boot or run at once on one host."""
+    """Most sandboxes that boot or run at the same time on one host."""
     boot_concurrency: int = Field(default=8, ge=1)
-    """Boots at once; more only wait for each other on the same cores."""
+    """Most concurrent boots; more of them would only compete for the same cores."""
     evaluation_reserve: int = Field(default=4, ge=1)
-    """Places of `max_live` that only evaluations may take."""
+    """Places of `max_live` that are reserved for evaluations."""
     held_out_share: float = Field(default=0.5, gt=0, le=1)
-    """While training rollouts wait: the most that agents on held-out tasks may take of the boots at once and of the
-    places. When none waits they take what is free. 1 lets an evaluation go first with all that it has."""
+    """Largest share of the concurrent boots and of the places that agents on held-out tasks may take while training
+    rollouts wait. When none waits they may take all that are free. With 1 an evaluation always goes first."""
     boots_per_s: float = Field(default=1000.0, gt=0)
-    """Boots that begin in a second, retries included; for an account with a rate limit, stay below it."""
+    """Most boots that begin per second, including retries; for an account with a rate limit, stay below that."""
     burst: int = Field(default=256, ge=1)
-    """Boots that may begin at once after a quiet time."""
+    """Most boots that may begin at once after an idle time."""
     max_waiting: int = Field(default=4096, ge=1)
-    """Boots in the queue of one host; further ones are refused at once and told when to come again."""
+    """Most boots in the queue of one host; further ones are refused at once, with a time for the next attempt."""
     breaker_failures: int = Field(default=8, ge=1)
-    """Transient failures in a row after which a host gets no boots; load that it sheds does not count."""
+    """Consecutive transient failures after which a host gets no boots; rate limiting does not count as a failure."""
     breaker_open_s: float = Field(default=5.0, gt=0)
-    """How long it gets none before one probe."""
+    """Time without boots on such a host before one probe."""
 
     @model_validator(mode="after")
     def _reserve_leaves_room(self) -> AdmissionConfig:
         if self.evaluation_reserve >= self.max_live:
-            raise ValueError(
-                f"evaluation_reserve={self.evaluation_reserve} leaves no place of max_live={self.max_live}"
-            )
+            raise ValueError(f"evaluation_reserve={self.evaluation_reserve} must be below max_live={self.max_live}")
         return self
 
 
 class Admission:
-    """Tickets wait, are granted (they boot), become live, and leave from any of these."""
+    """Admission to one host. A ticket waits, is granted (it boots), and becomes live; it may leave at any stage."""
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
@@ -84,39 +83,36 @@ class Admission:
 
     @property
     def load(self) -> float:
-        """What waits, boots or lives, over what may live."""
+        """Number of waiting, booting and live sandboxes, divided by `max_live`."""
         return (self.waiting + self.booting + self.live) / self._config.max_live
 
     def has_room(self, priority: Priority) -> bool:
         return self._places.has_room(priority)
 
     def is_short(self) -> bool:
-        """Somebody waits for whom no place is free; warm ones can wait."""
+        """Return whether a ticket other than a warm one waits without a free place."""
         return self._places.is_short()
 
     def breaker(self, now: float) -> BreakerState:
         return self._breaker.state(now)
 
-    def ask(self, ticket: Ticket, now: float, *, again: bool = False) -> None:
-        """Queue for a boot; `grant` says when. Raises CapacityExceeded when the queue is full and this is not
-        `again`."""
+    def enqueue(self, ticket: Ticket, now: float, *, again: bool = False) -> None:
+        """Queue a ticket until `grant` returns it. Raises CapacityExceeded when the queue is full, except for a retry
+        (`again`)."""
         if not again and self.waiting >= self._config.max_waiting:
+            # The time in which the current queue is served, at the rate of the last grants.
+            rate_per_s = self._config.boots_per_s
+            if len(self._granted_at_s) > 1 and now > self._granted_at_s[0]:
+                rate_per_s = min(rate_per_s, len(self._granted_at_s) / (now - self._granted_at_s[0]))
+            shortest_s, longest_s = _RETRY_AFTER_S
             raise CapacityExceeded(
-                f"{self.waiting} boots wait already (max_waiting={self._config.max_waiting}): ask again later",
-                self._retry_after_s(now),
+                f"{self.waiting} boots wait already (max_waiting={self._config.max_waiting}): try again later",
+                min(longest_s, max(shortest_s, self.waiting / rate_per_s)),
             )
-        self._places.ask(ticket)
-
-    def _retry_after_s(self, now: float) -> float:
-        """The time in which the queue of now is served, by the rate of the last grants."""
-        rate_per_s = self._config.boots_per_s
-        if len(self._granted_at_s) > 1 and now > self._granted_at_s[0]:
-            rate_per_s = min(rate_per_s, len(self._granted_at_s) / (now - self._granted_at_s[0]))
-        shortest_s, longest_s = _RETRY_AFTER_S
-        return min(longest_s, max(shortest_s, self.waiting / rate_per_s))
+        self._places.enqueue(ticket)
 
     def grant(self, now: float) -> list[Ticket]:
-        """Tickets that may boot now, in order; they are booting from here on."""
+        """Return the tickets that may boot now, in order, and count them as booting."""
         granted: list[Ticket] = []
         while self._breaker.allows(now) and (ticket := self._places.next()) is not None and self._bucket.take(now):
             self._places.start(ticket)
@@ -126,7 +122,7 @@ class Admission:
         return granted
 
     def next_grant_s(self, now: float) -> float | None:
-        """Seconds until `grant` gives more without anything else happening; None when that does not depend on time."""
+        """Return the seconds until time alone lets `grant` return more tickets; None when it cannot."""
         if self._places.next() is None:
             return None
         wait_s = max(self._bucket.next_s(now), self._breaker.next_s(now))
@@ -137,20 +133,21 @@ class Admission:
         self._breaker.succeeded(ticket)
 
     def failed(self, ticket: Ticket, error: BaseException, now: float) -> None:
-        """The boot ended with an error, and gives its place back."""
+        """Free the place of a boot that ended with an error."""
         self._places.leave(ticket)
         if isinstance(error, PermanentSandboxError | CapacityExceeded):
-            # Whoever refuses, answers.
+            # A host that refuses is reachable.
             self._breaker.succeeded(ticket)
         elif isinstance(error, TransientSandboxError):
             self._breaker.failed(ticket, now)
         self._breaker.ended(ticket)
 
     def adopt(self, ticket: Ticket) -> None:
-        """A sandbox of an earlier life of the pool has its place again."""
+        """Give a sandbox of an earlier pool its place again."""
         self._places.adopt(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """Give the place back: withdrawn, frozen, released or dead. Idempotent."""
+        """Free the place of a ticket that was withdrawn, or whose sandbox was frozen or released, or died.
+        Idempotent."""
         self._places.leave(ticket)
         self._breaker.ended(ticket)

@@ -1,10 +1,10 @@
-"""The way of one boot: host, queue, intent, create, and again elsewhere when that may help.
+"""The boot of one sandbox: choice of a host, queue, intent, create, and retries on other hosts.
 
 Invariants:
-- Every create carries a key of its own boot, the same on every try: an ambiguous failure on one host makes no second
-  sandbox there. What it may have made is killed once the boot succeeded elsewhere or was given up.
-- Every try waits in a queue and takes a token; a first try that finds the queue full is refused at once.
-- Time in queues and time of booting run by separate clocks; waiting for a provider that is full is time in a queue.
+- Every create carries the key of its boot, the same on every attempt, so an ambiguous failure on one host makes no
+  second sandbox there. A sandbox that it may have made is killed once the boot has succeeded elsewhere or failed.
+- Every attempt waits in a queue and takes a token; a first attempt that finds the queue full is refused at once.
+- Time in queues and time of booting have separate limits; waiting for a provider that is full is time in a queue.
 - A boot that is cancelled at any point leaves its sandbox to the reaper.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, cast
 from headrace.sandboxes.base import AVOID_LABEL
 from headrace.sandboxes.errors import BootTimeout, CapacityExceeded, QueueTimeout, SandboxError, TransientSandboxError
 from headrace.sandboxes.pool.circuit_breaker import BreakerState
-from headrace.sandboxes.pool.lease_table import Held
+from headrace.sandboxes.pool.lease_table import HeldSandbox
 from headrace.sandboxes.pool.ledger import Entry, EntryState
 from headrace.sandboxes.pool.placement import choose
 from headrace.sandboxes.pool.slots import Priority, Ticket
@@ -36,26 +36,26 @@ PURPOSE_LABEL: Final = "purpose"
 EVALUATE: Final = "evaluate"
 """A spec with the label purpose=evaluate is admitted before others."""
 HELD_OUT: Final = "evaluation"
-"""An agent's sandbox with the label purpose=evaluation is admitted before those of training."""
+"""A held-out agent's sandbox, labelled purpose=evaluation, is admitted before those of training."""
 HOLDER_LABEL: Final = "holder"
-"""Whose the sandbox is: all that a holder has is renewed, and released, together."""
+"""The holder of the sandbox: all sandboxes of a holder are renewed, and released, together."""
 OWNER_LABEL: Final = "headrace-owner"
-"""Which pool booted a sandbox: it never touches those of another one on the same account."""
+"""The pool that booted the sandbox: a pool never touches sandboxes of another one on the same account."""
 KEY_LABEL: Final = "headrace-key"
-"""The idempotency key once more: not every provider lists those."""
+"""A copy of the idempotency key, because not every provider lists those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
-    """A sandbox to lease. A clock of None never ends."""
+    """A sandbox to lease. A timeout of None is no limit."""
 
     spec: SandboxSpec
     queue_timeout_s: float | None = None
-    """In queues, over all tries: then QueueTimeout."""
+    """Time in queues over all attempts, after which QueueTimeout is raised."""
     boot_timeout_s: float | None = None
-    """Out of queues: creates, and waits between them."""
+    """Time outside of queues: creates, and the waits between them."""
     avoid: tuple[str, ...] = ()
-    """Hosts to boot on only when there is no other."""
+    """Hosts to use only when there is no other."""
 
     @property
     def holder(self) -> str:
@@ -69,7 +69,7 @@ class LeaseRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A leased sandbox, and what it took to get it."""
+    """A leased sandbox, and the time spent queueing and booting."""
 
     ref: SandboxRef
     queue_s: float = 0.0
@@ -78,20 +78,21 @@ class Lease:
 
 @dataclass(slots=True, kw_only=True)
 class _Boot:
-    """One request on its way."""
+    """The state of one request while it boots."""
 
     request: LeaseRequest
     ticket: Ticket
     key: str
     began_s: float
     pinned: str | None
+    """The only host that can serve the request."""
     queue_s: float = 0.0
     refused: bool = False
-    """By a queue: another try would only wait again."""
+    """A queue refused it: another attempt would only wait again."""
     full_since_s: float | None = None
-    """The provider had no room then: until the next try this is waiting in a queue, its own."""
+    """When the provider had no room: the time until the next attempt counts as time in a queue."""
     full: int = 0
-    """Tries that ended so."""
+    """Attempts that found the provider full."""
     tried: list[str] = field(default_factory=list)
     in_doubt: set[str] = field(default_factory=set)
 
@@ -99,7 +100,7 @@ class _Boot:
         return now - self.began_s - self.queue_s
 
     def out_of_time(self, now: float, wait_s: float) -> bool:
-        """Whether another try would begin too late, after so long a wait."""
+        """Return whether another attempt after `wait_s` would exceed a limit."""
         queue_limit_s, boot_limit_s = self.request.queue_timeout_s, self.request.boot_timeout_s
         waits_for_room = self.full_since_s is not None
         queue_s = self.queue_s + (wait_s if waits_for_room else 0.0)
@@ -110,30 +111,21 @@ class _Boot:
             or (boot_limit_s is not None and boot_s >= boot_limit_s)
         )
 
-    def found_no_room(self, now: float) -> None:
-        """Without a clock of the queue such a try counts like any other."""
-        if self.request.queue_timeout_s is not None:
-            self.full_since_s, self.full = now, self.full + 1
-
-    def goes_on(self, now: float) -> None:
-        if self.full_since_s is not None:
-            self.queue_s += now - self.full_since_s
-            self.full_since_s = None
-
 
 class Booter:
-    """Boots on the hosts of a pool, under its `owner` label. `make_room` is told of a host without a free place."""
+    """Boots on the hosts of a pool, under its `owner` label. `make_room` is called with a host that has no free
+    place."""
 
     def __init__(
         self,
         hosts: Mapping[str, Host],
-        custody: DurableLeases,
+        leases: DurableLeases,
         config: PoolConfig,
         owner: str,
         make_room: Callable[[Host], None],
     ) -> None:
         self._hosts = hosts
-        self._custody = custody
+        self._leases = leases
         self._config = config
         self._owner = owner
         self._make_room = make_room
@@ -141,7 +133,7 @@ class Booter:
         self.retries = 0
 
     def number(self) -> int:
-        """The next place in the order of arrival."""
+        """Return the next number in the order of arrival."""
         self._last_number += 1
         return self._last_number
 
@@ -150,50 +142,47 @@ class Booter:
         return asyncio.get_running_loop().time()
 
     async def boot(self, request: LeaseRequest, priority: Priority) -> Lease:
-        """A held sandbox, durable. Raises SandboxError, after as many tries as the retry table allows."""
+        """Boot a sandbox and record its lease. Raises SandboxError, after as many attempts as the retry table
+        allows."""
+        # Frozen data is on the host of its sandbox.
+        sources = [self._leases.table.get(mount.source) for mount in request.spec.mounts]
         boot = _Boot(
             request=request,
             ticket=Ticket(priority, self.number()),
             key=secrets.token_hex(12),
             began_s=self._now(),
-            pinned=self._host_of_mounts(request.spec),
+            pinned=next((held.host for held in sources if held is not None), None),
         )
-        try:
-            held = await self._try_often(boot)
-        finally:
-            self._settle(boot)
-        return Lease(ref=held.ref, queue_s=boot.queue_s, boot_s=boot.boot_s(self._now()))
+        held: HeldSandbox | None = None
+        failed: list[TransientSandboxError] = []
 
-    async def _try_often(self, boot: _Boot) -> Held:
-        """Tenacity costs more than a boot that goes well: it hears of the first try when that has failed."""
-        try:
-            return await self._try(boot)
-        except TransientSandboxError as error:
-            failed = [error]
-
-        async def next_try() -> Held:
+        async def next_try() -> HeldSandbox:
             if failed:
                 raise failed.pop()
             return await self._try(boot)
 
-        policy = retrying(self._config, lambda wait_s: boot.out_of_time(self._now(), wait_s), lambda: boot.full)
-        return cast("Held", await policy(next_try))
+        try:
+            # Tenacity costs more than a boot that succeeds, so it sees the first attempt only once that has failed.
+            try:
+                held = await self._try(boot)
+            except TransientSandboxError as error:
+                failed.append(error)
+            if held is None:
+                policy = retrying(self._config, lambda wait_s: boot.out_of_time(self._now(), wait_s), lambda: boot.full)
+                held = cast("HeldSandbox", await policy(next_try))
+        finally:
+            # The intents that became no sandbox: a refused create made none, the others are searched for.
+            for name in dict.fromkeys(boot.tried):
+                if name in boot.in_doubt:
+                    self._leases.doubt(name, boot.key)
+                else:
+                    self._leases.refused(name, boot.key)
+        return Lease(ref=held.ref, queue_s=boot.queue_s, boot_s=boot.boot_s(self._now()))
 
-    def _host_of_mounts(self, spec: SandboxSpec) -> str | None:
-        """Frozen data is on the host of its sandbox."""
-        sources = [self._custody.holdings.get(mount.source) for mount in spec.mounts]
-        return next((held.host for held in sources if held is not None), None)
-
-    def _settle(self, boot: _Boot) -> None:
-        """Intents that became no holding: what the provider refused is nothing, the rest is looked for."""
-        for name in dict.fromkeys(boot.tried):
-            if name in boot.in_doubt:
-                self._custody.doubt(name, boot.key)
-            else:
-                self._custody.refused(name, boot.key)
-
-    async def _try(self, boot: _Boot) -> Held:
-        boot.goes_on(self._now())
+    async def _try(self, boot: _Boot) -> HeldSandbox:
+        if boot.full_since_s is not None:
+            boot.queue_s += self._now() - boot.full_since_s
+            boot.full_since_s = None
         host = await self._admitted(boot)
         if boot.tried:
             self.retries += 1
@@ -204,84 +193,19 @@ class Booter:
             if is_ambiguous(error):
                 boot.in_doubt.add(host.name)
             if isinstance(error, CapacityExceeded):
-                boot.found_no_room(self._now())
+                # Without a limit for queues this attempt counts like any other failure.
+                if boot.request.queue_timeout_s is not None:
+                    boot.full_since_s, boot.full = self._now(), boot.full + 1
             elif isinstance(error, SandboxError):
                 error.host = error.host or host.name
             host.failed(boot.ticket, error)
-            self._spread(host)
+            if host.breaker is BreakerState.OPEN and any(other.takes_boots for other in self._hosts.values()):
+                host.turn_away()
             raise
-        return await self._hold(boot, host, ref)
-
-    async def _admitted(self, boot: _Boot) -> Host:
-        """The host on which this try may begin. Raises CapacityExceeded, QueueTimeout."""
-        moved = False
-        while True:
-            host = self._choose(boot)
-            if not host.has_room(boot.ticket.priority) and boot.ticket.priority is not Priority.WARM:
-                self._make_room(host)
-            if await self._wait(boot, host, again=moved or bool(boot.tried)):
-                return host
-            moved = True
-
-    async def _wait(self, boot: _Boot, host: Host, *, again: bool) -> bool:
-        limit_s, began_s = boot.request.queue_timeout_s, self._now()
-        left_s = None if limit_s is None else max(0.0, limit_s - boot.queue_s)
-        try:
-            async with asyncio.timeout(left_s):
-                return await host.admitted(boot.ticket, again=again)
-        except TimeoutError as error:
-            boot.refused = True
-            raise QueueTimeout(
-                f"no place within {limit_s:g} s (host {host.name}, {host.admission.waiting} others wait): raise "
-                "sandbox.pool.max_live or lower the load"
-            ) from error
-        except SandboxError:
-            boot.refused = True
-            raise
-        finally:
-            boot.queue_s += self._now() - began_s
-
-    def _choose(self, boot: _Boot) -> Host:
-        if boot.pinned is not None:
-            return self._hosts[boot.pinned]
-        views = [host.view(boot.request.spec.image) for host in self._hosts.values()]
-        return self._hosts[choose(views, boot.tried, boot.request.avoid)]
-
-    async def _create(self, boot: _Boot, host: Host) -> SandboxRef:
-        """One try on one host. Raises SandboxError."""
-        await self._custody.intend(self._intent(boot, host))
-        spec, limit_s = boot.request.spec, self._config.create_timeout_s
-        avoid = {AVOID_LABEL: " ".join(boot.request.avoid)} if boot.request.avoid else {}
-        if boot.request.boot_timeout_s is not None:
-            limit_s = min(limit_s, max(0.0, boot.request.boot_timeout_s - boot.boot_s(self._now())))
-        labels = {**spec.labels, **avoid, OWNER_LABEL: self._owner, KEY_LABEL: boot.key}
-        try:
-            async with asyncio.timeout(limit_s):
-                return await host.provider.create(replace(spec, idempotency_key=boot.key, labels=labels))
-        except TimeoutError as error:
-            raise BootTimeout(f"no sandbox from host {host.name} within {limit_s:g} s") from error
-
-    def _intent(self, boot: _Boot, host: Host) -> Entry:
-        return Entry(
-            host=host.name,
-            key=boot.key,
-            state=EntryState.INTENDED,
-            request_key=boot.request.spec.idempotency_key,
-            holder=boot.request.holder,
-            image=boot.request.spec.image,
-            deadline_s=self._custody.unix_s(self._now() + boot.request.spec.ttl_s),
-        )
-
-    def _spread(self, host: Host) -> None:
-        """Those who wait for a host that takes no boots go to one that does."""
-        if host.breaker is BreakerState.OPEN and any(other.takes_boots for other in self._hosts.values()):
-            host.turn_away()
-
-    async def _hold(self, boot: _Boot, host: Host, ref: SandboxRef) -> Held:
-        """From here on the sandbox is known; whatever happens, it is held or ends."""
+        # From here on the sandbox exists: whatever happens, it is held or killed.
         spec = boot.request.spec
         until_s = self._now() + spec.ttl_s
-        held = Held(
+        held = HeldSandbox(
             ref=ref,
             host=host.name,
             key=boot.key,
@@ -294,10 +218,63 @@ class Booter:
             warm=boot.ticket.priority is Priority.WARM,
         )
         host.booted(boot.ticket, spec.image)
-        self._custody.add(held)
+        self._leases.add(held)
         try:
-            await self._custody.written(held)
+            await self._leases.written(held)
         except BaseException:
-            self._custody.end(held)
+            self._leases.end(held)
             raise
         return held
+
+    async def _admitted(self, boot: _Boot) -> Host:
+        """Wait for a host on which this attempt may begin. Raises CapacityExceeded, QueueTimeout."""
+        again = bool(boot.tried)
+        while True:
+            if boot.pinned is not None:
+                host = self._hosts[boot.pinned]
+            else:
+                views = [host.view(boot.request.spec.image) for host in self._hosts.values()]
+                host = self._hosts[choose(views, boot.tried, boot.request.avoid)]
+            if not host.has_room(boot.ticket.priority) and boot.ticket.priority is not Priority.WARM:
+                self._make_room(host)
+            limit_s, began_s = boot.request.queue_timeout_s, self._now()
+            try:
+                async with asyncio.timeout(None if limit_s is None else max(0.0, limit_s - boot.queue_s)):
+                    if await host.admitted(boot.ticket, again=again):
+                        return host
+            except TimeoutError as error:
+                boot.refused = True
+                raise QueueTimeout(
+                    f"no place within {limit_s:g} s (host {host.name}, {host.admission.waiting} others wait): raise "
+                    "sandbox.pool.max_live or lower the load"
+                ) from error
+            except SandboxError:
+                boot.refused = True
+                raise
+            finally:
+                boot.queue_s += self._now() - began_s
+            # The host turned it away: it has been in a queue already, so another queue takes it even when full.
+            again = True
+
+    async def _create(self, boot: _Boot, host: Host) -> SandboxRef:
+        """Record the intent and create the sandbox on one host. Raises SandboxError."""
+        spec, limit_s = boot.request.spec, self._config.create_timeout_s
+        intent = Entry(
+            host=host.name,
+            key=boot.key,
+            state=EntryState.INTENDED,
+            request_key=spec.idempotency_key,
+            holder=boot.request.holder,
+            image=spec.image,
+            deadline_s=self._leases.unix_s(self._now() + spec.ttl_s),
+        )
+        await self._leases.intend(intent)
+        avoid = {AVOID_LABEL: " ".join(boot.request.avoid)} if boot.request.avoid else {}
+        if boot.request.boot_timeout_s is not None:
+            limit_s = min(limit_s, max(0.0, boot.request.boot_timeout_s - boot.boot_s(self._now())))
+        labels = {**spec.labels, **avoid, OWNER_LABEL: self._owner, KEY_LABEL: boot.key}
+        try:
+            async with asyncio.timeout(limit_s):
+                return await host.provider.create(replace(spec, idempotency_key=boot.key, labels=labels))
+        except TimeoutError as error:
+            raise BootTimeout(f"no sandbox from host {host.name} within {limit_s:g} s") from error

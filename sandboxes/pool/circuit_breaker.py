@@ -1,10 +1,12 @@
-"""A circuit breaker: no calls to what keeps failing, but one probe now and then. Pure: `now` is an argument.
+"""Circuit breaker: stops calls to a service that keeps failing, except for occasional probes.
+
+Pure: `now` is an argument.
 
 Invariants:
-- `failures_to_open` failures with no success between them open it; while it is open nothing begins.
-- After `open_s` it is half-open: exactly one call begins, the probe. Its success closes, its failure opens again; a
-  probe that ends without either makes room for the next.
-- Calls that began before it opened change nothing any more.
+- `failures_to_open` failures without a success between them open it; while it is open no call may begin.
+- After `open_s` it is half-open: exactly one call may begin, the probe. Its success closes the breaker, its failure
+  opens it again; a probe that ends with neither makes room for the next.
+- Calls that began before it opened no longer change its state.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class BreakerState(StrEnum):
-    """What a breaker lets through."""
+    """State of a circuit breaker."""
 
     CLOSED = "closed"
-    """Everything."""
+    """All calls may begin."""
     OPEN = "open"
-    """Nothing."""
+    """No call may begin."""
     HALF_OPEN = "half_open"
-    """One probe."""
+    """One probe may begin."""
 
 
 class CircuitBreaker:
-    """Calls are named by any hashable. Times are seconds of one monotonic clock."""
+    """A breaker for calls that are identified by any hashable. Times are seconds of one monotonic clock."""
 
     def __init__(self, failures_to_open: int, open_s: float) -> None:
         self._failures_to_open = failures_to_open
@@ -43,12 +45,12 @@ class CircuitBreaker:
         return BreakerState.OPEN if now < self._closes_at_s else BreakerState.HALF_OPEN
 
     def allows(self, now: float) -> bool:
-        """Whether a call may begin now."""
+        """Return whether a call may begin now."""
         state = self.state(now)
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and self._probe is None)
 
     def begin(self, call: Hashable, now: float) -> None:
-        """A call that was allowed begins."""
+        """Record the start of a call that was allowed."""
         if self.state(now) is BreakerState.HALF_OPEN:
             self._probe = call
 
@@ -65,10 +67,10 @@ class CircuitBreaker:
             self._closes_at_s, self._probe = now + self._open_s, None
 
     def ended(self, call: Hashable) -> None:
-        """The call ended and says nothing: it was given up, or refused for a reason of its own. Idempotent."""
+        """Record the end of a call that was neither a success nor a failure of the service. Idempotent."""
         if call == self._probe:
             self._probe = None
 
     def next_s(self, now: float) -> float:
-        """Seconds until a probe may begin; 0 unless it is open."""
+        """Return the seconds until a probe may begin; 0 unless it is open."""
         return max(0.0, self._closes_at_s - now) if self._closes_at_s is not None else 0.0

@@ -1,4 +1,4 @@
-"""Settings of a sandbox pool."""
+"""Configuration of a sandbox pool."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from headrace.sandboxes.retry import RetryConfig
 
 
 class PoolConfig(AdmissionConfig, RetryConfig):
-    """Places, rates, retries, clocks and warm sandboxes of a pool."""
+    """Places, rates, retries, timeouts and warm sandboxes of a pool."""
 
     create_timeout_s: float = Field(default=60.0, gt=0)
-    """One try of a boot that takes longer is given up; what comes to life later is found and killed."""
+    """Time limit of one attempt to create a sandbox; one that starts later is found and killed."""
     answer_timeout_s: float = Field(default=15.0, gt=0)
-    """How long a kill, a renewal or a listing may take before it counts as failed."""
+    """Time after which a kill, a renewal or a listing counts as failed."""
     teardown_concurrency: int = Field(default=16, ge=1)
-    """Kills at once on one host; boots never take these."""
+    """Concurrent kills on one host; boots do not count towards this limit."""
     reconcile_every_s: float = Field(default=2.0, gt=0)
-    """While a lease waits for a place, or a create is in doubt, how often the provider is asked what lives."""
+    """Interval at which the provider is asked for its sandboxes while a lease waits or a create is in doubt."""
     sweep_every_s: float = Field(default=30.0, gt=0)
-    """How often otherwise."""
+    """Interval at which the provider is asked for its sandboxes otherwise."""
     warm: dict[str, int] = Field(default_factory=dict)
-    """Sandboxes kept ready by image, e.g. `{ host = 4 }`; for specs that ask for nothing but the image."""
+    """Number of sandboxes to boot in advance, by image, e.g. `{ host = 4 }`; for specs that ask for an image only."""
     warm_check_s: float = Field(default=5.0, gt=0)
-    """A ready sandbox that does not run `true` in this time is replaced instead of handed out."""
+    """A warm sandbox that does not run `true` within this time is replaced instead of handed out."""
     warm_ttl_s: float = Field(default=120.0, gt=0)
-    """Lease of a ready sandbox; the pool renews it."""
+    """Lease of a warm sandbox; the pool renews it."""
 
     @model_validator(mode="after")
     def _warm_leaves_room(self) -> PoolConfig:
         wanted, room = sum(self.warm.values()), self.max_live - self.evaluation_reserve
         if wanted >= room or min(self.warm.values(), default=0) < 0:
             raise ValueError(
-                f"warm={self.warm} must be counts below {room} together (max_live - evaluation_reserve): they take "
-                "places too"
+                f"warm={self.warm}: the counts must not be negative and their sum must be below {room} (max_live - "
+                "evaluation_reserve), because warm sandboxes take places too"
             )
         return self

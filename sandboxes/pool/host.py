@@ -1,8 +1,8 @@
-"""One host or account of a pool: its provider, and the gate before its boots.
+"""One host or account of a pool: its provider, with the queue for its boots.
 
 Invariants:
-- Whoever waits is told as soon as it may boot: when a place is given back, when a token comes, when a probe is due.
-- Whoever stops waiting, or is granted while it stops, leaves no place taken.
+- A waiting boot is admitted as soon as possible: when a place is freed, a token arrives, or a probe is due.
+- A boot that stops waiting, even while it is admitted, occupies no place.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class Host:
-    """`close` it when nothing waits any more. `waits` is set whenever somebody has to."""
+    """A provider with its admission; `close` it when no boot waits any more. `waits` is set whenever a boot has to."""
 
     def __init__(self, name: str, provider: SandboxProvider, config: AdmissionConfig, waits: asyncio.Event) -> None:
         self.name = name
         self.provider = provider
         self.admission = Admission(config)
         self.images: set[str] = set()
-        """Images that booted here."""
+        """Images that have booted on this host."""
         self._waits = waits
         self._granted: dict[Ticket, asyncio.Future[bool]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -43,7 +43,7 @@ class Host:
 
     @property
     def takes_boots(self) -> bool:
-        """Its breaker lets them through; the first one after a bad time is the probe."""
+        """Whether the breaker allows boots; half-open, it allows one, the probe."""
         state = self.breaker
         idle = self.admission.waiting + self.admission.booting == 0
         return state is BreakerState.CLOSED or (state is BreakerState.HALF_OPEN and idle)
@@ -60,8 +60,8 @@ class Host:
         return self.admission.has_room(priority)
 
     async def admitted(self, ticket: Ticket, *, again: bool) -> bool:
-        """Wait for the right to boot. False: this host takes no boots for now. Raises CapacityExceeded at once."""
-        self.admission.ask(ticket, self._now(), again=again)
+        """Wait for admission. Returns False when this host stops taking boots. Raises CapacityExceeded at once."""
+        self.admission.enqueue(ticket, self._now(), again=again)
         granted: asyncio.Future[bool]
         granted = self._granted[ticket] = asyncio.get_running_loop().create_future()
         try:
@@ -76,7 +76,7 @@ class Host:
             del self._granted[ticket]
 
     def turn_away(self) -> None:
-        """Let those who wait here go elsewhere."""
+        """Send the waiting boots to other hosts."""
         for ticket, granted in self._granted.items():
             if not granted.done():
                 self.admission.leave(ticket)
@@ -96,7 +96,7 @@ class Host:
         self.admission.adopt(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """Give a place back. Idempotent."""
+        """Free the place of a ticket. Idempotent."""
         self.admission.leave(ticket)
         self._pump()
 
@@ -104,16 +104,14 @@ class Host:
         for ticket in self.admission.grant(self._now()):
             granted = self._granted.get(ticket)
             if granted is None or granted.done():
-                # It stopped waiting in this very moment; its place is given back by whoever waited.
+                # It stopped waiting just now; `admitted` frees its place.
                 continue
             granted.set_result(True)
-        self._set_timer(self.admission.next_grant_s(self._now()))
-
-    def _set_timer(self, wait_s: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self.close()
+        wait_s = self.admission.next_grant_s(self._now())
         self._timer = None if wait_s is None else asyncio.get_running_loop().call_later(wait_s, self._pump)
 
     def close(self) -> None:
+        """Cancel the timer of the next admission."""
         if self._timer is not None:
             self._timer.cancel()

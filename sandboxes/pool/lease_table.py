@@ -1,8 +1,10 @@
-"""Which sandboxes a pool has, for whom and until when. Pure: no clock, no I/O; times are those of one monotonic clock.
+"""Lease table of one pool: its sandboxes with their holders and deadlines.
+
+Pure: no clock, no I/O; times are those of one monotonic clock.
 
 Invariants:
-- A sandbox is held once, for one holder; a request of a holder has at most one sandbox.
-- What ends is nobody's any more: it has no lease, and waits only for its death to be confirmed.
+- A sandbox has one holder; a request of a holder has at most one sandbox.
+- A sandbox that is ending has no lease and no holder any more: it stays in the table until its death is confirmed.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Held:
+class HeldSandbox:
     """One sandbox of the pool."""
 
     ref: SandboxRef
     host: str
     key: str
-    """The idempotency key that its provider was given."""
+    """The idempotency key of its create."""
     holder: str
     request_key: str
     image: str
@@ -35,111 +37,111 @@ class Held:
     deadline_s: float
     """End of its lease."""
     dies_at_s: float
-    """When its provider ends it by itself if nothing is heard."""
+    """When its provider ends it unless the lease is renewed there."""
     frozen: bool = False
     warm: bool = False
-    """It waits for whoever comes next."""
+    """It was booted in advance and waits for a request."""
     ending: bool = False
     kills: int = 0
-    """Tries of its kill that failed."""
+    """Number of failed attempts to kill it."""
     kill_at_s: float = 0.0
-    """When the next one is due."""
+    """When the next attempt is due."""
 
 
 class LeaseTable:
-    """Held sandboxes by id, holder, request and host."""
+    """Sandboxes by id, holder, request and host."""
 
     def __init__(self) -> None:
-        self._by_id: dict[SandboxId, Held] = {}
-        self._by_request: dict[tuple[str, str], Held] = {}
-        self._by_holder: dict[str, dict[SandboxId, Held]] = {}
-        self._leases = Deadlines()
+        self._by_id: dict[SandboxId, HeldSandbox] = {}
+        self._by_request: dict[tuple[str, str], HeldSandbox] = {}
+        self._by_holder: dict[str, dict[SandboxId, HeldSandbox]] = {}
+        self._deadlines = Deadlines()
 
-    def __iter__(self) -> Iterator[Held]:
+    def __iter__(self) -> Iterator[HeldSandbox]:
         return iter(list(self._by_id.values()))
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def add(self, held: Held) -> None:
+    def add(self, held: HeldSandbox) -> None:
         self._by_id[held.ref.id] = held
         if not held.ending:
             self._own(held)
 
-    def _own(self, held: Held) -> None:
+    def _own(self, held: HeldSandbox) -> None:
         if held.request_key:
             self._by_request[held.holder, held.request_key] = held
         self._by_holder.setdefault(held.holder, {})[held.ref.id] = held
-        self._leases.set(held.ref.id, held.deadline_s)
+        self._deadlines.set(held.ref.id, held.deadline_s)
 
-    def _disown(self, held: Held) -> None:
+    def _disown(self, held: HeldSandbox) -> None:
         if self._by_request.get((held.holder, held.request_key)) is held:
             del self._by_request[held.holder, held.request_key]
         others = self._by_holder.get(held.holder, {})
         others.pop(held.ref.id, None)
         if not others:
             self._by_holder.pop(held.holder, None)
-        self._leases.drop(held.ref.id)
+        self._deadlines.drop(held.ref.id)
 
-    def hand_over(self, held: Held, *, holder: str, request_key: str, deadline_s: float) -> None:
-        """Somebody else's from now on."""
+    def hand_over(self, held: HeldSandbox, *, holder: str, request_key: str, deadline_s: float) -> None:
+        """Change the holder of a sandbox."""
         self._disown(held)
         held.holder, held.request_key, held.deadline_s, held.warm = holder, request_key, deadline_s, False
         self._own(held)
 
-    def get(self, sandbox: SandboxId) -> Held | None:
-        """What is leased under this id; not what ends."""
+    def get(self, sandbox: SandboxId) -> HeldSandbox | None:
+        """Return the leased sandbox of this id, unless it is ending."""
         held = self._by_id.get(sandbox)
         return None if held is None or held.ending else held
 
     def has(self, sandbox: SandboxId) -> bool:
-        """What ends counts too."""
+        """Return whether the table has this sandbox, leased or ending."""
         return sandbox in self._by_id
 
-    def find(self, holder: str, request_key: str) -> Held | None:
-        """What this request of the holder has."""
+    def find(self, holder: str, request_key: str) -> HeldSandbox | None:
+        """Return the sandbox of a request."""
         return self._by_request.get((holder, request_key))
 
-    def of_holder(self, holder: str) -> list[Held]:
+    def of_holder(self, holder: str) -> list[HeldSandbox]:
         return list(self._by_holder.get(holder, {}).values())
 
-    def of_host(self, host: str) -> list[Held]:
-        """Those that end too."""
+    def of_host(self, host: str) -> list[HeldSandbox]:
+        """Return the sandboxes of a host, including those that are ending."""
         return [held for held in self._by_id.values() if held.host == host]
 
     def is_holder(self, holder: str) -> bool:
         return holder in self._by_holder
 
-    def renew(self, held: Held, deadline_s: float) -> None:
+    def renew(self, held: HeldSandbox, deadline_s: float) -> None:
         held.deadline_s = deadline_s
-        self._leases.set(held.ref.id, deadline_s)
+        self._deadlines.set(held.ref.id, deadline_s)
 
-    def end(self, held: Held) -> None:
-        """Nobody's from now on, to be killed. Idempotent."""
+    def end(self, held: HeldSandbox) -> None:
+        """End the lease of a sandbox, which is to be killed. Idempotent."""
         if not held.ending:
             held.ending, held.warm = True, False
             self._disown(held)
 
-    def remove(self, held: Held) -> bool:
-        """It is gone. False when that was known."""
+    def remove(self, held: HeldSandbox) -> bool:
+        """Remove a sandbox. Returns False if it was removed before."""
         if self._by_id.get(held.ref.id) is not held:
             return False
         self._disown(held)
         del self._by_id[held.ref.id]
         return True
 
-    def pop_expired(self, now: float) -> list[Held]:
-        """Those whose lease is over; they end."""
-        expired = [self._by_id[SandboxId(sandbox)] for sandbox in self._leases.pop_due(now)]
+    def pop_expired(self, now: float) -> list[HeldSandbox]:
+        """End the expired leases and return their sandboxes."""
+        expired = [self._by_id[SandboxId(sandbox)] for sandbox in self._deadlines.pop_due(now)]
         for held in expired:
             self.end(held)
         return expired
 
     def next_due_s(self) -> float | None:
-        """When the next lease is over or the next kill is due; None for never."""
+        """Return the time of the next end of a lease or of the next kill, or None."""
         times = [held.kill_at_s for held in self._by_id.values() if held.ending]
-        lease_s = self._leases.next()
+        lease_s = self._deadlines.next()
         return min([*times, *([] if lease_s is None else [lease_s])], default=None)
 
-    def kills_due(self, now: float) -> list[Held]:
+    def kills_due(self, now: float) -> list[HeldSandbox]:
         return [held for held in self._by_id.values() if held.ending and held.kill_at_s <= now]

@@ -1,12 +1,14 @@
-"""What a pool answers for, on disk: one SQLite file that a restarted pool reads. Synchronous, for one thread at a time.
+"""Ledger of a pool's sandboxes: one SQLite file, from which a restarted pool recovers.
+
+It is synchronous, for one thread at a time.
 
 Invariants:
-- One process has a ledger open (a lock that dies with the process); the file is the owner's alone (mode 600), for it
+- One process has a ledger open (by a lock that the kernel releases with the process). The file has mode 600, because it
   holds the secrets of sandboxes.
-- `apply` is one transaction: after it returned, a crash of the process loses nothing of it. (WAL with
+- `apply` is one transaction: once it has returned, a crash of the process loses nothing of it. (WAL with
   synchronous=NORMAL: a crash of the machine may lose the last moments. Its local sandboxes are gone then too, and
-  remote ones are found by the owner's label, or die with their lease.)
-- Times are Unix seconds, for the ledger outlives the clocks of its processes.
+  remote ones are found by the owner's label, or end with their lease.)
+- Times are Unix seconds, because the ledger outlives the monotonic clocks of its processes.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 FILE_NAME: Final = "sandboxes.db"
 _SCHEMA_VERSION: Final = 1
 _PRIMARY: Final = 0xFF
-"""The part of SQLite's error codes that names the kind."""
+"""Mask of the primary code in SQLite's extended error codes."""
 _DISK_TROUBLE: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
 _DDL: Final = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -47,25 +49,26 @@ _COLUMNS: Final = "host key state request_key holder image deadline_s frozen eva
 
 
 class EntryState(StrEnum):
-    """How far a sandbox is."""
+    """Stage of a sandbox's life."""
 
     INTENDED = "intended"
-    """It may exist: a create with this key is under way, or nobody knows how it ended."""
+    """It may exist: a create with this key is running, or its outcome is unknown."""
     HELD = "held"
-    """It exists and somebody has it, or may have it."""
+    """It exists and has, or may have, a holder."""
     ENDING = "ending"
-    """It is to be killed, and that is not confirmed."""
+    """It is to be killed, and its death is not confirmed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One sandbox, or the intent to boot one. (`host`, `key`) names it: `key` is what the provider was given."""
+    """One sandbox, or the intent to boot one. It is identified by (`host`, `key`), where `key` is the idempotency key
+    for the provider."""
 
     host: str
     key: str
     state: EntryState
     request_key: str
-    """The idempotency key of whoever asked; empty for none."""
+    """The idempotency key of the request; empty for none."""
     holder: str
     image: str
     deadline_s: float
@@ -76,7 +79,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The sandbox is gone, or was never made."""
+    """Removes a sandbox that is gone or was never made."""
 
     host: str
     key: str
@@ -84,7 +87,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """Everything that `holder` has is leased until `deadline_s`."""
+    """Leases all sandboxes of `holder` until `deadline_s`."""
 
     holder: str
     deadline_s: float
@@ -92,7 +95,7 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class HolderGone:
-    """Nothing is leased by `holder` any more."""
+    """Removes a holder without leases."""
 
     holder: str
 
@@ -101,7 +104,7 @@ Change: TypeAlias = Entry | Drop | Renewed | HolderGone
 
 
 class SandboxLedger:
-    """Opened by `open` or `in_memory`; `close` it."""
+    """An open ledger, from `open` or `in_memory`; `close` it."""
 
     def __init__(self, database: sqlite3.Connection, lock: int | None) -> None:
         self._database = database
@@ -125,12 +128,12 @@ class SandboxLedger:
         except sqlite3.DatabaseError as error:
             os.close(lock)
             if getattr(error, "sqlite_errorcode", 0) & _PRIMARY in _DISK_TROUBLE:
-                raise LedgerRefused(f"{path} cannot be opened ({error}): see to the disk, then start again") from error
-            raise LedgerRefused(f"{path} is no sandbox ledger of this version ({error}): move it away") from error
+                raise LedgerRefused(f"{path} cannot be opened ({error}): repair the disk, then restart") from error
+            raise LedgerRefused(f"{path} is not a sandbox ledger of this version ({error}): move it away") from error
 
     @classmethod
     def in_memory(cls) -> Self:
-        """A ledger without a file, for pools that own nothing beyond their process, and for virtual time."""
+        """Return a ledger without a file, for pools whose sandboxes end with their process, and for virtual time."""
         return cls(_prepared(sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)), None)
 
     @property
@@ -139,7 +142,7 @@ class SandboxLedger:
 
     @property
     def owner(self) -> str:
-        """The name under which this ledger's pool labels its sandboxes: made once, then always the same."""
+        """The owner label of the pool's sandboxes: generated once and stored in the ledger."""
         row = self._database.execute("SELECT value FROM meta WHERE name = 'owner'").fetchone()
         if row is None:
             row = (secrets.token_hex(8),)
@@ -147,31 +150,28 @@ class SandboxLedger:
         return str(row[0])
 
     def apply(self, changes: Iterable[Change]) -> None:
-        """All of them or none. Raises sqlite3.Error."""
-        self._database.execute("BEGIN IMMEDIATE")
+        """Apply all changes or none. Raises sqlite3.Error."""
+        execute = self._database.execute
+        execute("BEGIN IMMEDIATE")
         try:
             for change in changes:
-                self._apply(change)
+                match change:
+                    case Entry():
+                        row = _row(change)
+                        execute(f"INSERT OR REPLACE INTO sandboxes VALUES ({', '.join('?' * len(row))})", row)
+                    case Drop():
+                        execute("DELETE FROM sandboxes WHERE host = ? AND key = ?", (change.host, change.key))
+                    case Renewed():
+                        execute("INSERT OR REPLACE INTO holders VALUES (?, ?)", (change.holder, change.deadline_s))
+                    case HolderGone():
+                        execute("DELETE FROM holders WHERE holder = ?", (change.holder,))
         except BaseException:
-            self._database.execute("ROLLBACK")
+            execute("ROLLBACK")
             raise
-        self._database.execute("COMMIT")
-
-    def _apply(self, change: Change) -> None:
-        execute = self._database.execute
-        match change:
-            case Entry():
-                row = _row(change)
-                execute(f"INSERT OR REPLACE INTO sandboxes VALUES ({', '.join('?' * len(row))})", row)
-            case Drop():
-                execute("DELETE FROM sandboxes WHERE host = ? AND key = ?", (change.host, change.key))
-            case Renewed():
-                execute("INSERT OR REPLACE INTO holders VALUES (?, ?)", (change.holder, change.deadline_s))
-            case HolderGone():
-                execute("DELETE FROM holders WHERE holder = ?", (change.holder,))
+        execute("COMMIT")
 
     def load(self) -> list[Entry]:
-        """All entries; a deadline is the later one of the sandbox's own and its holder's."""
+        """Return all entries. A deadline is the later one of the sandbox's own and its holder's."""
         holders = dict(self._database.execute("SELECT holder, deadline_s FROM holders"))
         rows = self._database.execute(f"SELECT {', '.join(_COLUMNS.split())} FROM sandboxes")
         entries = [_entry(row) for row in rows]
@@ -181,7 +181,7 @@ class SandboxLedger:
         ]
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file and release its lock. Idempotent."""
         self._database.close()
         if self._lock is not None:
             os.close(self._lock)
@@ -189,7 +189,7 @@ class SandboxLedger:
 
 
 def _prepared(database: sqlite3.Connection) -> sqlite3.Connection:
-    """Raises sqlite3.DatabaseError for a file that is something else."""
+    """Configure a database and create its tables. Raises sqlite3.DatabaseError for a file of another kind."""
     for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "busy_timeout = 5000"):
         database.execute(f"PRAGMA {pragma}")
     version = database.execute("PRAGMA user_version").fetchone()[0]

@@ -1,9 +1,9 @@
-"""Writes to the sandbox ledger from an event loop: in order, many in one transaction, in a thread of their own.
+"""Asynchronous writer of the sandbox ledger: batches changes in order and writes them in a thread.
 
 Invariants:
-- `write` returns after its changes are durable; `post` says only that they will be written, in their turn.
-- The loop never waits for the disk. A ledger in memory is written at once, without a thread.
-- After a failed write nothing more is written: whoever runs the writer ends with the error.
+- `write` returns once its changes are durable; `post` only queues them.
+- The event loop never waits for the disk. A ledger in memory is written at once, without a thread.
+- After a failed write nothing more is written: `run` ends with the error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LedgerWriter:
-    """`run` it in a task group; `close` writes what is left."""
+    """Writes queued changes; `run` it in a task group, and `close` it to write the remaining ones."""
 
     def __init__(self, ledger: SandboxLedger) -> None:
         self._ledger = ledger
@@ -26,7 +26,7 @@ class LedgerWriter:
         self._writing = asyncio.Lock()
 
     async def write(self, *changes: Change) -> None:
-        """Raises sqlite3.Error when the ledger could not be written."""
+        """Write changes and wait until they are durable. Raises sqlite3.Error."""
         if not self._ledger.on_disk:
             self.post(*changes)
             return
@@ -37,7 +37,7 @@ class LedgerWriter:
         await done
 
     def post(self, *changes: Change) -> None:
-        """Write without being waited for."""
+        """Queue changes without waiting."""
         if not self._ledger.on_disk:
             self._ledger.apply(changes)
             return
@@ -45,13 +45,13 @@ class LedgerWriter:
         self._has_work.set()
 
     async def run(self) -> None:
-        """Write what comes until cancelled. Raises sqlite3.Error."""
+        """Write queued changes until cancelled. Raises sqlite3.Error."""
         while self._ledger.on_disk:
             await self._has_work.wait()
             await self._flush()
 
     async def close(self) -> None:
-        """Write what is left. Raises sqlite3.Error."""
+        """Write the remaining changes. Raises sqlite3.Error."""
         await self._flush()
 
     async def _flush(self) -> None:
@@ -61,20 +61,17 @@ class LedgerWriter:
             waiting, self._waiting = self._waiting, []
             try:
                 if changes:
-                    await self._apply(changes)
+                    writing = asyncio.ensure_future(asyncio.to_thread(self._ledger.apply, changes))
+                    try:
+                        await asyncio.shield(writing)
+                    except asyncio.CancelledError:
+                        # A thread cannot be cancelled, and a second one must not write at the same time.
+                        await asyncio.wait([writing])
+                        raise
             except BaseException as error:
                 _settle(waiting, error)
                 raise
             _settle(waiting, None)
-
-    async def _apply(self, changes: list[Change]) -> None:
-        """A thread cannot be cancelled: whoever is cancelled here waits for it, so that no two write at once."""
-        writing = asyncio.ensure_future(asyncio.to_thread(self._ledger.apply, changes))
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.wait([writing])
-            raise
 
 
 def _settle(waiting: list[asyncio.Future[None]], error: BaseException | None) -> None:

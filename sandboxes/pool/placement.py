@@ -1,8 +1,8 @@
-"""On which host to boot. Pure.
+"""Choice of the host for a boot. Pure.
 
-Invariant: a host that takes boots goes before one that does not, one that need not be avoided before one that must, one
-that was not tried before one that was; among equals the least loaded goes first, where knowing the image is worth
-`LOCALITY` of a host's places.
+Invariant: a host that takes boots is preferred to one that does not, then one outside of `avoid`, then one that has
+been tried less often; among equals the least loaded is chosen, where having the image is worth `LOCALITY` of a host's
+places.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 LOCALITY: Final = 0.5
-"""A host without the image is taken when one with it is busier by this share of its places."""
+"""A host without the image is chosen when the hosts with it are busier by this share of their places."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostView:
-    """What the choice depends on."""
+    """Properties of a host on which the choice depends."""
 
     name: str
     is_open: bool
-    """It takes boots: its breaker is not open."""
+    """It takes boots."""
     load: float
-    """What waits, boots or lives there, over its places."""
+    """Number of waiting, booting and live sandboxes, divided by its places."""
     has_image: bool
 
 
 def choose(hosts: Collection[HostView], tried: Collection[str], avoid: Collection[str] = ()) -> str:
-    """The name of the best host; there is at least one."""
+    """Return the name of the best of at least one host."""
 
     def rank(host: HostView) -> tuple[bool, bool, int, float, str]:
         tries = sum(name == host.name for name in tried)

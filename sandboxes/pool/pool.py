@@ -1,11 +1,13 @@
 """The sandbox pool: leases of sandboxes over one or several hosts, in plain asyncio.
 
 Invariants:
-- Every spec of a `lease` ends as a ref or as a typed error, in its order; one failure ends no sibling.
+- Every spec of a `lease` yields a ref or a typed error, in the order of the specs; one failure ends no sibling.
 - A lease that is cancelled leaves no sandbox behind. Releases, renewals and freezes never wait for a boot.
-- What is leased has a deadline; what nobody renews is killed, by the pool, or by its provider when the pool is gone.
-- A pool that starts again on its ledger has what it had, and kills what is nobody's (see `DurableLeases`, `Reaper`).
-- Places of sandboxes that died by themselves come back: while somebody waits, the provider is asked who still lives.
+- Every lease has a deadline; a sandbox that nobody renews is killed, by the pool, or by its provider when the pool is
+  gone.
+- A pool that restarts on its ledger has its former leases and kills sandboxes that nobody holds (see `DurableLeases`,
+  `Reaper`).
+- The place of a sandbox that died by itself is freed: while a lease waits, the provider is asked which are alive.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from headrace.sandboxes.pool.boot import EVALUATE, PURPOSE_LABEL, Booter, Lease,
 from headrace.sandboxes.pool.config import PoolConfig
 from headrace.sandboxes.pool.durable_leases import DurableLeases
 from headrace.sandboxes.pool.host import Host
-from headrace.sandboxes.pool.lease_table import Held
+from headrace.sandboxes.pool.lease_table import HeldSandbox
 from headrace.sandboxes.pool.ledger import Drop, EntryState, SandboxLedger
 from headrace.sandboxes.pool.ledger_writer import LedgerWriter
 from headrace.sandboxes.pool.pending_leases import PendingLeases
@@ -39,10 +41,11 @@ if TYPE_CHECKING:
 
 
 class Pool:
-    """Leases sandboxes of `hosts` (providers by name), which it closes with itself; an async context manager.
+    """Leases sandboxes of `hosts` (providers by name); an async context manager that closes the providers and the
+    ledger.
 
-    The ledger is closed too; without one the pool forgets everything with its process. `owner` labels its sandboxes,
-    so that pools can share an account; by default it is the ledger's own name. `clock` gives Unix seconds."""
+    Without a ledger the pool's state ends with its process. `owner` labels its sandboxes, so that pools can share an
+    account; the default is stored in the ledger. `clock` returns Unix seconds."""
 
     def __init__(
         self,
@@ -56,9 +59,9 @@ class Pool:
         self._config = config or PoolConfig()
         self._ledger = ledger or SandboxLedger.in_memory()
         self._writer = LedgerWriter(self._ledger)
-        self._custody = DurableLeases(self._writer, settle_s=self._config.create_timeout_s, clock=clock)
+        self._leases = DurableLeases(self._writer, settle_s=self._config.create_timeout_s, clock=clock)
         self._hosts = {
-            name: Host(name, provider, self._config, self._custody.changed) for name, provider in hosts.items()
+            name: Host(name, provider, self._config, self._leases.changed) for name, provider in hosts.items()
         }
         self.owner = owner or self._ledger.owner
         self._totals = Totals()
@@ -71,39 +74,35 @@ class Pool:
                 stack.push_async_callback(host.provider.aclose)
                 stack.callback(host.close)
             stack.push_async_callback(self._writer.close)
-            background = await stack.enter_async_context(_background())
-            await self._begin(background)
+            tasks = await stack.enter_async_context(_background())
+            parts = (self._hosts, self._leases)
+            self._teardown = Teardown(*parts, self._config, tasks)
+            self._reaper = Reaper(*parts, self._teardown, self._config, self.owner, tasks)
+            self._booter = Booter(*parts, self._config, self.owner, lambda host: self._warm.give_way(host))
+            self._warm = WarmStock(*parts, self._booter, self._config, tasks, self.renew_holder)
+            self._pending = PendingLeases(tasks)
+            self._renewals = asyncio.Semaphore(self._config.teardown_concurrency)
+            tasks.create_task(self._writer.run())
+            for entry in self._ledger.load():
+                self._recover(entry)
+            sweeps = [self._reaper.sweep(host) for host in self._hosts.values()]
+            tasks.create_task(self._reaper.run())
+            tasks.create_task(self._warm.run())
+            await asyncio.wait(sweeps)
             self._stack = stack.pop_all()
         return self
 
-    async def _begin(self, tasks: asyncio.TaskGroup) -> None:
-        """Everything that runs by itself; returns when every host was looked at once."""
-        parts = (self._hosts, self._custody)
-        self._teardown = Teardown(*parts, self._config, tasks)
-        self._reaper = Reaper(*parts, self._teardown, self._config, self.owner, tasks)
-        self._booter = Booter(*parts, self._config, self.owner, lambda host: self._warm.give_way(host))
-        self._warm = WarmStock(*parts, self._booter, self._config, tasks, self.renew_holder)
-        self._underway = PendingLeases(tasks)
-        self._renewals = asyncio.Semaphore(self._config.teardown_concurrency)
-        tasks.create_task(self._writer.run())
-        for entry in self._ledger.load():
-            self._recover(entry)
-        looks = [self._reaper.look(host) for host in self._hosts.values()]
-        tasks.create_task(self._reaper.run())
-        tasks.create_task(self._warm.run())
-        await asyncio.wait(looks)
-
     def _recover(self, entry: Entry) -> None:
-        """One row of an earlier life: adopted, to be killed, or looked for."""
+        """Adopt, kill or search for the sandbox of a ledger row of an earlier pool."""
         host = self._hosts.get(entry.host)
         if host is None:
             self._writer.post(Drop(entry.host, entry.key))
         elif entry.ref is None:
-            self._custody.suspect(entry.host, entry.key)
+            self._leases.suspect(entry.host, entry.key)
         else:
-            deadline_s = self._custody.loop_s(entry.deadline_s)
+            deadline_s = self._leases.loop_s(entry.deadline_s)
             priority = Priority.EVALUATION if entry.evaluation else Priority.ROLLOUT
-            held = Held(
+            held = HeldSandbox(
                 ref=entry.ref,
                 host=entry.host,
                 key=entry.key,
@@ -116,7 +115,7 @@ class Pool:
                 frozen=entry.frozen,
                 ending=entry.state is EntryState.ENDING,
             )
-            self._custody.add(held)
+            self._leases.add(held)
             if not held.frozen:
                 host.adopt(held.ticket, held.image)
             self._totals.adopted += not held.ending
@@ -127,15 +126,15 @@ class Pool:
         if error is None:
             await self.aclose()
         else:
-            # Nothing of it may work any more; the providers end what is theirs, and leases the rest.
+            # The pool may be broken: closing the providers ends their sandboxes, and expiring leases end the others.
             await self._stack.aclose()
 
     async def aclose(self) -> None:
         """End every sandbox of the pool, then the providers. Idempotent."""
         stack, self._stack = self._stack, AsyncExitStack()
         async with stack:
-            await self._underway.cancel_all()
-            await self.release([held.ref.id for held in self._custody.holdings])
+            await self._pending.cancel_all()
+            await self.release([held.ref.id for held in self._leases.table])
 
     async def lease(self, specs: Sequence[SandboxSpec]) -> list[SandboxRef | SandboxError]:
         """Boot one sandbox for each spec. Errors are results, in the order of the specs."""
@@ -157,16 +156,16 @@ class Pool:
         return [task.result() for task in tasks]
 
     async def lease_one(self, request: LeaseRequest) -> Lease:
-        """A sandbox of this request's own, or, when its holder asked with the same idempotency key before, that one.
+        """Return a new sandbox, or the one that the holder leased with the same idempotency key before.
 
-        Raises SandboxError; what is cancelled leaves nothing."""
-        return await self._underway.join(
-            request.holder, request.spec.idempotency_key, lambda: self._lease(request), self._give_up
+        Raises SandboxError; a cancelled call leaves no sandbox."""
+        return await self._pending.join(
+            request.holder, request.spec.idempotency_key, lambda: self._lease(request), self._discard
         )
 
     async def _lease(self, request: LeaseRequest) -> Lease:
         spec = request.spec
-        if spec.idempotency_key and (known := self._custody.holdings.find(request.holder, spec.idempotency_key)):
+        if spec.idempotency_key and (known := self._leases.table.find(request.holder, spec.idempotency_key)):
             return Lease(ref=known.ref)
         if (warm := await self._warm.take(request)) is not None:
             return Lease(ref=warm.ref)
@@ -178,105 +177,106 @@ class Pool:
         self._totals.booted += 1
         return lease
 
-    def _give_up(self, lease: Lease) -> None:
-        """Nobody waits for it any more."""
-        if (held := self._custody.holdings.get(lease.ref.id)) is not None:
-            self._custody.end(held)
+    def _discard(self, lease: Lease) -> None:
+        """End a lease that nobody waits for any more."""
+        if (held := self._leases.table.get(lease.ref.id)) is not None:
+            self._leases.end(held)
 
     async def release(self, ids: Iterable[SandboxId]) -> None:
-        """Kill sandboxes and drop their layers: one try each, the reaper sees to the rest. Unknown ids are ignored;
-        idempotent."""
-        await self._end([held for held in map(self._custody.holdings.get, ids) if held is not None])
+        """Kill sandboxes and drop their layers. One attempt each; the reaper repeats those that failed. Unknown ids are
+        ignored; idempotent."""
+        await self._end([held for held in map(self._leases.table.get, ids) if held is not None])
 
     async def release_requests(self, request_keys: Iterable[str]) -> None:
-        """Release what was leased under these idempotency keys, by whichever holder. Idempotent."""
+        """Release the sandboxes that were leased under these idempotency keys, by any holder. Idempotent."""
         wanted = set(request_keys) - {""}
-        await self._end([held for held in self._custody.holdings if held.request_key in wanted and not held.ending])
+        await self._end([held for held in self._leases.table if held.request_key in wanted and not held.ending])
 
-    async def _end(self, ending: Sequence[Held]) -> None:
+    async def _end(self, ending: Sequence[HeldSandbox]) -> None:
         for held in ending:
-            self._custody.end(held)
+            self._leases.end(held)
         self._totals.released += len(ending)
         if ending:
             await asyncio.wait([self._teardown.start(held) for held in ending])
 
     async def release_holder(self, holder: str) -> None:
-        """Release everything a holder has, and break off its boots. Idempotent."""
-        await self._underway.cancel(holder)
-        await self._end(self._custody.holdings.of_holder(holder))
+        """Release all sandboxes of a holder and cancel its boots. Idempotent."""
+        await self._pending.cancel(holder)
+        await self._end(self._leases.table.of_holder(holder))
 
     async def freeze(self, ids: Iterable[SandboxId]) -> list[SandboxError | None]:
-        """Kill the processes, keep the files; the place is free again. Errors are results, in the order of the ids.
-        What is already gone stays gone."""
+        """Kill the processes but retain the files, and free the places. Errors are results, in the order of the ids.
+        Ids of sandboxes that are gone are ignored."""
+
+        async def freeze_one(sandbox_id: SandboxId) -> SandboxError | None:
+            held = self._leases.table.get(sandbox_id)
+            if held is None or held.frozen:
+                return None
+            host = self._hosts[held.host]
+            try:
+                async with asyncio.timeout(self._config.answer_timeout_s):
+                    sandbox = await host.provider.attach(held.ref)
+                    await sandbox.freeze()
+            except SandboxGone:
+                self._lost(held)
+                return None
+            except SandboxError as error:
+                return error
+            except TimeoutError:
+                return ProviderUnreachable(f"host {held.host} did not freeze sandbox {sandbox_id} in time")
+            if not held.ending:
+                held.frozen = True
+                host.leave(held.ticket)
+                # Nobody freezes it again: a pool that adopts it must know that it has no place.
+                await self._leases.written(held)
+            return None
+
         async with asyncio.TaskGroup() as group:
-            freezing = [group.create_task(self._freeze_one(sandbox_id)) for sandbox_id in ids]
+            freezing = [group.create_task(freeze_one(sandbox_id)) for sandbox_id in ids]
         return [task.result() for task in freezing]
 
-    async def _freeze_one(self, sandbox_id: SandboxId) -> SandboxError | None:
-        held = self._custody.holdings.get(sandbox_id)
-        if held is None or held.frozen:
-            return None
-        host = self._hosts[held.host]
-        try:
-            async with asyncio.timeout(self._config.answer_timeout_s):
-                sandbox = await host.provider.attach(held.ref)
-                await sandbox.freeze()
-        except SandboxGone:
-            self._lost(held)
-            return None
-        except SandboxError as error:
-            return error
-        except TimeoutError:
-            return ProviderUnreachable(f"host {held.host} did not freeze sandbox {sandbox_id} in time")
-        if not held.ending:
-            self._custody.frozen(held)
-            host.leave(held.ticket)
-            # Nobody freezes it again: a pool that adopts it must know that it has no place.
-            await self._custody.written(held)
-        return None
-
-    def _lost(self, held: Held) -> None:
+    def _lost(self, held: HeldSandbox) -> None:
         was_ending = held.ending
         if self._teardown.forget(held) and not was_ending:
             self._totals.lost += 1
 
     async def renew(self, ids: Iterable[SandboxId], ttl_s: float) -> list[SandboxId]:
-        """Let the leases end `ttl_s` seconds from now. Returns the ids that are gone."""
-        leased = {sandbox_id: self._custody.holdings.get(sandbox_id) for sandbox_id in ids}
+        """Make the leases end `ttl_s` seconds from now. Return the ids that are gone."""
+        leased = {sandbox_id: self._leases.table.get(sandbox_id) for sandbox_id in ids}
         lost = [sandbox_id for sandbox_id, held in leased.items() if held is None]
         found = [held for held in leased.values() if held is not None]
         for held in found:
-            self._custody.renew(held, asyncio.get_running_loop().time() + ttl_s)
+            self._leases.renew(held, asyncio.get_running_loop().time() + ttl_s)
         return lost + await self._renew_at_providers(found, ttl_s)
 
     async def renew_holder(self, holder: str, ttl_s: float) -> list[SandboxId]:
-        """The heartbeat of a holder: no lease of it ends before `ttl_s` from now. Returns the ids that turn out to be
+        """Renew all leases of a holder to at least `ttl_s` seconds from now. Return the ids that turn out to be
         gone."""
-        renewed = self._custody.renew_holder(holder, asyncio.get_running_loop().time() + ttl_s)
+        renewed = self._leases.renew_holder(holder, asyncio.get_running_loop().time() + ttl_s)
         return await self._renew_at_providers(renewed, ttl_s)
 
-    async def _renew_at_providers(self, renewed: Sequence[Held], ttl_s: float) -> list[SandboxId]:
+    async def _renew_at_providers(self, renewed: Sequence[HeldSandbox], ttl_s: float) -> list[SandboxId]:
+        async def is_alive(held: HeldSandbox) -> bool:
+            # Other errors are ignored: a host that does not answer is asked again with the next heartbeat.
+            with suppress(SandboxError, TimeoutError):
+                try:
+                    async with self._renewals, asyncio.timeout(self._config.answer_timeout_s):
+                        sandbox = await self._hosts[held.host].provider.attach(held.ref)
+                        await sandbox.renew(ttl_s)
+                    held.dies_at_s = asyncio.get_running_loop().time() + ttl_s
+                except SandboxGone:
+                    self._lost(held)
+                    return False
+            return True
+
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._renew_one(held, ttl_s)) for held in renewed]
+            tasks = [group.create_task(is_alive(held)) for held in renewed]
         return [held.ref.id for held, task in zip(renewed, tasks, strict=True) if not task.result()]
 
-    async def _renew_one(self, held: Held, ttl_s: float) -> bool:
-        """False when it is gone; a host that does not answer is asked again with the next heartbeat."""
-        with suppress(SandboxError, TimeoutError):
-            try:
-                async with self._renewals, asyncio.timeout(self._config.answer_timeout_s):
-                    sandbox = await self._hosts[held.host].provider.attach(held.ref)
-                    await sandbox.renew(ttl_s)
-                held.dies_at_s = asyncio.get_running_loop().time() + ttl_s
-            except SandboxGone:
-                self._lost(held)
-                return False
-        return True
-
     async def status(self) -> PoolStatus:
-        """Counts now, and totals since the pool began."""
+        """Return the current counts, and totals since the pool started."""
         return status_of(
-            self._hosts, self._custody.holdings, self._totals, self._booter, self._teardown, self._reaper, self._warm
+            self._hosts, self._leases.table, self._totals, self._booter, self._teardown, self._reaper, self._warm
         )
 
 
@@ -286,7 +286,7 @@ class _Closing(Exception):
 
 @asynccontextmanager
 async def _background() -> AsyncIterator[asyncio.TaskGroup]:
-    """Tasks that are cancelled when the block ends, and end it when one of them fails."""
+    """Open a task group that is cancelled when the block ends; a task that fails ends the block."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks

@@ -1,14 +1,14 @@
-"""Places of one sandbox host: who may take one now. Pure: no clock, no I/O.
+"""Assignment of the places of one sandbox host to waiting boots. Pure: no clock, no I/O.
 
 Invariants:
 - `booting + live <= max_live`, and at most `boot_concurrency` boot at once. Frozen sandboxes run nothing and do not
   count.
-- Evaluations go first, and `evaluation_reserve` places are theirs alone: rollouts that hold a sandbox while they wait
-  for an evaluation's can never stop each other. Agents on held-out tasks go before those on training tasks, warm
+- Evaluations go first, and only they may use the `evaluation_reserve` places, so rollouts that hold a sandbox while
+  they wait for an evaluation's can never deadlock. Agents on held-out tasks go before those on training tasks, warm
   sandboxes last.
-- While an agent on a training task waits, those on held-out tasks take at most their share of the boots at once and of
-  the places: an evaluation delays training, and does not stop it. When none waits they take what is free.
-- Within a priority the order is that of the numbers: whoever tries again has kept its own, and goes before later ones.
+- While an agent on a training task waits, agents on held-out tasks take at most their share of the concurrent boots and
+  of the places: an evaluation delays training, and does not stop it. When none waits they take all that is free.
+- Tickets of one priority are served in the order of their numbers: a retry has the number of its first attempt.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from enum import IntEnum
 
 
 class Priority(IntEnum):
-    """What a sandbox is for; the lower goes first."""
+    """Purpose of a sandbox; lower values are served first."""
 
     EVALUATION = 0
-    """A clean sandbox of an evaluation: a rollout holds its own while it waits."""
+    """A clean sandbox for an evaluation, for which a rollout waits while it holds its own."""
     HELD_OUT = 1
-    """An agent's sandbox on a held-out task: overtakes rollouts that queue up to its share, and has no place of its
-    own."""
+    """An agent's sandbox on a held-out task: up to its share it overtakes rollouts, and it has no reserved place."""
     ROLLOUT = 2
-    """An agent's sandbox, and everything that says nothing about its purpose."""
+    """An agent's sandbox, and any other without a purpose label."""
     WARM = 3
-    """One for later."""
+    """A sandbox booted in advance."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -69,48 +68,45 @@ class Slots:
     def live(self) -> int:
         return len(self._live)
 
-    def ask(self, ticket: Ticket) -> None:
+    def enqueue(self, ticket: Ticket) -> None:
         """Queue for a place."""
         self._waiting.add(ticket)
         heapq.heappush(self._queues[ticket.priority], ticket)
 
     def next(self) -> Ticket | None:
-        """Who may boot now, if anybody."""
+        """Return the ticket that may boot now, if any."""
         first = self._first()
         if first is None or len(self._booting) >= self._boot_concurrency:
             return None
         return first if self.has_room(first.priority) else None
 
     def is_short(self) -> bool:
-        """Somebody waits for whom no place is free; warm ones can wait."""
+        """Return whether a ticket other than a warm one waits without a free place."""
         first = self._first()
         return first is not None and first.priority is not Priority.WARM and not self.has_room(first.priority)
 
     def _first(self) -> Ticket | None:
-        """The one whose turn it is, whether or not there is room."""
-        heads = {priority: head for priority in Priority if (head := self._head(priority)) is not None}
-        if {Priority.HELD_OUT, Priority.ROLLOUT} <= heads.keys() and self._held_out_has_its_share():
-            del heads[Priority.HELD_OUT]
+        """Return the ticket that is next, whether or not there is room."""
+        heads: dict[Priority, Ticket] = {}
+        for priority, queue in self._queues.items():
+            while queue and queue[0] not in self._waiting:
+                heapq.heappop(queue)
+            if queue:
+                heads[priority] = queue[0]
+        if {Priority.HELD_OUT, Priority.ROLLOUT} <= heads.keys():
+            booting = sum(ticket.priority is Priority.HELD_OUT for ticket in self._booting)
+            live = sum(ticket.priority is Priority.HELD_OUT for ticket in self._live)
+            if booting >= self._held_out_boots or booting + live >= self._held_out_live:
+                del heads[Priority.HELD_OUT]
         return next(iter(heads.values()), None)
 
-    def _head(self, priority: Priority) -> Ticket | None:
-        queue = self._queues[priority]
-        while queue and queue[0] not in self._waiting:
-            heapq.heappop(queue)
-        return queue[0] if queue else None
-
-    def _held_out_has_its_share(self) -> bool:
-        booting = sum(ticket.priority is Priority.HELD_OUT for ticket in self._booting)
-        live = sum(ticket.priority is Priority.HELD_OUT for ticket in self._live)
-        return booting >= self._held_out_boots or booting + live >= self._held_out_live
-
     def has_room(self, priority: Priority) -> bool:
-        """Whether a place is free for this priority, whoever else waits for it."""
+        """Return whether a place is free for this priority, regardless of other waiting tickets."""
         room = self._max_live - (0 if priority is Priority.EVALUATION else self._reserve)
         return len(self._booting) + len(self._live) < room
 
     def start(self, ticket: Ticket) -> None:
-        """The ticket that `next` gave boots from here on."""
+        """Move the ticket that `next` returned from waiting to booting."""
         self._waiting.remove(ticket)
         self._booting.add(ticket)
 
@@ -119,11 +115,12 @@ class Slots:
         self._live.add(ticket)
 
     def adopt(self, ticket: Ticket) -> None:
-        """A sandbox that lives already takes its place, whether or not there is room."""
+        """Give a place to a sandbox that lives already, whether or not there is room."""
         self._live.add(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """Give the place back: withdrawn, failed, frozen, released or dead. Idempotent."""
+        """Free the place of a ticket that was withdrawn, or whose sandbox failed, was frozen or released, or died.
+        Idempotent."""
         self._waiting.discard(ticket)
         self._booting.discard(ticket)
         self._live.discard(ticket)

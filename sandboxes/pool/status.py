@@ -1,4 +1,4 @@
-"""What a pool says about itself."""
+"""Status of a sandbox pool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Totals:
-    """Since the pool began."""
+    """Counts since the pool started."""
 
     booted: int = 0
     failed: int = 0
@@ -30,7 +30,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostStatus:
-    """Counts of one host now. `live` have a place, those that end too; frozen ones have none."""
+    """Current counts of one host. `live` counts sandboxes with a place: ending ones too, frozen ones not."""
 
     name: str
     live: int
@@ -41,41 +41,41 @@ class HostStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatus:
-    """Counts over all hosts now, and totals since the pool began."""
+    """Current counts over all hosts, and totals since the pool started."""
 
     live: int
     booting: int
     waiting: int
     frozen: int
     warm: int
-    """Booted and ready for whoever comes; they count as live too."""
+    """Sandboxes booted in advance, which count as live too."""
     ending: int
-    """To be killed, and not known to be gone."""
+    """Sandboxes that are being killed."""
     booted_total: int
     failed_total: int
     retried_total: int
-    """Tries of boots after a first one."""
+    """Attempts of boots after the first one."""
     released_total: int
     lost_total: int
-    """Sandboxes that ended without a release: killed by memory, by their provider, or with their host."""
+    """Sandboxes that ended without a release: out of memory, ended by their provider, or lost with their host."""
     reaped_total: int
-    """Sandboxes whose lease nobody renewed."""
+    """Sandboxes whose lease expired."""
     orphans_total: int
-    """Sandboxes of this pool that nobody held: left by an earlier life, or come to life after their boot was given
-    up."""
+    """Sandboxes of this pool without a holder: left by an earlier process, or started after their boot was
+    abandoned."""
     adopted_total: int
-    """Leases taken over from an earlier life of the pool."""
+    """Leases taken over from an earlier process of the pool."""
     warm_served_total: int
     warm_dead_total: int
-    """Ready sandboxes that did not pass their check."""
+    """Warm sandboxes that failed their check."""
     kill_failures_total: int
-    """Kills that failed and were tried again."""
+    """Kills that failed and were repeated."""
     hosts: tuple[HostStatus, ...] = ()
 
 
 def status_of(
     hosts: Mapping[str, Host],
-    holdings: LeaseTable,
+    table: LeaseTable,
     totals: Totals,
     booter: Booter,
     teardown: Teardown,
@@ -96,9 +96,9 @@ def status_of(
         live=sum(row.live for row in rows),
         booting=sum(row.booting for row in rows),
         waiting=sum(row.waiting for row in rows),
-        frozen=sum(held.frozen for held in holdings),
+        frozen=sum(held.frozen for held in table),
         warm=len(warm.ready()),
-        ending=sum(held.ending for held in holdings),
+        ending=sum(held.ending for held in table),
         booted_total=totals.booted,
         failed_total=totals.failed,
         retried_total=booter.retries,

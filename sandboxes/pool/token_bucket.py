@@ -1,6 +1,6 @@
-"""A token bucket: how many times in a row, and how often on average. Pure: `now` is an argument.
+"""Token bucket, which limits the burst and the average rate of calls. Pure: `now` is an argument.
 
-Invariant: of any span of `w` seconds at most `burst + rate_per_s * w` tokens are taken.
+Invariant: in any span of `w` seconds at most `burst + rate_per_s * w` tokens are taken.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Final
 
 _ROUNDING_S: Final = 1e-6
-"""A token that is due within this time is there: a timer set to `next_s` must find it, whatever it rounds."""
+"""A token that is due within this time counts as available: a timer set to `next_s` must find it despite rounding."""
 
 
 class TokenBucket:
-    """Full at the start. Times are seconds of one monotonic clock."""
+    """A bucket that starts full. Times are seconds of one monotonic clock."""
 
     def __init__(self, rate_per_s: float, burst: int) -> None:
         self._rate_per_s = rate_per_s
@@ -21,7 +21,7 @@ class TokenBucket:
         self._filled_at_s: float | None = None
 
     def take(self, now: float) -> bool:
-        """Take a token if there is one."""
+        """Take a token and return True, or return False if there is none."""
         self._fill(now)
         if 1 - self._tokens > self._rate_per_s * _ROUNDING_S:
             return False
@@ -29,7 +29,7 @@ class TokenBucket:
         return True
 
     def next_s(self, now: float) -> float:
-        """Seconds until there is a token; 0 when there is one."""
+        """Return the seconds until a token is available; 0 when one is."""
         self._fill(now)
         return max(0.0, 1 - self._tokens) / self._rate_per_s
 

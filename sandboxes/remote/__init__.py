@@ -1,1 +1,1 @@
-"""Provider `remote`: sandboxes of other hosts through their exec servers, and what both sides of that wire share."""
+"""Provider `remote`, for sandboxes behind exec servers, and the parts of the protocol that client and server share."""

@@ -1,7 +1,7 @@
-"""Errors of sandboxes as JSON, between the exec server and its clients.
+"""JSON encoding of sandbox errors, between the exec server and its clients.
 
-Invariants: name, message, and whether trying again may help survive the wire; so does the time to wait. A name that the
-other side does not know keeps its kind.
+Invariants: the name, the message, the kind (transient or permanent) and the time to wait are transferred. An error with
+a name that the other side does not know has the right kind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def to_document(error: SandboxError) -> dict[str, Any]:
 
 
 def from_document(document: Mapping[str, Any]) -> SandboxError:
-    """The typed error of an answer that has one."""
+    """Return the typed error of an error document."""
     message = str(document.get("message", ""))
     error = error_from_name(str(document.get("error", "")), message)
     if isinstance(error, CapacityExceeded):
@@ -47,7 +47,7 @@ def from_document(document: Mapping[str, Any]) -> SandboxError:
 
 
 def status_of(error: SandboxError) -> int:
-    """The HTTP status: 401, 410, 429, 503 for what may work later, else 422."""
+    """Return the HTTP status: 401, 410, 429, 503 for other transient errors, else 422."""
     match error:
         case SecretRefused():
             return 401

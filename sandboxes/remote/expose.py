@@ -1,9 +1,9 @@
-"""A service of this host inside a sandbox of another: the client's end of the tunnel.
+"""Client side of `expose` for a sandbox of another host: a tunnel from the sandbox to a service of this host.
 
 Invariants:
-- Only this process connects to the service, and only for requests below the prefix: the other host could not do more
-  than the sandbox.
-- A tunnel that breaks is opened again while the context lasts; requests that were under way in it are lost.
+- Only this process connects to the service, and only for requests below the prefix, so the other host has no more
+  access than the sandbox.
+- A broken tunnel is reopened while the context lasts; the requests that were running in it are lost.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ async def expose(
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         listener.bind(path)
         listener.listen(_BACKLOG)
-        keeper = _Keeper(http, url, secret, {"port": str(port), "prefix": prefix}, path)
+        tunnel = _ReopeningTunnel(http, url, secret, {"port": str(port), "prefix": prefix}, path)
         async with AsyncExitStack() as stack:
             stack.callback(listener.close)
             tasks = await stack.enter_async_context(ServerTasks())
             opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            tasks.start(keeper.run(opened))
+            tasks.start(tunnel.run(opened))
             await opened
             await stack.enter_async_context(relay(listener, target, prefix))
             yield
 
 
-class _Keeper:
-    """Holds one tunnel open."""
+class _ReopeningTunnel:
+    """A tunnel that is reopened when it breaks."""
 
     def __init__(self, http: RemoteHttp, url: str, secret: str, query: dict[str, str], path: str) -> None:
         self._http = http
@@ -65,26 +65,23 @@ class _Keeper:
         self._path = path
 
     async def run(self, opened: asyncio.Future[None]) -> None:
-        """Settles `opened` when the first tunnel stands, or with its error."""
+        """Run the tunnel. Resolves `opened` when it is first open, or with its error."""
         try:
             await self._once(opened)
         except SandboxError as error:
             if not opened.done():
                 opened.set_exception(error)
                 return
-        await self._again(opened)
-
-    async def _again(self, opened: asyncio.Future[None]) -> None:
         config, attempt = RetryConfig(), 0
         while True:
-            logger.warning("the tunnel to %s broke; it is opened again", self._url)
+            logger.warning("the tunnel to %s broke and is reopened", self._url)
             await asyncio.sleep(full_jitter_s(config, attempt))
             attempt += 1
             try:
                 await self._once(opened)
                 attempt = 0
             except (ProviderUnreachable, SpecRefused):
-                # Unreachable still, or the port is held by the old tunnel, whose end the server has not seen yet.
+                # Still unreachable, or the old tunnel holds the port because the server has not noticed its end yet.
                 continue
             except SandboxError as error:
                 logger.warning("the tunnel to %s stays closed: %s", self._url, error)

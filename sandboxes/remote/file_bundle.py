@@ -1,6 +1,7 @@
-"""Several files in one body: four bytes of length (big-endian), a JSON list of [path, size], the contents.
+"""Encoding of several files as one request body: a length (four bytes, big-endian), a JSON list of [path, size], and
+the contents.
 
-Invariant: the sizes add up to the body or all of it is refused.
+Invariant: a body whose size differs from the sum of the sizes is refused as a whole.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 SPOOL_BYTES: Final = 1 << 20
-"""A body above it is read, and sent, from a file."""
+"""A larger body is read from a file, and sent from one."""
 _LENGTH: Final = struct.Struct(">I")
 
 
 def checked_path(path: str) -> str:
-    """Raises SandboxFileError."""
+    """Return a path without NUL bytes. Raises SandboxFileError."""
     if "\0" in path:
-        raise SandboxFileError("a path cannot hold a NUL byte")
+        raise SandboxFileError("a path must not contain a NUL byte")
     return path
 
 
@@ -33,16 +34,16 @@ def pack_files(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack_files(body: bytes) -> dict[str, bytes]:
-    """Raises SpecRefused."""
+    """Return the content of each file. Raises SpecRefused."""
     try:
         (length,) = _LENGTH.unpack_from(body)
         entries = orjson.loads(body[_LENGTH.size : _LENGTH.size + length])
         sizes = [(str(path), int(size)) for path, size in entries]
     except (struct.error, ValueError, TypeError) as error:
-        raise SpecRefused(f"the body is no list of files: {error}") from error
+        raise SpecRefused(f"the request body is not a list of files: {error}") from error
     place = _LENGTH.size + length
     if any(size < 0 for _, size in sizes) or place + sum(size for _, size in sizes) != len(body):
-        raise SpecRefused("the body is no list of files: its sizes do not add up")
+        raise SpecRefused("the request body is not a list of files: its length differs from the sum of the sizes")
     files = {}
     for path, size in sizes:
         files[checked_path(path)] = body[place : place + size]

@@ -1,11 +1,10 @@
-"""Requests of the `remote` provider: two pools of connections, silence noticed, retries of what is safe.
+"""HTTP client of the `remote` provider, with two connection pools, a silence timeout and retries.
 
 Invariants:
-- Kills, renewals and lists have connections of their own: commands that hold all others never delay them.
-- A request is repeated only where its caller says that doing it twice is doing it once, and only after
-  ProviderUnreachable, as the retry table says.
-- Whatever is no typed answer (connection lost, 502, 503, 504, silence) is ProviderUnreachable: what the server did is
-  unknown.
+- Kills, renewals and lists have connections of their own, so that commands which hold all others never delay them.
+- Only idempotent requests are repeated, only after ProviderUnreachable, and according to the retry table.
+- Every failure without a typed answer (lost connection, 502, 503, 504, silence) is ProviderUnreachable: its effect on
+  the server is unknown.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from headrace.sandboxes.errors import PermanentSandboxError, ProviderUnreachable, SandboxError, SandboxGone
+from headrace.sandboxes.errors import PermanentSandboxError, ProviderUnreachable, SandboxGone
 from headrace.sandboxes.remote.error_documents import from_document
 from headrace.sandboxes.remote.tunnel import MAX_MESSAGE_BYTES
 from headrace.sandboxes.retry import RetryConfig, asking_again
@@ -33,11 +32,11 @@ _NO_ANSWER: Final = (502, 503, 504)
 
 
 class NotConnected(ProviderUnreachable):
-    """Nobody took the connection: nothing was asked."""
+    """The connection could not be opened, so no request was sent."""
 
 
 class RemoteHttp:
-    """Close it with `close`."""
+    """Requests to exec servers; `close` it."""
 
     def __init__(self, *, connections: int, silence_s: float, retries: RetryConfig) -> None:
         self._sizes = {False: connections, True: TEARDOWN_CONNECTIONS}
@@ -58,10 +57,12 @@ class RemoteHttp:
         repeatable: bool = False,
         teardown: bool = False,
     ) -> Any:
-        """The document, or bytes, of the answer. `content` makes a raw body, anew for each try; `body` is JSON.
+        """Return the JSON document, or the bytes, of the response. `body` is sent as JSON; `content` makes a raw body,
+        a new one for each attempt.
 
-        Raises the typed error of the answer, ProviderUnreachable, SandboxGone once this is closed."""
-        data = content if content is not None else _constant(None if body is None else orjson.dumps(body))
+        Raises the typed error of the response, ProviderUnreachable, SandboxGone once this client is closed."""
+        encoded = None if body is None else orjson.dumps(body)
+        data = content if content is not None else lambda: encoded
         send = self._once, method, url, secret, data, query, teardown
         if not repeatable:
             return await self._once(*send[1:])
@@ -78,7 +79,13 @@ class RemoteHttp:
     ) -> Any:
         import aiohttp
 
-        session = self._session(teardown=teardown)
+        if self._closed:
+            raise SandboxGone("this provider was closed")
+        if (session := self._sessions.get(teardown)) is None:
+            connector = aiohttp.TCPConnector(limit=self._sizes[teardown])
+            # No total timeout: a command may take hours, but its server is never silent for long.
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._silence_s)
+            session = self._sessions[teardown] = aiohttp.ClientSession(connector=connector, timeout=timeout)
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
         try:
             async with session.request(
@@ -86,7 +93,7 @@ class RemoteHttp:
             ) as response:
                 return _read(await response.read(), response.status, url)
         except aiohttp.InvalidURL as error:
-            raise PermanentSandboxError(f"{url} is not a URL of an exec server") from error
+            raise PermanentSandboxError(f"{url} is not a valid URL of an exec server") from error
         except aiohttp.ClientConnectorError as error:
             raise NotConnected(f"{method} {url}: {error}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -96,8 +103,8 @@ class RemoteHttp:
     async def socket(
         self, url: str, secret: str, query: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
-        """A WebSocket whose first message said that all is well. It holds a connection beside both pools. Raises the
-        typed error of the first message, ProviderUnreachable."""
+        """Open a WebSocket and check its first message. It uses a connection outside of both pools. Raises the typed
+        error of the first message, ProviderUnreachable."""
         import aiohttp
 
         headers = {"Authorization": f"Bearer {secret}"}
@@ -118,27 +125,11 @@ class RemoteHttp:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ProviderUnreachable(f"{url}: {error or type(error).__name__}") from error
 
-    def _session(self, *, teardown: bool) -> aiohttp.ClientSession:
-        import aiohttp
-
-        if self._closed:
-            raise SandboxGone("this provider was closed")
-        if teardown not in self._sessions:
-            connector = aiohttp.TCPConnector(limit=self._sizes[teardown])
-            # Without an end of its own: a command may take hours, but its server is never silent for long.
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._silence_s)
-            self._sessions[teardown] = aiohttp.ClientSession(connector=connector, timeout=timeout)
-        return self._sessions[teardown]
-
     async def close(self) -> None:
-        """Idempotent. Requests that go on end with ProviderUnreachable."""
+        """Close all connections. Idempotent. Running requests end with ProviderUnreachable."""
         self._closed = True
         sessions, self._sessions = self._sessions, {}
         await asyncio.gather(*(session.close() for session in sessions.values()))
-
-
-def _constant(data: bytes | None) -> Callable[[], Any]:
-    return lambda: data
 
 
 def _read(body: bytes, status: int, url: str) -> Any:
@@ -153,10 +144,6 @@ def _read(body: bytes, status: int, url: str) -> Any:
         raise from_document(document)
     if status == 200 and isinstance(document, dict):
         return document
-    raise _not_ours(status, url)
-
-
-def _not_ours(status: int, url: str) -> SandboxError:
     if status == 200 or status in _NO_ANSWER:
-        return ProviderUnreachable(f"{url} answered {status} without an answer of the exec server")
-    return PermanentSandboxError(f"{url} answered {status}: no exec server (`headrace sandbox serve`) is there")
+        raise ProviderUnreachable(f"{url} returned {status} without a response of the exec server")
+    raise PermanentSandboxError(f"{url} returned {status}: there is no exec server (`headrace sandbox serve`)")

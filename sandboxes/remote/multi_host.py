@@ -1,12 +1,12 @@
-"""One provider over several: `headrace sandbox serve --host-url ...` lends the sandboxes of other exec servers.
+"""Provider over several exec servers, for `headrace sandbox serve --host-url ...`.
 
 Invariants:
-- A key stays with the host that was asked first with it, as long as that host answers or lists it; a create whose
-  answer was lost is only asked again there.
-- A frozen sandbox is mounted on its own host only.
-- A host that cannot be reached gets no boots until its breaker lets a probe through; others go on. Least loaded first,
-  where knowing the image is worth something (`placement`).
-- A sandbox is reached by its ref alone: no table here.
+- A key belongs to the first host that received it, as long as that host responds or lists it; a create whose response
+  was lost is repeated only there.
+- A frozen sandbox can be mounted only on its own host.
+- An unreachable host gets no boots until its circuit breaker allows a probe. Otherwise the least loaded host is chosen,
+  with a preference for hosts that have the image (`placement`).
+- A ref is enough to reach its sandbox, so this provider has no table of sandboxes.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _BREAKER_FAILURES: Final = 2
 _BREAKER_OPEN_S: Final = 5.0
 _PLACES: Final = 512
 _DOUBT_S: Final = 3600.0
-"""A lease may have been renewed since the last look: so long a host's silence ends nothing."""
+"""Sandboxes of a silent host count as alive for this time, because their leases may have been renewed."""
 _REMEMBERED_KEYS: Final = 16_384
 
 logger = logging.getLogger(__name__)
 
 
 class _Host:
-    """One provider; `name` is the endpoint of its refs."""
+    """One host: its provider, breaker and sandboxes. `name` is the endpoint of its refs."""
 
     def __init__(self, name: str, provider: RemoteProvider) -> None:
         self.name = name
@@ -73,7 +73,7 @@ class _Host:
         return HostView(name=self.name, is_open=self.breaker.allows(_now()), load=load, has_image=has_image)
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
-        """Raises SandboxError, and lets the breaker know what that says of the host."""
+        """Create a sandbox and report the outcome to the breaker. Raises SandboxError."""
         call = object()
         self.breaker.begin(call, _now())
         self.booting += 1
@@ -102,14 +102,15 @@ class _Host:
             await self.provider.start()
             self.started = True
 
-    async def look(self) -> list[SandboxInfo]:
-        """What lives there; of a host that does not answer, what lived there until that is over for sure."""
+    async def list(self) -> list[SandboxInfo]:
+        """Return the sandboxes of the host. Those of a silent host are assumed to live until they have certainly
+        ended."""
         before = set(self.infos)
         try:
             await self.start()
             infos = await self.provider.list()
         except (ProviderUnreachable, LauncherGone) as error:
-            logger.warning("host %s does not answer: %s", self.name, error)
+            logger.warning("host %s is not responding: %s", self.name, error)
             silent_s = _now() - self.seen_s
             return [
                 replace(info, expires_in_s=max(0.0, info.expires_in_s - silent_s))
@@ -117,13 +118,13 @@ class _Host:
                 if silent_s < max(_DOUBT_S, info.expires_in_s)
             ]
         self.seen_s = _now()
-        made_meanwhile = {name: info for name, info in self.infos.items() if name not in before}
-        self.infos = {info.id: info for info in infos} | made_meanwhile
+        created_meanwhile = {name: info for name, info in self.infos.items() if name not in before}
+        self.infos = {info.id: info for info in infos} | created_meanwhile
         return infos
 
 
 class MultiHostProvider:
-    """An async context manager over at least one host, by URL."""
+    """Provider over at least one host, by URL; an async context manager."""
 
     def __init__(self, hosts: Sequence[RemoteProvider]) -> None:
         self._hosts = {provider.url: _Host(provider.url, provider) for provider in hosts}
@@ -131,7 +132,7 @@ class MultiHostProvider:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """What all hosts that were reached have."""
+        """Features that all reached hosts have in common."""
         known = [host.provider.features for host in self._hosts.values() if host.started]
         return frozenset.intersection(*known) if known else frozenset()
 
@@ -145,12 +146,12 @@ class MultiHostProvider:
         await self.aclose()
 
     async def start(self) -> None:
-        """Look at every host. Raises ProviderUnreachable when none answers, SecretRefused."""
+        """Query every host. Raises ProviderUnreachable when none responds, SecretRefused."""
         try:
-            for info, host in await self._look():
+            for info, host in await self._list():
                 self._remember(info.idempotency_key, host)
             if not any(host.started for host in self._hosts.values()):
-                raise ProviderUnreachable(f"no host answers: {', '.join(self._hosts)}")
+                raise ProviderUnreachable(f"no host responds: {', '.join(self._hosts)}")
         except BaseException:
             await self.detach()
             raise
@@ -163,8 +164,15 @@ class MultiHostProvider:
                 self._homes.popitem(last=False)
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
-        """Raises the last host's error."""
-        home = self._home(spec)
+        """Create a sandbox on one of the hosts. Raises the last host's error."""
+        home = None
+        if spec.mounts:
+            sources = {mount.source for mount in spec.mounts}
+            home = next((host for host in self._hosts.values() if sources <= host.infos.keys()), None)
+            if home is None:
+                raise SpecRefused("mounts: the frozen sandboxes are not all on one host")
+        elif (known := self._hosts.get(self._homes.get(spec.idempotency_key, ""))) is not None:
+            home = known if known.breaker.state(_now()) is not BreakerState.OPEN else None
         if home is not None:
             return await self._boot(home, spec)
         tried: list[str] = []
@@ -175,21 +183,10 @@ class MultiHostProvider:
             try:
                 return await self._boot(host, spec)
             except (CapacityExceeded, ImageUnknown, NotConnected):
-                # Nothing was made there.
+                # The host made no sandbox, so another one may.
                 self._homes.pop(spec.idempotency_key, None)
                 if len(tried) >= len(self._hosts):
                     raise
-
-    def _home(self, spec: SandboxSpec) -> _Host | None:
-        """The only host that may be asked. Raises SpecRefused for mounts that are not on one host."""
-        if spec.mounts:
-            sources = {mount.source for mount in spec.mounts}
-            for host in self._hosts.values():
-                if sources <= host.infos.keys():
-                    return host
-            raise SpecRefused("mounts: the frozen sandboxes are not all on one host")
-        home = self._hosts.get(self._homes.get(spec.idempotency_key, ""))
-        return home if home is not None and home.breaker.state(_now()) is not BreakerState.OPEN else None
 
     async def _boot(self, host: _Host, spec: SandboxSpec) -> SandboxRef:
         self._remember(spec.idempotency_key, host)
@@ -200,47 +197,48 @@ class MultiHostProvider:
             raise
 
     async def attach(self, ref: SandboxRef) -> Sandbox:
-        """Raises SandboxGone for a host that is not among these."""
+        """Attach to a sandbox. Raises SandboxGone for a host that is not among these."""
         host = self._hosts.get(ref.endpoint)
         if host is None:
-            raise SandboxGone(f"its host {ref.endpoint} is no --host-url of this server")
+            raise SandboxGone(f"its host {ref.endpoint} is not a --host-url of this server")
         return await host.provider.attach(ref)
 
     async def list(self) -> builtins.list[SandboxInfo]:
-        """Of all hosts. What a host that does not answer had counts as alive for an hour, or its lease."""
-        return [info for info, _ in await self._look()]
+        """Return the sandboxes of all hosts. Those of a silent host count as alive for an hour, or until their lease
+        ends."""
+        return [info for info, _ in await self._list()]
 
-    async def _look(self) -> builtins.list[tuple[SandboxInfo, _Host]]:
+    async def _list(self) -> builtins.list[tuple[SandboxInfo, _Host]]:
         hosts = list(self._hosts.values())
-        found = await asyncio.gather(*(host.look() for host in hosts))
+        found = await asyncio.gather(*(host.list() for host in hosts))
         return [(info, host) for host, infos in zip(hosts, found, strict=True) for info in infos]
 
     async def destroy(self, sandbox: SandboxId) -> None:
-        """On the host that has it, or on all."""
+        """Kill a sandbox on the host that has it, or on all if that is unknown."""
         owners = [host for host in self._hosts.values() if sandbox in host.infos] or list(self._hosts.values())
         for host in owners:
             await host.provider.destroy(sandbox)
             host.infos.pop(sandbox, None)
 
     async def aclose(self) -> None:
-        """Kill what was created here."""
+        """Kill the sandboxes that were created here."""
         await asyncio.gather(*(host.provider.aclose() for host in self._hosts.values()))
 
     async def detach(self) -> None:
-        """Leave the sandboxes to their leases and refs."""
+        """Close without killing sandboxes."""
         await asyncio.gather(*(host.provider.detach() for host in self._hosts.values()))
 
 
 def remote_hosts(
     urls: Sequence[str], key_file: Path | None, retries: RetryConfig | None = None
 ) -> list[RemoteProvider]:
-    """Providers for `MultiHostProvider`. Raises SpecRefused."""
+    """Return the providers for `MultiHostProvider`. Raises SpecRefused."""
     try:
         configs = [RemoteConfig(url=url, key_file=key_file, retries=retries or RetryConfig()) for url in urls]
     except ValidationError as error:
         raise SpecRefused(f"host {error.errors()[0]['input']!r}: give a base URL, like http://host:port") from error
     if not all(urls) or len({config.url.rstrip("/") for config in configs}) < len(configs):
-        raise SpecRefused("hosts: a URL is empty, or stands there twice")
+        raise SpecRefused("hosts: a URL is empty or duplicate; give each host once")
     return [RemoteProvider(config) for config in configs]
 
 

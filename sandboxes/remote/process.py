@@ -1,4 +1,4 @@
-"""A spawned command behind an exec server; `output`, standard input and the end outlive any number of connections."""
+"""A spawned command behind an exec server, which survives lost connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIGKILL: Final = 9
 
 
 class RemoteProcess:
-    """Made by `RemoteSandbox.spawn`."""
+    """A spawned command, made by `RemoteSandbox.spawn`."""
 
     def __init__(self, url: str, secret: str, http: RemoteHttp) -> None:
         self.pid = 0
@@ -30,17 +30,17 @@ class RemoteProcess:
         self._sent_bytes = 0
         self._writing = asyncio.Lock()
 
-    async def _ask(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> Any:
+    async def _request(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> Any:
         return await self._http.call(method, self._url + path, self._secret, repeatable=repeatable, **options)
 
     async def output(self) -> AsyncIterator[Output]:
-        """See `Process.output`. The server holds up to 256 KiB that was not asked for yet."""
+        """See `Process.output`. The server buffers up to 256 KiB."""
         taken, ended = 0, False
         while not ended:
             try:
-                answer = await self._ask("GET", "/output", query={"after": str(taken)})
+                answer = await self._request("GET", "/output", query={"after": str(taken)})
             except (SandboxGone, ExecResultLost):
-                # `wait` tells why.
+                # `wait` raises the reason.
                 return
             ended = answer["ended"]
             for stream, data in answer["pieces"]:
@@ -52,22 +52,22 @@ class RemoteProcess:
             for start in range(0, len(data), _PIECE_BYTES):
                 piece = data[start : start + _PIECE_BYTES]
                 body = {"offset": self._sent_bytes, "data": base64.b64encode(piece).decode()}
-                await self._ask("POST", "/stdin", body=body)
+                await self._request("POST", "/stdin", body=body)
                 self._sent_bytes += len(piece)
 
     async def close_stdin(self) -> None:
-        await self._ask("DELETE", "/stdin")
+        await self._request("DELETE", "/stdin")
 
     async def signal(self, number: int) -> None:
-        """Not repeated after a lost answer, unless it kills."""
+        """See `Process.signal`. After a lost response only SIGKILL is repeated."""
         kills = number == _SIGKILL
-        await self._ask("POST", "/signal", body={"number": number}, repeatable=kills, teardown=kills)
+        await self._request("POST", "/signal", body={"number": number}, repeatable=kills, teardown=kills)
 
     async def resize(self, size: TerminalSize) -> None:
-        await self._ask("POST", "/size", body={"rows": size.rows, "columns": size.columns})
+        await self._request("POST", "/size", body={"rows": size.rows, "columns": size.columns})
 
     async def wait(self) -> int:
-        """See `Process.wait`. Raises ExecResultLost as well: the server that held the command was started again."""
-        while (code := (await self._ask("GET", "/end"))["exit_code"]) is None:
+        """See `Process.wait`. Raises ExecResultLost if the server was restarted."""
+        while (code := (await self._request("GET", "/end"))["exit_code"]) is None:
             pass
         return int(code)

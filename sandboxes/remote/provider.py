@@ -1,9 +1,10 @@
-"""Provider `remote`: sandboxes of other hosts, through the exec server there (`headrace sandbox serve`).
+"""Provider `remote`: sandboxes of another host, through its exec server (`headrace sandbox serve`).
 
 Invariants:
-- A ref's endpoint is the server's base URL and its secret opens one sandbox: any process that holds it attaches.
-- A create with a key is repeated safely; one that is cancelled leaves nothing.
-- `aclose` kills what this object created; `detach` leaves it to its leases. What only attached ends nothing.
+- A ref's endpoint is the server's base URL and its secret opens one sandbox, so any process with the ref can attach.
+- A create with a key can be repeated safely; one that is cancelled leaves nothing.
+- `aclose` kills the sandboxes that this object created; `detach` leaves them to their leases. Neither ends sandboxes to
+  which it only attached.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef
+from headrace.sandboxes.base import Feature, ImageRef, SandboxId, SandboxInfo, SandboxRef, refuse_folders
 from headrace.sandboxes.errors import ProviderUnreachable, SandboxError, SecretRefused, SpecRefused
-from headrace.sandboxes.optional_features import refuse_folders
 from headrace.sandboxes.remote.http import RemoteHttp
 from headrace.sandboxes.remote.sandbox import RemoteSandbox, sandbox_url
 from headrace.sandboxes.retry import RetryConfig
@@ -42,19 +42,19 @@ class RemoteConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str = Field(default="", pattern=r"^(https?://[^\s/?#]+(/[^\s?#]*)?)?$")
-    """Base URL, as the server announces it; empty for one that only attaches."""
+    """Base URL, as the server prints it; empty for a provider that only attaches."""
     key_file: Path | None = None
-    """Holds the key; none is sent without it, which only a server on loopback takes."""
+    """File with the key. Without it no key is sent, which only a server on loopback accepts."""
     connections: int = Field(default=512, ge=1)
-    """Requests at once to all hosts together; each command that runs holds one. Teardown has others."""
+    """Most concurrent requests to all hosts; each running command takes one. Teardown has a pool of its own."""
     silence_s: float = Field(default=20.0, gt=5)
-    """A server that says nothing for so long is unreachable; it gives a sign every 5 s."""
+    """A server that is silent for this time is unreachable; it sends a heartbeat every 5 s."""
     retries: RetryConfig = RetryConfig()
-    """Of requests that may be repeated."""
+    """Retries of idempotent requests."""
 
 
 class RemoteProvider:
-    """An async context manager. `start` asks the server what it can do."""
+    """Client of one exec server; an async context manager. `start` queries the server's features."""
 
     def __init__(self, config: RemoteConfig) -> None:
         self._config = config
@@ -66,7 +66,7 @@ class RemoteProvider:
 
     @property
     def features(self) -> frozenset[Feature]:
-        """As the server reported them at `start`."""
+        """Features that the server reported at `start`."""
         return self._features
 
     @property
@@ -87,21 +87,21 @@ class RemoteProvider:
         await self.aclose()
 
     async def start(self) -> None:
-        """Raises SecretRefused, ProviderUnreachable."""
-        answer = await self._ask("GET", "/v1/features", teardown=True)
+        """Query the server's features. Raises SecretRefused, ProviderUnreachable."""
+        answer = await self._request("GET", "/v1/features", teardown=True)
         known = {feature.value for feature in Feature}
         self._features = frozenset(Feature(name) for name in answer["features"] if name in known)
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
-        """Raises the server's typed errors, ProviderUnreachable."""
+        """Create a sandbox. Raises the server's typed errors, ProviderUnreachable."""
         refuse_folders(spec, PROVIDER)
         key = spec.idempotency_key or f"once-{secrets.token_hex(16)}"
         order = asdict(spec) | {"idempotency_key": key, "labels": dict(spec.labels)}
         del order["folders"]
         try:
-            answer = await self._ask("POST", "/v1/sandboxes", body=order)
+            answer = await self._request("POST", "/v1/sandboxes", body=order)
         except asyncio.CancelledError:
-            self.later(self._ask("DELETE", "/v1/sandboxes", query={"key": key}, teardown=True))
+            self.later(self._request("DELETE", "/v1/sandboxes", query={"key": key}, teardown=True))
             raise
         ref = SandboxRef(
             provider=PROVIDER, id=SandboxId(answer["id"]), endpoint=self._url, secret=str(answer["secret"])
@@ -110,26 +110,26 @@ class RemoteProvider:
         return ref
 
     async def attach(self, ref: SandboxRef) -> RemoteSandbox:
-        """Also of other servers than this one's. No request is made."""
+        """Attach to a sandbox, also of another server, without a request."""
         return RemoteSandbox(ref, self._http, self.later, self._forget)
 
     def _forget(self, sandbox: SandboxId) -> None:
         self._created.pop(sandbox, None)
 
     async def list(self) -> builtins.list[SandboxInfo]:
-        """Those of this key."""
-        rows = (await self._ask("GET", "/v1/sandboxes", teardown=True))["sandboxes"]
+        """Return the sandboxes of this key."""
+        rows = (await self._request("GET", "/v1/sandboxes", teardown=True))["sandboxes"]
         return [SandboxInfo(**{**row, "id": SandboxId(row["id"])}) for row in rows]
 
     async def images(self) -> tuple[ImageRef, ...]:
-        """What this key may boot beside `host`: names of the server's image map, and snapshots."""
-        return tuple(ImageRef(name) for name in (await self._ask("GET", "/v1/images"))["images"])
+        """Return the images that this key may boot besides `host`: names of the server's image map, and snapshots."""
+        return tuple(ImageRef(name) for name in (await self._request("GET", "/v1/images"))["images"])
 
     async def destroy(self, sandbox: SandboxId) -> None:
-        await self._ask("DELETE", f"/v1/accounts/self/sandboxes/{checked_name(sandbox)}", teardown=True)
+        await self._request("DELETE", f"/v1/accounts/self/sandboxes/{checked_name(sandbox)}", teardown=True)
         self._forget(sandbox)
 
-    async def _ask(self, method: str, path: str, **options: Any) -> Any:
+    async def _request(self, method: str, path: str, **options: Any) -> Any:
         key = await asyncio.to_thread(self._key)
         return await self._http.call(method, self._url + path, key, repeatable=True, **options)
 
@@ -142,13 +142,21 @@ class RemoteProvider:
             raise SecretRefused(f"key_file {self._config.key_file}: {error}") from error
 
     def later(self, work: Coroutine[Any, Any, Any]) -> None:
-        """End something for a caller that left; `aclose` waits for it."""
-        task = asyncio.get_running_loop().create_task(_quietly(work))
+        """Run a clean-up for a caller that was cancelled; `aclose` waits for it."""
+
+        async def quietly() -> None:
+            try:
+                await work
+            except SandboxError as error:
+                if isinstance(error, ProviderUnreachable):
+                    logger.warning("cannot kill a sandbox, which ends with its lease: %s", error)
+
+        task = asyncio.get_running_loop().create_task(quietly())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
     async def aclose(self) -> None:
-        """Kill what was created here and is not killed yet; what cannot be reached ends with its lease. Idempotent."""
+        """Kill the sandboxes that were created here; those that cannot be reached end with their lease. Idempotent."""
         for ref in list(self._created.values()):
             url = sandbox_url(ref)
             self.later(self._http.call("DELETE", url, ref.secret, repeatable=True, teardown=True))
@@ -156,22 +164,14 @@ class RemoteProvider:
         await self.detach()
 
     async def detach(self) -> None:
-        """Close, and leave the sandboxes to whoever holds their refs."""
+        """Close without killing sandboxes, which belong to the holders of their refs from now on."""
         if self._ending:
             await asyncio.wait(set(self._ending))
         await self._http.close()
 
 
-async def _quietly(work: Coroutine[Any, Any, Any]) -> None:
-    try:
-        await work
-    except SandboxError as error:
-        if isinstance(error, ProviderUnreachable):
-            logger.warning("a sandbox is left to its lease: %s", error)
-
-
 def checked_name(name: str) -> str:
-    """As part of a URL path. Raises SpecRefused."""
+    """Check a sandbox id that becomes part of a URL path. Raises SpecRefused."""
     if not name or not all(char.isalnum() or char in "-_." for char in name) or set(name) == {"."}:
-        raise SpecRefused(f"{name[:80]!r} is no id of a sandbox")
+        raise SpecRefused(f"{name[:80]!r} is not a sandbox id")
     return name

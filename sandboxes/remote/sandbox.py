@@ -1,7 +1,7 @@
-"""A sandbox behind an exec server, by its ref, from any process.
+"""Client of a sandbox behind an exec server, which any process can use with a ref.
 
-Invariants: what may be done twice is repeated after a lost answer; an exec without exec_id, and a signal that does
-not kill, never are. Losing the connection of an exec without exec_id kills its tree.
+Invariants: idempotent requests are repeated after a lost response; an exec without exec_id, and a signal other than
+SIGKILL, are not. When the connection of an exec without exec_id is lost, the server kills its process tree.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 import asyncio
 import base64
 import secrets
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, ExecResult, ImageRef, SandboxUsage
+from headrace.sandboxes.base import ExecResult, ImageRef, Sandbox, SandboxUsage
 from headrace.sandboxes.errors import SandboxFileError
 from headrace.sandboxes.remote.expose import expose
 from headrace.sandboxes.remote.file_bundle import SPOOL_BYTES, pack_files
 from headrace.sandboxes.remote.process import RemoteProcess
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
-    from headrace.sandboxes.base import HostPort, SandboxId, SandboxRef, TerminalSize
+    from headrace.sandboxes.base import ExecCommand, HostPort, SandboxId, SandboxRef, SpawnCommand
     from headrace.sandboxes.remote.http import RemoteHttp
 
 _BATCH_BYTES: Final = 32 << 20
@@ -35,8 +36,8 @@ def sandbox_url(ref: SandboxRef) -> str:
     return f"{ref.endpoint}/v1/sandboxes/{quote(ref.id, safe='')}"
 
 
-class RemoteSandbox:
-    """Made by `RemoteProvider.attach`."""
+class RemoteSandbox(Sandbox):
+    """A remote sandbox, made by `RemoteProvider.attach`."""
 
     def __init__(
         self,
@@ -55,62 +56,24 @@ class RemoteSandbox:
     def id(self) -> SandboxId:
         return self._ref.id
 
-    async def _ask(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> Any:
+    async def _request(self, method: str, path: str, *, repeatable: bool = True, **options: Any) -> Any:
         return await self._http.call(method, self._url + path, self._ref.secret, repeatable=repeatable, **options)
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-        exec_id: str | None = None,
-    ) -> ExecResult:
-        """See `Sandbox.exec`. With an exec_id the command goes on when this caller leaves."""
-        body = {
-            "command": command,
-            "user": user,
-            "env": dict(env or {}),
-            "cwd": cwd,
-            "stdin": None if stdin is None else base64.b64encode(stdin).decode(),
-            "timeout_s": timeout_s,
-            "max_output_bytes": max_output_bytes,
-            "exec_id": exec_id,
-        }
-        answer = await self._ask("POST", "/exec", body=body, repeatable=exec_id is not None)
+    async def run_command(self, command: ExecCommand) -> ExecResult:
+        """See `Sandbox.exec`. A command with an exec_id keeps running when its caller is cancelled."""
+        stdin = None if command.stdin is None else base64.b64encode(command.stdin).decode()
+        body = {**asdict(command), "stdin": stdin}
+        answer = await self._request("POST", "/exec", body=body, repeatable=command.exec_id is not None)
         stdout, stderr = base64.b64decode(answer.pop("stdout")), base64.b64decode(answer.pop("stderr"))
         return ExecResult(stdout=stdout, stderr=stderr, **answer)
 
-    async def spawn(
-        self,
-        command: str | Sequence[str],
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bool = False,
-        terminal: TerminalSize | None = None,
-        timeout_s: float | None = None,
-    ) -> RemoteProcess:
+    async def start_process(self, command: SpawnCommand) -> RemoteProcess:
         """See `Sandbox.spawn`."""
         spawn_id = secrets.token_hex(16)
-        body = {
-            "spawn_id": spawn_id,
-            "command": command if isinstance(command, str) else list(command),
-            "user": user,
-            "env": dict(env or {}),
-            "cwd": cwd,
-            "stdin": stdin,
-            "terminal": None if terminal is None else {"rows": terminal.rows, "columns": terminal.columns},
-            "timeout_s": timeout_s,
-        }
+        body = {"spawn_id": spawn_id, **asdict(command)}
         process = RemoteProcess(f"{self._url}/processes/{spawn_id}", self._ref.secret, self._http)
         try:
-            process.pid = (await self._ask("POST", "/processes", body=body))["pid"]
+            process.pid = (await self._request("POST", "/processes", body=body))["pid"]
         except asyncio.CancelledError:
             self._later(process.signal(_SIGKILL))
             raise
@@ -118,15 +81,24 @@ class RemoteSandbox:
 
     async def read(self, path: str, *, user: str = "root", max_bytes: int) -> bytes:
         query = {"path": path, "user": user, "max_bytes": str(max_bytes)}
-        data: bytes = await self._ask("POST", "/read", query=query)
+        data: bytes = await self._request("POST", "/read", query=query)
         return data
 
     async def write(self, path: str, data: bytes | Path, *, user: str = "root") -> None:
-        source = (lambda: data) if isinstance(data, bytes) else _opened(data)
-        await self._ask("PUT", "/file", query={"path": path, "user": user}, content=source)
+        query = {"path": path, "user": user}
+        if isinstance(data, bytes):
+            await self._request("PUT", "/file", query=query, content=lambda: data)
+            return
+        try:
+            size = (await asyncio.to_thread(data.stat)).st_size
+        except OSError as error:
+            raise SandboxFileError(f"{data}: {error.strerror}") from error
+        # A small file is read at once, so that its length is known; a large one while it is sent.
+        source = data.read_bytes if size <= SPOOL_BYTES else lambda: _chunks(data)
+        await self._request("PUT", "/file", query=query, content=source)
 
     async def write_many(self, files: Mapping[str, bytes], *, user: str = "root") -> None:
-        """See `Sandbox.write_many`. One round trip for each 32 MiB."""
+        """See `Sandbox.write_many`. Makes one request per 32 MiB."""
         batch: dict[str, bytes] = {}
         size = 0
         for path, data in files.items():
@@ -143,44 +115,35 @@ class RemoteSandbox:
             await self.write(path, data, user=user)
         elif batch:
             packed = pack_files(batch)
-            await self._ask("PUT", "/files", query={"user": user}, content=lambda: packed)
+            await self._request("PUT", "/files", query={"user": user}, content=lambda: packed)
 
     async def freeze(self) -> None:
-        await self._ask("POST", "/freeze", teardown=True)
+        await self._request("POST", "/freeze", teardown=True)
 
     async def pause(self) -> None:
-        await self._ask("POST", "/pause", teardown=True)
+        await self._request("POST", "/pause", teardown=True)
 
     async def resume(self) -> None:
-        await self._ask("POST", "/resume", teardown=True)
+        await self._request("POST", "/resume", teardown=True)
 
     async def snapshot(self) -> ImageRef:
-        """See `Sandbox.snapshot`. The image is one of that server."""
-        return ImageRef((await self._ask("POST", "/snapshot"))["image"])
+        """See `Sandbox.snapshot`. The image is stored by the server."""
+        return ImageRef((await self._request("POST", "/snapshot"))["image"])
 
     def expose(self, port: int, target: HostPort, prefix: str) -> AbstractAsyncContextManager[None]:
-        """See `Sandbox.expose`. The service is one of this host: requests travel through the exec server."""
+        """See `Sandbox.expose`. The service is on this host; requests pass through the exec server."""
         url, secret = f"{self._url}/expose", self._ref.secret
         return expose(self._http, url, secret, port=port, target=target, prefix=prefix)
 
     async def usage(self) -> SandboxUsage:
-        return SandboxUsage(**await self._ask("GET", "/usage", teardown=True))
+        return SandboxUsage(**await self._request("GET", "/usage", teardown=True))
 
     async def renew(self, ttl_s: float) -> None:
-        await self._ask("POST", "/renew", body={"ttl_s": ttl_s}, teardown=True)
+        await self._request("POST", "/renew", body={"ttl_s": ttl_s}, teardown=True)
 
     async def kill(self) -> None:
-        await self._ask("DELETE", "", teardown=True)
+        await self._request("DELETE", "", teardown=True)
         self._killed(self._ref.id)
-
-
-def _opened(path: Path) -> Callable[[], AsyncIterator[bytes] | bytes]:
-    """A body that is read as it is sent; a small file at once, so that its length is known."""
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise SandboxFileError(f"{path}: {error.strerror}") from error
-    return path.read_bytes if size <= SPOOL_BYTES else lambda: _chunks(path)
 
 
 async def _chunks(path: Path) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""The tasks of a server: whatever runs beyond one request has this one parent, and ends with it."""
+"""Background tasks of a server, which outlive single requests and end with the server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class ServerTasks:
-    """An async context manager; leaving it cancels and awaits every task."""
+    """Task group of a server; an async context manager that cancels and awaits all tasks at its end."""
 
     def __init__(self) -> None:
         self._group = asyncio.TaskGroup()
@@ -31,37 +31,39 @@ class ServerTasks:
     ) -> None:
         for task in self._running:
             task.cancel()
-        # The error of the block stays what it is: a group would wrap it.
+        # Without the error of the block, which the group would wrap.
         await self._group.__aexit__(None, None, None)
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run beside the requests. An error of one is logged and ends no other."""
-        task = self._group.create_task(self._guard(work))
+        """Run a task in the background. Its error is logged and ends no other task."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception:
+                logger.exception("a task of the server failed")
+
+        task = self._group.create_task(guarded())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except Exception:
-            logger.exception("a task of the server failed")
-
     def share(self, work: Coroutine[Any, Any, R]) -> asyncio.Future[R]:
-        """Run to its end whatever becomes of the request that asked; await the future with `asyncio.shield`."""
+        """Run a coroutine to its end even if the request is cancelled; await the future with `asyncio.shield`."""
         result: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        # Nobody may be left to fetch the error: it then counts as seen.
+        # Retrieve the error, because there may be no caller left to do so.
         result.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self.start(self._run(work, result))
-        return result
 
-    async def _run(self, work: Coroutine[Any, Any, R], result: asyncio.Future[R]) -> None:
-        try:
-            value = await work
-        except asyncio.CancelledError:
-            result.cancel()
-            raise
-        except Exception as error:  # noqa: BLE001 - belongs to whoever awaits the result
-            result.set_exception(error)
-        else:
-            result.set_result(value)
+        async def run() -> None:
+            try:
+                value = await work
+            except asyncio.CancelledError:
+                result.cancel()
+                raise
+            except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+                result.set_exception(error)
+            else:
+                result.set_result(value)
+
+        self.start(run())
+        return result

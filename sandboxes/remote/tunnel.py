@@ -1,10 +1,11 @@
-"""Many byte streams over one WebSocket, both ends of it: what `expose` needs to cross hosts.
+"""Multiplexing of byte streams over one WebSocket, both sides of it, for `expose` across hosts.
 
 A binary message is one kind byte, four bytes of stream number (big-endian) and its data. Invariants:
-- Streams are opened by one side only, the one that serves; numbers are never used twice.
+- Streams are opened by one side only, the server; numbers are never used twice.
 - A side sends at most `WINDOW_BYTES` of a stream that the other has not acknowledged, so a slow stream delays no other
-  and nothing is held beyond that.
-- The end of a stream's one direction leaves the other open; an error ends both. The end of the WebSocket ends all.
+  and no more than that is buffered.
+- The end of one direction of a stream leaves the other open; an error ends both. The end of the WebSocket ends all
+  streams.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ logger = logging.getLogger(__name__)
 
 class _Kind(IntEnum):
     DATA = 0
-    """The first one of a number opens the stream; an empty one says no more than that."""
+    """The first message of a number opens its stream; an empty one does only that."""
     END = 1
     """No more data in this direction."""
     ABORT = 2
     ACKNOWLEDGE = 3
-    """So many bytes were passed on."""
+    """The number of bytes that were passed on."""
 
 
 class WebSocket(Protocol):
-    """What both kinds of aiohttp's have."""
+    """Common methods of aiohttp's client and server WebSockets."""
 
     async def send_bytes(self, data: bytes) -> None: ...
 
@@ -53,7 +54,7 @@ class WebSocket(Protocol):
 
 
 class Tunnel:
-    """One end. `connect` makes the local side of streams that the other end opens."""
+    """One side of a tunnel. `connect` opens the local connection for streams that the other side opens."""
 
     def __init__(self, socket: WebSocket, connect: Connect | None = None) -> None:
         self._socket = socket
@@ -63,16 +64,16 @@ class Tunnel:
         self._tasks: ServerTasks | None = None
 
     async def run(self) -> None:
-        """Carry until the WebSocket ends."""
+        """Transfer streams until the WebSocket ends."""
         async with ServerTasks() as self._tasks:
             async for message in self._socket:
                 if message.type is not WSMsgType.BINARY or len(message.data) < _HEADER.size:
                     return
                 kind, number = _HEADER.unpack_from(message.data)
-                self._take(kind, number, message.data[_HEADER.size :])
+                self._receive(kind, number, message.data[_HEADER.size :])
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A new stream from this side: the callback of `asyncio.start_server`."""
+        """Open a stream from this side; the callback of `asyncio.start_server`."""
         if self._tasks is None or len(self._streams) >= MAX_STREAMS:
             writer.transport.abort()
             return
@@ -80,12 +81,15 @@ class Tunnel:
         stream = self._streams[self._last] = _Stream(self._last)
         self._tasks.start(self._carry(stream, reader, writer))
 
-    def _take(self, kind: int, number: int, data: bytes) -> None:
+    def _receive(self, kind: int, number: int, data: bytes) -> None:
         stream = self._streams.get(number)
         if stream is None:
-            stream = self._opened(kind, number)
-        if stream is None:
-            return
+            # Messages of streams that have ended meanwhile are ignored.
+            if self._connect is None or self._tasks is None or kind != _Kind.DATA or number <= self._last:
+                return
+            self._last = number
+            stream = self._streams[number] = _Stream(number)
+            self._tasks.start(self._carry_opened(stream, self._connect))
         match kind:
             case _Kind.DATA:
                 stream.arrived.put_nowait(data)
@@ -98,15 +102,6 @@ class Tunnel:
                 stream.acknowledge(_COUNT.unpack(data)[0])
             case _:
                 stream.abort()
-
-    def _opened(self, kind: int, number: int) -> _Stream | None:
-        """A stream of the other end; None for what ended meanwhile."""
-        if self._connect is None or self._tasks is None or kind != _Kind.DATA or number <= self._last:
-            return None
-        self._last = number
-        stream = self._streams[number] = _Stream(number)
-        self._tasks.start(self._carry_opened(stream, self._connect))
-        return stream
 
     async def _carry_opened(self, stream: _Stream, connect: Connect) -> None:
         try:
@@ -129,18 +124,15 @@ class Tunnel:
                     group.create_task(self._pass_on(stream, writer))
                 writer.close()
         except* (OSError, RuntimeError):
-            # This side broke off; so does the other. (A closed WebSocket is an error of these kinds as well.)
-            await self._abort_other(stream)
+            # Abort the other side as well. (A closed WebSocket raises an error of these kinds, too.)
+            stream.aborted = True
+            try:
+                await self._send(_Kind.ABORT, stream.number)
+            except (OSError, RuntimeError) as error:
+                logger.debug("stream %d: %s", stream.number, error)
         finally:
             self._streams.pop(stream.number, None)
             writer.transport.abort() if stream.aborted else writer.close()
-
-    async def _abort_other(self, stream: _Stream) -> None:
-        stream.aborted = True
-        try:
-            await self._send(_Kind.ABORT, stream.number)
-        except (OSError, RuntimeError) as error:
-            logger.debug("stream %d: %s", stream.number, error)
 
     async def _send_all(self, stream: _Stream, reader: asyncio.StreamReader) -> None:
         while data := await reader.read(_PIECE_BYTES):
@@ -163,7 +155,7 @@ class Tunnel:
 
 
 class _Stream:
-    """One of both ends' state of a stream."""
+    """State of a stream on one side."""
 
     def __init__(self, number: int) -> None:
         self.number = number

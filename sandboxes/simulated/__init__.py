@@ -1,1 +1,1 @@
-"""A provider with a latency and failure model, for plans and tests."""
+"""Simulated provider with a model of latency and failures, for planning and tests."""

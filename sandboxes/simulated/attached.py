@@ -1,56 +1,42 @@
-"""Simulated sandboxes as other processes see them than the one that booted them.
+"""Simulated sandboxes for processes other than the one that booted them.
 
-Invariant: commands do nothing and take no time, and those on a broken host fail: its sandboxes boot, and run nothing.
+Invariant: commands do nothing and take no time; on a broken host sandboxes boot, but every command fails.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES
 from headrace.sandboxes.errors import SandboxGone
 from headrace.sandboxes.simulated.provider import SUCCESS, SimulatedProvider
 from headrace.sandboxes.simulated.sandbox import SimulatedSandbox
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from headrace.sandboxes.base import ExecResult, SandboxRef
+    from headrace.sandboxes.base import ExecCommand, ExecResult, SandboxRef
     from headrace.sandboxes.simulated.provider import SimulationConfig
 
 BROKEN: Final = "broken"
-"""What the names of broken hosts begin with."""
+"""Prefix of the names of broken hosts."""
 
 
 def host_names(config: SimulationConfig) -> tuple[str, ...]:
-    """One for each host, the broken ones last."""
+    """Return a name for each host, the broken ones last."""
     whole = config.hosts - config.broken_hosts
     return tuple(f"host-{n}" if n < whole else f"{BROKEN}-{n - whole}" for n in range(config.hosts))
 
 
 class AttachedProvider(SimulatedProvider):
-    """Attaches to the sandboxes of any simulated host."""
+    """Provider that attaches to the sandboxes of any simulated host."""
 
     async def attach(self, ref: SandboxRef) -> SimulatedSandbox:
         return AttachedSandbox(self, None, ref)
 
 
 class AttachedSandbox(SimulatedSandbox):
-    """A sandbox that another process booted."""
+    """A simulated sandbox that another process booted."""
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-        exec_id: str | None = None,
-    ) -> ExecResult:
-        """Raises SandboxGone on a broken host."""
+    async def run_command(self, command: ExecCommand) -> ExecResult:
+        """Succeed without doing anything. Raises SandboxGone on a broken host."""
         if self._ref.endpoint.startswith(BROKEN):
             raise SandboxGone(f"host {self._ref.endpoint} breaks every command (sandbox.simulated.broken_hosts)")
         return SUCCESS

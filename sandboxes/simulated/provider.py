@@ -1,10 +1,10 @@
-"""A provider with a latency and failure model instead of sandboxes: for virtual time, tuning and fault tests.
+"""Simulated provider: a model of latency and failures instead of sandboxes, for virtual time, tuning and fault tests.
 
 Invariants:
-- Time comes from the running event loop alone, chance from the seed alone: under a virtual-time loop a history repeats.
-- It behaves as a service behind a wire: a create that its caller gave up goes on, one that ends in ProviderUnreachable
-  may have made a sandbox, and a sandbox nobody renews dies at the end of its lease.
-- The same idempotency key is the same sandbox while that one lives.
+- Time comes only from the running event loop and randomness only from the seed: under virtual time a history repeats.
+- It behaves like a remote service: a create continues when its caller is cancelled, a create that raises
+  ProviderUnreachable may have made a sandbox, and a sandbox that is not renewed dies at the end of its lease.
+- An idempotency key identifies one sandbox for as long as that sandbox lives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, model_validator
 
-from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef
+from headrace.sandboxes.base import ExecResult, Feature, SandboxId, SandboxInfo, SandboxRef, refuse_folders
 from headrace.sandboxes.errors import (
     BootFailed,
     CapacityExceeded,
@@ -27,7 +27,6 @@ from headrace.sandboxes.errors import (
     RateLimited,
     SandboxGone,
 )
-from headrace.sandboxes.optional_features import refuse_folders
 from headrace.sandboxes.pool.token_bucket import TokenBucket
 from headrace.sandboxes.simulated.sandbox import SimulatedSandbox, SimulatedState
 
@@ -41,48 +40,48 @@ SUCCESS: Final = ExecResult(exit_code=0, stdout=b"", stderr=b"", truncated=False
 
 
 class SimulationConfig(BaseModel):
-    """How fast, how large and how reliable the simulated host is. Chances are from 0 to 1."""
+    """Latency, capacity and reliability of simulated hosts. Probabilities are from 0 to 1."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     seed: int = 0
-    """Of all chance."""
+    """Random seed."""
     hosts: int = Field(default=1, ge=1)
-    """Hosts of a run, each as the other keys say."""
+    """Number of hosts of a run; the other keys apply to each of them."""
     broken_hosts: int = Field(default=0, ge=0)
-    """So many of the hosts boot sandboxes in which every command fails."""
+    """Number of hosts that boot sandboxes in which every command fails."""
     capacity: int = Field(default=1000, ge=1)
-    """Sandboxes that boot or live at once; further creates end in CapacityExceeded."""
+    """Most sandboxes that boot or live at the same time; further creates raise CapacityExceeded."""
     boot_s: float = Field(default=1.0, gt=0)
-    """Median of the boot times."""
+    """Median boot time."""
     boot_sigma: float = Field(default=0.5, ge=0)
-    """Standard deviation of their logarithm."""
+    """Standard deviation of the logarithm of the boot time."""
     answer_s: float = Field(default=0.01, ge=0)
-    """Time of every other call."""
+    """Latency of every other call."""
     exec_s: float = Field(default=0.1, ge=0)
-    """Time of a command."""
+    """Duration of a command."""
     creates_per_s: float | None = Field(default=None, gt=0)
-    """Creates above this rate are shed with RateLimited; None for no limit."""
+    """Rate above which creates raise RateLimited; None for no limit."""
     retry_after_s: float = Field(default=1.0, ge=0)
-    """What a shed create is told."""
+    """`retry_after_s` of a create that is refused for its rate or for lack of capacity."""
     boot_failure: float = Field(default=0.0, ge=0, le=1)
-    """Chance of BootFailed."""
+    """Probability of BootFailed."""
     ambiguous: float = Field(default=0.0, ge=0, le=1)
-    """Chance that a create makes a sandbox and ends in ProviderUnreachable."""
+    """Probability that a create makes a sandbox and raises ProviderUnreachable."""
     lost_create: float = Field(default=0.0, ge=0, le=1)
-    """Chance that a create never answers; every second one of these makes a sandbox."""
+    """Probability that a create never returns; half of these make a sandbox."""
     stuck_sandbox: float = Field(default=0.0, ge=0, le=1)
-    """Chance that a sandbox lives but answers no command."""
+    """Probability that a sandbox boots but completes no command."""
     kill_failure: float = Field(default=0.0, ge=0, le=1)
-    """Chance that a kill ends in ProviderUnreachable and does nothing."""
+    """Probability that a kill raises ProviderUnreachable and does nothing."""
     life_s: float | None = Field(default=None, gt=0)
-    """Mean life of a sandbox that dies by itself; None for none that does."""
+    """Mean lifetime after which sandboxes die by themselves; None for never."""
     ends_leases: bool = True
-    """Whether a sandbox dies at the end of its lease; without that its pool alone keeps the account clean."""
+    """End sandboxes when their lease ends. If false, only the pool ends them."""
     images: tuple[str, ...] | None = None
-    """Images it knows; None for all."""
+    """Known images; None for all."""
     features: frozenset[Feature] = frozenset({Feature.FREEZE, Feature.EXEC_ID})
-    """What it says it has."""
+    """Features of the provider."""
 
     @model_validator(mode="after")
     def _one_host_is_whole(self) -> Self:
@@ -92,35 +91,36 @@ class SimulationConfig(BaseModel):
 
     @field_serializer("features", when_used="json")
     def _in_order(self, features: frozenset[Feature]) -> list[str]:
-        """The same document in every process."""
+        """Sort the features, so that the document is the same in every process."""
         return sorted(features)
 
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedCounts:
-    """Totals since the provider was made."""
+    """Totals since the provider was created."""
 
     create_times_s: list[float] = field(default_factory=list)
-    """When each create arrived, shed ones too."""
+    """Arrival times of all creates, including those refused for their rate."""
     shed: int = 0
+    """Creates refused for their rate."""
     born_by_key: Counter[str] = field(default_factory=Counter)
-    """Sandboxes that came to life, by idempotency key."""
+    """Number of sandboxes that started, by idempotency key."""
     killed: int = 0
     died: int = 0
-    """Ended by themselves: their own death, their lease, or the loss of the host."""
+    """Sandboxes that died by themselves, with their lease, or with the host."""
 
     @property
     def duplicates(self) -> int:
-        """Sandboxes that came to life under the key of another one."""
+        """Number of sandboxes that started with the key of another one."""
         return sum(count - 1 for count in self.born_by_key.values())
 
 
 def _nothing(_: SimulatedState) -> None:
-    """What the end of a lease means where leases do not count."""
+    """Callback for the end of a lease when `ends_leases` is false."""
 
 
 class SimulatedProvider:
-    """One simulated host or account. `execute` gives what a command in a sandbox results in."""
+    """One simulated host or account. `execute` returns the result of a command in a sandbox."""
 
     def __init__(
         self,
@@ -149,12 +149,12 @@ class SimulatedProvider:
 
     @property
     def living(self) -> list[SandboxInfo]:
-        """What lives now, frozen or not, without a call that could fail."""
+        """Live sandboxes, frozen ones too, without a call that could fail."""
         now = asyncio.get_running_loop().time()
         return [state.info(now) for state in self._states.values() if state.born.is_set()]
 
     def go_down(self, *, lose_sandboxes: bool = True, silent: bool = False) -> None:
-        """From now on every call ends in ProviderUnreachable, or, when `silent`, never."""
+        """Make every call raise ProviderUnreachable, or, when `silent`, never return."""
         self._up.clear()
         self._silent = silent
         if lose_sandboxes:
@@ -166,11 +166,11 @@ class SimulatedProvider:
         self._up.set()
 
     def hang_creates(self) -> None:
-        """From now on no create answers, and none makes a sandbox; everything else goes on."""
+        """Make all creates hang without a sandbox; other calls still work."""
         self._creates_hang = True
 
     async def create(self, spec: SandboxSpec) -> SandboxRef:
-        """Raises ProviderUnreachable, RateLimited, CapacityExceeded, BootFailed, ImageUnknown."""
+        """Boot a sandbox. Raises ProviderUnreachable, RateLimited, CapacityExceeded, BootFailed, ImageUnknown."""
         self.counts.create_times_s.append(asyncio.get_running_loop().time())
         await self.answer()
         if self._creates_hang:
@@ -185,7 +185,7 @@ class SimulatedProvider:
         return SandboxRef(provider=PROVIDER, id=state.id, endpoint=self.name, secret=state.secret)
 
     def _refuse(self, spec: SandboxSpec) -> None:
-        """Raises what the provider says without trying."""
+        """Raise the errors of a create that is refused at once."""
         if Feature.FOLDERS not in self.features:
             refuse_folders(spec, PROVIDER)
         if self._config.images is not None and spec.image not in self._config.images:
@@ -197,7 +197,7 @@ class SimulatedProvider:
             raise CapacityExceeded(f"{self.name} is full", self._config.retry_after_s)
 
     async def _begin(self, spec: SandboxSpec) -> SimulatedState:
-        """A boot that succeeds, fails, or leaves its caller without the truth."""
+        """Start a boot that succeeds, fails, or leaves its caller with an unknown outcome."""
         config = self._config
         boot_s = config.boot_s * self._random.lognormvariate(0.0, config.boot_sigma)
         chance = self._random.random()
@@ -211,7 +211,7 @@ class SimulatedProvider:
             await asyncio.get_running_loop().create_future()
         state = self._boot(spec, boot_s)
         if chance - config.lost_create < config.ambiguous:
-            # Before it is born or after: the caller cannot know.
+            # Before or after the end of the boot: the caller cannot know.
             await asyncio.sleep(boot_s * self._random.uniform(0, 2))
             raise ProviderUnreachable(f"502 from {self.name}")
         return state
@@ -226,10 +226,10 @@ class SimulatedProvider:
         self._states[state.id] = state
         if spec.idempotency_key:
             self._by_key[spec.idempotency_key] = state
-        state.timers.append(asyncio.get_running_loop().call_later(boot_s, self._bear, state))
+        state.timers.append(asyncio.get_running_loop().call_later(boot_s, self._on_booted, state))
         return state
 
-    def _bear(self, state: SimulatedState) -> None:
+    def _on_booted(self, state: SimulatedState) -> None:
         self.counts.born_by_key[state.spec.idempotency_key or state.id] += 1
         state.born.set()
         self.renew(state, state.spec.ttl_s)
@@ -238,7 +238,7 @@ class SimulatedProvider:
             state.timers.append(asyncio.get_running_loop().call_later(life_s, self._die, state))
 
     def renew(self, state: SimulatedState, ttl_s: float) -> None:
-        """Let the lease end `ttl_s` from now."""
+        """Make the lease end `ttl_s` seconds from now."""
         loop = asyncio.get_running_loop()
         if state.lease is not None:
             state.lease.cancel()
@@ -267,7 +267,7 @@ class SimulatedProvider:
             self.counts.killed += 1
 
     async def answer(self) -> None:
-        """The time of a call. Raises ProviderUnreachable while the host is down."""
+        """Wait for the latency of a call. Raises ProviderUnreachable while the host is down."""
         await asyncio.sleep(self._config.answer_s)
         if not self._up.is_set():
             if self._silent:
@@ -275,14 +275,14 @@ class SimulatedProvider:
             raise ProviderUnreachable(f"{self.name} is down")
 
     async def run(self, state: SimulatedState, command: str) -> ExecResult:
-        """What the command results in, after its time; SandboxGone as soon as the sandbox dies."""
+        """Return the result of a command after its duration. Raises SandboxGone as soon as the sandbox dies."""
         await self.answer()
         try:
             async with asyncio.timeout(None if state.stuck else self._config.exec_s):
                 await state.gone.wait()
         except TimeoutError:
             return self._execute(state.id, command)
-        raise SandboxGone(f"sandbox {state.id} died under the command")
+        raise SandboxGone(f"sandbox {state.id} died while the command ran")
 
     async def attach(self, ref: SandboxRef) -> SimulatedSandbox:
         return SimulatedSandbox(self, self._states.get(ref.id), ref)
@@ -296,6 +296,6 @@ class SimulatedProvider:
         await (self.answer() if state is None else self.kill(state))
 
     async def aclose(self) -> None:
-        """End everything. Idempotent."""
+        """End all sandboxes. Idempotent."""
         for state in list(self._states.values()):
             self._end(state)

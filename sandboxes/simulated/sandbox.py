@@ -1,7 +1,7 @@
-"""A sandbox of the simulated provider: files in a dictionary, commands that take time and do nothing.
+"""Sandbox of the simulated provider: its files are a dictionary, its commands take time and do nothing.
 
-Invariants: every call takes the host's time and fails while the host is down; a dead sandbox raises SandboxGone, also
-to those who wait for a command.
+Invariants: every call takes the host's latency and fails while the host is down; when a sandbox dies, its running
+commands raise SandboxGone, too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, Feature, SandboxInfo
+from headrace.sandboxes.base import Feature, Sandbox, SandboxInfo
 from headrace.sandboxes.errors import (
     ExecResultLost,
     ExecTimeout,
@@ -20,17 +20,16 @@ from headrace.sandboxes.errors import (
     SecretRefused,
     Unsupported,
 )
-from headrace.sandboxes.optional_features import PartialSandbox
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from headrace.sandboxes.base import ExecResult, SandboxId, SandboxRef, SandboxSpec
+    from headrace.sandboxes.base import ExecCommand, ExecResult, SandboxId, SandboxRef, SandboxSpec
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SimulatedState:
-    """What the provider knows of one sandbox."""
+    """The provider's state of one sandbox."""
 
     id: SandboxId
     secret: str
@@ -55,28 +54,28 @@ class SimulatedState:
 
 
 class SimulatedHost(Protocol):
-    """What a sandbox asks of its provider; every call may raise ProviderUnreachable."""
+    """Interface of the provider for its sandboxes; every call may raise ProviderUnreachable."""
 
     @property
     def features(self) -> frozenset[Feature]: ...
 
     async def answer(self) -> None:
-        """Take the time of a call."""
+        """Wait for the latency of a call."""
         ...
 
     async def run(self, state: SimulatedState, command: str) -> ExecResult:
-        """What the command results in, after its time. Raises SandboxGone."""
+        """Return the result of a command after its duration. Raises SandboxGone."""
         ...
 
     def renew(self, state: SimulatedState, ttl_s: float) -> None:
-        """Let the lease end `ttl_s` from now."""
+        """Make the lease end `ttl_s` seconds from now."""
         ...
 
     async def kill(self, state: SimulatedState) -> None: ...
 
 
-class SimulatedSandbox(PartialSandbox):
-    """Every method raises SandboxGone once it is dead."""
+class SimulatedSandbox(Sandbox):
+    """A simulated sandbox. Every method raises SandboxGone once it is dead."""
 
     def __init__(self, provider: SimulatedHost, state: SimulatedState | None, ref: SandboxRef) -> None:
         self._provider = provider
@@ -101,27 +100,17 @@ class SimulatedSandbox(PartialSandbox):
             raise SandboxGone(f"sandbox {self.id} runs no more commands: it is frozen")
         return state
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-        exec_id: str | None = None,
-    ) -> ExecResult:
-        """See `Sandbox.exec`; the result is the provider's `execute` of the command."""
+    async def run_command(self, command: ExecCommand) -> ExecResult:
+        """See `Sandbox.exec`; the result is that of the provider's `execute`."""
         state = await self._running()
-        if exec_id is not None and Feature.EXEC_ID not in self._provider.features:
+        if command.exec_id is not None and Feature.EXEC_ID not in self._provider.features:
             self._refuse("run a command once for each exec_id")
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._run(state, command, exec_id)
+            async with asyncio.timeout(command.timeout_s):
+                return await self._run(state, command.command, command.exec_id)
         except TimeoutError as error:
-            raise ExecTimeout(f"command ran longer than timeout_s={timeout_s}: {command[:200]!r}") from error
+            text = f"command ran longer than timeout_s={command.timeout_s}: {command.command[:200]!r}"
+            raise ExecTimeout(text) from error
 
     async def _run(self, state: SimulatedState, command: str, exec_id: str | None) -> ExecResult:
         if exec_id is None:
@@ -133,8 +122,8 @@ class SimulatedSandbox(PartialSandbox):
         try:
             first.set_result(await self._provider.run(state, command))
         except BaseException:
-            first.set_exception(ExecResultLost(f"the command {exec_id} was broken off"))
-            # Seen, also when nobody else asks.
+            first.set_exception(ExecResultLost(f"the first call with exec_id {exec_id} was cancelled"))
+            # Retrieve the error, because no other caller may ask for it.
             first.exception()
             raise
         return first.result()

@@ -1,1 +1,1 @@
-"""Plain processes of the host: protects nothing, and says so."""
+"""Provider of plain processes of the host, without protection."""

@@ -1,7 +1,7 @@
-"""The file side of the subprocess provider: short paths mapped by text, regular files, copies of frozen data.
+"""Files of the subprocess provider: mapping of short paths in texts, access to regular files, copies of frozen data.
 
-Invariants: no path outside the mapped folders is opened; links, FIFOs and devices are refused without waiting; a frozen
-path is refused when any part of it is a link.
+Invariants: no path outside the mapped folders is opened; links, FIFOs and devices are refused without blocking; a
+frozen path is refused when any part of it is a link.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.sandboxes.errors import FrozenPathRefused, SandboxFileError, SpecR
 
 
 class PathMap:
-    """Short paths of a sandbox to real ones, by text."""
+    """Mapping between the short paths of a sandbox and real ones, by text replacement."""
 
     def __init__(self, tree: Path, names: tuple[str, ...]) -> None:
         self._tree = str(tree)
@@ -34,7 +34,7 @@ class PathMap:
         return data.replace(self._tree.encode(), b"")
 
     def real_path(self, path: str) -> Path:
-        """Raises SandboxFileError outside the mapped folders."""
+        """Return the real path. Raises SandboxFileError for one outside the mapped folders."""
         normal = os.path.normpath(path)
         if not path.startswith("/") or normal.split("/")[1] not in self._names:
             raise SandboxFileError(f"{path}: the subprocess provider has only /{', /'.join(self._names)}")
@@ -42,7 +42,7 @@ class PathMap:
 
 
 def open_regular(path: str, flags: int) -> int:
-    """An opener that refuses links, FIFOs and devices without waiting for them."""
+    """An opener that refuses links, FIFOs and devices without blocking."""
     wanted = (flags & ~os.O_TRUNC) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     descriptor = os.open(path, wanted, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -65,7 +65,7 @@ def copy_frozen(source: Path, path: str, tree: Path, target: str) -> None:
         raise FrozenPathRefused(f"frozen path {path!r}: No such file or directory")
     destination = tree.joinpath(*parts)
     if destination.exists() and destination.is_dir() != origin.is_dir():
-        raise FrozenPathRefused(f"frozen path {path!r}: a file where the target is a folder, or the other way round")
+        raise FrozenPathRefused(f"frozen path {path!r}: a file where the target is a folder, or vice versa")
     if origin.is_dir():
         shutil.copytree(origin, destination, symlinks=True, dirs_exist_ok=True, ignore=_ignore_special)
     elif origin.is_file():

@@ -1,16 +1,16 @@
 # ruff: noqa: ASYNC220, ASYNC230, ASYNC240 - local files of a few bytes, and a spawn that takes a millisecond
-"""`--sandbox subprocess`: plain processes of the host in a temporary folder. It protects nothing.
+"""Provider for `--sandbox subprocess`: plain processes of the host in a temporary folder, without protection.
 
 Invariants:
 - `/workspace`, `/home`, `/tmp`, `/root` and the targets of frozen mounts are folders below the sandbox's own folder.
-  They are mapped by *text*: where one of them stands as a path in a command, its environment or its standard input it
-  becomes the real path, and the real path becomes the short one again in the output. File contents are left alone, and
-  a path put together at run time is not mapped: `$WORKSPACE` holds the real one.
-- Every process carries the sandbox's folder in its environment; kill and freeze look for that mark. A process that
-  clears its environment and leaves its session escapes.
+  They are mapped by *text*: such a path in a command, its environment or its standard input is replaced by the real
+  path, and the real path is replaced by the short one in the output. File contents are unchanged, and a path that is
+  put together at run time is not mapped: `$WORKSPACE` is the real one.
+- Every process has the sandbox's folder in its environment; kill and freeze search for that mark. A process that clears
+  its environment and leaves its session escapes.
 - `user` is ignored: everything runs as the user of this program.
-- A ref's endpoint is the folder, so any process of the host can attach. The lease is kept by the provider's process: if
-  that is killed with -9, folders and processes stay.
+- A ref's endpoint is the folder, so any process of the host can attach. The lease is enforced by the provider's
+  process: if that is killed with -9, folders and processes remain.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from headrace.sandboxes.base import (
-    DEFAULT_MAX_OUTPUT_BYTES,
     ExecResult,
     Feature,
+    Sandbox,
     SandboxId,
     SandboxInfo,
     SandboxRef,
     SandboxSpec,
+    refuse_folders,
 )
 from headrace.sandboxes.capture import OUTPUT_GRACE_S, OutputCapture, memory_file
 from headrace.sandboxes.errors import (
@@ -48,7 +49,6 @@ from headrace.sandboxes.errors import (
 from headrace.sandboxes.launcher.commands import EXIT_CANNOT_RUN, SEARCH_PATH
 from headrace.sandboxes.leftovers import LABEL_VARIABLE
 from headrace.sandboxes.local.client import open_null
-from headrace.sandboxes.optional_features import PartialSandbox, refuse_folders
 from headrace.sandboxes.private_folders import new_private, temporary_folder
 from headrace.sandboxes.unprotected.mapped_paths import PathMap, open_regular
 from headrace.sandboxes.unprotected.marked_processes import kill_marked
@@ -58,19 +58,21 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
 
+    from headrace.sandboxes.base import ExecCommand
+
 PROVIDER: Final = "subprocess"
 WARNING: Final = (
     "--sandbox subprocess protects nothing: commands of the agent run as your own user and can read and change every "
     "file you can, use the network, see and signal your processes, use memory, processors and disk without limit, and "
     "outlive a killed run. Frozen data is a copy. Use it only with agents and tasks you trust."
 )
-"""What the command line prints when this provider is chosen."""
+"""Warning that the command line prints when this provider is chosen."""
 
 _EXEC_MARK: Final = "HEADRACE_EXEC"
 
 
 class SubprocessProvider:
-    """Makes folders. An async context manager; `aclose` ends every sandbox it made."""
+    """Provider of subprocess sandboxes; an async context manager whose `aclose` ends every sandbox that it made."""
 
     features = frozenset({Feature.FREEZE})
     protects: tuple[str, ...] = ()
@@ -92,24 +94,22 @@ class SubprocessProvider:
     ) -> None:
         await self.aclose()
 
-    def _own_folder(self) -> Path:
-        """Made at the first create: a provider that only attaches needs none."""
-        if self._folder is None:
-            folder = new_private(self._parent or temporary_folder(), "headrace-unprotected-")
-            # realpath: the mapping of output back to short paths needs the name that `pwd` prints.
-            self._folder = Path(os.path.realpath(folder))
-        return self._folder
-
     async def create(self, spec: SandboxSpec) -> SandboxRef:
-        """Raises ImageUnknown, SpecRefused, FrozenPathRefused. Limits and the network of the spec are ignored."""
+        """Make a sandbox. Limits and the network of the spec are ignored. Raises ImageUnknown, SpecRefused,
+        FrozenPathRefused."""
         refuse_folders(spec, PROVIDER)
         if spec.image != "host":
             raise ImageUnknown(f"image {spec.image!r}: the subprocess provider has only `host`")
         known = self._by_key.get(spec.idempotency_key)
         if known is not None and Path(known.endpoint).exists():
             return known
+        # Made at the first create, because a provider that only attaches needs no folder.
+        if self._folder is None:
+            folder = new_private(self._parent or temporary_folder(), "headrace-unprotected-")
+            # realpath: the mapping of output back to short paths needs the path that `pwd` prints.
+            self._folder = Path(os.path.realpath(folder))
         sandbox_id = SandboxId(secrets.token_hex(8))
-        home = self._own_folder() / sandbox_id
+        home = self._folder / sandbox_id
         ref = SandboxRef(provider=PROVIDER, id=sandbox_id, endpoint=str(home), secret=secrets.token_hex(16))
         try:
             make_sandbox_folder(home, ref.secret, spec, self._label)
@@ -123,7 +123,8 @@ class SubprocessProvider:
         return ref
 
     def _watch_lease(self, ref: SandboxRef) -> None:
-        """Look again when the lease would end; renewals by other processes moved its file's deadline."""
+        """End the sandbox when its lease has ended. The deadline is read again each time, because other processes may
+        have renewed the lease."""
         state = SandboxFolder(Path(ref.endpoint))
         try:
             rest_s = state.deadline() - time.monotonic()
@@ -169,7 +170,7 @@ class SubprocessProvider:
                 SandboxFolder(self._folder / sandbox).destroy()
 
     async def aclose(self) -> None:
-        """Kill what runs and remove all folders. Idempotent."""
+        """Kill all processes and remove all folders. Idempotent."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -183,8 +184,8 @@ class SubprocessProvider:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class SubprocessSandbox(PartialSandbox):
-    """A folder and the processes that carry its mark. Every method raises SandboxGone once it is dead."""
+class SubprocessSandbox(Sandbox):
+    """A folder and the processes with its mark. Every method raises SandboxGone once it is dead."""
 
     def __init__(self, ref: SandboxRef) -> None:
         self._ref = ref
@@ -204,33 +205,34 @@ class SubprocessSandbox(PartialSandbox):
             raise SandboxGone(f"sandbox {self.id} runs no more commands: it is frozen")
         return PathMap(self._state.tree, self._state.mapped())
 
-    async def exec(
-        self,
-        command: str,
-        *,
-        user: str = "root",
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        stdin: bytes | None = None,
-        timeout_s: float,
-        max_output_bytes: int = DEFAULT_MAX_OUTPUT_BYTES,
-        exec_id: str | None = None,
-    ) -> ExecResult:
+    async def run_command(self, command: ExecCommand) -> ExecResult:
         """See `Sandbox.exec`; `user` is ignored."""
-        if exec_id is not None:
-            raise Unsupported("exec_id: the subprocess provider remembers no results")
+        if command.exec_id is not None:
+            raise Unsupported("exec_id: the subprocess provider does not store results")
         paths = self._running()
         started = time.monotonic()
         (self._state.home / "used").touch()
-        async with OutputCapture(max_output_bytes) as out, OutputCapture(max_output_bytes) as err:
-            source = open_null() if stdin is None else memory_file(paths.to_real(stdin))
+        async with OutputCapture(command.max_output_bytes) as out, OutputCapture(command.max_output_bytes) as err:
+            source = open_null() if command.stdin is None else memory_file(paths.to_real(command.stdin))
             descriptors = (source, out.write_end, err.write_end)
-            mark = secrets.token_hex(8)
-            code = await self._run(paths, command, self._environment(paths, env, mark), cwd, descriptors, timeout_s)
+            environment = {
+                "PATH": SEARCH_PATH,
+                "HOME": str(self._state.tree / "root"),
+                "USER": "root",
+                "LOGNAME": "root",
+                "LANG": "C.UTF-8",
+                "TMPDIR": str(self._state.tree / "tmp"),
+                "WORKSPACE": str(self._state.tree / "workspace"),
+                **{name: paths.text_to_real(value) for name, value in command.env.items()},
+                MARK: str(self._state.home),
+                LABEL_VARIABLE: self._state.label(),
+                _EXEC_MARK: secrets.token_hex(8),
+            }
+            code = await self._run(paths, command, environment, descriptors)
             stdout = await out.finish(OUTPUT_GRACE_S)
             stderr = await err.finish(OUTPUT_GRACE_S if not out.held else 0)
         if code == -signal.SIGKILL and not self._state.home.exists():
-            raise SandboxGone(f"sandbox {self.id} died under the command")
+            raise SandboxGone(f"sandbox {self.id} died while the command ran")
         return ExecResult(
             exit_code=code if code >= 0 else 128 - code,
             stdout=paths.to_short(stdout),
@@ -239,38 +241,21 @@ class SubprocessSandbox(PartialSandbox):
             duration_s=time.monotonic() - started,
         )
 
-    def _environment(self, paths: PathMap, env: Mapping[str, str] | None, mark: str) -> dict[str, str]:
-        return {
-            "PATH": SEARCH_PATH,
-            "HOME": str(self._state.tree / "root"),
-            "USER": "root",
-            "LOGNAME": "root",
-            "LANG": "C.UTF-8",
-            "TMPDIR": str(self._state.tree / "tmp"),
-            "WORKSPACE": str(self._state.tree / "workspace"),
-            **{name: paths.text_to_real(value) for name, value in (env or {}).items()},
-            MARK: str(self._state.home),
-            LABEL_VARIABLE: self._state.label(),
-            _EXEC_MARK: mark,
-        }
-
     async def _run(
         self,
         paths: PathMap,
-        command: str,
+        command: ExecCommand,
         environment: dict[str, str],
-        cwd: str | None,
         descriptors: tuple[int, int, int],
-        timeout_s: float,
     ) -> int:
-        folder = paths.real_path(cwd) if cwd is not None else self._state.tree / "workspace"
+        folder = paths.real_path(command.cwd) if command.cwd is not None else self._state.tree / "workspace"
         try:
             process = subprocess.Popen(
-                ["/bin/bash", "-c", paths.text_to_real(command)],
+                ["/bin/bash", "-c", paths.text_to_real(command.command)],
                 stdin=descriptors[0],
                 stdout=descriptors[1],
                 stderr=descriptors[2],
-                cwd=folder if folder.is_dir() or cwd is not None else self._state.tree,
+                cwd=folder if folder.is_dir() or command.cwd is not None else self._state.tree,
                 env=environment,
                 start_new_session=True,
             )
@@ -281,12 +266,11 @@ class SubprocessSandbox(PartialSandbox):
             for descriptor in descriptors:
                 os.close(descriptor)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(command.timeout_s):
                 await _exited(process)
         except TimeoutError as error:
-            raise ExecTimeout(
-                f"command ran longer than timeout_s={timeout_s} and was killed: {command[:200]!r}"
-            ) from error
+            text = f"command ran longer than timeout_s={command.timeout_s} and was killed: {command.command[:200]!r}"
+            raise ExecTimeout(text) from error
         finally:
             if process.poll() is None:
                 kill_marked(f"{_EXEC_MARK}={environment[_EXEC_MARK]}")
@@ -337,7 +321,7 @@ class SubprocessSandbox(PartialSandbox):
 
 
 async def _exited(process: subprocess.Popen[bytes]) -> None:
-    """Wait on a pidfd: unlike a pipe it does not care for daemons that outlive the process."""
+    """Wait for the end of a process by a pidfd, which unlike a pipe ignores daemons that outlive the process."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     descriptor = os.pidfd_open(process.pid)

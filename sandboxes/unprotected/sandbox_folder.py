@@ -1,6 +1,6 @@
-"""The folder of one subprocess sandbox: its state lies in small files that all processes which attach share.
+"""Folder of one subprocess sandbox, whose state is in small files that all attached processes share.
 
-Invariants: a sandbox is gone when its folder is; a file is replaced as a whole, so that no reader sees half of it.
+Invariants: a sandbox exists as long as its folder; a file is replaced as a whole, so that no reader sees half of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAPPED: Final = ("workspace", "home", "tmp", "root")
 
 
 class SandboxFolder:
-    """The files of one sandbox's folder that say how it is; shared by all processes that attach."""
+    """State files of one sandbox, shared by all attached processes."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -40,11 +40,12 @@ class SandboxFolder:
         return self._read("secret")
 
     def deadline(self) -> float:
-        """By the monotonic clock, which all processes of a host share. Raises SandboxGone."""
+        """Return the end of the lease, by the monotonic clock, which all processes of a host share. Raises
+        SandboxGone."""
         return float(self._read("deadline"))
 
     def set_deadline(self, deadline: float) -> None:
-        # Written beside and renamed: a reader never sees half a number.
+        # Written to another file and renamed, so that a reader never sees half a number.
         beside = self.home / f"deadline-{secrets.token_hex(4)}"
         try:
             beside.write_text(repr(deadline))

@@ -1,1 +1,1 @@
-"""An E2B-compatible server over any sandbox provider: control plane and envd on one base URL."""
+"""E2B-compatible server over any sandbox provider, with control plane and envd on one base URL."""

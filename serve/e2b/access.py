@@ -1,7 +1,7 @@
-"""Who asks, and what errors become: the wrappers around every handler of the control plane.
+"""Wrappers for the handlers of the control plane, which authenticate requests and convert errors.
 
-Invariants: a key is asked for first; a sandbox of another key is answered with 404, as one that does not exist; every
-error is a JSON object with `code` and `message`.
+Invariants: the key is checked first; a sandbox of another key gives 404, like one that does not exist; every error is a
+JSON object with `code` and `message`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class Access:
-    """Makes aiohttp handlers of ours."""
+    """Converts our handlers to those of aiohttp."""
 
     def __init__(self, sandboxes: Sandboxes, keys: ApiKeys) -> None:
         self._sandboxes = sandboxes
         self._keys = keys
 
     def owned(self, handler: OwnerHandler) -> Handler:
-        """For a route that any valid key may use."""
+        """Wrap the handler of a route that requires any valid key."""
 
         async def wrapped(request: web.Request) -> web.StreamResponse:
             try:
@@ -49,7 +49,7 @@ class Access:
         return wrapped
 
     def on_sandbox(self, handler: SandboxHandler) -> Handler:
-        """For a route of one sandbox, which the key must own."""
+        """Wrap the handler of a route of one sandbox, which the key must own."""
 
         async def wrapped(request: web.Request, owner: Owner) -> web.StreamResponse:
             live = self._sandboxes.get(owner, request.match_info["id"])

@@ -1,10 +1,10 @@
-"""The Connect protocol with its JSON codec, as the SDKs speak it over HTTP/1.1 (connectrpc.com/docs/protocol).
+"""The Connect protocol with its JSON codec over HTTP/1.1, as the SDKs use it (connectrpc.com/docs/protocol).
 
 Invariants:
-- A frame is one flag byte, four bytes of length (big-endian) and JSON; a stream that began ends with one end frame,
-  which carries the error, or with the connection.
-- Nothing is compressed; a message is at most `MAX_MESSAGE_BYTES`.
-- A writer waits for its reader: what a slow client has not taken stays within aiohttp's write buffer.
+- A frame is one flag byte, four bytes of length (big-endian) and JSON. A stream ends with one end frame, which contains
+  the error, or with the connection.
+- Nothing is compressed; a message has at most `MAX_MESSAGE_BYTES`.
+- A writer waits for its reader: unread data of a slow client is limited by aiohttp's write buffer.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ _STREAM_TYPE: Final = "application/connect+json"
 
 
 async def read_unary(request: web.Request) -> Message:
-    """The message of a unary call. Raises RpcError, ApiError (another codec)."""
+    """Return the message of a unary call. Raises RpcError, ApiError (another codec)."""
     _check_type(request, _UNARY_TYPE)
     body = await request.content.read(MAX_MESSAGE_BYTES + 1)
     while len(body) <= MAX_MESSAGE_BYTES and (part := await request.content.read(MAX_MESSAGE_BYTES + 1 - len(body))):
         body += part
     if len(body) > MAX_MESSAGE_BYTES:
-        raise RpcError(Code.RESOURCE_EXHAUSTED, f"a message may have {MAX_MESSAGE_BYTES} bytes")
+        raise RpcError(Code.RESOURCE_EXHAUSTED, f"the message is larger than {MAX_MESSAGE_BYTES} bytes")
     return _parse(body)
 
 
 def check_stream(request: web.Request) -> None:
-    """Raises ApiError when the request is not a Connect stream of JSON."""
+    """Check the content type of a stream. Raises ApiError unless the request is a Connect stream of JSON."""
     _check_type(request, _STREAM_TYPE)
 
 
 def _check_type(request: web.Request, wanted: str) -> None:
     if request.content_type != wanted:
-        raise ApiError(415, f"content type {request.content_type!r}: this server speaks only {wanted}")
+        raise ApiError(415, f"content type {request.content_type!r}: this server accepts only {wanted}")
 
 
 async def read_frames(request: web.Request) -> AsyncIterator[Message]:
-    """The messages of a client stream, as they arrive. Raises RpcError."""
+    """Yield the messages of a client stream as they arrive. Raises RpcError."""
     while True:
         header = await _read_up_to(request, _HEADER.size)
         if not header:
@@ -61,14 +61,14 @@ async def read_frames(request: web.Request) -> AsyncIterator[Message]:
             raise RpcError(Code.INVALID_ARGUMENT, "the stream ends inside a frame")
         flags, size = _HEADER.unpack(header)
         if flags & _COMPRESSED:
-            raise RpcError(Code.UNIMPLEMENTED, "compressed frames: send them plain")
+            raise RpcError(Code.UNIMPLEMENTED, "compressed frames are not supported: send them uncompressed")
         if size > MAX_MESSAGE_BYTES:
-            raise RpcError(Code.RESOURCE_EXHAUSTED, f"a message may have {MAX_MESSAGE_BYTES} bytes")
+            raise RpcError(Code.RESOURCE_EXHAUSTED, f"the message is larger than {MAX_MESSAGE_BYTES} bytes")
         body = await _read_up_to(request, size)
         if len(body) < size:
             raise RpcError(Code.INVALID_ARGUMENT, "the stream ends inside a frame")
         if flags & _END:
-            # What a client sends behind it is the connection's business.
+            # Data after the end frame is left to the connection.
             return
         yield _parse(body)
 
@@ -81,17 +81,17 @@ async def _read_up_to(request: web.Request, size: int) -> bytes:
 
 
 async def read_single(request: web.Request) -> Message:
-    """The one message of a server-streaming call. Raises RpcError."""
+    """Return the only message of a server-streaming call. Raises RpcError."""
     async for message in read_frames(request):
         return message
-    raise RpcError(Code.INVALID_ARGUMENT, "the request carries no message")
+    raise RpcError(Code.INVALID_ARGUMENT, "the request contains no message")
 
 
 def _parse(body: bytes) -> Message:
     try:
         message = orjson.loads(body or b"{}")
     except ValueError as error:
-        raise RpcError(Code.INVALID_ARGUMENT, f"not JSON: {error}") from error
+        raise RpcError(Code.INVALID_ARGUMENT, f"the message is not valid JSON: {error}") from error
     if not isinstance(message, dict):
         raise RpcError(Code.INVALID_ARGUMENT, "the message is not an object")
     return message
@@ -103,7 +103,7 @@ def encode_frame(message: Message, *, end: bool = False) -> bytes:
 
 
 class ResponseStream:
-    """The answer to a streaming call. `send` waits while the client does not read."""
+    """The response to a streaming call. `send` waits while the client does not read."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -116,7 +116,7 @@ class ResponseStream:
         await self._response.write(encode_frame(message))
 
     async def end(self, error: RpcError | None = None) -> web.StreamResponse:
-        """Close the stream, in order or with an error."""
+        """Close the stream, with or without an error."""
         if not self._response.prepared:
             await self.open()
         await self._response.write(encode_frame({"error": error.to_json()} if error else {}, end=True))
@@ -125,7 +125,7 @@ class ResponseStream:
 
 
 def deadline_s(request: web.Request) -> float | None:
-    """The time of `Connect-Timeout-Ms`; None without a limit. Raises RpcError."""
+    """Return the timeout of `Connect-Timeout-Ms`, or None without one. Raises RpcError."""
     text = request.headers.get("Connect-Timeout-Ms", "")
     if not text:
         return None

@@ -1,4 +1,4 @@
-"""The control plane's routes for a sandbox's life: made, listed, kept, paused, ended. Both generations of the API."""
+"""Routes of the control plane for the life of sandboxes, in both generations of the API."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 _TIMEOUT_S: Final = {"/sandboxes": 15, "/v2/sandboxes": 300}
-"""Where a create names none, by route, as the specs of the two generations say."""
+"""Default timeout of a create, by route, from the specifications of the two generations."""
 _RESUME_TIMEOUT_S: Final = 15
 _CONNECT_TIMEOUT_S: Final = 300
 
 
 class ControlPlane:
-    """Handlers of these routes."""
+    """Handlers of the routes."""
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         self._sandboxes = sandboxes
@@ -63,9 +63,9 @@ class ControlPlane:
     async def _create(self, request: web.Request, owner: Owner) -> web.Response:
         order = await read_body(request, NewSandbox)
         key = idempotency_key(request)
-        for what, asked in (("volumeMounts", order.volume_mounts), ("mcp", order.mcp), ("iam", order.iam)):
-            if asked:
-                raise unsupported(what)
+        for name, value in (("volumeMounts", order.volume_mounts), ("mcp", order.mcp), ("iam", order.iam)):
+            if value:
+                raise unsupported(name)
         row = await self._sandboxes.create(owner, order, key, _TIMEOUT_S[request.path])
         return web.json_response(created(row), status=201)
 
@@ -123,5 +123,5 @@ class ControlPlane:
         return web.json_response(created(live.row), status=201)
 
     async def _finish(self, change: Coroutine[Any, Any, R]) -> R:
-        """A change that was begun ends, although the client may leave."""
+        """Complete a change that was started, even if the client disconnects."""
         return await asyncio.shield(self._sandboxes.tasks.share(change))

@@ -1,11 +1,11 @@
-"""envd's side of the base URL: which sandbox a request means, whether its token opens it, and as which user it acts.
+"""Common part of envd's handlers: the sandbox of a request, its access token and its user.
 
 Invariants:
-- The sandbox is named by `E2b-Sandbox-Id` or by the host name `<port>-<id>.<domain>`; one that is dead or paused is
-  answered with 502 and `was not found`, by which the SDKs know it.
-- Nothing but `/health` is served without the sandbox's own access token, compared in constant time; `/files` takes a
+- The sandbox is named by `E2b-Sandbox-Id` or by the host name `<port>-<id>.<domain>`. A dead or paused one gives 502
+  and `was not found`, which the SDKs recognise.
+- Every route except `/health` requires the sandbox's access token, compared in constant time; `/files` accepts a
   signature made with it instead.
-- A call ends within its `Connect-Timeout-Ms`; an error after a stream began travels in its end frame.
+- A call ends within its `Connect-Timeout-Ms`; an error after the start of a stream is sent in its end frame.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Streaming = Callable[["Call", ResponseStream], Awaitable[None]]
 
 _KEEPALIVE_S: Final = 90.0
-"""Between two signs of life on a quiet stream, where the client names no `Keepalive-Ping-Interval`."""
+"""Interval of keep-alive messages on an idle stream, unless the client sends `Keepalive-Ping-Interval`."""
 _UNARY_TIMEOUT_S: Final = 300.0
 
 
@@ -49,28 +49,28 @@ class Call:
     keepalive_s: float
 
     async def account(self) -> Account:
-        """Raises RpcError (no such user), SandboxError."""
+        """Return the account of the call's user. Raises RpcError (unknown user), SandboxError."""
         return await self.live.accounts.find(self.user)
 
 
 class Envd:
-    """Makes aiohttp handlers of methods."""
+    """Converts methods of envd's services to aiohttp handlers."""
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         self._sandboxes = sandboxes
 
     def find(self, request: web.Request) -> LiveSandbox:
-        """Raises ApiError 400 (none named), 502 (dead)."""
+        """Find the sandbox of a request. Raises ApiError 400 (none is named), 502 (it is dead)."""
         name = request.headers.get("E2b-Sandbox-Id", "")
         if not name:
             _, dash, rest = request.host.partition("-")
             name = rest.partition(".")[0] if dash else ""
         if not name:
-            raise ApiError(400, "which sandbox? Send the header E2b-Sandbox-Id")
+            raise ApiError(400, "no sandbox is named: send the header E2b-Sandbox-Id")
         return self._sandboxes.running_one(name)
 
     def open(self, request: web.Request) -> LiveSandbox:
-        """The sandbox whose token the request carries. Raises ApiError 401 and those of `find`."""
+        """Find the sandbox of a request and check its token. Raises ApiError 401 and those of `find`."""
         live = self.find(request)
         token = request.headers.get("X-Access-Token", "")
         if not compare_digest(token.encode(errors="surrogateescape"), live.row.access_token.encode()):
@@ -78,23 +78,32 @@ class Envd:
         return live
 
     def gone(self, live: LiveSandbox) -> ApiError:
-        """The provider says it is dead."""
+        """Forget a sandbox that the provider reports as dead, and return the error for the client."""
         self._sandboxes.forget(live)
         return not_running(live.row.id)
 
     def _call(self, request: web.Request) -> Call:
         live = self.open(request)
         interval = request.headers.get("Keepalive-Ping-Interval", "")
+        scheme, _, value = request.headers.get("Authorization", "").partition(" ")
+        user = ""
+        if scheme.lower() == "basic":
+            try:
+                user = base64.b64decode(value, validate=True).decode().partition(":")[0]
+            except ValueError as error:
+                raise RpcError(Code.UNAUTHENTICATED, "Authorization: not Basic base64(user:)") from error
         keepalive_s = float(interval) if interval.isascii() and interval.isdigit() and len(interval) < 6 else 0.0
         return Call(
             request=request,
             live=live,
-            user=_user(request),
+            user=user,
             timeout_s=deadline_s(request),
             keepalive_s=keepalive_s or _KEEPALIVE_S,
         )
 
     def unary(self, method: Unary) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Return the handler of a unary method."""
+
         async def handler(request: web.Request) -> web.StreamResponse:
             try:
                 call = self._call(request)
@@ -102,14 +111,14 @@ class Envd:
                 async with asyncio.timeout(call.timeout_s or _UNARY_TIMEOUT_S):
                     return web.json_response(await self._answer(call, method(call, message)))
             except TimeoutError:
-                return RpcError(Code.DEADLINE_EXCEEDED, "Connect-Timeout-Ms is over").response()
+                return RpcError(Code.DEADLINE_EXCEEDED, "Connect-Timeout-Ms has passed").response()
             except (RpcError, ApiError) as error:
                 return error.response()
 
         return handler
 
     def streaming(self, method: Streaming) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """For methods with a stream on either side; `method` opens the response's."""
+        """Return the handler of a method with a stream on either side; `method` opens the response stream."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
             try:
@@ -121,7 +130,7 @@ class Envd:
             try:
                 await self._answer(call, method(call, stream))
             except TimeoutError:
-                return await stream.end(RpcError(Code.DEADLINE_EXCEEDED, "Connect-Timeout-Ms is over"))
+                return await stream.end(RpcError(Code.DEADLINE_EXCEEDED, "Connect-Timeout-Ms has passed"))
             except RpcError as error:
                 return await stream.end(error)
             except ApiError as error:
@@ -139,7 +148,7 @@ class Envd:
             raise rpc_error(error, call.live.row.id) from error
 
     async def health(self, request: web.Request) -> web.Response:
-        """204 while the provider has it running."""
+        """Respond with 204 while the sandbox is running."""
         try:
             live = self.find(request)
             ref = live.row.ref
@@ -151,14 +160,3 @@ class Envd:
         except SandboxError as error:
             return ApiError(503, error.message).response()
         return web.Response(status=204)
-
-
-def _user(request: web.Request) -> str:
-    """The name in `Authorization: Basic base64(name:)`, "" without one. Raises RpcError."""
-    scheme, _, value = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "basic":
-        return ""
-    try:
-        return base64.b64decode(value, validate=True).decode().partition(":")[0]
-    except ValueError as error:
-        raise RpcError(Code.UNAUTHENTICATED, "Authorization: not Basic base64(user:)") from error

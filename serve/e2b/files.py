@@ -1,9 +1,9 @@
-"""GET and POST `/files` of envd: contents streamed to and from a process inside the sandbox.
+"""Routes GET and POST `/files` of envd, which stream contents to and from a process in the sandbox.
 
 Invariants:
-- A content is never held here: a slow client slows its own transfer, through the process's pipe.
-- The file is opened by the user's own process inside; only regular files are read.
-- A download has the length it promised or its connection is cut; an upload is answered once its writer has ended well.
+- Contents are never stored here: a slow client slows only its own transfer, through the process's pipe.
+- The file is opened by a process of the user inside; only regular files are read.
+- A download has the announced length or its connection is cut; an upload is confirmed after its writer has succeeded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 import posixpath
 import re
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _CHUNK_BYTES: Final = 1 << 16
 _FILE_NAME: Final = re.compile(r';\s*filename="((?:[^"\\]|\\.)*)"')
 _ESCAPED: Final = re.compile(r"\\(.)")
-_MAX_WORDS_BYTES: Final = 4096
+_MAX_MESSAGE_BYTES: Final = 4096
 _MAX_SIZE_DIGITS: Final = 19
 _TRANSFER_TIMEOUT_S: Final = 3600.0
 _MISSING, _REFUSED = 41, 40
@@ -66,7 +66,7 @@ _STATUS_OF_CODE: Final = {
 
 
 class Files:
-    """Handlers of this route."""
+    """Handlers of the route."""
 
     def __init__(self, sandboxes: Sandboxes, envd: Envd) -> None:
         self._sandboxes = sandboxes
@@ -80,7 +80,10 @@ class Files:
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
             try:
-                live = self._open(request, operation)
+                if "X-Access-Token" in request.headers:
+                    live = self._envd.open(request)
+                else:
+                    live = find_signed(self._sandboxes.running(), request.query, operation)
                 try:
                     return await transfer(request, live)
                 except SandboxGone as error:
@@ -94,32 +97,27 @@ class Files:
 
         return handler
 
-    def _open(self, request: web.Request, operation: str) -> LiveSandbox:
-        if "X-Access-Token" in request.headers:
-            return self._envd.open(request)
-        return find_signed(self._sandboxes.running(), request.query, operation)
-
 
 class _Transfer:
-    """A process that moves one file; what it says on standard error explains its status."""
+    """A process that reads or writes one file, and its message on standard error."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._words = b""
+        self._message = b""
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         async for piece in self._process.output():
             if piece.stream is Stream.STDERR:
-                self._words = (self._words + piece.data)[:_MAX_WORDS_BYTES]
+                self._message = (self._message + piece.data)[:_MAX_MESSAGE_BYTES]
             else:
                 yield piece.data
 
     async def check(self) -> None:
-        """Wait for its end. Raises ApiError when it was not a good one, SandboxError."""
+        """Wait for the end of the process. Raises ApiError if it failed, SandboxError."""
         code = await self._process.wait()
         if code == 0:
             return
-        text = self._words.decode(errors="replace").strip() or f"exit code {code}"
+        text = self._message.decode(errors="replace").strip() or f"exit code {code}"
         if code in (_MISSING, _REFUSED):
             raise ApiError(404 if code == _MISSING else 400, text)
         raise ApiError(_STATUS_OF_CODE.get(code_of(text), 500), text)
@@ -156,7 +154,11 @@ async def _send(request: web.Request, process: Process) -> web.StreamResponse:
         else:
             await transfer.check()
             raise ApiError(500, "the file could not be read")
-        size, first = _parse_head(head)
+        # The size that the reader announces, and the first bytes. Programs of the image may print anything.
+        digits, nul, first = head.partition(b"\0")
+        if not nul or not digits.isdigit() or len(digits) > _MAX_SIZE_DIGITS:
+            raise ApiError(500, "the programs of this image do not report the file's size")
+        size = int(digits)
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream", "Vary": "Accept-Encoding"})
         response.content_length = size
         await response.prepare(request)
@@ -168,20 +170,11 @@ async def _send(request: web.Request, process: Process) -> web.StreamResponse:
                 break
             await response.write(chunk)
     if sent != size and request.transport is not None:
-        # The file shrank meanwhile, or its reader lies: a cut connection cannot be taken for the whole file.
+        # The file shrank meanwhile, or its reader is manipulated: cut the connection, so that the client notices.
         request.transport.abort()
         await process.signal(_SIGKILL)
     await response.write_eof()
     return response
-
-
-def _parse_head(head: bytes) -> tuple[int, bytes]:
-    """The size that the reader promises, and what it read already. Raises ApiError 500: programs of the image may
-    print anything."""
-    size, nul, first = head.partition(b"\0")
-    if not nul or not size.isdigit() or len(size) > _MAX_SIZE_DIGITS:
-        raise ApiError(500, "the programs of this image do not tell the file's size")
-    return int(size), first
 
 
 async def _upload(request: web.Request, live: LiveSandbox) -> web.StreamResponse:
@@ -199,11 +192,7 @@ async def _upload(request: web.Request, live: LiveSandbox) -> web.StreamResponse
     else:
         message = f"unsupported content type {request.content_type!r}: multipart/form-data or application/octet-stream"
         raise ApiError(400, message)
-    return web.json_response([_written(path) for path in written])
-
-
-def _written(path: str) -> dict[str, Any]:
-    return {"name": posixpath.basename(path), "type": "file", "path": path}
+    return web.json_response([{"name": posixpath.basename(path), "type": "file", "path": path} for path in written])
 
 
 async def _write_parts(request: web.Request, live: LiveSandbox, account: Account) -> list[str]:
@@ -211,9 +200,13 @@ async def _write_parts(request: web.Request, live: LiveSandbox, account: Account
     async for part in _parts(request):
         if not isinstance(part, BodyPartReader) or part.name != "file":
             continue
-        name = request.query.get("path") or _file_name(part)
+        name = request.query.get("path", "")
         if not name:
-            raise ApiError(400, "a part names no file, and the query no path")
+            # aiohttp's own parser removes the first slash of the name, which is a path here.
+            quoted = _FILE_NAME.search(part.headers.get("Content-Disposition", ""))
+            name = _ESCAPED.sub(r"\1", quoted[1]) if quoted else part.filename or ""
+        if not name:
+            raise ApiError(400, "a part has no filename, and the query has no path")
         path = account.resolve(name)
         if path in written:
             raise ApiError(400, f"you cannot upload multiple files to the same path {path!r} in one upload request")
@@ -223,19 +216,13 @@ async def _write_parts(request: web.Request, live: LiveSandbox, account: Account
 
 
 async def _parts(request: web.Request) -> AsyncIterator[object]:
-    """Raises ApiError 400 for what is no multipart body."""
+    """Yield the parts of a multipart body. Raises ApiError 400 for a malformed one."""
     try:
         parts = await request.multipart()
         while (part := await parts.next()) is not None:
             yield part
     except (ValueError, HttpProcessingError) as error:
         raise ApiError(400, f"malformed multipart body: {error}") from error
-
-
-def _file_name(part: BodyPartReader) -> str:
-    """The name as it was sent: aiohttp's own takes the first slash away, and it is a path here."""
-    quoted = _FILE_NAME.search(part.headers.get("Content-Disposition", ""))
-    return _ESCAPED.sub(r"\1", quoted[1]) if quoted else part.filename or ""
 
 
 async def _part_chunks(part: BodyPartReader) -> AsyncIterator[bytes]:
@@ -247,7 +234,7 @@ async def _write(live: LiveSandbox, account: Account, path: str, content: AsyncI
     process = await _start(live, account, _WRITE, path, stdin=True)
     transfer = _Transfer(process)
     try:
-        # A writer that ended early says why by its status.
+        # If the writer has ended early, its exit code says why.
         with suppress(SandboxFileError):
             async for chunk in content:
                 await process.write_stdin(chunk)

@@ -1,7 +1,7 @@
-"""`filesystem.Filesystem` of envd without its watchers: each call is one small script inside the sandbox.
+"""The service `filesystem.Filesystem` of envd, except for its watchers: each call runs a small script in the sandbox.
 
-Invariants: paths reach the script quoted, as its positional parameters, and are resolved by the user's own process
-inside, never on the host. Needs bash, coreutils and findutils in the image.
+Invariants: paths are passed to the script quoted, as positional parameters, and are resolved by a process of the user
+inside, never on the host. The image needs bash, coreutils and findutils.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _REMOVE: Final = 'rm -rf -- "$1"'
 
 
 class FilesystemService:
-    """Handlers of this service."""
+    """Handlers of the service."""
 
     def routes(self, envd: Envd) -> list[web.RouteDef]:
         methods = {"Stat": _stat, "ListDir": _list, "MakeDir": _make, "Move": _move, "Remove": _remove}
@@ -56,14 +56,14 @@ async def _stat(call: Call, message: Message) -> Message:
 
 
 async def stat(call: Call, path: str) -> dict[str, Any]:
-    """One entry by its absolute path. Raises RpcError, SandboxError."""
+    """Return one entry by its absolute path. Raises RpcError, SandboxError."""
     return _one(await run(call, _STAT, path))
 
 
 async def _list(call: Call, message: Message) -> Message:
     depth = message.get("depth", 0)
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 0:
-        raise RpcError(Code.INVALID_ARGUMENT, "depth: a whole number from 0")
+        raise RpcError(Code.INVALID_ARGUMENT, "depth: must be a whole number of at least 0")
     path = await path_of(call, message)
     output = await run(call, _LIST, path, str(min(max(1, depth), _MAX_DEPTH)))
     return {"entries": _shown(output)}
@@ -85,23 +85,24 @@ async def _remove(call: Call, message: Message) -> Message:
 
 
 def _shown(output: bytes) -> list[dict[str, Any]]:
-    """Raises RpcError: an agent may have put another `find` in its place."""
+    """Convert the output of `find`. Raises RpcError for other output, because an agent may have replaced `find`."""
     try:
         return [entry.to_json() for entry in parse_entries(output)]
     except ValueError as error:
-        raise RpcError(Code.INTERNAL, "what the sandbox tells of its files makes no sense") from error
+        text = "unexpected file metadata from the sandbox: `find` in its image may have been replaced"
+        raise RpcError(Code.INTERNAL, text) from error
 
 
 def _one(output: bytes) -> dict[str, Any]:
-    """The only entry. Raises RpcError, as `_shown`."""
+    """Return the only entry of the output. Raises RpcError."""
     entries = _shown(output)
     if len(entries) != 1:
-        raise RpcError(Code.INTERNAL, "what the sandbox tells of this file makes no sense")
+        raise RpcError(Code.INTERNAL, f"unexpected file metadata from the sandbox: {len(entries)} entries for one file")
     return entries[0]
 
 
 async def path_of(call: Call, message: Message, name: str = "path") -> str:
-    """The absolute path of a field. Raises RpcError."""
+    """Return the absolute path of a field. Raises RpcError."""
     value = message.get(name, "")
     if not isinstance(value, str):
         raise RpcError(Code.INVALID_ARGUMENT, f"{name}: not a string")
@@ -109,7 +110,7 @@ async def path_of(call: Call, message: Message, name: str = "path") -> str:
 
 
 async def run(call: Call, script: str, *arguments: str) -> bytes:
-    """What the script prints. Raises RpcError (its status and its words), SandboxError."""
+    """Return the output of a script. Raises RpcError (from its exit code and message), SandboxError."""
     command = f"set -- {shlex.join(arguments)}\n{_HEAD}{script}"
     account = await call.account()
     result = await call.live.handle.exec(
@@ -119,12 +120,13 @@ async def run(call: Call, script: str, *arguments: str) -> bytes:
         text = result.stderr.decode(errors="replace").strip()
         raise RpcError(_CODES.get(result.exit_code) or code_of(text), text or f"exit code {result.exit_code}")
     if result.truncated:
-        raise RpcError(Code.RESOURCE_EXHAUSTED, f"the answer has more than {_MAX_LISTING_BYTES} bytes: ask for less")
+        text = f"the listing is larger than {_MAX_LISTING_BYTES} bytes: list a smaller folder or depth"
+        raise RpcError(Code.RESOURCE_EXHAUSTED, text)
     return result.stdout
 
 
 def code_of(text: str) -> Code:
-    """The code for what a coreutils program said in the C locale."""
+    """Return the code for a message of a coreutils program in the C locale."""
     for words, code in (
         ("Permission denied", Code.PERMISSION_DENIED),
         ("Operation not permitted", Code.PERMISSION_DENIED),

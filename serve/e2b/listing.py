@@ -1,4 +1,4 @@
-"""Pages of sandboxes: filters, order and tokens of the list routes. Pure."""
+"""Filters, order and page tokens of the routes that list sandboxes. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN: Final = frozenset({State.RUNNING, State.PAUSED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """What a client wants to see. `after` is the (started_at, id) of the last row of the page before."""
+    """Parameters of a list request. `after` is the (started_at, id) of the last row of the previous page."""
 
     metadata: Mapping[str, str] = field(default_factory=dict)
     states: frozenset[State] = SHOWN
@@ -35,53 +35,36 @@ class Query:
 
 
 def parse_query(parameters: Mapping[str, str]) -> Query:
-    """Raises ApiError 400."""
+    """Parse the parameters of a list request. Raises ApiError 400."""
     order = parameters.get("order", "desc")
     if order not in ("asc", "desc"):
         raise ApiError(400, f"order: {order[:20]!r} is neither asc nor desc")
+    try:
+        metadata = parameters.get("metadata", "")
+        pairs = parse_qsl(metadata, keep_blank_values=True, strict_parsing=bool(metadata))
+    except ValueError as error:
+        raise ApiError(400, f"metadata: {error}") from error
+    states = [name for name in parameters.get("state", "").split(",") if name]
+    if wrong := [name for name in states if name not in {state.value for state in SHOWN}]:
+        raise ApiError(400, f"state: {wrong[0][:20]!r} is neither running nor paused")
+    started_after = parameters.get("startedAfter", "")
+    try:
+        started_after_s = datetime.fromisoformat(started_after).timestamp() if started_after else 0.0
+    except ValueError as error:
+        raise ApiError(400, f"startedAfter: {started_after[:40]!r} is not a time") from error
+    limit = parameters.get("limit", "") or str(MAX_LIMIT)
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= MAX_LIMIT:
+        raise ApiError(400, f"limit: {limit[:20]!r} is not a number from 1 to {MAX_LIMIT}")
     return Query(
-        metadata=_metadata(parameters.get("metadata", "")),
-        states=_states(parameters.get("state", "")),
+        # The SDKs quote names and values once more.
+        metadata={unquote(key): unquote(value) for key, value in pairs},
+        states=frozenset(State(name) for name in states) or SHOWN,
         template=parameters.get("template", ""),
-        started_after=_time(parameters.get("startedAfter", "")),
-        limit=_limit(parameters.get("limit", "")),
+        started_after=started_after_s,
+        limit=int(limit),
         ascending=order == "asc",
         after=_token(parameters.get("nextToken", "")),
     )
-
-
-def _metadata(text: str) -> dict[str, str]:
-    """`key=value&...`, names and values quoted once more by the SDKs."""
-    try:
-        pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text))
-    except ValueError as error:
-        raise ApiError(400, f"metadata: {error}") from error
-    return {unquote(key): unquote(value) for key, value in pairs}
-
-
-def _states(text: str) -> frozenset[State]:
-    names = [name for name in text.split(",") if name]
-    wrong = [name for name in names if name not in {state.value for state in SHOWN}]
-    if wrong:
-        raise ApiError(400, f"state: {wrong[0][:20]!r} is neither running nor paused")
-    return frozenset(State(name) for name in names) or SHOWN
-
-
-def _limit(text: str) -> int:
-    if not text:
-        return MAX_LIMIT
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LIMIT:
-        raise ApiError(400, f"limit: {text[:20]!r} is not a number from 1 to {MAX_LIMIT}")
-    return int(text)
-
-
-def _time(text: str) -> float:
-    if not text:
-        return 0.0
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError as error:
-        raise ApiError(400, f"startedAfter: {text[:40]!r} is not a time") from error
 
 
 def _token(text: str) -> tuple[float, str] | None:
@@ -95,7 +78,7 @@ def _token(text: str) -> tuple[float, str] | None:
 
 
 def page(rows: Iterable[Row], query: Query) -> tuple[list[Row], str]:
-    """The rows of this page and the token of the next, "" at the end."""
+    """Return the rows of a page and the token of the next one, which is "" for the last page."""
 
     def wanted(row: Row) -> bool:
         return (

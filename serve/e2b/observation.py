@@ -1,6 +1,6 @@
-"""The control plane's other routes: metrics, logs, snapshots, network, and what this server does not have.
+"""Routes of the control plane for metrics, logs, snapshots and the network, and for unsupported features.
 
-Invariants: numbers come from the provider or are left out; what is unsupported says so by its name.
+Invariants: numbers come from the provider or are omitted; an unsupported request gives an error that names it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _FAMILIES: Final = ("templates", "volumes", "volumecontent", "secrets", "teams",
 
 @runtime_checkable
 class DropsImages(Protocol):
-    """A provider whose snapshots can be forgotten."""
+    """A provider whose snapshots can be deleted."""
 
     async def drop_image(self, image: ImageRef) -> bool: ...
 
 
 class Observation:
-    """Handlers of these routes."""
+    """Handlers of the routes."""
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         self._sandboxes = sandboxes
@@ -72,7 +72,7 @@ class Observation:
     async def _metrics_of_many(self, request: web.Request, owner: Owner) -> web.Response:
         names = [name for name in request.query.get("sandbox_ids", "").split(",") if name]
         if not names or len(names) > _MAX_METRICS:
-            raise ApiError(400, f"sandbox_ids: name 1 to {_MAX_METRICS} sandboxes")
+            raise ApiError(400, f"sandbox_ids: must name 1 to {_MAX_METRICS} sandboxes")
         found = {}
         for name in names if self._has(Feature.USAGE) else ():
             try:
@@ -88,7 +88,7 @@ class Observation:
         try:
             since_s = int(request.query.get("start", "0")) / 1000
         except ValueError as error:
-            raise ApiError(400, "start: write milliseconds since 1970") from error
+            raise ApiError(400, "start: must be Unix time in milliseconds") from error
         events = [event for event in live.events if event.at >= since_s]
         entries = [event.to_json() for event in events]
         if request.path.startswith("/v2"):
@@ -99,7 +99,7 @@ class Observation:
         body = await read_body(request, Network)
         if body.allow_out or body.allow_internet_access:
             raise unsupported("network access of a sandbox")
-        # No sandbox has a network, so whatever is denied is denied already.
+        # No sandbox has a network, so every denied destination is denied already.
         return web.Response(status=204)
 
     async def _fork(self, request: web.Request, live: LiveSandbox) -> web.Response:
@@ -109,7 +109,7 @@ class Observation:
         body = await read_body(request, NewSnapshot)
         if not self._has(Feature.SNAPSHOT):
             raise unsupported("a snapshot")
-        taken = await asyncio.shield(self._sandboxes.tasks.share(take(self._sandboxes, live, body.name or "")))
+        taken = await asyncio.shield(self._sandboxes.tasks.share(take_snapshot(self._sandboxes, live, body.name or "")))
         return web.json_response(_shown(taken), status=201)
 
     async def _snapshots(self, request: web.Request, owner: Owner) -> web.Response:
@@ -124,7 +124,7 @@ class Observation:
             raise not_found(name)
         self._sandboxes.table.drop_snapshot(name)
         if isinstance(self._sandboxes.backend, DropsImages):
-            # An image that sandboxes use stays with them.
+            # An image that sandboxes use is deleted when they end.
             await self._sandboxes.backend.drop_image(ImageRef(found.image))
         return web.Response(status=204)
 
@@ -138,7 +138,7 @@ def _shown(snapshot: Snapshot) -> dict[str, Any]:
 
 
 async def sample(live: LiveSandbox) -> dict[str, Any]:
-    """What it takes now; the processor's share is measured since the sample before. Raises SandboxGone."""
+    """Return the current usage; the processor's share is an average since the previous sample. Raises SandboxGone."""
     usage = await live.handle.usage()
     now = time.time()
     before = live.cpu or CpuSample(at=live.row.started_at, cpu_s=0.0)
@@ -157,15 +157,15 @@ async def sample(live: LiveSandbox) -> dict[str, Any]:
     }
 
 
-async def take(sandboxes: Sandboxes, live: LiveSandbox, name: str) -> Snapshot:
-    """Make an image of the files. The sandbox goes on from that image, without processes: so one with running commands
-    is refused. Raises ApiError 409, SandboxError."""
+async def take_snapshot(sandboxes: Sandboxes, live: LiveSandbox, name: str) -> Snapshot:
+    """Make an image of the files. The sandbox is restarted from that image, without its processes, so one with running
+    commands is refused. Raises ApiError 409, SandboxError."""
     async with live.changing:
         row = live.row
         if row.state is not State.RUNNING:
             raise ApiError(409, f"sandbox {row.id!r} is paused: resume it first")
         if running := live.processes.running():
-            raise ApiError(409, f"{len(running)} commands run: a snapshot keeps files only, end them first")
+            raise ApiError(409, f"{len(running)} commands are running, which a snapshot would end: end them first")
         image = await live.handle.snapshot()
         snapshot = Snapshot(
             id=f"s{secrets.token_hex(10)}",
@@ -176,17 +176,13 @@ async def take(sandboxes: Sandboxes, live: LiveSandbox, name: str) -> Snapshot:
             created_at=time.time(),
         )
         sandboxes.table.put_snapshot(snapshot)
-        await _continue_from(sandboxes, live, image)
+        rest_s = max(1.0, row.end_at - time.time())
+        row = replace(row, image=image, boot_key=f"{row.id}-{secrets.token_hex(4)}", timeout_s=rest_s)
+        try:
+            ref = await sandboxes.backend.create(spec_of(row))
+            live.continue_as(await sandboxes.backend.attach(ref))
+        except SandboxError:
+            sandboxes.forget(live)
+            raise
+        sandboxes.update(live, replace(row, ref=ref))
         return snapshot
-
-
-async def _continue_from(sandboxes: Sandboxes, live: LiveSandbox, image: str) -> None:
-    rest_s = max(1.0, live.row.end_at - time.time())
-    row = replace(live.row, image=image, boot_key=f"{live.row.id}-{secrets.token_hex(4)}", timeout_s=rest_s)
-    try:
-        ref = await sandboxes.backend.create(spec_of(row))
-        live.continue_as(await sandboxes.backend.attach(ref))
-    except SandboxError:
-        sandboxes.forget(live)
-        raise
-    sandboxes.update(live, replace(row, ref=ref))

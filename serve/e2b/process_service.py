@@ -1,7 +1,7 @@
-"""`process.Process` of envd: start commands, follow them, write to them, end them.
+"""The service `process.Process` of envd: start commands, follow their output, write to them, end them.
 
-Invariants: a command ends by itself, by a signal, at the `Connect-Timeout-Ms` of its Start, or with its sandbox, never
-because its client left. A client that reads slowly slows only the command it follows.
+Invariants: a command ends by itself, by a signal, at the `Connect-Timeout-Ms` of its Start, or with its sandbox, but
+not when its client disconnects. A slow client slows only the command whose output it follows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_SIDE: Final = 4096
 
 
 class ProcessService:
-    """Handlers of this service."""
+    """Handlers of the service."""
 
     def __init__(self, tasks: ServerTasks) -> None:
         self._tasks = tasks
@@ -81,8 +81,8 @@ class ProcessService:
             timeout_s=call.timeout_s,
         )
         if process.pid == 0:
-            words = b"".join([piece.data async for piece in process.output()]).decode(errors="replace").strip()
-            raise RpcError(Code.RESOURCE_EXHAUSTED, words or "the sandbox could not start a process")
+            text = b"".join([piece.data async for piece in process.output()]).decode(errors="replace").strip()
+            raise RpcError(Code.RESOURCE_EXHAUSTED, text or "the sandbox could not start a process")
         running = RunningCommand(command, process, call.live.row.id)
         call.live.processes.add(running)
         call.live.note(f"process {running.pid} started: {command.program[:200]} {' '.join(command.arguments)[:200]}")
@@ -149,10 +149,10 @@ class ProcessService:
     async def _send_signal(self, call: Call, message: Message) -> Message:
         name = message.get("signal", 0)
         if not isinstance(name, str | int):
-            raise RpcError(Code.INVALID_ARGUMENT, "signal: a name or a number")
+            raise RpcError(Code.INVALID_ARGUMENT, "signal: must be a name or a number")
         number = _SIGNALS.get(name)
         if number is None:
-            raise RpcError(Code.UNIMPLEMENTED, f"signal {name!r}: only SIGTERM and SIGKILL")
+            raise RpcError(Code.UNIMPLEMENTED, f"signal {name!r}: only SIGTERM and SIGKILL are supported")
         await call.live.processes.find(message.get("process")).signal(number)
         return {}
 
@@ -173,22 +173,22 @@ class ProcessService:
 
 
 def parse_command(message: Message) -> Command:
-    """The command of a StartRequest. Raises RpcError."""
+    """Parse the command of a StartRequest. Raises RpcError."""
     config = _object(message.get("process"))
     program, arguments, env, cwd = (config.get(name) for name in ("cmd", "args", "envs", "cwd"))
     tag = message.get("tag")
     if not isinstance(program, str) or not program:
-        raise RpcError(Code.INVALID_ARGUMENT, "process.cmd: name a program")
+        raise RpcError(Code.INVALID_ARGUMENT, "process.cmd: must be the name of a program")
     if not isinstance(arguments or [], list) or not _all_texts(arguments or []):
-        raise RpcError(Code.INVALID_ARGUMENT, "process.args: a list of strings")
+        raise RpcError(Code.INVALID_ARGUMENT, "process.args: must be a list of strings without NUL bytes")
     if not isinstance(env or {}, dict) or not _all_texts([*(env or {}), *(env or {}).values()]):
-        raise RpcError(Code.INVALID_ARGUMENT, "process.envs: strings by name")
+        raise RpcError(Code.INVALID_ARGUMENT, "process.envs: must be an object with strings without NUL bytes")
     try:
         check_environment(env or {})
     except ValueError as error:
         raise RpcError(Code.INVALID_ARGUMENT, f"process.envs: {error}") from error
     if not isinstance(cwd, str | None) or not isinstance(tag, str | None):
-        raise RpcError(Code.INVALID_ARGUMENT, "process.cwd and tag: strings")
+        raise RpcError(Code.INVALID_ARGUMENT, "process.cwd and tag: must be strings")
     return Command(
         program=program,
         arguments=tuple(arguments or ()),
@@ -213,7 +213,7 @@ def _size(pty: object) -> TerminalSize:
     size = _object(_object(pty).get("size"))
     rows, columns = size.get("rows", 24), size.get("cols", 80)
     if not all(isinstance(side, int) and 1 <= side <= _MAX_SIDE for side in (rows, columns)):
-        raise RpcError(Code.INVALID_ARGUMENT, f"pty.size: rows and cols from 1 to {_MAX_SIDE}")
+        raise RpcError(Code.INVALID_ARGUMENT, f"pty.size: rows and cols must be from 1 to {_MAX_SIDE}")
     return TerminalSize(rows=rows, columns=columns)
 
 

@@ -1,9 +1,9 @@
-"""The server: one aiohttp application of control plane and envd, over any provider, from its start to its end.
+"""E2B server: one aiohttp application with control plane and envd, over any provider.
 
 Invariants:
 - Without keys it binds to loopback only.
-- It serves only after what an earlier server left was looked through.
-- It stops in order: no new connections, streams ended, tasks ended; its sandboxes stay or are killed, as asked.
+- It serves requests only after the sandboxes of an earlier server were recovered.
+- A shutdown first refuses new connections, then ends streams, tasks and, unless they are to be kept, sandboxes.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from headrace.serve.e2b_sandboxes.lifecycle import Backend
+    from headrace.serve.e2b_sandboxes.live_sandbox import LiveSandbox
 
 _SHUTDOWN_S: Final = 1.0
-"""How long streams may go on once the server was told to end."""
+"""Time for streams to end at shutdown."""
 _BACKLOG: Final = 1024
 
 logger = logging.getLogger(__name__)
@@ -51,30 +52,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Where and for whom to serve. Port 0 is any free one."""
+    """Address, keys and state of a server. Port 0 selects any free port."""
 
     host: str = "127.0.0.1"
     port: int = 0
     keys: ApiKeys = field(default_factory=lambda: ApiKeys(None))
     images: ImageMap = field(default_factory=ImageMap)
     state_folder: Path | None = None
-    """Where the table is kept; in memory when None."""
+    """Folder of the table; None for a table in memory."""
     keep_sandboxes: bool = False
-    """Leave the sandboxes alive at the end, for the next server of this folder."""
+    """Keep the sandboxes alive at shutdown, for the next server of this folder."""
     serve_e2b: bool = True
-    """False: only the parts that are given beside it."""
+    """Serve E2B's API; if false, only the additional parts are served."""
 
 
 class ServerPart(Protocol):
     """Another API on the same port."""
 
     def open(self, stack: AsyncExitStack, tasks: ServerTasks) -> Iterable[web.RouteDef]:
-        """Its routes. What it pushes to `stack` ends after the tasks. Raises SpecRefused, SandboxError."""
+        """Return its routes. Resources on `stack` are closed after the tasks. Raises SpecRefused, SandboxError."""
         ...
 
 
 class E2bServer:
-    """An async context manager: serves from entering it to leaving it."""
+    """An async context manager that serves while it is entered."""
 
     def __init__(
         self, backend: Backend, settings: ServerSettings | None = None, parts: Sequence[ServerPart] = ()
@@ -92,28 +93,33 @@ class E2bServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     async def __aenter__(self) -> Self:
-        """Raises SpecRefused (address, files), SandboxError."""
-        _check_address(self._settings)
+        """Start serving. Raises SpecRefused (address, files), SandboxError."""
+        host = self._settings.host
+        try:
+            loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        except ValueError as error:
+            raise SpecRefused(f"--host {host}: must be an IP address or localhost") from error
+        if self._settings.keys.open_to_anyone and not loopback:
+            raise SpecRefused(f"--host {host} is not loopback: set a key file with --keys")
         async with AsyncExitStack() as stack:
             tasks = ServerTasks()
             routes = [route for part in self._parts for route in part.open(stack, tasks)]
-            application = await self._open_e2b(stack, tasks) if self._settings.serve_e2b else _bare_application()
-            if not self._settings.serve_e2b:
+            if self._settings.serve_e2b:
+                table = SandboxTable(self._settings.state_folder)
+                stack.callback(table.close)
                 await stack.enter_async_context(tasks)
+                sandboxes = Sandboxes(self._backend, table, self._settings.images, tasks)
+                await recover(sandboxes)
+                stack.push_async_callback(self._end_sandboxes, sandboxes)
+                tasks.start(sandboxes.run())
+                application = make_application(sandboxes, self._settings.keys)
+            else:
+                await stack.enter_async_context(tasks)
+                application = _bare_application()
             application.add_routes(routes)
             await self._listen(application, stack)
             self._stack = stack.pop_all()
         return self
-
-    async def _open_e2b(self, stack: AsyncExitStack, tasks: ServerTasks) -> web.Application:
-        table = SandboxTable(self._settings.state_folder)
-        stack.callback(table.close)
-        await stack.enter_async_context(tasks)
-        sandboxes = Sandboxes(self._backend, table, self._settings.images, tasks)
-        await recover(sandboxes)
-        stack.push_async_callback(self._end_sandboxes, sandboxes)
-        tasks.start(sandboxes.run())
-        return make_application(sandboxes, self._settings.keys)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -121,15 +127,19 @@ class E2bServer:
         await self._stack.aclose()
 
     async def _listen(self, application: web.Application, stack: AsyncExitStack) -> None:
-        # A client that leaves cancels its handler: a command it followed is then free of it at once.
+        # A client that disconnects cancels its handler, so that a command no longer waits for this reader.
         runner = web.AppRunner(
             application, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S, handle_signals=False
         )
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
+        family = socket.AF_INET6 if ":" in self._settings.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener = _bind(self._settings.host, self._settings.port)
+            listener.bind((self._settings.host, self._settings.port))
         except OSError as error:
+            listener.close()
             raise SpecRefused(f"cannot listen on {self._settings.host}:{self._settings.port}: {error}") from error
         self._port = listener.getsockname()[1]
         await web.SockSite(runner, listener, backlog=_BACKLOG).start()
@@ -137,36 +147,15 @@ class E2bServer:
     async def _end_sandboxes(self, sandboxes: Sandboxes) -> None:
         if self._settings.keep_sandboxes:
             return
+
+        async def kill(live: LiveSandbox) -> None:
+            # A sandbox that cannot be killed now ends with the provider's lease.
+            with suppress(SandboxError):
+                await sandboxes.kill(live)
+
         async with asyncio.TaskGroup() as group:
-            for live in sandboxes.everything():
-                group.create_task(_kill(sandboxes.kill(live)))
-
-
-async def _kill(killing: Awaitable[None]) -> None:
-    # What cannot be ended now ends with the provider's lease.
-    with suppress(SandboxError):
-        await killing
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _check_address(settings: ServerSettings) -> None:
-    try:
-        loopback = settings.host == "localhost" or ipaddress.ip_address(settings.host).is_loopback
-    except ValueError as error:
-        raise SpecRefused(f"--host {settings.host}: give an IP address or localhost") from error
-    if settings.keys.open_to_anyone and not loopback:
-        raise SpecRefused(f"--host {settings.host} is not loopback: give a file of keys with --keys")
+            for live in sandboxes.all():
+                group.create_task(kill(live))
 
 
 def _bare_application() -> web.Application:
@@ -174,7 +163,7 @@ def _bare_application() -> web.Application:
 
 
 def make_application(sandboxes: Sandboxes, keys: ApiKeys) -> web.Application:
-    """All routes; useful alone to serve from another program."""
+    """Return an application with all routes, also for use in another program."""
     application = _bare_application()
     access, envd = Access(sandboxes, keys), Envd(sandboxes)
     application.add_routes(Observation(sandboxes).routes(access))
@@ -191,13 +180,13 @@ def make_application(sandboxes: Sandboxes, keys: ApiKeys) -> web.Application:
 async def _json_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Unknown routes and methods, and our own defects, are answered like every other error."""
+    """Convert unknown routes and methods, and defects of this server, to error documents."""
     try:
         return await handler(request)
     except web.HTTPException as error:
         return ApiError(error.status, error.reason).response()
     except ConnectionError:
-        # The client is gone.
+        # The client has disconnected.
         raise
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)

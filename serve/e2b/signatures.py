@@ -1,7 +1,7 @@
 """Signed URLs of `/files`, made by the SDKs' `download_url` and `upload_url` (e2b sandbox/signature.py, version 1).
 
-Invariants: a signature opens one path, one direction and one user of the one sandbox whose token made it, until its
-expiration; it is compared in constant time.
+Invariants: until its expiration a signature is valid for one path, one operation and one user of the sandbox whose
+token made it; it is compared in constant time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 
 def signature(path: str, operation: str, user: str, token: str, expiration: str) -> str:
-    """`operation` is `read` or `write`; `user` and `expiration` are "" where the URL has none."""
+    """Return the signature of a URL. `operation` is `read` or `write`; `user` and `expiration` are "" if the URL has
+    none."""
     parts = [path, operation, user, token] + ([expiration] if expiration else [])
     digest = hashlib.sha256(":".join(parts).encode(errors="surrogatepass")).digest()
     return "v1_" + base64.b64encode(digest).rstrip(b"=").decode("ascii")
 
 
 def find_signed(running: Iterable[LiveSandbox], query: Mapping[str, str], operation: str) -> LiveSandbox:
-    """The sandbox whose token signed this URL: it names no other. Raises ApiError 401."""
+    """Find the sandbox by whose token a URL was signed, since the URL does not name it. Raises ApiError 401."""
     given, expiration = query.get("signature", ""), query.get("signature_expiration", "")
     if not given:
         raise ApiError(401, "missing signature query parameter")

@@ -1,4 +1,4 @@
-"""Sandboxes as the control plane shows them (e2b-dev/E2B spec/openapi.yml: Sandbox, ListedSandbox, SandboxDetail)."""
+"""JSON views of sandboxes for clients (e2b-dev/E2B spec/openapi.yml: Sandbox, ListedSandbox, SandboxDetail)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from headrace.serve.e2b_sandboxes.table import Row
 
 ENVD_VERSION: Final = "0.6.4"
-"""What we tell the SDKs: default user, closing of stdin, octet-stream uploads, entries in watch events."""
+"""Version of envd for the SDKs, on which the default user, closing of stdin, octet-stream uploads, and entries in watch
+events depend."""
 _CLIENT_ID: Final = "headrace"
 
 
 def created(row: Row) -> dict[str, Any]:
-    """The answer to create, connect and resume: what opens the sandbox."""
+    """Return the response to create, connect and resume, with the access token."""
     return {
         "templateID": row.template,
         "sandboxID": row.id,
@@ -27,7 +28,7 @@ def created(row: Row) -> dict[str, Any]:
 
 
 def listed(row: Row) -> dict[str, Any]:
-    """A row of a list. The sizes are 0: the provider's own limits apply."""
+    """Return a row of a list. The sizes are 0, because the provider's own limits apply."""
     return {
         "templateID": row.template,
         "sandboxID": row.id,
@@ -44,6 +45,6 @@ def listed(row: Row) -> dict[str, Any]:
 
 
 def detail(row: Row) -> dict[str, Any]:
-    """One sandbox, with its lifecycle and the token of its envd."""
+    """Return one sandbox with its lifecycle and access token."""
     lifecycle = {"autoResume": False, "onTimeout": "pause" if row.pause_at_end else "kill"}
     return {**listed(row), "envdAccessToken": row.access_token, "domain": None, "lifecycle": lifecycle}

@@ -1,4 +1,4 @@
-"""The watching methods of `filesystem.Filesystem`: WatchDir, and watchers that are asked for their events."""
+"""The methods of `filesystem.Filesystem` that watch folders: WatchDir, and watchers whose events are polled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiohttp import web
 from headrace.serve.e2b.connect_protocol import read_single
 from headrace.serve.e2b.filesystem_service import path_of, run
 from headrace.serve.e2b_sandboxes.errors import Code, RpcError
-from headrace.serve.e2b_sandboxes.watchers import Watcher, look_at
+from headrace.serve.e2b_sandboxes.watchers import Watcher, start_scans
 
 if TYPE_CHECKING:
     from headrace.sandboxes.remote.tasks import ServerTasks
@@ -25,7 +25,7 @@ _IS_FOLDER: Final = """[ -e "$1" ] || fail 41 "path not found: $1"
 
 
 class WatchService:
-    """Handlers of these methods."""
+    """Handlers of the methods."""
 
     def __init__(self, tasks: ServerTasks) -> None:
         self._tasks = tasks
@@ -40,14 +40,14 @@ class WatchService:
         ]
 
     async def _begin(self, call: Call, message: Message) -> tuple[Watcher, asyncio.Task[None]]:
-        """A watcher that has taken its first look, and its task. Raises RpcError, SandboxError."""
-        # One that has ended keeps its events until it is removed.
+        """Start a watcher and wait for its first scan. Returns it with its task. Raises RpcError, SandboxError."""
+        # A watcher that has ended has its events until it is removed.
         if max(len(call.live.watching), len(call.live.watchers)) >= _MAX_WATCHES:
-            raise RpcError(Code.RESOURCE_EXHAUSTED, f"a sandbox has at most {_MAX_WATCHES} watches at once")
+            raise RpcError(Code.RESOURCE_EXHAUSTED, f"a sandbox has at most {_MAX_WATCHES} concurrent watches")
         path = await path_of(call, message)
         await run(call, _IS_FOLDER, path)
         recursive = message.get("recursive") is True
-        process = await look_at(call.live.handle, await call.account(), path, recursive=recursive)
+        process = await start_scans(call.live.handle, await call.account(), path, recursive=recursive)
         with_entry = message.get("includeEntry") is True
         watcher = Watcher(process, path, call.live.row.id, with_entry=with_entry)
         task = self._tasks.start(watcher.run())

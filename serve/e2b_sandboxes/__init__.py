@@ -1,1 +1,1 @@
-"""What the E2B server knows of its sandboxes: their life, processes, watched folders, keys and images."""
+"""Sandboxes of the E2B server: their life, processes, watched folders, keys and images."""

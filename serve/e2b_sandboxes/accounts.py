@@ -1,7 +1,7 @@
-"""Users of a sandbox and their paths, as envd resolves them: `~` and relative paths start at the user's home.
+"""Users of a sandbox and their paths: as in envd, `~` and relative paths start at the user's home.
 
-Invariants: paths are text here, resolved only inside the sandbox, by a process of that user; `..` is the kernel's
-business there. A user that was not found is asked for again, since an agent may add it.
+Invariants: paths are only text here; a process of the user resolves them inside the sandbox, where the kernel handles
+`..`. An unknown user is looked up again each time, because an agent may add it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import Sandbox
 
 DEFAULT_USER: Final = "root"
-"""Who runs what names no user (the SDKs name none from envd 0.4.0 on)."""
+"""User of requests without one (the SDKs omit it from envd 0.4.0 on)."""
 _TIMEOUT_S: Final = 30.0
 _HOME_SCRIPT: Final = 'printf %s "$HOME"; [ -d "$HOME" ]'
 MAX_PATH_BYTES: Final = 4095
@@ -25,18 +25,18 @@ MAX_PATH_BYTES: Final = 4095
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A user inside; `folder` is where its commands start: its home, or `/` where that is missing."""
+    """A user of a sandbox. `folder` is the working folder of its commands: its home, or `/` if that is missing."""
 
     name: str
     home: str
     folder: str
 
     def resolve(self, path: str) -> str:
-        """An absolute path. Raises RpcError."""
+        """Return an absolute path. Raises RpcError."""
         if "\0" in path:
-            raise RpcError(Code.INVALID_ARGUMENT, "a path cannot hold a NUL byte")
+            raise RpcError(Code.INVALID_ARGUMENT, "a path must not contain a NUL byte")
         if len(path.encode(errors="surrogatepass")) > MAX_PATH_BYTES:
-            raise RpcError(Code.INVALID_ARGUMENT, f"a path has at most {MAX_PATH_BYTES} bytes")
+            raise RpcError(Code.INVALID_ARGUMENT, f"the path is longer than {MAX_PATH_BYTES} bytes")
         if path == "~" or path.startswith("~/"):
             return posixpath.normpath(posixpath.join(self.home, path[2:]))
         if path.startswith("~"):
@@ -47,14 +47,14 @@ class Account:
 
 
 class Accounts:
-    """The users of one sandbox, each looked up once."""
+    """Cache of the users of one sandbox."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
         self._known: dict[str, Account] = {}
 
     async def find(self, name: str) -> Account:
-        """Raises RpcError (no such user), SandboxError."""
+        """Look up a user. Raises RpcError (unknown user), SandboxError."""
         name = name or DEFAULT_USER
         if (known := self._known.get(name)) is not None:
             return known

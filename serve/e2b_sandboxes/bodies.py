@@ -1,6 +1,6 @@
-"""Bodies of control-plane requests, checked: what has the wrong type is answered with 400 and never reaches a provider.
+"""Schemas and parsing of the request bodies of the control plane.
 
-Unknown fields are left alone (newer SDKs send more); known ones that this server cannot honour are refused by name.
+Unknown fields are ignored (newer SDKs send more); known fields that this server does not support are refused by name.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def _no_null(value: Any) -> Any:
 
 
 def check_environment(env: dict[str, str]) -> dict[str, str]:
-    """What execve(2) can carry. Raises ValueError."""
+    """Check that execve(2) can pass an environment. Raises ValueError."""
     for name, value in env.items():
         if not name or "=" in name or "\0" in name or "\0" in value:
-            raise ValueError(f"{name[:40]!r} cannot be set as an environment variable")
+            raise ValueError(f"{name[:40]!r} is not a valid environment variable, or its value contains a NUL byte")
     return env
 
 
@@ -45,7 +45,7 @@ class _Body(BaseModel):
 
 
 class NewSandbox(_Body):
-    """POST /sandboxes and /v2/sandboxes."""
+    """Body of POST /sandboxes and /v2/sandboxes."""
 
     template_id: Annotated[str, Field(alias="templateID", min_length=1, max_length=1024)]
     timeout: Seconds | None = None
@@ -58,13 +58,13 @@ class NewSandbox(_Body):
 
 
 class Timeout(_Body):
-    """POST .../timeout."""
+    """Body of POST .../timeout."""
 
     timeout: Seconds
 
 
 class Connect(_Body):
-    """POST .../connect and .../resume."""
+    """Body of POST .../connect and .../resume."""
 
     timeout: Seconds | None = None
     auto_pause: Annotated[bool | None, Field(alias="autoPause", strict=True)] = None
@@ -72,59 +72,54 @@ class Connect(_Body):
 
 
 class Refresh(_Body):
-    """POST .../refreshes."""
+    """Body of POST .../refreshes."""
 
     duration: Annotated[int, Field(ge=0, le=3600, strict=True)] = 60
 
 
 class Pause(_Body):
-    """POST .../pause."""
+    """Body of POST .../pause."""
 
     memory: bool | None = None
 
 
 class NewSnapshot(_Body):
-    """POST .../snapshots."""
+    """Body of POST .../snapshots."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")] | None = None
 
 
 class Network(_Body):
-    """PUT .../network."""
+    """Body of PUT .../network."""
 
     allow_out: Annotated[list[str] | None, Field(alias="allowOut")] = None
     allow_internet_access: bool | None = None
 
 
 async def read_body(request: web.Request, kind: type[B]) -> B:
-    """Raises ApiError 400."""
-    data = await _read_limited(request)
+    """Parse the body of a request. Raises ApiError 400."""
+    data = bytearray()
+    async for part in request.content.iter_chunked(1 << 16):
+        data += part
+        if len(data) > MAX_BODY_BYTES:
+            raise ApiError(400, f"invalid request body: more than {MAX_BODY_BYTES} bytes")
     try:
-        return kind.model_validate_json(data or b"{}")
+        return kind.model_validate_json(bytes(data) or b"{}")
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in problem["loc"])
         raise ApiError(400, f"invalid request body: {place or 'body'}: {problem['msg']}") from error
 
 
-async def _read_limited(request: web.Request) -> bytes:
-    data = bytearray()
-    async for part in request.content.iter_chunked(1 << 16):
-        data += part
-        if len(data) > MAX_BODY_BYTES:
-            raise ApiError(400, f"invalid request body: more than {MAX_BODY_BYTES} bytes")
-    return bytes(data)
-
-
 def idempotency_key(request: web.Request) -> str:
-    """The client's key, "" without one. Raises ApiError 400."""
+    """Return the client's key, or "". Raises ApiError 400."""
     key = request.headers.get("Idempotency-Key", "")
     if key and not _IDEMPOTENCY_KEY.fullmatch(key):
-        raise ApiError(400, "Idempotency-Key: 1 to 255 lowercase letters, digits and hyphens")
+        raise ApiError(400, "Idempotency-Key: must be 1 to 255 lowercase letters, digits and hyphens")
     return key
 
 
 def digest(body: NewSandbox) -> str:
-    """Names what was asked for, so that a repeated key with another body is seen."""
+    """Return a digest of a body, by which a repeated key with another body is detected."""
     document = orjson.dumps(body.model_dump(), option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(document).hexdigest()

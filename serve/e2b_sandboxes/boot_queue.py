@@ -1,4 +1,4 @@
-"""How many boots go on at once and how many may wait for that: what comes beyond is told when to ask again."""
+"""Bounded queue of boots, which limits concurrent and waiting ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RETRY_AFTER_S: Final = 1.0
 
 
 class BootQueue:
-    """An async context manager around one boot; first come, first served. Raises CapacityExceeded when it is full."""
+    """An async context manager around one boot, in order of arrival. Raises CapacityExceeded when the queue is full."""
 
     def __init__(self, boots: int = BOOTS, max_waiting: int = MAX_WAITING) -> None:
         self._places = asyncio.Semaphore(boots)
@@ -25,7 +25,7 @@ class BootQueue:
 
     async def __aenter__(self) -> Self:
         if self._places.locked() and self._waiting >= self._max_waiting:
-            raise CapacityExceeded(f"{self._waiting} sandboxes wait to boot", _RETRY_AFTER_S)
+            raise CapacityExceeded(f"{self._waiting} sandboxes wait to boot already", _RETRY_AFTER_S)
         self._waiting += 1
         try:
             await self._places.acquire()

@@ -1,7 +1,7 @@
-"""What changed between two looks at a folder. Pure.
+"""Differences between two scans of a folder. Pure.
 
-Invariants: the same two looks always give the same events; a file that kept its inode under another name was renamed:
-RENAME for the old name, CREATE for the new one, as inotify tells it.
+Invariants: the same scans always give the same events; a file with the same inode under another name was renamed, which
+gives RENAME for the old name and CREATE for the new one, as with inotify.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """filesystem.EventType."""
+    """Kind of an event: filesystem.EventType."""
 
     CREATE = "EVENT_TYPE_CREATE"
     WRITE = "EVENT_TYPE_WRITE"
-    """Its content changed."""
+    """The content changed."""
     REMOVE = "EVENT_TYPE_REMOVE"
     RENAME = "EVENT_TYPE_RENAME"
-    """It went away under this name."""
+    """The file was renamed from this name."""
     CHMOD = "EVENT_TYPE_CHMOD"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """`name` is relative to the watched folder; `entry` is what stands there now."""
+    """One event. `name` is relative to the watched folder; `entry` is the current file."""
 
     kind: Kind
     name: str
@@ -38,7 +38,7 @@ class Change:
 
 
 def changes(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> list[Change]:
-    """Events that lead from one look to the next, both by relative name."""
+    """Return the events between two scans, which are entries by relative name."""
     gone = [name for name in before if name not in after]
     new = [name for name in after if name not in before]
     new_inodes = {after[name].inode for name in new}

@@ -1,7 +1,7 @@
-"""What the server answers when something is wrong: E2B's codes on the control plane, Connect's codes on envd.
+"""Error responses of the server: E2B's codes on the control plane, Connect's codes on envd.
 
-Invariants: every SandboxError has one answer on each side; what may help to try again says so (`Should-Retry`), what
-may have happened already without a key to ask for it says the contrary; nothing is tried again in here.
+Invariants: every SandboxError has one response on each side. `Should-Retry` is true for errors after which a retry may
+help, and false if the request may have had an effect and has no key to find it. The server itself retries nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headrace.sandboxes.errors import (
 
 
 class ApiError(Exception):
-    """An answer of the control plane or of `/files`. `error_code` is E2B's machine-readable name, where it has one."""
+    """An error response of the control plane or of `/files`. `error_code` is E2B's machine-readable name, if any."""
 
     def __init__(
         self,
@@ -64,27 +64,27 @@ class Code(StrEnum):
     """Codes of the Connect protocol (connectrpc.com/docs/protocol, Error Codes)."""
 
     INVALID_ARGUMENT = "invalid_argument"
-    """The request itself is wrong."""
+    """The request is invalid."""
     DEADLINE_EXCEEDED = "deadline_exceeded"
-    """The time of `Connect-Timeout-Ms` is over."""
+    """`Connect-Timeout-Ms` has passed."""
     NOT_FOUND = "not_found"
-    """No such path or process."""
+    """The path or process does not exist."""
     ALREADY_EXISTS = "already_exists"
-    """There is one by this name."""
+    """The path exists."""
     PERMISSION_DENIED = "permission_denied"
-    """The user may not."""
+    """The user lacks permission."""
     RESOURCE_EXHAUSTED = "resource_exhausted"
-    """No space, or no place."""
+    """No disk space or capacity is left."""
     FAILED_PRECONDITION = "failed_precondition"
-    """Not in this state."""
+    """The request is not possible in this state."""
     UNIMPLEMENTED = "unimplemented"
-    """The provider cannot."""
+    """The provider does not support it."""
     INTERNAL = "internal"
-    """Anything else."""
+    """Any other error."""
     UNAVAILABLE = "unavailable"
-    """The sandbox is gone, or does not answer."""
+    """The sandbox is gone or does not respond."""
     UNAUTHENTICATED = "unauthenticated"
-    """No such user."""
+    """The user does not exist."""
 
 
 _STATUS_OF_CODE: Final = {
@@ -103,7 +103,7 @@ _STATUS_OF_CODE: Final = {
 
 
 class RpcError(Exception):
-    """An answer of a Connect method of envd."""
+    """An error response of a Connect method of envd."""
 
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
@@ -118,12 +118,12 @@ class RpcError(Exception):
 
 
 def not_found(sandbox_id: str) -> ApiError:
-    """What the control plane says of a sandbox that is not there or belongs to another key."""
+    """Return the control plane's error for a sandbox that does not exist or belongs to another key."""
     return ApiError(404, f"sandbox {sandbox_id!r} not found")
 
 
 def not_running(sandbox_id: str) -> ApiError:
-    """What the proxy before envd says: the SDK knows a dead or paused sandbox by `was not found`."""
+    """Return the error of the proxy before envd. The SDK recognises a dead or paused sandbox by `was not found`."""
     return ApiError(502, f"The sandbox {sandbox_id} was not found")
 
 
@@ -132,7 +132,7 @@ def unsupported(what: str) -> ApiError:
 
 
 def api_error(error: SandboxError, *, repeatable: bool = True) -> ApiError:
-    """The control plane's answer. `repeatable`: the same request again finds what this one may have done."""
+    """Return the control plane's response to an error. `repeatable`: repeating the request finds its result."""
     match error:
         case CapacityExceeded():
             return ApiError(429, error.message, retry_after_s=error.retry_after_s)
@@ -156,7 +156,7 @@ def api_error(error: SandboxError, *, repeatable: bool = True) -> ApiError:
 
 
 def rpc_error(error: SandboxError, sandbox_id: str) -> RpcError:
-    """envd's answer to the same."""
+    """Return envd's response to an error."""
     match error:
         case SandboxGone():
             return RpcError(Code.UNAVAILABLE, f"The sandbox {sandbox_id} was not found")

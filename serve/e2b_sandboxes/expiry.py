@@ -1,7 +1,7 @@
-"""When sandboxes end: one clock for all of them.
+"""Expiry of sandboxes, with one clock for all of them.
 
-Invariants: what is due is handed out once, in the order of deadlines; a changed deadline replaces the old one; nothing
-is looked at before it is due. Deadlines are wall-clock seconds, because they are kept over restarts and shown.
+Invariants: each expired name is reported once, in the order of deadlines; a changed deadline replaces the old one; no
+work is done before a deadline. Deadlines are in Unix seconds, because they are stored across restarts and shown.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 _SLACK: Final = 1024
-"""Replaced deadlines that are held beside as many as there are names."""
+"""Number of replaced deadlines above which, with the number of names, the heap is rebuilt."""
 
 
 class Deadlines:
-    """The pure part: which names are due at a time."""
+    """Deadlines by name. Pure."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
@@ -30,7 +30,7 @@ class Deadlines:
         self._at[name] = at
         heapq.heappush(self._heap, (at, name))
         if len(self._heap) > 2 * len(self._at) + _SLACK:
-            # Whoever changes a deadline again and again leaves an old one each time.
+            # Every change of a deadline leaves the old one in the heap.
             self._heap = [(at, name) for name, at in self._at.items()]
             heapq.heapify(self._heap)
 
@@ -38,13 +38,13 @@ class Deadlines:
         self._at.pop(name, None)
 
     def next(self) -> float | None:
-        """The earliest deadline."""
+        """Return the earliest deadline."""
         while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def due(self, now: float) -> list[str]:
-        """Names whose deadline has come; they have none any more."""
+        """Remove and return the names whose deadline has passed."""
         names = []
         while (at := self.next()) is not None and at <= now:
             name = heapq.heappop(self._heap)[1]
@@ -54,7 +54,7 @@ class Deadlines:
 
 
 class ExpiryClock:
-    """Calls `on_due(name)` when a deadline comes, while `run` runs."""
+    """Clock that calls `on_due(name)` at each deadline while `run` is running."""
 
     def __init__(self, on_due: Callable[[str], None]) -> None:
         self._deadlines = Deadlines()
@@ -76,7 +76,7 @@ class ExpiryClock:
             at = self._deadlines.next()
             self._changed.clear()
             try:
-                # An hour at most: a wall clock that was set forward is noticed then.
+                # At most an hour, after which a wall clock that was set forward is noticed.
                 async with asyncio.timeout(3600.0 if at is None else min(3600.0, max(0.0, at - time.time()))):
                     await self._changed.wait()
             except TimeoutError:

@@ -1,6 +1,6 @@
-"""Which image a create asks for: by its template's name or by a key of its metadata, through a map.
+"""Mapping of a create's template name, or of a key of its metadata, to an image.
 
-Invariants: a client names only what the map names; an image reference never comes from a client.
+Invariants: a client can select only names of the map; an image reference never comes from a client.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ DEFAULT_TEMPLATE: Final = "base"
 
 
 class ImageMap:
-    """Names to image references. `base`, where the map leaves it out, is `host`."""
+    """Image references by name. `base` is `host` unless the map contains it."""
 
     def __init__(self, images: Mapping[str, str] | None = None, metadata_key: str = "") -> None:
         self._images = {DEFAULT_TEMPLATE: "host", **(images or {})}
         self._keys = (metadata_key, f"{metadata_key}/image") if metadata_key else ()
 
     def names(self) -> list[str]:
-        """What a client may name."""
+        """Return the names that clients can use."""
         return sorted(self._images)
 
     def resolve(self, template: str, metadata: Mapping[str, str], snapshots: Mapping[str, str]) -> str:
-        """The image for a create; `snapshots` are the owner's own. Raises ImageUnknown."""
+        """Return the image for a create; `snapshots` are those of the owner. Raises ImageUnknown."""
         name = next((metadata[key] for key in self._keys if key in metadata), template)
         image = self._images.get(name) or snapshots.get(name)
         if image is None:
@@ -49,5 +49,5 @@ def load_images(path: Path | None, metadata_key: str) -> ImageMap:
     except (OSError, ValueError) as error:
         raise SpecRefused(f"--image-map {path}: {error}") from error
     if not isinstance(images, dict) or not all(isinstance(image, str) and image for image in images.values()):
-        raise SpecRefused(f'--image-map {path}: write `name = "image reference"` lines, nothing nested')
+        raise SpecRefused(f'--image-map {path}: must contain only lines of the form `name = "image reference"`')
     return ImageMap(images, metadata_key)

@@ -1,7 +1,7 @@
-"""Who may use the control plane: keys from a file, each with its own sandboxes.
+"""API keys of the control plane, from a file; each key has its own sandboxes.
 
-Invariants: a key is compared by its SHA-256 against every line in constant time; a file's key never leaves this module;
-without a file there is one owner, whom any key opens, and the server binds to loopback only.
+Invariants: the SHA-256 of a key is compared with every line in constant time; a key of the file never leaves this
+module. Without a file there is one owner, any key is accepted, and the server binds to loopback only.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Whose sandboxes a request may see and touch."""
+    """Owner of sandboxes; a request can use only those of its key's owner."""
 
     name: str
     max_sandboxes: int | None = None
-    """Sandboxes at once, paused ones included; None is no limit of its own."""
+    """Most sandboxes at the same time, including paused ones; None for no limit."""
 
 
 ANYONE: Final = Owner(name="anyone")
 
 
 class ApiKeys:
-    """`identify` tells the owner of a presented key."""
+    """Owners by their keys."""
 
     def __init__(self, owners: dict[bytes, Owner] | None) -> None:
         self._owners = owners
@@ -44,7 +44,7 @@ class ApiKeys:
         return self._owners is None
 
     def identify(self, key: str) -> Owner | None:
-        """The key's owner; None when it is missing or wrong."""
+        """Return the owner of a key, or None if it is missing or wrong."""
         if not key:
             return None
         if self._owners is None:
@@ -68,21 +68,16 @@ def load_keys(path: Path | None) -> ApiKeys:
     owners: dict[bytes, Owner] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.lstrip().startswith("#"):
-            digest, owner = _parse_line(line.strip(), f"--keys {path}, line {number}")
-            if digest in owners or any(owner.name == other.name for other in owners.values()):
-                raise SpecRefused(f"--keys {path}, line {number}: this name or key stands there already")
-            owners[digest] = owner
+            where, parts = f"--keys {path}, line {number}", line.strip().split(":")
+            if len(parts) not in (2, 3) or not _NAME.fullmatch(parts[0]) or not parts[1]:
+                raise SpecRefused(f"{where}: must be `name:key` or `name:key:max_sandboxes`")
+            if len(parts) == 3 and not (parts[2].isascii() and parts[2].isdigit()):
+                raise SpecRefused(f"{where}: max_sandboxes must be a whole number")
+            name, secret = parts[:2]
+            digest = bytes.fromhex(secret) if _DIGEST.fullmatch(secret) else hashlib.sha256(secret.encode()).digest()
+            if digest in owners or any(name == other.name for other in owners.values()):
+                raise SpecRefused(f"{where}: duplicate name or key; keep one")
+            owners[digest] = Owner(name=name, max_sandboxes=int(parts[2]) if len(parts) == 3 else None)
     if not owners:
-        raise SpecRefused(f"--keys {path}: no key in it; write lines `name:key`")
+        raise SpecRefused(f"--keys {path}: the file has no keys; add lines of the form `name:key`")
     return ApiKeys(owners)
-
-
-def _parse_line(line: str, where: str) -> tuple[bytes, Owner]:
-    parts = line.split(":")
-    if len(parts) not in (2, 3) or not _NAME.fullmatch(parts[0]) or not parts[1]:
-        raise SpecRefused(f"{where}: write `name:key` or `name:key:max_sandboxes`")
-    if len(parts) == 3 and not (parts[2].isascii() and parts[2].isdigit()):
-        raise SpecRefused(f"{where}: max_sandboxes must be a whole number")
-    secret = parts[1]
-    digest = bytes.fromhex(secret) if _DIGEST.fullmatch(secret) else hashlib.sha256(secret.encode()).digest()
-    return digest, Owner(name=parts[0], max_sandboxes=int(parts[2]) if len(parts) == 3 else None)

@@ -1,12 +1,12 @@
-"""The sandboxes of a server: made, kept until their time, paused, ended; and found again after a restart.
+"""Life of a server's sandboxes: creation, expiry, pause, resume and end.
 
 Invariants:
-- Every sandbox belongs to one owner; to every other it is not there.
-- A row stands in the table from before its boot to after its death. The provider's own lease ends a while after the
-  row's time, so a server that never comes back leaves nothing for long.
-- The same Idempotency-Key of an owner makes one sandbox, whoever asks at the same time or after a restart. A create
-  without one whose client went away leaves nothing.
-- What changes a sandbox's life holds its lock and runs to its end though the client leaves.
+- Every sandbox belongs to one owner and is invisible to all others.
+- A sandbox has a row in the table from before its boot until after its death. The provider's lease ends shortly after
+  the sandbox's own timeout, so a server that is never restarted leaves no sandbox for long.
+- Equal Idempotency-Keys of an owner make one sandbox, also for concurrent requests and after a restart. A create
+  without a key leaves nothing when its client disconnects.
+- A change of a sandbox's state holds its lock and is completed even if the client disconnects.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from headrace.serve.e2b_sandboxes.table import Row, State
 
 if TYPE_CHECKING:
     import builtins
-    from collections.abc import Awaitable
 
     from headrace.sandboxes.base import Sandbox, SandboxInfo, SandboxRef
     from headrace.sandboxes.remote.tasks import ServerTasks
@@ -43,16 +42,16 @@ if TYPE_CHECKING:
 ID_LABEL: Final = "e2b_sandbox"
 OWNER_LABEL: Final = "e2b_owner"
 LEASE_MARGIN_S: Final = 60.0
-"""How long the provider's lease outlasts the sandbox's time: the server ends it first, the lease when it cannot."""
+"""Time by which the provider's lease exceeds the sandbox's timeout, at which normally the server ends it."""
 PAUSED_LEASE_S: Final = 7 * 24 * 3600.0
-"""How long a paused sandbox is kept: nobody renews it."""
+"""Lease of a paused sandbox, which is not renewed."""
 _QUOTA_RETRY_S: Final = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
-    """What the server needs of a provider, or of a pool."""
+    """Interface of a provider, or of a pool, for the server."""
 
     @property
     def features(self) -> frozenset[Feature]: ...
@@ -78,82 +77,74 @@ class Sandboxes:
         self._clock = ExpiryClock(self._on_due)
 
     async def run(self) -> None:
-        """End what is due, for as long as the server runs."""
+        """End expired sandboxes for as long as the server runs."""
         await self._clock.run()
 
-    # Finding
+    # Look-up
 
     def rows(self, owner: Owner) -> builtins.list[Row]:
         return [live.row for live in self._live.values() if live.row.owner == owner.name and not live.ending]
 
     async def forget_lost(self) -> None:
-        """Drop those that the provider has no more: they died by themselves. One that cannot tell changes nothing."""
+        """Forget the sandboxes that have died by themselves, unless the provider is unreachable."""
         before = {live.row.ref: live for live in self._live.values()}
         try:
             alive = {info.id for info in await self.backend.list()}
         except TransientSandboxError as error:
-            logger.warning("the provider cannot tell which sandboxes live: %s", error)
+            logger.warning("the provider cannot list its sandboxes: %s", error)
             return
         for ref, live in before.items():
             if ref is not None and ref.id not in alive and live.row.ref == ref and not live.changing.locked():
                 self.forget(live)
 
     def get(self, owner: Owner, sandbox_id: str) -> LiveSandbox:
-        """Raises ApiError 404."""
+        """Return a sandbox of an owner. Raises ApiError 404."""
         live = self._live.get(sandbox_id)
         if live is None or live.ending or live.row.owner != owner.name:
             raise not_found(sandbox_id)
         return live
 
-    def everything(self) -> builtins.list[LiveSandbox]:
+    def all(self) -> builtins.list[LiveSandbox]:
         return list(self._live.values())
 
     def running(self) -> builtins.list[LiveSandbox]:
         return [live for live in self._live.values() if live.row.state is State.RUNNING and not live.ending]
 
     def running_one(self, sandbox_id: str) -> LiveSandbox:
-        """For envd. Raises ApiError 502."""
+        """Return a running sandbox, for envd. Raises ApiError 502."""
         live = self._live.get(sandbox_id)
         if live is None or live.ending or live.row.state is not State.RUNNING:
             raise not_running(sandbox_id)
         return live
 
-    # Making
+    # Creation
 
     async def create(self, owner: Owner, order: NewSandbox, client_key: str, timeout_s: int) -> Row:
-        """Boot a sandbox, or give the one of the same key. Raises ApiError, SandboxError."""
+        """Boot a sandbox, or return the one of the same key. Raises ApiError, SandboxError."""
         if self._is_full(owner):
             await self.forget_lost()
         request_digest = digest(order)
-        if client_key and (known := self._with_key(owner, client_key, request_digest)) is not None:
-            return await known
-        snapshots = {one.id: one.image for one in self.table.snapshots(owner.name)}
-        image = self._images.resolve(order.template_id, order.metadata, snapshots)
-        self._check_quota(owner)
-        row = _new_row(owner, order, image, timeout_s, client_key, request_digest)
-        boot = self._booting[row.id] = _Boot(row)
-        if not client_key:
-            # In the request's own task: a client that leaves cancels the boot, and nothing stays.
-            return await self._boot(row)
-        boot.result = self.tasks.share(self._boot(row))
-        return await asyncio.shield(boot.result)
-
-    def _with_key(self, owner: Owner, client_key: str, request_digest: str) -> Awaitable[Row] | None:
-        rows = self.rows(owner) + [boot.row for boot in self._booting.values()]
+        rows = self.rows(owner) + [boot.row for boot in self._booting.values()] if client_key else []
         for row in rows:
             if row.owner != owner.name or row.client_key != client_key:
                 continue
             if not compare_digest(row.request_digest, request_digest):
                 message = "this Idempotency-Key was used for another request"
                 raise ApiError(422, message, error_code="idempotency_request_mismatch")
-            boot = self._booting.get(row.id)
-            return _ready(row) if boot is None or boot.result is None else asyncio.shield(boot.result)
-        return None
-
-    def _check_quota(self, owner: Owner) -> None:
+            known = self._booting.get(row.id)
+            return row if known is None or known.result is None else await asyncio.shield(known.result)
+        snapshots = {one.id: one.image for one in self.table.snapshots(owner.name)}
+        image = self._images.resolve(order.template_id, order.metadata, snapshots)
         if self._is_full(owner):
             message = f"key {owner.name!r} has reached its {owner.max_sandboxes} concurrent sandboxes"
             raise ApiError(429, message, retry_after_s=_QUOTA_RETRY_S)
+        row = _new_row(owner, order, image, timeout_s, client_key, request_digest)
+        boot = self._booting[row.id] = _Boot(row)
+        if not client_key:
+            # In the request's own task: a client that disconnects cancels the boot, which then leaves nothing.
+            return await self._boot(row)
+        boot.result = self.tasks.share(self._boot(row))
+        return await asyncio.shield(boot.result)
 
     def _is_full(self, owner: Owner) -> bool:
         used = len(self.rows(owner)) + sum(boot.row.owner == owner.name for boot in self._booting.values())
@@ -175,16 +166,16 @@ class Sandboxes:
         return row
 
     async def adopt(self, row: Row, ref: SandboxRef) -> LiveSandbox:
-        """Serve a sandbox that exists."""
+        """Start serving a sandbox that exists."""
         live = self._live[row.id] = LiveSandbox(row, await self.backend.attach(ref))
         self.update(live, row)
         live.note(f"sandbox started from template {row.template}")
         return live
 
-    # Changing and ending
+    # Changes and end
 
     def update(self, live: LiveSandbox, row: Row) -> None:
-        """Write a row that changed; its time counts from now on."""
+        """Store a changed row and set its expiry."""
         live.row = row
         self.table.put(row)
         if row.state is State.RUNNING:
@@ -193,7 +184,7 @@ class Sandboxes:
             self._clock.drop(row.id)
 
     async def kill(self, live: LiveSandbox) -> None:
-        """End it, whatever becomes of the request. Raises SandboxError."""
+        """Kill a sandbox, even if the client disconnects. Raises SandboxError."""
         await asyncio.shield(self.tasks.share(self._kill(live)))
 
     async def _kill(self, live: LiveSandbox, *, only_if_due: bool = False) -> None:
@@ -209,7 +200,7 @@ class Sandboxes:
             self.forget(live)
 
     def forget(self, live: LiveSandbox) -> None:
-        """It is dead."""
+        """Remove a dead sandbox."""
         if self._live.pop(live.row.id, None) is None:
             return
         self._clock.drop(live.row.id)
@@ -228,11 +219,11 @@ class Sandboxes:
                 await self._kill(live, only_if_due=True)
         except SandboxError as error:
             # The provider's lease ends it a little later.
-            logger.warning("sandbox %s could not be ended at its time: %s", live.row.id, error)
+            logger.warning("cannot end sandbox %s after its timeout: %s", live.row.id, error)
             self.forget(live)
 
     async def pause(self, live: LiveSandbox, *, only_if_due: bool = False) -> None:
-        """Stop its processes; its time does not run. Raises ApiError 409, SandboxError."""
+        """Stop the processes of a sandbox, and the clock of its timeout. Raises ApiError 409, SandboxError."""
         async with live.changing:
             if only_if_due and live.row.end_at > time.time():
                 return
@@ -251,7 +242,7 @@ class Sandboxes:
             live.note("sandbox paused")
 
     async def resume(self, live: LiveSandbox, timeout_s: float) -> bool:
-        """Let it go on for `timeout_s`; False when it runs already. Raises SandboxError."""
+        """Continue a sandbox for `timeout_s`. Returns False if it is running already. Raises SandboxError."""
         async with live.changing:
             if live.row.state is State.RUNNING:
                 return False
@@ -264,7 +255,7 @@ class Sandboxes:
             return True
 
     async def set_timeout(self, live: LiveSandbox, timeout_s: float, *, only_longer: bool = False) -> None:
-        """Let it end `timeout_s` from now. Raises SandboxError."""
+        """Make a sandbox end `timeout_s` from now. Raises SandboxError."""
         async with live.changing:
             end_at = time.time() + timeout_s
             if live.row.state is not State.RUNNING or (only_longer and end_at <= live.row.end_at):
@@ -275,14 +266,10 @@ class Sandboxes:
 
 @dataclass(slots=True)
 class _Boot:
-    """A create that goes on; `result` where others may wait for it."""
+    """A running create, with its `result` if other requests can wait for it."""
 
     row: Row
     result: asyncio.Future[Row] | None = None
-
-
-async def _ready(row: Row) -> Row:
-    return row
 
 
 def _new_row(owner: Owner, order: NewSandbox, image: str, timeout_s: int, client_key: str, request_digest: str) -> Row:
@@ -308,7 +295,7 @@ def _new_row(owner: Owner, order: NewSandbox, image: str, timeout_s: int, client
 
 
 def spec_of(row: Row) -> SandboxSpec:
-    """What the provider is asked for."""
+    """Return the specification for the provider."""
     return SandboxSpec(
         image=row.image,
         ttl_s=row.timeout_s + LEASE_MARGIN_S,

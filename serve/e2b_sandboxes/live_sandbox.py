@@ -1,4 +1,4 @@
-"""A sandbox as the server holds it: its row, the provider's handle, its commands, watchers and recent events."""
+"""State of a live sandbox in the server: its row, the provider's handle, its commands, watchers and recent events."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 LEVEL: Final = "info"
 LOGGER: Final = "process"
-"""Of those that `e2b sandbox logs` shows when it is not told which."""
+"""A logger that `e2b sandbox logs` shows by default."""
 _KEPT_EVENTS: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """What the logs route tells: starts and ends of commands, changes of the sandbox's life."""
+    """An entry of the logs route: the start or end of a command, or a change of the sandbox's state."""
 
     at: float
     message: str
@@ -36,7 +36,7 @@ class Event:
         return {"timestamp": timestamp(self.at), "message": self.message, "level": LEVEL, "fields": {"logger": LOGGER}}
 
     def to_line(self) -> dict[str, Any]:
-        """An entry of the older route, whose line is JSON: E2B's command line parses it, and filters by its logger."""
+        """Return an entry of the older route, whose line is JSON, which E2B's command line parses and filters."""
         line = {"level": LEVEL, "logger": LOGGER, "message": self.message}
         return {"timestamp": timestamp(self.at), "line": orjson.dumps(line).decode()}
 
@@ -49,7 +49,7 @@ class CpuSample:
 
 @dataclass(slots=True, eq=False)
 class LiveSandbox:
-    """Changes of its life hold `changing`, so that a kill and a pause never cross."""
+    """A sandbox that exists. State changes hold the lock `changing`, so that a kill and a pause never overlap."""
 
     row: Row
     handle: Sandbox
@@ -61,13 +61,13 @@ class LiveSandbox:
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     cpu: CpuSample | None = None
     ending: bool = False
-    """It is being killed: to clients it is dead already."""
+    """It is being killed, and clients see it as dead."""
 
     def __post_init__(self) -> None:
         self.accounts = Accounts(self.handle)
 
     def continue_as(self, handle: Sandbox) -> None:
-        """The same sandbox to its clients, another one to the provider."""
+        """Replace the provider's sandbox by another one, which clients see as the same sandbox."""
         self.handle = handle
         self.accounts = Accounts(handle)
 
@@ -75,7 +75,7 @@ class LiveSandbox:
         self.events.append(Event(at=time.time(), message=message))
 
     def close(self) -> None:
-        """It is dead or the server ends: stop watching. Its commands end by themselves."""
+        """Stop the watchers of a dead sandbox, or at shutdown. Its commands end by themselves."""
         for task in self.watching:
             task.cancel()
         self.watchers.clear()

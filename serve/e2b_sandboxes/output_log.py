@@ -1,10 +1,10 @@
-"""The output of a command on its way from its pipe to the clients that follow it.
+"""Bounded buffer of a command's output, between its pipe and the clients that follow it.
 
 Invariants:
-- At most `limit_bytes` (and one piece) are held. While somebody follows, a full log makes the command wait; a reader
-  gets every piece from its place on, in order.
-- While nobody follows, the command goes on: the latest `limit_bytes` are kept for who comes next, and what fell out is
-  counted in `dropped_bytes`.
+- At most `limit_bytes` and one piece are buffered. While there are readers, a full log blocks the command; a reader
+  gets every piece from its position on, in order.
+- Without readers the command is not blocked: the last `limit_bytes` are retained for the next reader, and the dropped
+  ones are counted in `dropped_bytes`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OutputLog:
-    """One writer, any number of readers."""
+    """Output of one command, for any number of readers."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -33,7 +33,7 @@ class OutputLog:
         self.dropped_bytes = 0
 
     async def append(self, piece: Output) -> None:
-        """Waits while a reader has `limit_bytes` before it."""
+        """Append a piece; waits while a reader is `limit_bytes` behind."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._readers or self._held_bytes < self._limit_bytes)
             self._pieces.append(piece)
@@ -49,13 +49,13 @@ class OutputLog:
         return size
 
     async def close(self) -> None:
-        """Nothing more comes. Readers get what is left and then None."""
+        """End the log. Readers get the remaining pieces and then None."""
         async with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def reader(self) -> OutputReader:
-        """Follows from the oldest piece that is still held."""
+        """Return a reader that starts with the oldest buffered piece."""
         return OutputReader(self)
 
     async def _next(self, reader: OutputReader) -> Output | None:
@@ -78,14 +78,14 @@ class OutputLog:
 
 
 class OutputReader:
-    """An async context manager; what it has not read when it leaves is kept for the next."""
+    """One reader of a log; an async context manager. Pieces that it has not read are retained for the next reader."""
 
     def __init__(self, log: OutputLog) -> None:
         self._log = log
         self.place = 0
 
     async def __aenter__(self) -> Self:
-        self.place = self._log._first  # noqa: SLF001 - the two are one
+        self.place = self._log._first  # noqa: SLF001 - both classes share this state
         self._log._readers.add(self)  # noqa: SLF001
         return self
 
@@ -95,5 +95,5 @@ class OutputReader:
         await asyncio.shield(self._log._leave(self))  # noqa: SLF001
 
     async def next(self) -> Output | None:
-        """The next piece; None at the end."""
+        """Return the next piece, or None at the end."""
         return await self._log._next(self)  # noqa: SLF001

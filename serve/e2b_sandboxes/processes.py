@@ -1,9 +1,9 @@
-"""The commands of one sandbox: started by a client, followed by any, ended by none of them going away.
+"""Commands of one sandbox, which any client can follow and which survive the disconnection of clients.
 
 Invariants:
-- A command is read by one task of the server from its start to its end; clients come and go.
-- Its end is kept for who connects later, for the last `KEPT_ENDS` commands of a sandbox.
-- A pid names the command inside the sandbox; no number of the host is shown or taken.
+- One task of the server reads the output of a command from its start to its end, independently of clients.
+- Results are stored for the last `MAX_ENDED` commands of a sandbox.
+- A pid is that inside the sandbox; pids of the host are neither shown nor accepted.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from headrace.serve.e2b_sandboxes.errors import Code, RpcError, rpc_error
 from headrace.serve.e2b_sandboxes.output_log import OutputLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from headrace.sandboxes.base import Process
 
-KEPT_ENDS: Final = 64
+MAX_ENDED: Final = 64
 _LOG_BYTES: Final = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What a client asked to run; `env` is the request's own."""
+    """A command as a client requested it; `env` contains only the variables of the request."""
 
     program: str
     arguments: tuple[str, ...]
@@ -44,7 +42,7 @@ class Command:
 
 
 class RunningCommand:
-    """A started command. `failure` is why it has no exit code: its time is over, or its sandbox is gone."""
+    """A started command. `failure` is the reason for a missing exit code: a timeout, or a dead sandbox."""
 
     def __init__(self, command: Command, process: Process, sandbox_id: str) -> None:
         self.command = command
@@ -64,7 +62,7 @@ class RunningCommand:
         return self.exit_code is not None or self.failure is not None
 
     async def follow(self) -> None:
-        """Read it to its end."""
+        """Read the output until the command ends."""
         try:
             async for piece in self.process.output():
                 await self.log.append(piece)
@@ -81,7 +79,8 @@ class RunningCommand:
         await self.process.signal(number)
 
     def end_event(self) -> dict[str, Any]:
-        """envd's end event: -1 and the signal's name when a client's signal ended it, as Go's os.ProcessState says."""
+        """Return envd's end event. If a client's signal ended the command it has, as Go's os.ProcessState, -1 and the
+        signal's name."""
         code = self.exit_code
         if code is not None and self._signal is not None and code == 128 + self._signal:
             status = f"signal: {signal.strsignal(self._signal) or self._signal}".lower()
@@ -102,26 +101,20 @@ class ProcessTable:
         self._commands.pop(command.pid, None)
         self._commands[command.pid] = command
         ended = [pid for pid, known in self._commands.items() if known.ended]
-        for pid in ended[: max(0, len(ended) - KEPT_ENDS)]:
+        for pid in ended[: max(0, len(ended) - MAX_ENDED)]:
             del self._commands[pid]
 
     def running(self) -> list[RunningCommand]:
         return [command for command in self._commands.values() if not command.ended]
 
     def find(self, selector: object, *, ended: bool = False) -> RunningCommand:
-        """By {"pid": n} or {"tag": text}; `ended` finds those that have ended as well. Raises RpcError."""
-        matches = _matcher(selector)
+        """Find a command by {"pid": n} or {"tag": text}; with `ended`, also one that has ended. Raises RpcError."""
+        pid, tag = (selector.get("pid"), selector.get("tag")) if isinstance(selector, dict) else (None, None)
+        by_pid = isinstance(pid, int) and not isinstance(pid, bool)
+        if not by_pid and not isinstance(tag, str):
+            raise RpcError(Code.INVALID_ARGUMENT, "process: must have a pid or a tag")
         for command in reversed(self._commands.values()):
-            if matches(command) and (ended or not command.ended):
+            matches = command.pid == pid if by_pid else command.command.tag == tag
+            if matches and (ended or not command.ended):
                 return command
         raise RpcError(Code.NOT_FOUND, f"process {selector} not found")
-
-
-def _matcher(selector: object) -> Callable[[RunningCommand], bool]:
-    if isinstance(selector, dict):
-        pid, tag = selector.get("pid"), selector.get("tag")
-        if isinstance(pid, int) and not isinstance(pid, bool):
-            return lambda command: command.pid == pid
-        if isinstance(tag, str):
-            return lambda command: command.command.tag == tag
-    raise RpcError(Code.INVALID_ARGUMENT, "process: give its pid or its tag")

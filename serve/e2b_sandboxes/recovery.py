@@ -1,7 +1,7 @@
-"""A restarted server and what its predecessor left: adopt what lives, end what is overdue, forget what is gone.
+"""Recovery of the sandboxes of an earlier server: live ones are adopted, overdue ones ended, dead ones forgotten.
 
-Invariants: the provider's list says what lives. A boot that was cut off is found by the key the provider knows it by:
-it is adopted where the client can ask for it again with its own key, otherwise killed.
+Invariants: the provider's list is authoritative. An interrupted boot is found by its idempotency key at the provider.
+It is adopted if the client can repeat its request with its own key, and otherwise killed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 async def recover(sandboxes: Sandboxes) -> None:
-    """Call once, before the server serves. What is overdue ends as soon as its clock runs. Raises SandboxError when
-    the provider cannot say what lives."""
+    """Recover all rows; call it once, before the server accepts requests. Overdue sandboxes end when the expiry clock
+    starts. Raises SandboxError if the provider cannot list its sandboxes."""
     rows = sandboxes.table.rows()
     if not rows:
         return
@@ -33,25 +33,18 @@ async def recover(sandboxes: Sandboxes) -> None:
     keys = {info.idempotency_key for info in infos}
     for row in rows:
         try:
-            await _recover_one(sandboxes, row, alive, keys)
+            if row.state is State.BOOTING and row.boot_key in keys:
+                await _finish_boot(sandboxes, row)
+            elif row.state is not State.BOOTING and row.ref is not None and str(row.ref.id) in alive:
+                await sandboxes.adopt(row, row.ref)
+            else:
+                sandboxes.table.drop(row.id)
         except SandboxError as error:
-            logger.warning("sandbox %s is given up: %s", row.id, error)
+            logger.warning("cannot recover sandbox %s: %s", row.id, error)
             sandboxes.table.drop(row.id)
 
 
-async def _recover_one(sandboxes: Sandboxes, row: Row, alive: set[str], keys: set[str]) -> None:
-    if row.state is State.BOOTING:
-        await _finish_boot(sandboxes, row, keys)
-    elif row.ref is not None and str(row.ref.id) in alive:
-        await sandboxes.adopt(row, row.ref)
-    else:
-        sandboxes.table.drop(row.id)
-
-
-async def _finish_boot(sandboxes: Sandboxes, row: Row, keys: set[str]) -> None:
-    if row.boot_key not in keys:
-        sandboxes.table.drop(row.id)
-        return
+async def _finish_boot(sandboxes: Sandboxes, row: Row) -> None:
     ref = await sandboxes.backend.create(spec_of(row))
     now = time.time()
     done = replace(row, ref=ref, state=State.RUNNING, started_at=now, end_at=now + row.timeout_s)

@@ -1,9 +1,9 @@
-"""The durable table: which sandboxes there are, whose, until when, and how to reach them.
+"""Durable table of a server's sandboxes and snapshots.
 
 Invariants:
-- A row is written before its sandbox boots and removed once it is dead, so a server that comes back knows all that may
-  still live.
-- The file is a `ServerDatabase`: private, one server at a time, in memory without a folder.
+- A row is written before its sandbox boots and removed once it is dead, so a restarted server knows all sandboxes that
+  may be alive.
+- The file is a `ServerDatabase`: private, for one server at a time, and in memory without a folder.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _SCHEMA: Final = (
 
 
 class State(StrEnum):
-    """Where a sandbox is in its life. A dead one has no row."""
+    """State of a sandbox. A dead one has no row."""
 
     BOOTING = "booting"
-    """Asked for; it may exist already. Not shown to clients."""
+    """It was requested and may exist; clients do not see it."""
     RUNNING = "running"
     PAUSED = "paused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One sandbox. Times are seconds since the epoch."""
+    """One sandbox. Times are in Unix seconds."""
 
     id: str
     owner: str
     boot_key: str
-    """The idempotency key that the provider knows."""
+    """The idempotency key for the provider."""
     template: str
     image: str
     access_token: str = field(repr=False)
@@ -57,8 +57,9 @@ class Row:
     metadata: dict[str, str] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict, repr=False)
     client_key: str = ""
-    """The client's Idempotency-Key, and what it asked for with it."""
+    """The client's Idempotency-Key."""
     request_digest: str = ""
+    """Digest of the request body that came with the key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +75,10 @@ class Snapshot:
 
 
 class SandboxTable:
-    """Rows on disk, or in memory. Close it with `close`."""
+    """Rows on disk, or in memory; `close` it."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Raises SandboxError when another server uses the folder, SpecRefused when it cannot be used."""
+        """Open the table. Raises SandboxError if another server uses the folder, SpecRefused if it is unusable."""
         names = {"file_name": "sandboxes.db", "lock_name": "lock"}
         self._file = ServerDatabase(folder, **names, schema_version=_SCHEMA_VERSION, schema=_SCHEMA)
         self._database = self._file.connection
@@ -100,7 +101,7 @@ class SandboxTable:
         self._database.execute("DELETE FROM snapshots WHERE id = ?", (snapshot_id,))
 
     def snapshots(self, owner: str) -> list[Snapshot]:
-        """The owner's, oldest first."""
+        """Return the snapshots of an owner, oldest first."""
         blobs: Iterable[tuple[bytes]] = self._database.execute("SELECT row FROM snapshots ORDER BY id")
         found = [Snapshot(**orjson.loads(blob)) for (blob,) in blobs]
         return sorted((one for one in found if one.owner == owner), key=lambda one: (one.created_at, one.id))

@@ -1,4 +1,4 @@
-"""Times as the API writes them. Pure."""
+"""Timestamps of the API. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LAST_S: Final = 253_402_300_799.0
 
 
 def timestamp(seconds: float) -> str:
-    """RFC 3339 in UTC, as the API and the protobuf JSON mapping write times; what lies beyond its years, as a file's
-    time may, is the nearest one."""
+    """Format a time as RFC 3339 in UTC, for the API and the protobuf JSON mapping. A time outside of its years, as
+    files may have, is replaced by the nearest one."""
     within = min(max(seconds, _FIRST_S), _LAST_S)
     return datetime.fromtimestamp(within, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

@@ -1,8 +1,9 @@
-"""Watching a folder of a sandbox: one process of the user inside that looks at it again and again.
+"""Watcher of a folder in a sandbox: a process of the user inside scans the folder periodically.
 
 Invariants:
-- It looks every `_EVERY_S`, so that no image needs inotify tools; what comes and goes between two looks is not seen.
-- Events that nobody fetches are kept up to `_KEPT_EVENTS`; a watcher that overflowed says so instead of losing some.
+- It scans every `_INTERVAL_S`, so that images need no inotify tools; a file that exists only between two scans is not
+  reported.
+- Up to `_MAX_EVENTS` unread events are stored; a watcher with more fails instead of dropping some.
 - The process ends with the watcher's task.
 """
 
@@ -25,31 +26,30 @@ if TYPE_CHECKING:
 
     from headrace.sandboxes.base import Process, Sandbox
     from headrace.serve.e2b_sandboxes.accounts import Account
-    from headrace.serve.e2b_sandboxes.changes import Change
     from headrace.serve.e2b_sandboxes.entries import Entry
 
-_EVERY_S: Final = 0.2
-_KEPT_EVENTS: Final = 10_000
-_MAX_LOOK_BYTES: Final = 32 << 20
+_INTERVAL_S: Final = 0.2
+_MAX_EVENTS: Final = 10_000
+_MAX_SCAN_BYTES: Final = 32 << 20
 _SIGKILL: Final = 9
-_END_OF_LOOK: Final = b"\0\1\0"
-_LOOK: Final = f"""export LC_ALL=C
+_END_OF_SCAN: Final = b"\0\1\0"
+_SCAN: Final = f"""export LC_ALL=C
 cd -- "$1" || exit 1
 while find . -mindepth 1 -maxdepth "$2" -printf '{FORMAT}' 2>/dev/null; printf '\\0\\1\\0'; do
   [ "$1" -ef . ] || exit 0
-  sleep {_EVERY_S}
+  sleep {_INTERVAL_S}
 done
 """
 
 
-async def look_at(sandbox: Sandbox, account: Account, path: str, *, recursive: bool) -> Process:
-    """Start looking. Raises SandboxError."""
+async def start_scans(sandbox: Sandbox, account: Account, path: str, *, recursive: bool) -> Process:
+    """Start the process that scans a folder. Raises SandboxError."""
     depth = "1000" if recursive else "1"
-    return await sandbox.spawn(["/bin/bash", "-c", _LOOK, "bash", path, depth], user=account.name, cwd="/")
+    return await sandbox.spawn(["/bin/bash", "-c", _SCAN, "bash", path, depth], user=account.name, cwd="/")
 
 
 class Watcher:
-    """Events of one folder that were not fetched yet; `run` is its task."""
+    """Unread events of one folder; `run` is its task."""
 
     def __init__(self, process: Process, path: str, sandbox_id: str, *, with_entry: bool) -> None:
         self._process = process
@@ -61,14 +61,23 @@ class Watcher:
         self._ended = False
         self._changed = asyncio.Event()
         self.ready = asyncio.Event()
-        """The first look was taken, or it ended."""
+        """The first scan is complete, or the watcher has ended."""
 
     async def run(self) -> None:
+        """Collect events until cancelled or until the process ends."""
         before: dict[str, Entry] | None = None
         try:
-            async for after in self._looks():
-                if before is not None:
-                    self._keep(changes(before, after))
+            async for after in self._scans():
+                found = [] if before is None else changes(before, after)
+                if len(self._events) + len(found) > _MAX_EVENTS:
+                    raise RpcError(Code.RESOURCE_EXHAUSTED, f"more than {_MAX_EVENTS} unread events")
+                for change in found:
+                    event: dict[str, Any] = {"name": change.name, "type": change.kind.value}
+                    if self._with_entry and change.entry is not None:
+                        event["entry"] = change.entry.to_json()
+                    self._events.append(event)
+                if found:
+                    self._changed.set()
                 before = after
                 self.ready.set()
         except RpcError as error:
@@ -82,56 +91,47 @@ class Watcher:
             with suppress(SandboxError):
                 await asyncio.shield(self._process.signal(_SIGKILL))
 
-    def _keep(self, found: list[Change]) -> None:
-        if len(self._events) + len(found) > _KEPT_EVENTS:
-            raise RpcError(Code.RESOURCE_EXHAUSTED, f"more than {_KEPT_EVENTS} unread events")
-        for change in found:
-            event: dict[str, Any] = {"name": change.name, "type": change.kind.value}
-            if self._with_entry and change.entry is not None:
-                event["entry"] = change.entry.to_json()
-            self._events.append(event)
-        if found:
-            self._changed.set()
-
-    async def _looks(self) -> AsyncIterator[dict[str, Entry]]:
-        """Each that differs from the one before."""
+    async def _scans(self) -> AsyncIterator[dict[str, Entry]]:
+        """Yield each scan that differs from the previous one."""
         received = bytearray()
         last: bytes | None = None
         async for piece in self._process.output():
             if piece.stream is not Stream.STDOUT:
                 continue
-            searched = max(0, len(received) - len(_END_OF_LOOK))
+            searched = max(0, len(received) - len(_END_OF_SCAN))
             received += piece.data
-            if len(received) > _MAX_LOOK_BYTES:
+            if len(received) > _MAX_SCAN_BYTES:
                 raise RpcError(Code.RESOURCE_EXHAUSTED, "too many files to watch")
-            while (end := received.find(_END_OF_LOOK, searched)) >= 0:
-                look, searched = bytes(received[:end]), 0
-                del received[: end + len(_END_OF_LOOK)]
-                if look != last:
-                    last = look
-                    # In a thread: how many files there are is up to an agent, and other clients wait.
-                    yield await asyncio.to_thread(self._entries, look)
+            while (end := received.find(_END_OF_SCAN, searched)) >= 0:
+                scan, searched = bytes(received[:end]), 0
+                del received[: end + len(_END_OF_SCAN)]
+                if scan != last:
+                    last = scan
+                    # In a thread, because the number of files is up to an agent, and other clients wait.
+                    yield await asyncio.to_thread(self._entries, scan)
 
-    def _entries(self, look: bytes) -> dict[str, Entry]:
+    def _entries(self, scan: bytes) -> dict[str, Entry]:
         try:
-            found = parse_entries(look)
+            found = parse_entries(scan)
         except ValueError as error:
-            raise RpcError(Code.INTERNAL, "what the sandbox tells of this folder makes no sense") from error
+            raise RpcError(
+                Code.INTERNAL, "unexpected file metadata from the sandbox: `find` in its image may have been replaced"
+            ) from error
         names = {entry.path.removeprefix("./"): entry for entry in found}
         return {name: replace(entry, path=f"{self._path}/{name}") for name, entry in names.items()}
 
     def take(self) -> list[dict[str, Any]]:
-        """Events since the last call. Raises RpcError once they are fetched and the watch has failed."""
+        """Return the events since the last call. Raises RpcError if there are none and the watcher has failed."""
         events = list(self._events)
         self._events.clear()
         if not events and self._failure is not None:
             raise self._failure
         return events
 
-    async def next(self, patience_s: float) -> list[dict[str, Any]] | None:
-        """Wait for events; none after `patience_s`, None at the end. Raises RpcError."""
+    async def next(self, timeout_s: float) -> list[dict[str, Any]] | None:
+        """Wait for events. Returns an empty list after `timeout_s`, None at the end. Raises RpcError."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
         self._changed.clear()
         events = self.take()

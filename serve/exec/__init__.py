@@ -1,1 +1,1 @@
-"""An exec server: sandboxes of this host, or of several, lent over HTTP/JSON to programs on other hosts."""
+"""Exec server, which leases sandboxes of one or several hosts over HTTP/JSON to programs on other hosts."""

@@ -1,7 +1,7 @@
-"""Who asks: the owner of a key, or the holder of one sandbox's secret, from `Authorization: Bearer`.
+"""Authentication of requests: by a key, or by the secret of one sandbox, in `Authorization: Bearer`.
 
-Invariants: compared in constant time; a key never opens a sandbox of another owner, a secret opens one sandbox only and
-creates none. Without a file of keys there is one owner, whom anybody on this loopback is.
+Invariants: comparisons take constant time; a key never opens a sandbox of another owner; a secret opens one sandbox and
+creates none. Without a key file all clients are the same owner, and the server listens on loopback only.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def presented(request: web.Request) -> str:
-    """The key or secret of a request; empty without one."""
+    """Return the key or secret of a request, or an empty text."""
     kind, _, value = request.headers.get("Authorization", "").partition(" ")
     return value.strip() if kind.lower() == "bearer" else request.headers.get("X-API-Key", "")
 
 
 def owner_of(request: web.Request, keys: ApiKeys) -> Owner:
-    """Raises SecretRefused."""
+    """Return the owner of the request's key. Raises SecretRefused."""
     if keys.open_to_anyone:
         return ANYONE
     owner = keys.identify(presented(request))
@@ -36,6 +36,6 @@ def owner_of(request: web.Request, keys: ApiKeys) -> Owner:
 
 
 def check_secret(request: web.Request, row: LeasedSandbox) -> None:
-    """Raises SecretRefused."""
+    """Check that a request has the secret of a sandbox. Raises SecretRefused."""
     if not compare_digest(presented(request).encode(errors="surrogateescape"), row.secret.encode()):
-        raise SecretRefused(f"the secret is not that of sandbox {row.id}")
+        raise SecretRefused(f"wrong secret for sandbox {row.id}")

@@ -1,4 +1,4 @@
-"""Bodies of requests, checked: what has the wrong type or size is refused here and never reaches a provider."""
+"""Schemas and parsing of request bodies: values of a wrong type or size are refused before they reach a provider."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from headrace.sandboxes.base import DEFAULT_MAX_OUTPUT_BYTES, Network
 from headrace.sandboxes.errors import SpecRefused
+from headrace.serve.e2b_sandboxes.bodies import check_environment
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -29,22 +30,15 @@ def _decoded(value: Any) -> Any:
         raise ValueError(f"not base64: {error}") from error
 
 
-def _environment(env: dict[str, str]) -> dict[str, str]:
-    for name, value in env.items():
-        if not name or "=" in name or "\0" in name or "\0" in value:
-            raise ValueError(f"{name[:40]!r} cannot be set as an environment variable")
-    return env
-
-
 def _no_nul(text: str) -> str:
     if "\0" in text:
-        raise ValueError("a NUL byte cannot stand in it")
+        raise ValueError("must not contain a NUL byte")
     return text
 
 
 Text = Annotated[str, AfterValidator(_no_nul)]
 Bytes = Annotated[bytes, BeforeValidator(_decoded)]
-Environment = Annotated[dict[str, str], AfterValidator(_environment)]
+Environment = Annotated[dict[str, str], AfterValidator(check_environment)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_TIME_S, allow_inf_nan=False)]
 Limit = Annotated[int | None, Field(gt=0, le=1 << 60, strict=True)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,255}$")]
@@ -62,7 +56,7 @@ class Mount(_Body):
 
 
 class Create(_Body):
-    """A `SandboxSpec`."""
+    """Body of a create: a `SandboxSpec`."""
 
     image: Annotated[str, Field(min_length=1, max_length=4096)] = "host"
     cpu: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
@@ -93,7 +87,7 @@ class Size(_Body):
 
 
 class Spawn(_Body):
-    """`spawn_id` is the client's own name of the process: the same one again starts nothing."""
+    """Body of a spawn. `spawn_id` is the client's name for the process; a repeated one starts nothing."""
 
     spawn_id: Name
     command: Text | list[Text]
@@ -106,7 +100,8 @@ class Spawn(_Body):
 
 
 class Stdin(_Body):
-    """`offset`: bytes of standard input that came before this piece; what was taken already is left out."""
+    """A piece of standard input. `offset` is the number of bytes before it; bytes that were written before are
+    skipped."""
 
     offset: Annotated[int, Field(ge=0, strict=True)]
     data: Bytes
@@ -121,7 +116,7 @@ class Renew(_Body):
 
 
 async def read_body(request: web.Request, kind: type[B]) -> B:
-    """The checked body; an empty one is `{}`. Raises SpecRefused, which names the field."""
+    """Parse the body of a request; an empty one is `{}`. Raises SpecRefused, which names the field."""
     data = await read_bytes(request, MAX_BODY_BYTES)
     try:
         return kind.model_validate(orjson.loads(data or b"{}"))
@@ -130,22 +125,22 @@ async def read_body(request: web.Request, kind: type[B]) -> B:
         where = ".".join(str(part) for part in first["loc"]) or "body"
         raise SpecRefused(f"{where}: {first['msg']}") from error
     except ValueError as error:
-        raise SpecRefused(f"the body is not JSON: {error}") from error
+        raise SpecRefused(f"the request body is not valid JSON: {error}") from error
 
 
 async def read_bytes(request: web.Request, limit: int) -> bytes:
-    """Raises SpecRefused above the limit."""
+    """Read the body of a request. Raises SpecRefused above the limit."""
     data = bytearray()
     async for chunk in request.content.iter_any():
         data += chunk
         if len(data) > limit:
-            raise SpecRefused(f"the body is larger than {limit} bytes")
+            raise SpecRefused(f"the request body is larger than {limit} bytes")
     return bytes(data)
 
 
 def whole_number(request: web.Request, name: str, most: int) -> int:
-    """A number of the query. Raises SpecRefused."""
+    """Return a whole number of the query, at most `most`. Raises SpecRefused."""
     text = request.query.get(name, "")
     if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise SpecRefused(f"{name}: give a whole number, not {text[:20]!r}")
+        raise SpecRefused(f"{name}: must be a whole number, not {text[:20]!r}")
     return min(most, int(text))

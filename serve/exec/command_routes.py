@@ -1,4 +1,4 @@
-"""Commands of one sandbox over HTTP: exec, and spawned processes by their spawn_id."""
+"""Routes for commands of one sandbox: exec, and spawned processes by their spawn_id."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from headrace.sandboxes.base import ExecResult, Process, Sandbox
-    from headrace.serve.exec.processes import KeptProcess, ProcessTable
+    from headrace.serve.exec.processes import BufferedProcess, ProcessTable
     from headrace.serve.exec.registry import Registry
     from headrace.serve.exec.store import LeasedSandbox
 
@@ -30,7 +30,7 @@ _PROCESS: Final = _PROCESSES + "/{spawn_id}"
 
 
 class CommandRoutes:
-    """Handlers of these routes."""
+    """Handlers of the routes for commands."""
 
     def __init__(self, registry: Registry, processes: ProcessTable) -> None:
         self._registry = registry
@@ -53,8 +53,8 @@ class CommandRoutes:
         if body.exec_id is None:
             return _result(await sandbox.exec(**body.model_dump()))
         if Feature.EXEC_ID not in self._registry.provider.features:
-            raise Unsupported("the server's provider has no exec_id: send none, and do not repeat the request")
-        # Whoever repeats the request waits for the first run, which goes on without its client.
+            raise Unsupported("the server's provider does not support exec_id: omit it, and do not repeat the request")
+        # A repeated request waits for the first run, which continues without its client.
         return _result(await asyncio.shield(self._registry.tasks.share(sandbox.exec(**body.model_dump()))))
 
     async def _spawn(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
@@ -76,36 +76,36 @@ class CommandRoutes:
         kept = await self._processes.spawn(row.id, body.spawn_id, start)
         return {"pid": kept.process.pid}
 
-    async def _kept(self, request: web.Request, row: LeasedSandbox) -> KeptProcess:
+    async def _find(self, request: web.Request, row: LeasedSandbox) -> BufferedProcess:
         return await self._processes.find(row.id, request.match_info["spawn_id"])
 
     async def _output(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         after = whole_number(request, "after", 1 << 60)
-        pieces, ended = await (await self._kept(request, row)).window.after(after, LONGEST_POLL_S)
+        pieces, ended = await (await self._find(request, row)).window.after(after, LONGEST_POLL_S)
         encoded = [[piece.stream.value, base64.b64encode(piece.data).decode()] for piece in pieces]
         return {"pieces": encoded, "ended": ended}
 
     async def _end(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
-        return {"exit_code": await (await self._kept(request, row)).wait(LONGEST_POLL_S)}
+        return {"exit_code": await (await self._find(request, row)).wait(LONGEST_POLL_S)}
 
     async def _stdin(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         body = await read_body(request, Stdin)
-        kept = await self._kept(request, row)
-        # A write that was cut in half could not be continued: nobody would know where.
+        kept = await self._find(request, row)
+        # A cancelled write could not be continued, because the number of written bytes would be unknown.
         return {"taken": await asyncio.shield(self._registry.tasks.share(kept.write_stdin(body.offset, body.data)))}
 
     async def _close_stdin(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
-        await (await self._kept(request, row)).process.close_stdin()
+        await (await self._find(request, row)).process.close_stdin()
         return {}
 
     async def _signal(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         body = await read_body(request, Signal)
-        await (await self._kept(request, row)).process.signal(body.number)
+        await (await self._find(request, row)).process.signal(body.number)
         return {}
 
     async def _resize(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         body = await read_body(request, Size)
-        await (await self._kept(request, row)).process.resize(TerminalSize(rows=body.rows, columns=body.columns))
+        await (await self._find(request, row)).process.resize(TerminalSize(rows=body.rows, columns=body.columns))
         return {}
 
 

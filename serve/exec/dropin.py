@@ -1,9 +1,10 @@
-"""The exec-server and pool contract of Gen-Verse/OpenClaw-RL (`swe-rl/server`): its clients need a new URL only.
+"""Drop-in implementation of the exec-server and pool contract of Gen-Verse/OpenClaw-RL (`swe-rl/server`).
 
-Routes, fields and replies are those of swe_exec_server.py and swe_env_pool_server.py. Invariants that those lack:
-- A command's timeout kills its tree; a container that nobody speaks of ends; no room means waiting, not an error.
-- A request that is repeated while it runs, or after an answer that nobody took, runs once (`repeats`).
-- State is on disk; a key is asked for where one is configured.
+Its clients need only a new URL: routes, fields and replies are those of swe_exec_server.py and swe_env_pool_server.py.
+Invariants that those lack:
+- A command's timeout kills its process tree; a container without requests ends; a create without room waits.
+- A request that is repeated while it runs, or after a lost response, runs once (`idempotency`).
+- State is on disk; a key is required where one is configured.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from aiohttp import web
 from headrace.sandboxes.errors import ImageUnknown, SandboxError, SandboxGone, SpecRefused
 from headrace.sandboxes.remote.error_documents import status_of
 from headrace.serve.exec.access import owner_of
-from headrace.serve.exec.answers import answer, refusal, retry_after
 from headrace.serve.exec.bodies import read_body
 from headrace.serve.exec.containers import MAX_CONTAINERS, Containers, new_container
-from headrace.serve.exec.dropin_bodies import Diff, Evaluate, Make, Named, Run
+from headrace.serve.exec.dropin_bodies import ContainerTarget, CreateContainer, Diff, Evaluate, RunCommand
 from headrace.serve.exec.evaluations import Evaluations
-from headrace.serve.exec.idempotency import Repeats
+from headrace.serve.exec.idempotency import IdempotentRequests
+from headrace.serve.exec.responses import error_response, respond, retry_after
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from headrace.serve.e2b_sandboxes.keys import ApiKeys, Owner
-    from headrace.serve.exec.answers import Answer
     from headrace.serve.exec.evaluations import ApplyPatch
     from headrace.serve.exec.registry import Registry
+    from headrace.serve.exec.responses import ResponseParts
     from headrace.serve.exec.store import LeasedSandbox
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -39,14 +40,14 @@ if TYPE_CHECKING:
 
 
 class DropIn:
-    """All routes of the contract: those of a node by container, those of the pool by lease."""
+    """Routes of the contract: those of a node, which take a container, and those of the pool, which take a lease."""
 
     def __init__(self, registry: Registry, keys: ApiKeys, lease_s: float, apply_patch: ApplyPatch | None) -> None:
         self._registry = registry
         self._keys = keys
         self._containers = Containers(registry, lease_s)
         self._evaluations = Evaluations(self._containers, apply_patch)
-        self._repeats = Repeats(registry.tasks)
+        self._requests = IdempotentRequests(registry.tasks)
 
     def routes(self) -> list[web.RouteDef]:
         owned = self._owned
@@ -73,12 +74,12 @@ class DropIn:
             try:
                 owner = owner_of(request, self._keys)
             except SandboxError as error:
-                return refusal(error, _error_answer)
-            return await answer(request, work(request, owner), _error_answer)
+                return error_response(error, _error_parts)
+            return await respond(request, work(request, owner), _error_parts)
 
         return handler
 
-    # What there is
+    # Status
 
     async def _healthz(self, request: web.Request) -> web.StreamResponse:
         rows = self._registry.table.rows()
@@ -108,31 +109,31 @@ class DropIn:
     # Containers and leases
 
     async def _create(self, request: web.Request, owner: Owner) -> Any:
-        body = await read_body(request, Make)
+        body = await read_body(request, CreateContainer)
         row = await self._make(owner, body, lease=False)
         assert row.container is not None
         return {"ok": True, "container_id": row.id, "name": row.container.name}
 
     async def _allocate(self, request: web.Request, owner: Owner) -> Any:
-        body = await read_body(request, Make)
+        body = await read_body(request, CreateContainer)
         row = await self._make(owner, body, lease=True)
         assert row.container is not None
         lease_id = row.container.lease_id
         return {"ok": True, "lease_id": lease_id, "container_id": row.id, "node_url": _own_url(request)}
 
-    async def _make(self, owner: Owner, body: Make, *, lease: bool) -> LeasedSandbox:
+    async def _make(self, owner: Owner, body: CreateContainer, *, lease: bool) -> LeasedSandbox:
         container = new_container(body.cwd, lease=lease, instance_id=body.instance_id)
         key = f"{lease}:{body.idempotency_key}" if body.idempotency_key else ""
         return await self._containers.create(owner, body.image, container, key=key, wait_s=body.timeout)
 
     async def _heartbeat(self, request: web.Request, owner: Owner) -> Any:
-        body = await read_body(request, Named)
+        body = await read_body(request, ContainerTarget)
         await self._containers.renew(self._containers.find_lease(owner, body.target))
         return {"ok": True}
 
     def _destroy(self, find: Find) -> Work:
         async def work(request: web.Request, owner: Owner) -> Any:
-            body = await read_body(request, Named)
+            body = await read_body(request, ContainerTarget)
             try:
                 row = find(owner, body.target)
             except SandboxGone:
@@ -146,7 +147,7 @@ class DropIn:
 
     def _exec(self, find: Find) -> Work:
         async def work(request: web.Request, owner: Owner) -> Any:
-            body = await read_body(request, Run)
+            body = await read_body(request, RunCommand)
             row = find(owner, body.target)
             return await self._once(row, body, lambda: self._evaluations.run(row, body))
 
@@ -168,18 +169,18 @@ class DropIn:
         return work
 
     async def _once(
-        self, row: LeasedSandbox, body: Run | Evaluate, work: Callable[[], Coroutine[Any, Any, Any]]
+        self, row: LeasedSandbox, body: RunCommand | Evaluate, work: Callable[[], Coroutine[Any, Any, Any]]
     ) -> Any:
-        asked = body.exec_id or body.model_dump()
-        digest = hashlib.sha256(orjson.dumps([row.id, type(body).__name__, asked])).hexdigest()
-        return await self._repeats.run(digest, work, named=bool(body.exec_id))
+        identity = body.exec_id or body.model_dump()
+        digest = hashlib.sha256(orjson.dumps([row.id, type(body).__name__, identity])).hexdigest()
+        return await self._requests.run(digest, work, named=bool(body.exec_id))
 
 
 def _own_url(request: web.Request) -> str:
     return f"{request.scheme}://{request.host}"
 
 
-def _error_answer(error: SandboxError) -> Answer:
+def _error_parts(error: SandboxError) -> ResponseParts:
     match error:
         case SandboxGone() | ImageUnknown():
             status = 404

@@ -1,6 +1,6 @@
-"""Bodies of the drop-in contract. Unknown fields are left alone.
+"""Request bodies of the drop-in contract. Unknown fields are ignored.
 
-`exec_id` and `idempotency_key` are ours, and optional.
+`exec_id` and `idempotency_key` are optional extensions of the contract.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class _Body(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Make(_Body):
-    """/container/create and /allocate; `timeout` is how long the caller waits for its container."""
+class CreateContainer(_Body):
+    """Body of /container/create and /allocate; `timeout` is the time to wait for the container."""
 
     image: Annotated[str, Field(min_length=1, max_length=4096)]
     instance_id: Annotated[str, Field(max_length=1024)] = ""
@@ -31,13 +31,13 @@ class Make(_Body):
     idempotency_key: Key = ""
 
 
-class Named(_Body):
-    """One container by its id or name, or by its lease."""
+class ContainerTarget(_Body):
+    """Body that names one container by its id or name, or by its lease."""
 
     target: Annotated[Id, Field(validation_alias=AliasChoices("lease_id", "container_id"))]
 
 
-class Run(Named):
+class RunCommand(ContainerTarget):
     command: Annotated[Text, Field(min_length=1)]
     cwd: Folder = DEFAULT_CWD
     timeout: Seconds = 180.0
@@ -45,11 +45,11 @@ class Run(Named):
     exec_id: Annotated[Key, Field(validation_alias=AliasChoices("exec_id", "idempotency_key"))] = ""
 
 
-class Diff(Named):
+class Diff(ContainerTarget):
     cwd: Folder = DEFAULT_CWD
 
 
-class Evaluate(Named):
+class Evaluate(ContainerTarget):
     patch: str = ""
     eval_script: str = ""
     cwd: Folder = DEFAULT_CWD

@@ -1,8 +1,8 @@
-"""The work behind the drop-in routes: run a command, tell a diff, evaluate a patch in a clean container.
+"""Operations of the drop-in routes: run a command, return a diff, evaluate a patch in a clean container.
 
 Invariants:
-- A timeout kills the command's whole tree before it is answered with returncode -1.
-- A patch meets a fresh container of the same image, never the agent's.
+- A timeout kills the command's whole process tree before the response with returncode -1.
+- A patch is applied in a new container of the same image, never in the agent's.
 - A failure of the host is an error of the request, never `resolved: false`.
 """
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from headrace.sandboxes.base import ExecResult
     from headrace.serve.e2b_sandboxes.keys import Owner
     from headrace.serve.exec.containers import Containers
-    from headrace.serve.exec.dropin_bodies import Diff, Evaluate, Run
+    from headrace.serve.exec.dropin_bodies import Diff, Evaluate, RunCommand
     from headrace.serve.exec.store import LeasedSandbox
 
 ApplyPatch = Callable[[Sandbox, bytes, str, float], Awaitable[str | None]]
-"""Applies a patch of an agent to the repository in a folder of a clean sandbox, within so many seconds; the reason when
-it does not apply. Raises SandboxError."""
+"""Applies a patch to the repository in a folder of a clean sandbox, within a number of seconds. Returns the reason for
+which it does not apply, or None. Raises SandboxError."""
 
 MAX_OUTPUT_BYTES: Final = 1 << 20
 MAX_PATCH_BYTES: Final = 32 << 20
@@ -39,13 +39,13 @@ _NO_PATCH: Final = "patch validation failed: expected unified git diff with diff
 
 
 class Evaluations:
-    """What requests do to containers; each result is a reply."""
+    """Operations on containers, which return the JSON documents of responses."""
 
     def __init__(self, containers: Containers, apply_patch: ApplyPatch | None) -> None:
         self._containers = containers
         self._apply_patch = apply_patch
 
-    async def run(self, row: LeasedSandbox, body: Run) -> dict[str, Any]:
+    async def run(self, row: LeasedSandbox, body: RunCommand) -> dict[str, Any]:
         exec_id = body.exec_id or None
         if Feature.EXEC_ID not in self._containers.registry.provider.features:
             exec_id = None
@@ -76,13 +76,13 @@ class Evaluations:
         except UnicodeDecodeError:
             error = error or "the patch is not UTF-8"
         if error:
-            # Half a patch, or another than was made, would be scored as if it were the agent's.
+            # A truncated or altered patch would be scored as if it were the agent's.
             return {"ok": True, "patch": "", "returncode": result.exit_code or 1, "error": error}
         return {"ok": True, "patch": patch, "returncode": 0, "error": ""}
 
     async def evaluate(self, owner: Owner, row: LeasedSandbox, body: Evaluate) -> dict[str, Any]:
         if self._apply_patch is None:
-            raise Unsupported("this server was started without a way to apply patches")
+            raise Unsupported("this server cannot apply patches: start it with `headrace sandbox serve`")
         if not looks_like_a_patch(body.patch):
             return {"ok": True, "resolved": False, "error": _NO_PATCH}
         async with self._containers.busy(row, body.timeout + _WAIT_FOR_ROOM_S):
@@ -119,7 +119,7 @@ def login_shell(command: str) -> str:
 
 
 def looks_like_a_patch(patch: str) -> bool:
-    """As the contract checks it, before anything is booted."""
+    """Check a patch as the contract does, before a boot."""
     return all(
         any(word in patch for word in words)
         for words in (("diff --git ",), ("--- a/", "--- /dev/null"), ("+++ b/", "+++ /dev/null"))

@@ -1,7 +1,7 @@
-"""`expose` over HTTP: a WebSocket through which the sandbox's connections reach the client, which holds the service.
+"""Route of `expose`: a WebSocket that carries connections from the sandbox to a service of the client.
 
-Invariants: this server connects to nothing; the provider lets only the prefix pass, and the client checks it again. The
-port inside closes when the WebSocket does.
+Invariants: this server opens no connections; the provider allows only the prefix, and the client checks it again. The
+port in the sandbox closes with the WebSocket.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_PORT: Final = 65535
 
 
 async def expose(request: web.Request, find: Callable[[], Awaitable[Sandbox]]) -> web.StreamResponse:
-    """The first message is `{}` once the port is open, or an error, as `find` may have one."""
+    """Serve a tunnel. Its first message is `{}` once the port is open, or an error document."""
     socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES, compress=False)
     await socket.prepare(request)
     tunnel = Tunnel(socket)

@@ -1,9 +1,9 @@
-"""Files of one sandbox over HTTP.
+"""Routes for files of one sandbox.
 
 Invariants:
-- An upload above `SPOOL_BYTES` goes through a nameless file of this host, not through memory, and is written inside
-  only when the whole of it has come.
-- A path is text here; it is resolved by the provider, inside the sandbox.
+- An upload above `SPOOL_BYTES` is stored in a temporary file of this host, not in memory, and is written to the sandbox
+  once it is complete.
+- A path is only text here; the provider resolves it inside the sandbox.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_READ_BYTES: Final = 256 << 20
 
 
 class FileRoutes:
-    """Handlers of these routes."""
+    """Handlers of the routes for files."""
 
     def routes(self, on: Wrap) -> list[web.RouteDef]:
         return [
@@ -57,7 +57,7 @@ class FileRoutes:
             async for chunk in request.content.iter_chunked(1 << 18):
                 taken += len(chunk)
                 if taken > MAX_UPLOAD_BYTES:
-                    raise SandboxFileError(f"a file may have {MAX_UPLOAD_BYTES} bytes")
+                    raise SandboxFileError(f"the file is larger than {MAX_UPLOAD_BYTES} bytes")
                 await asyncio.to_thread(file.write, chunk)
             await asyncio.to_thread(file.flush)
             await sandbox.write(_path(request), Path(file.name), user=_user(request))

@@ -1,11 +1,12 @@
-"""Requests that come again because an answer was lost: their work is done once.
+"""Deduplication of requests that clients repeat after a lost response.
 
 Invariants:
-- A request that comes while the same one goes on joins it.
-- A result that nobody was left to take is kept for the next such request, once. The latest `KEPT` are.
-- A result under a name that the client chose is kept for every such request, among the latest `KEPT`.
-What cannot be known without a name: whether a request that comes after an answer was sent repeats it or is a new one.
-It is taken for a new one.
+- A request that arrives while an equal one is running shares its result.
+- A result whose client has disconnected is stored for the next equal request, once.
+- A result with a client-chosen name is stored for all equal requests.
+- At most `MAX_STORED` results are stored; the oldest are dropped.
+Without a name, a request that arrives after the response was sent may be a repetition or a new request. It is treated
+as a new one.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ if TYPE_CHECKING:
 
     from headrace.sandboxes.remote.tasks import ServerTasks
 
-KEPT: Final = 64
+MAX_STORED: Final = 64
 
 
-class Repeats:
-    """Works by the digest of their request."""
+class IdempotentRequests:
+    """Running and stored work, by the digest of its request."""
 
     def __init__(self, tasks: ServerTasks) -> None:
         self._tasks = tasks
         self._works: OrderedDict[str, asyncio.Future[Any]] = OrderedDict()
 
     async def run(self, digest: str, work: Callable[[], Coroutine[Any, Any, Any]], *, named: bool) -> Any:
-        """The result of `work`, begun now or by the same request before. It goes on when its caller leaves."""
+        """Return the result of `work`, started now or by an equal request. It continues when its caller is
+        cancelled."""
         entry = self._works.get(digest)
         if entry is None:
-            self._forget_old()
+            done = [known for known, stored in self._works.items() if stored.done()]
+            for known in done[: max(0, len(done) - MAX_STORED + 1)]:
+                del self._works[known]
             entry = self._works[digest] = self._tasks.share(work())
         try:
             result = await asyncio.shield(entry)
@@ -48,9 +52,4 @@ class Repeats:
 
     def _forget(self, digest: str, entry: asyncio.Future[Any]) -> None:
         if self._works.get(digest) is entry:
-            del self._works[digest]
-
-    def _forget_old(self) -> None:
-        done = [digest for digest, entry in self._works.items() if entry.done()]
-        for digest in done[: max(0, len(done) - KEPT + 1)]:
             del self._works[digest]

@@ -1,6 +1,6 @@
-"""The exec API and the drop-in contract as parts of `headrace sandbox serve`: their shared table, opened and closed.
+"""The exec API and the drop-in contract as parts of `headrace sandbox serve`.
 
-Invariant: both keep one table; each sees only its own sandboxes.
+Invariant: both share one table; each sees only its own sandboxes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecPart:
-    """`apis`: `exec`, `dropin` or both. `lease_s` is how long a container of the drop-in lives unheard of."""
+    """One server part with `apis`: `exec`, `dropin` or both. `lease_s` is the lease of a container of the drop-in."""
 
     provider: SandboxProvider
     settings: ServerSettings

@@ -1,11 +1,11 @@
-"""Spawned commands, kept for clients that may lose their connection at any moment.
+"""Spawned commands of clients that may lose their connection at any moment.
 
 Invariants:
-- Output is numbered piece by piece. A piece is held until its client asks for what comes after it, so a lost answer
-  costs nothing; what nobody has taken stays below `WINDOW_BYTES` and one piece, then the command waits at its pipe.
-- Standard input is taken once: each piece says how many bytes came before it.
-- The same spawn_id of a sandbox starts one process. Ends are kept for the last `KEPT_ENDS` processes of a sandbox.
-- Processes end with the server, whose pipes they are; whoever asks for one later gets ExecResultLost.
+- Pieces of output are numbered. A piece is buffered until the client requests the one after it, so a lost response
+  loses nothing. At most `WINDOW_BYTES` and one piece are buffered; then the command blocks at its pipe.
+- Standard input is written once: each piece has an offset, the number of bytes before it.
+- Equal spawn_ids of a sandbox start one process. Exit codes are stored for the last `MAX_ENDED` processes of a sandbox.
+- Processes end with the server, which holds their pipes; later requests about them raise ExecResultLost.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from headrace.sandboxes.remote.tasks import ServerTasks
 
 WINDOW_BYTES: Final = 256 << 10
-KEPT_ENDS: Final = 64
+MAX_ENDED: Final = 64
 LONGEST_POLL_S: Final = 20.0
 
 
 class OutputWindow:
-    """One writer, one reader that acknowledges. Numbers begin with 1."""
+    """Buffer between one writer and one reader, who acknowledges pieces. Numbers begin with 1."""
 
     def __init__(self) -> None:
         self._pieces: deque[Output] = deque()
@@ -38,7 +38,7 @@ class OutputWindow:
         self._changed = asyncio.Condition()
 
     async def append(self, piece: Output) -> None:
-        """Waits while `WINDOW_BYTES` are held."""
+        """Append a piece; waits while `WINDOW_BYTES` are buffered."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._held_bytes < WINDOW_BYTES)
             self._pieces.append(piece)
@@ -51,11 +51,12 @@ class OutputWindow:
             self._changed.notify_all()
 
     async def after(self, number: int, wait_s: float) -> tuple[list[Output], bool]:
-        """Pieces after this number, at once or when there are some; and whether these are the last. Forgets those up to
-        it. Raises SpecRefused for a number that was never given."""
+        """Return the pieces after this number as soon as there are some, and whether they are the last. Drops pieces up
+        to the number. Raises SpecRefused for a number that was never returned."""
         async with self._changed:
             if not self._taken <= number <= self._taken + len(self._pieces):
-                raise SpecRefused(f"after={number}: pieces {self._taken} to {self._taken + len(self._pieces)} are held")
+                last = self._taken + len(self._pieces)
+                raise SpecRefused(f"after={number}: must be from {self._taken} to {last}, the buffered pieces")
             while self._taken < number:
                 self._held_bytes -= len(self._pieces.popleft().data)
                 self._taken += 1
@@ -68,8 +69,8 @@ class OutputWindow:
             return list(self._pieces), self._closed
 
 
-class KeptProcess:
-    """A process with its window; `start` begins to read it."""
+class BufferedProcess:
+    """A process with its output window; `start` begins to read its output."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -79,22 +80,23 @@ class KeptProcess:
         self._end: asyncio.Future[int] | None = None
 
     def start(self, tasks: ServerTasks) -> None:
-        tasks.start(self._read())
+        async def read() -> None:
+            try:
+                async for piece in self.process.output():
+                    await self.window.append(piece)
+            finally:
+                await self.window.close()
+
+        tasks.start(read())
         self._end = tasks.share(self.process.wait())
 
     @property
     def ended(self) -> bool:
         return self._end is not None and self._end.done()
 
-    async def _read(self) -> None:
-        try:
-            async for piece in self.process.output():
-                await self.window.append(piece)
-        finally:
-            await self.window.close()
-
     async def write_stdin(self, offset: int, data: bytes) -> int:
-        """The bytes taken by now. Raises SandboxFileError, SpecRefused (a gap)."""
+        """Write the new part of a piece and return the number of bytes written so far. Raises SandboxFileError,
+        SpecRefused (a gap)."""
         async with self._writing:
             if offset > self._taken_bytes:
                 raise SpecRefused(f"offset={offset}: only {self._taken_bytes} bytes came before")
@@ -105,7 +107,7 @@ class KeptProcess:
             return self._taken_bytes
 
     async def wait(self, wait_s: float) -> int | None:
-        """The exit code; None when it still runs. Raises ExecTimeout, SandboxGone."""
+        """Return the exit code, or None while the process runs. Raises ExecTimeout, SandboxGone."""
         assert self._end is not None
         await asyncio.wait((self._end,), timeout=wait_s)
         return self._end.result() if self._end.done() else None
@@ -116,41 +118,39 @@ class ProcessTable:
 
     def __init__(self, tasks: ServerTasks) -> None:
         self._tasks = tasks
-        self._sandboxes: dict[str, dict[str, asyncio.Future[KeptProcess]]] = {}
+        self._sandboxes: dict[str, dict[str, asyncio.Future[BufferedProcess]]] = {}
 
-    async def spawn(self, sandbox: str, spawn_id: str, start: Callable[[], Awaitable[Process]]) -> KeptProcess:
-        """Start, or give the one of this id. Raises SandboxError."""
+    async def spawn(self, sandbox: str, spawn_id: str, start: Callable[[], Awaitable[Process]]) -> BufferedProcess:
+        """Start a process, or return the one of this id. Raises SandboxError."""
+
+        async def begin() -> BufferedProcess:
+            buffered = BufferedProcess(await start())
+            buffered.start(self._tasks)
+            return buffered
+
         known = self._sandboxes.setdefault(sandbox, {})
         if spawn_id not in known:
-            self._forget_old(known)
-            known[spawn_id] = self._tasks.share(self._start(start))
+            ended = [name for name, future in known.items() if _has_ended(future)]
+            for name in ended[: max(0, len(ended) - MAX_ENDED + 1)]:
+                del known[name]
+            known[spawn_id] = self._tasks.share(begin())
         future = known[spawn_id]
         try:
             return await asyncio.shield(future)
         except SandboxError:
-            # What never started may be tried again.
+            # A process that has not started may be retried.
             known.pop(spawn_id, None)
             raise
 
-    async def _start(self, start: Callable[[], Awaitable[Process]]) -> KeptProcess:
-        kept = KeptProcess(await start())
-        kept.start(self._tasks)
-        return kept
-
-    def _forget_old(self, known: dict[str, asyncio.Future[KeptProcess]]) -> None:
-        ended = [spawn_id for spawn_id, future in known.items() if _has_ended(future)]
-        for spawn_id in ended[: max(0, len(ended) - KEPT_ENDS + 1)]:
-            del known[spawn_id]
-
-    async def find(self, sandbox: str, spawn_id: str) -> KeptProcess:
-        """Raises ExecResultLost."""
+    async def find(self, sandbox: str, spawn_id: str) -> BufferedProcess:
+        """Return a process by its id. Raises ExecResultLost."""
         future = self._sandboxes.get(sandbox, {}).get(spawn_id)
         if future is None:
-            raise ExecResultLost(f"process {spawn_id} is not known: it ended long ago, or with an earlier server")
+            raise ExecResultLost(f"unknown process {spawn_id}: it ended long ago, or with an earlier server")
         return await asyncio.shield(future)
 
     def forget(self, sandbox: str) -> None:
-        """The sandbox is dead."""
+        """Drop the processes of a dead sandbox."""
         self._sandboxes.pop(sandbox, None)
 
     def keep_only(self, alive: set[str]) -> None:
@@ -158,5 +158,5 @@ class ProcessTable:
             del self._sandboxes[sandbox]
 
 
-def _has_ended(future: asyncio.Future[KeptProcess]) -> bool:
+def _has_ended(future: asyncio.Future[BufferedProcess]) -> bool:
     return future.done() and (future.cancelled() or future.exception() is not None or future.result().ended)

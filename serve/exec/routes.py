@@ -1,9 +1,9 @@
-"""The exec API, `/v1/...`: what a `SandboxProvider` and its sandboxes do, over HTTP (docs/remote.md lists the routes).
+"""Routes of the exec API, `/v1/...`: a `SandboxProvider` and its sandboxes over HTTP (docs/remote.md lists them).
 
 Invariants:
-- Create, list, destroy and discard need a key; everything about one sandbox needs that sandbox's secret.
-- An exec with an exec_id, a spawn and a keyed create run once, however often their request comes, and go on when their
-  client leaves. Any other work ends with its client.
+- Create, list, destroy and discard need a key; all other requests need the secret of their sandbox.
+- An exec with an exec_id, a spawn and a create with a key run once even if their request is repeated, and continue when
+  their client disconnects. Other work is cancelled with its client.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from aiohttp import web
 from headrace.sandboxes.base import Feature, FrozenMount, SandboxId, SandboxSpec
 from headrace.sandboxes.errors import SandboxError
 from headrace.serve.exec.access import check_secret, owner_of
-from headrace.serve.exec.answers import answer, refusal
 from headrace.serve.exec.bodies import Create, Renew, read_body
 from headrace.serve.exec.command_routes import CommandRoutes
 from headrace.serve.exec.expose_route import expose
 from headrace.serve.exec.file_routes import FileRoutes
 from headrace.serve.exec.processes import ProcessTable
+from headrace.serve.exec.responses import error_response, respond
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -70,26 +70,26 @@ class ExecApi:
         ]
 
     def owned(self, work: OwnerWork) -> Handler:
-        """A handler for whoever has a key."""
+        """Return a handler for requests with a key."""
 
         async def handler(request: web.Request) -> web.StreamResponse:
             try:
                 owner = owner_of(request, self._keys)
             except SandboxError as error:
-                return refusal(error)
-            return await answer(request, work(request, owner))
+                return error_response(error)
+            return await respond(request, work(request, owner))
 
         return handler
 
     def on_sandbox(self, work: SandboxWork) -> Handler:
-        """A handler for whoever has the sandbox's secret."""
+        """Return a handler for requests with the sandbox's secret."""
 
         async def attached(request: web.Request) -> Any:
             row = self._opened(request)
             return await work(request, row, await self._registry.attach(row))
 
         async def handler(request: web.Request) -> web.StreamResponse:
-            return await answer(request, attached(request))
+            return await respond(request, attached(request))
 
         return handler
 
@@ -102,7 +102,7 @@ class ExecApi:
         return web.json_response({"ok": True})
 
     async def _features(self, request: web.Request, owner: Owner) -> Any:
-        # Folders of this host are not for those who come over the wire to name.
+        # Remote clients must not name folders of this host.
         features = self._registry.provider.features - {Feature.FOLDERS}
         return {"features": sorted(feature.value for feature in features)}
 
@@ -116,7 +116,10 @@ class ExecApi:
         return {"sandboxes": [asdict(info) for info in infos]}
 
     async def _create(self, request: web.Request, owner: Owner) -> Any:
-        row = await self._registry.create(owner, _spec(await read_body(request, Create)))
+        body = await read_body(request, Create)
+        mounts = (FrozenMount(source=SandboxId(one.source), path=one.path, target=one.target) for one in body.mounts)
+        spec = SandboxSpec(**body.model_dump(exclude={"mounts"}), mounts=tuple(mounts))
+        row = await self._registry.create(owner, spec)
         return {"id": row.id, "secret": row.secret}
 
     async def _discard(self, request: web.Request, owner: Owner) -> Any:
@@ -137,14 +140,14 @@ class ExecApi:
                 self._processes.forget(row.id)
             return {}
 
-        return await answer(request, kill())
+        return await respond(request, kill())
 
     async def _snapshot(self, request: web.Request) -> web.StreamResponse:
         async def snapshot() -> Any:
             row = self._opened(request)
             return {"image": await self._registry.tasks.share(self._registry.snapshot(row))}
 
-        return await answer(request, snapshot())
+        return await respond(request, snapshot())
 
     async def _expose(self, request: web.Request) -> web.StreamResponse:
         async def find() -> Sandbox:
@@ -171,9 +174,3 @@ class ExecApi:
 
     async def _usage(self, request: web.Request, row: LeasedSandbox, sandbox: Sandbox) -> Any:
         return asdict(await sandbox.usage())
-
-
-def _spec(body: Create) -> SandboxSpec:
-    fields = body.model_dump(exclude={"mounts"})
-    mounts = (FrozenMount(source=SandboxId(one.source), path=one.path, target=one.target) for one in body.mounts)
-    return SandboxSpec(**fields, mounts=tuple(mounts))

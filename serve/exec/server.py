@@ -1,8 +1,8 @@
-"""`headrace sandbox serve`: the server as a program, from its options to its signal.
+"""The program of `headrace sandbox serve`.
 
-Invariants: it says where it listens once it does, in one line; SIGTERM and SIGINT end it in order. With a state folder
-the launcher outlives a server that was killed, and the next server of that folder adopts it with its sandboxes; an
-orderly end ends them, unless they are to be kept.
+Invariants: it prints one line with its URL once it listens; SIGTERM and SIGINT shut it down. With a state folder the
+launcher outlives a server that was killed, and the next server of that folder adopts it with its sandboxes; a shutdown
+ends them, except with `keep_sandboxes`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 E2B: Final = "e2b"
 _HOST_RETRIES: Final = RetryConfig(boot_attempts=2)
-"""The clients of this server repeat their requests themselves."""
+"""Few retries, because the clients of this server repeat their requests themselves."""
 APIS: Final = frozenset({E2B, "exec", "dropin"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What the command line said."""
+    """Options of the command line."""
 
     host: str
     port: int
@@ -52,26 +52,30 @@ class ServeOptions:
     state: Path | None = None
     keep_sandboxes: bool = False
     apis: str = "e2b,exec,dropin"
-    """Which of these to serve, with commas between them."""
+    """APIs to serve, separated by commas."""
     lease_s: float = 900.0
-    """How long a container of the drop-in contract lives without a heartbeat or another request."""
+    """Lease of a container of the drop-in contract, which every heartbeat and every other request renews."""
     host_urls: tuple[str, ...] = ()
-    """Other exec servers, whose sandboxes are lent instead of this host's."""
+    """Other exec servers, whose sandboxes are leased instead of this host's."""
     host_key: Path | None = None
-    """Holds the key of these."""
+    """File with the key for these servers."""
     apply_patch: ApplyPatch | None = None
 
 
 def serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
-    """Serve until a signal. `announce` gets the base URL. Raises SandboxError."""
-    # A followed command holds three descriptors, and the usual soft limit is 1024.
+    """Serve until a signal. `announce` is called with the base URL. Raises SandboxError."""
+    # A running command takes three descriptors, and the usual soft limit is 1024.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     asyncio.run(_serve(options, announce))
 
 
 async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None:
-    apis = _apis(options)
+    apis = frozenset(name.strip() for name in options.apis.split(","))
+    if not apis <= APIS:
+        raise SpecRefused(f"--api {options.apis}: choose from {', '.join(sorted(APIS))}")
+    if not 1 <= options.lease_s <= 24 * 3600:
+        raise SpecRefused(f"--lease-s {options.lease_s}: must be from 1 to 86400 seconds")
     settings = ServerSettings(
         serve_e2b=E2B in apis,
         host=options.host,
@@ -85,54 +89,39 @@ async def _serve(options: ServeOptions, announce: Callable[[str], None]) -> None
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with _provider(options) as provider:
-        parts = _parts(options, apis, provider, settings)
-        async with E2bServer(provider, settings, parts) as server:
+        part = ExecPart(
+            provider=provider,
+            settings=settings,
+            apis=apis - {E2B},
+            lease_s=options.lease_s,
+            apply_patch=options.apply_patch,
+        )
+        async with E2bServer(provider, settings, (part,) if part.apis else ()) as server:
             announce(server.url)
             await stopped.wait()
-
-
-def _apis(options: ServeOptions) -> frozenset[str]:
-    apis = frozenset(name.strip() for name in options.apis.split(","))
-    if not apis <= APIS:
-        raise SpecRefused(f"--api {options.apis}: choose from {', '.join(sorted(APIS))}")
-    if not 1 <= options.lease_s <= 24 * 3600:
-        raise SpecRefused(f"--lease-s {options.lease_s}: from 1 to 86400 seconds")
-    return apis
-
-
-def _parts(
-    options: ServeOptions, apis: frozenset[str], provider: _Provider, settings: ServerSettings
-) -> tuple[ExecPart, ...]:
-    rest = apis - {E2B}
-    part = ExecPart(
-        provider=provider, settings=settings, apis=rest, lease_s=options.lease_s, apply_patch=options.apply_patch
-    )
-    return (part,) if rest else ()
 
 
 @asynccontextmanager
 async def _provider(options: ServeOptions) -> AsyncIterator[_Provider]:
     if options.keep_sandboxes and options.state is None:
-        raise SpecRefused("--keep-sandboxes needs --state: without a table nobody finds them again")
+        raise SpecRefused("--keep-sandboxes needs --state: without a table no server finds the sandboxes again")
     provider: _Provider
     match options.provider:
         case _ if options.host_urls:
             provider = MultiHostProvider(remote_hosts(options.host_urls, options.host_key, _HOST_RETRIES))
         case "local":
-            stays_in = None if options.state is None else _launcher_folder(options.state)
+            stays_in = None
+            if options.state is not None:
+                # One folder for each state folder, with a path short enough for a socket.
+                digest = hashlib.sha256(str(options.state.resolve()).encode()).hexdigest()[:16]
+                stays_in = runtime_folder(None) / f"e2b-{digest}"
             provider = LocalProvider(LocalSandboxConfig(stays_in=stays_in))
         case "subprocess":
             raise SpecRefused("--provider subprocess cannot spawn commands, which E2B's clients need: use local")
         case name:
-            raise SpecRefused(f"--provider {name}: local is what there is")
+            raise SpecRefused(f"--provider {name}: only local is supported")
     await provider.start()
     try:
         yield provider
     finally:
         await (provider.detach() if options.keep_sandboxes else provider.aclose())
-
-
-def _launcher_folder(state: Path) -> Path:
-    """One for each state folder, with a path short enough for a socket."""
-    digest = hashlib.sha256(str(state.resolve()).encode()).hexdigest()[:16]
-    return runtime_folder(None) / f"e2b-{digest}"

@@ -1,9 +1,9 @@
-"""The durable table of the sandboxes that were lent: which, to whom, and how the provider is asked about them.
+"""Durable table of the sandboxes that a server leases to its clients.
 
 Invariants:
-- A row is written before its sandbox is named to anybody, so a server that comes back knows all that clients hold. What
-  a crash left without a row ends with its lease, or is found again by its key.
-- The file is a `ServerDatabase`: private, one server at a time, in memory without a folder.
+- A row is written before a client gets its sandbox, so a restarted server knows all leased sandboxes. A sandbox that
+  has no row after a crash ends with its lease, or is found by its key.
+- The file is a `ServerDatabase`: private, for one server at a time, and in memory without a folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SCHEMA: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Container:
-    """What the drop-in contract adds; `created_at` is seconds since the epoch."""
+    """Additional properties of a sandbox in the drop-in contract; `created_at` is in Unix seconds."""
 
     name: str
     cwd: str
@@ -39,7 +39,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedSandbox:
-    """One sandbox. `secret` opens it through this server; `ref` is the provider's."""
+    """One leased sandbox. `secret` opens it through this server; `ref` is the provider's."""
 
     id: SandboxId
     owner: str
@@ -50,10 +50,10 @@ class LeasedSandbox:
 
 
 class LeasedSandboxTable:
-    """Rows in memory, each also on disk. Close it with `close`."""
+    """Rows in memory and on disk; `close` it."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Raises SandboxError when another server uses the folder, SpecRefused when it cannot be used."""
+        """Open the table. Raises SandboxError if another server uses the folder, SpecRefused if it is unusable."""
         names = {"file_name": "lent.db", "lock_name": "lent.lock"}
         self._file = ServerDatabase(folder, **names, schema_version=_SCHEMA_VERSION, schema=_SCHEMA)
         self._database = self._file.connection
@@ -68,7 +68,7 @@ class LeasedSandboxTable:
         return self._rows.get(SandboxId(sandbox))
 
     def drop(self, sandbox: str) -> None:
-        """Idempotent."""
+        """Remove a row. Idempotent."""
         if self._rows.pop(SandboxId(sandbox), None) is not None:
             self._database.execute("DELETE FROM lent WHERE id = ?", (sandbox,))
 
@@ -79,7 +79,7 @@ class LeasedSandboxTable:
         self._database.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (image, owner, source))
 
     def snapshots(self, owner: str) -> dict[str, str]:
-        """Images by the sandbox they were made of."""
+        """Return the snapshots of an owner, by the sandbox of which they were made."""
         query = "SELECT source, image FROM snapshots WHERE owner = ? ORDER BY rowid"
         return dict(self._database.execute(query, (owner,)))
 

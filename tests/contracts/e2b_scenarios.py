@@ -1,4 +1,4 @@
-"""What a user of the e2b SDK does, as a program: `python e2b_scenarios.py URL sync|async FEATURES`.
+"""Scenarios of a user of the e2b SDK, as a program: `python e2b_scenarios.py URL sync|async FEATURES`.
 
 It runs under any version of the SDK on its path, with the blocking or the asyncio client, and prints one JSON object:
 for each scenario "ok", "absent" (this SDK has no such call), or the traceback of what went wrong.
@@ -26,7 +26,7 @@ SCENARIOS: dict[str, Scenario] = {}
 
 
 class AbsentError(Exception):
-    """The SDK of this version lacks the call."""
+    """This version of the SDK lacks the call."""
 
 
 def scenario(function: Scenario) -> Scenario:
@@ -35,12 +35,12 @@ def scenario(function: Scenario) -> Scenario:
 
 
 async def done(value: Any) -> Any:
-    """The result of a call of either client."""
+    """Return the result of a call of either client."""
     return await value if inspect.isawaitable(value) else value
 
 
 class Client:
-    """One of the two clients, pointed at the server."""
+    """One of the two clients, connected to the server."""
 
     def __init__(self, url: str, mode: str, features: set[str]) -> None:
         self.url = url
@@ -61,7 +61,7 @@ class Client:
 
 
 async def refused(call: Any, *kinds: type[BaseException]) -> Any:
-    """The error of a call that must fail with one of `kinds`."""
+    """Return the error of a call that must fail with one of `kinds`."""
     try:
         result = await done(call() if callable(call) else call)
     except kinds as error:

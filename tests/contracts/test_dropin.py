@@ -1,4 +1,4 @@
-"""The foreign exec-server and pool contract, asked by a plain HTTP client, and the defects that must be gone."""
+"""The drop-in exec-server and pool contract over plain HTTP, without the defects of the original servers."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def client(url: str) -> AsyncIterator[Client]:
 
 @pytest.fixture
 async def image(url: str) -> str:
-    """A repository with a defect, as an image."""
+    """An image with a repository that has a defect."""
     async with RemoteProvider(RemoteConfig(url=url)) as remote:
         sandbox = await remote.attach(await remote.create(SandboxSpec()))
         made = await sandbox.exec(REPOSITORY, timeout_s=60)
@@ -117,7 +117,7 @@ async def image(url: str) -> str:
         return await sandbox.snapshot()
 
 
-async def test_the_requests_of_a_node_in_their_order(client: Client, image: str) -> None:
+async def test_all_requests_of_a_node(client: Client, image: str) -> None:
     assert await client.get("/healthz") == {"ok": True, "running_containers": "0"}
     assert await client.get("/images") == {"ok": True, "images": ["base", "task:latest"], "count": 2}
     made = await client.post("/container/create", image=image, cwd="/testbed", timeout=120)
@@ -139,7 +139,7 @@ async def test_the_requests_of_a_node_in_their_order(client: Client, image: str)
     await client.post("/container/exec", 404, **one, command="true")
 
 
-async def test_the_requests_of_a_pool_in_their_order(client: Client, image: str) -> None:
+async def test_all_requests_of_a_pool(client: Client, image: str) -> None:
     made = await client.post("/allocate", image=image, instance_id="django-1")
     assert made.keys() == {"ok", "lease_id", "container_id", "node_url"}
     assert made["node_url"] == client.url
@@ -167,7 +167,7 @@ async def test_the_requests_of_a_pool_in_their_order(client: Client, image: str)
     assert (await client.get("/status"))["active_containers"] <= 1
 
 
-async def test_a_patch_cannot_bring_its_own_verdict(client: Client, image: str) -> None:
+async def test_a_patch_cannot_forge_its_verdict(client: Client, image: str) -> None:
     lease = await client.lease(image=image)
     await client.output(lease, "echo 'import os; os._exit(0)' | tee conftest.py sitecustomize.py > tests/test_calc.py")
     patch = (await client.post("/diff", lease_id=lease))["patch"]
@@ -194,9 +194,7 @@ async def test_output_is_capped_and_drained(client: Client) -> None:
 # Repeated requests
 
 
-async def test_a_request_whose_answer_was_lost_is_not_run_again(
-    client: Client, load_support: Callable[[str], Any]
-) -> None:
+async def test_a_request_with_a_lost_response_runs_once(client: Client, load_support: Callable[[str], Any]) -> None:
     lease = await client.lease()
     async with load_support("cutting_proxy").cutting_proxy(client.url) as proxy, aiohttp.ClientSession() as http:
         through = Client(url=proxy.url, http=http)
@@ -221,7 +219,7 @@ async def test_a_request_whose_answer_was_lost_is_not_run_again(
     assert await client.output(lease, "cat log") == "named\nunnamed\ntwice\ntwice"
 
 
-async def test_equal_allocations_are_two_unless_a_key_says_otherwise(client: Client) -> None:
+async def test_equal_allocations_are_distinct_without_a_key(client: Client) -> None:
     leases = await asyncio.gather(client.lease(), client.lease())
     assert len(set(leases)) == 2
     for lease in leases:
@@ -233,7 +231,7 @@ async def test_equal_allocations_are_two_unless_a_key_says_otherwise(client: Cli
 # Room and leases
 
 
-async def test_who_finds_no_room_waits(client: Client) -> None:
+async def test_a_create_without_room_waits(client: Client) -> None:
     leases = [await client.lease() for _ in range(3)]
     async with client.http.post(f"{client.url}/allocate", json={"image": "host", "timeout": 0.3}) as response:
         assert response.status == 429
@@ -245,7 +243,7 @@ async def test_who_finds_no_room_waits(client: Client) -> None:
 
 
 @pytest.mark.parametrize("url", [(LEASE_S, "")], indirect=True)
-async def test_a_killed_client_is_reaped_and_a_living_one_is_not(client: Client, local: LocalProvider) -> None:
+async def test_containers_of_a_killed_client_are_reaped(client: Client, local: LocalProvider) -> None:
     program = f"""
 import json, urllib.request
 def post(path, **body):
@@ -274,7 +272,7 @@ post("/exec", lease_id=lease, command="sleep 1000", timeout=2, cwd="/")
 
 
 @pytest.mark.parametrize("url", [(600.0, "alice-secret")], indirect=True)
-async def test_a_key_is_asked_for(client: Client) -> None:
+async def test_a_key_is_required(client: Client) -> None:
     assert (await client.get("/healthz"))["ok"]
     for path in ("/container/create", "/allocate", "/exec", "/close"):
         await client.post(path, 401, image="host", lease_id="x", command="true")
@@ -282,7 +280,7 @@ async def test_a_key_is_asked_for(client: Client) -> None:
     await client.output(await client.lease(), "true")
 
 
-async def test_bad_input_is_refused_and_makes_nothing(client: Client, local: LocalProvider) -> None:
+async def test_invalid_input_is_refused_and_makes_no_container(client: Client, local: LocalProvider) -> None:
     bad: tuple[dict[str, Any], ...] = ({}, {"image": ""}, {"image": 5}, {"image": "host", "cwd": "relative"})
     for body in (*bad, {"image": "host", "timeout": -1}):
         await client.post("/allocate", 400, **body)

@@ -1,4 +1,4 @@
-"""Lives of sandboxes behind the server: their time, restarts, clients that vanish, slow readers, crowds."""
+"""Life of the E2B server's sandboxes: timeouts, restarts, disconnected clients, slow readers, many sandboxes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def bash(command: str, **more: Any) -> dict[str, Any]:
 
 
 async def until(check: Callable[[], Awaitable[object]]) -> None:
-    """Ask again until it is so: no event of the server crosses the wire for it. The test's time limit is the guard."""
+    """Poll until a condition holds, because the server sends no event for it. The test's timeout limits the wait."""
     while not await check():  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
@@ -69,7 +69,7 @@ async def none_left(local: LocalProvider) -> bool:
     return not await local.list()
 
 
-async def test_a_sandbox_ends_at_its_time(server: E2bServer, local: LocalProvider, wire: Callable[..., Any]) -> None:
+async def test_a_sandbox_ends_at_its_timeout(server: E2bServer, local: LocalProvider, wire: Callable[..., Any]) -> None:
     kept = await wire(server.url).create(timeout=60)
     await kept.call("POST", f"/sandboxes/{kept.id}/timeout", {"timeout": 100})
     box = await wire(server.url).create(timeout=60)
@@ -85,7 +85,7 @@ async def test_a_sandbox_ends_at_its_time(server: E2bServer, local: LocalProvide
     await until(lambda: none_left(local))
 
 
-async def test_a_sandbox_that_may_pauses_at_its_time(server: E2bServer, wire: Callable[..., Any]) -> None:
+async def test_a_sandbox_with_auto_pause_pauses_at_its_timeout(server: E2bServer, wire: Callable[..., Any]) -> None:
     box = await wire(server.url).create(timeout=1, autoPause=True)
 
     async def paused() -> bool:
@@ -100,7 +100,7 @@ async def test_a_sandbox_that_may_pauses_at_its_time(server: E2bServer, wire: Ca
 
 
 class NoFreezer(LocalProvider):
-    """Its sandboxes cannot be paused."""
+    """A provider whose sandboxes cannot be paused."""
 
     async def attach(self, ref: SandboxRef) -> LocalSandbox:
         return Unfreezable(ref, self._connections)
@@ -142,7 +142,7 @@ async def test_a_sandbox_that_died_by_itself_is_gone(
     assert (await other.call("GET", f"/sandboxes/{other.id}"))[0] == 404
 
 
-async def test_sandboxes_and_their_times_live_through_a_restart(
+async def test_sandboxes_and_their_timeouts_survive_a_restart(
     local: LocalProvider, tmp_path: Path, wire: Callable[..., Any]
 ) -> None:
     settings = ServerSettings(state_folder=tmp_path / "state", keep_sandboxes=True)
@@ -183,7 +183,7 @@ async def test_sandboxes_and_their_times_live_through_a_restart(
 
 
 async def end(local: LocalProvider, state: Path, sandbox_id: str) -> None:
-    """Kill a sandbox behind the server's back."""
+    """Kill a sandbox at the provider, without the server."""
     table = SandboxTable(state)
     [row] = [row for row in table.rows() if row.id == sandbox_id]
     table.close()
@@ -191,7 +191,7 @@ async def end(local: LocalProvider, state: Path, sandbox_id: str) -> None:
     await (await local.attach(row.ref)).kill()
 
 
-async def test_boots_that_a_crash_cut_off_are_settled(
+async def test_boots_interrupted_by_a_crash_are_recovered(
     local: LocalProvider, tmp_path: Path, wire: Callable[..., Any]
 ) -> None:
     settings = ServerSettings(state_folder=tmp_path, keep_sandboxes=True)
@@ -213,7 +213,7 @@ async def test_boots_that_a_crash_cut_off_are_settled(
     assert len(await local.list()) == 1
 
 
-def test_a_table_of_a_newer_program_is_refused(tmp_path: Path) -> None:
+def test_a_table_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     SandboxTable(tmp_path).close()
     with contextlib.closing(sqlite3.connect(tmp_path / "sandboxes.db")) as database:
         database.execute("PRAGMA user_version = 99")
@@ -221,7 +221,7 @@ def test_a_table_of_a_newer_program_is_refused(tmp_path: Path) -> None:
         SandboxTable(tmp_path)
 
 
-async def test_a_create_whose_client_left_leaves_nothing(
+async def test_a_create_of_a_disconnected_client_leaves_nothing(
     server: E2bServer, local: LocalProvider, wire: Callable[..., Any]
 ) -> None:
     client = wire(server.url)
@@ -244,7 +244,7 @@ async def test_a_create_whose_client_left_leaves_nothing(
     await until(as_many_as_are_listed)
 
 
-async def test_a_killed_client_leaves_its_command(server: E2bServer, wire: Callable[..., Any]) -> None:
+async def test_a_command_survives_its_killed_client(server: E2bServer, wire: Callable[..., Any]) -> None:
     box = await wire(server.url).create()
     await box.run("mkfifo /tmp/go")
     program = """
@@ -284,7 +284,7 @@ async def test_a_slow_reader_slows_only_its_own_command(server: E2bServer, wire:
     assert total == size + 4
 
 
-async def test_a_command_that_nobody_follows_goes_on(server: E2bServer, wire: Callable[..., Any]) -> None:
+async def test_a_command_without_readers_keeps_running(server: E2bServer, wire: Callable[..., Any]) -> None:
     box = await wire(server.url).create()
     command = "head -c 3000000 /dev/zero | tr '\\0' x; touch /tmp/done; echo end; exit 3"
     async with box.stream(START, bash(command)) as frames:
@@ -323,7 +323,7 @@ async def test_two_clients_follow_one_command(server: E2bServer, wire: Callable[
             assert [item async for item in frames][-1] == {"end": {}}
 
 
-async def test_an_upload_whose_client_left_ends(server: E2bServer, wire: Callable[..., Any]) -> None:
+async def test_an_upload_of_a_disconnected_client_ends(server: E2bServer, wire: Callable[..., Any]) -> None:
     box = await wire(server.url).create()
     begun = asyncio.Event()
 
@@ -341,7 +341,7 @@ async def test_an_upload_whose_client_left_ends(server: E2bServer, wire: Callabl
 
 
 async def crowd(server: E2bServer, client: Any, count: int) -> None:
-    """Create all at once, run a command in each at once, kill all at once."""
+    """Create sandboxes concurrently, run a command in each, and kill them, all concurrently."""
     boxes = await asyncio.gather(*(client.create(metadata={"n": str(number)}) for number in range(count)))
     outs = await asyncio.gather(*(box.run(f"sleep 0.2; echo {n}") for n, box in enumerate(boxes)))
     assert [out for out, _ in outs] == [f"{n}\n".encode() for n in range(count)]
@@ -350,13 +350,13 @@ async def crowd(server: E2bServer, client: Any, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
-async def test_many_at_once(wire: Callable[..., Any], count: int) -> None:
+async def test_many_concurrent_sandboxes(wire: Callable[..., Any], count: int) -> None:
     async with LocalProvider(LocalSandboxConfig(max_live=count)) as local, E2bServer(local) as server:
         await crowd(server, wire(server.url), count)
         assert await local.list() == []
 
 
-def test_the_program_ends_in_order_on_a_signal(tmp_path: Path) -> None:
+def test_the_program_shuts_down_on_a_signal(tmp_path: Path) -> None:
     headrace = str(Path(sys.executable).with_name("headrace"))
     (tmp_path / "keys").write_text("a:key-a\n")
     (tmp_path / "images.toml").write_text('tools = "host"\n')
@@ -370,7 +370,7 @@ def test_the_program_ends_in_order_on_a_signal(tmp_path: Path) -> None:
 
 
 async def stream_until_the_end(url: str, process: subprocess.Popen[str]) -> None:
-    """A command is followed while the server is told to end: the stream ends, and no connection hangs."""
+    """At shutdown the stream of a followed command ends, and no connection hangs."""
     headers = {"X-API-Key": "key-a", "Content-Type": "application/json"}
     async with aiohttp.ClientSession() as http:
         body = json.dumps({"templateID": "base", "metadata": {"acme/image": "tools"}})
@@ -388,9 +388,7 @@ async def stream_until_the_end(url: str, process: subprocess.Popen[str]) -> None
                 await reply.content.read()
 
 
-async def test_a_killed_program_is_followed_by_one_that_finds_its_sandboxes(
-    tmp_path: Path, wire: Callable[..., Any]
-) -> None:
+async def test_a_program_recovers_the_sandboxes_of_a_killed_one(tmp_path: Path, wire: Callable[..., Any]) -> None:
     headrace = str(Path(sys.executable).with_name("headrace"))
     command = [headrace, "sandbox", "serve", "--state", str(tmp_path / "state")]
     box = None
@@ -412,7 +410,7 @@ async def test_a_killed_program_is_followed_by_one_that_finds_its_sandboxes(
         await server.wait()
 
 
-def test_bad_options_are_one_line_and_code_2(tmp_path: Path) -> None:
+def test_invalid_options_give_one_line_and_exit_code_2(tmp_path: Path) -> None:
     headrace = str(Path(sys.executable).with_name("headrace"))
     (tmp_path / "bad.toml").write_text("a = {b = 1}\n")
     for options in (["--host", "0.0.0.0"], ["--image-map", str(tmp_path / "bad.toml")]):

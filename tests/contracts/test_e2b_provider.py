@@ -72,7 +72,7 @@ async def sandbox(provider: E2bProvider) -> Sandbox:
     return await provider.attach(await provider.create(SandboxSpec()))
 
 
-async def test_commands_have_the_contract_of_exec(sandbox: Sandbox) -> None:
+async def test_commands_follow_the_contract_of_exec(sandbox: Sandbox) -> None:
     result = await sandbox.exec("pwd; id -un; echo $A; cat; echo err >&2", env={"A": "1"}, stdin=b"in", timeout_s=20)
     assert (result.stdout, result.stderr, result.exit_code) == (b"/workspace\nroot\n1\nin", b"err\n", 0)
     result = await sandbox.exec("id -un; pwd; kill -TERM $$", user="agent", cwd="/tmp", timeout_s=20)
@@ -132,7 +132,7 @@ async def test_output_waits_for_its_reader(sandbox: Sandbox) -> None:
     assert (total, last[-5:]) == (8_000_005, b"done\n")
 
 
-async def test_files_travel_whole_or_with_an_error(sandbox: Sandbox, tmp_path: Path) -> None:
+async def test_files_are_transferred_completely_or_with_an_error(sandbox: Sandbox, tmp_path: Path) -> None:
     content = bytes(range(256)) * 5000
     (tmp_path / "file").write_bytes(content)
     await sandbox.write("/tmp/a/from-file", tmp_path / "file")
@@ -159,7 +159,7 @@ async def test_any_process_attaches_from_a_ref(provider: E2bProvider, config: E2
                 await call
 
 
-async def test_a_command_under_a_kill_says_that_its_sandbox_is_gone(provider: E2bProvider) -> None:
+async def test_a_command_in_a_killed_sandbox_raises_sandbox_gone(provider: E2bProvider) -> None:
     sandbox = await provider.attach(await provider.create(SandboxSpec()))
     process = await sandbox.spawn("sleep 75")
     await sandbox.kill()
@@ -167,7 +167,7 @@ async def test_a_command_under_a_kill_says_that_its_sandbox_is_gone(provider: E2
         await process.wait()
 
 
-async def test_lists_tell_labels_and_keys(provider: E2bProvider) -> None:
+async def test_lists_contain_labels_and_keys(provider: E2bProvider) -> None:
     spec = SandboxSpec(ttl_s=200, idempotency_key="Run 1/é", labels={"run": "1"})
     ref = await provider.create(spec)
     assert (await provider.create(spec)).id == ref.id

@@ -57,7 +57,7 @@ def server_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def old_sdk() -> Path:
-    """A folder with e2b 2.25.1 and what it needs, installed once for this checkout."""
+    """A folder with e2b 2.25.1 and its dependencies, installed once for this checkout."""
     folder = ROOT / "build" / f"e2b-{OLD_VERSION}"
     if folder.is_dir():
         return folder

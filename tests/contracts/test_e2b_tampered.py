@@ -1,4 +1,4 @@
-"""An agent that replaced the programs which the server runs for files: errors for the client, nothing held here."""
+"""Programs for files that an agent has replaced: the client gets errors, and the server buffers nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _namespaces() -> None:
 
 @pytest.fixture
 def root(tmp_path: Path, load_support: Callable[[str], Any]) -> Path:
-    """A root file system with bash (once more as `shell`), mv and a few tools."""
+    """A root file system with bash (also as `shell`), mv and a few tools."""
     kit, root = load_support("image_kit"), tmp_path / "root"
     with tarfile.open(fileobj=io.BytesIO(kit.tar(kit.base_entries()))) as archive:
         archive.extractall(root, filter="fully_trusted")
@@ -51,7 +51,7 @@ def root(tmp_path: Path, load_support: Callable[[str], Any]) -> Path:
 
 @pytest.fixture
 async def boot(tmp_path: Path, root: Path, wire: Callable[..., Any]) -> AsyncIterator[Callable[..., Any]]:
-    """`await boot(program="script")`: a client of a sandbox with these in its image."""
+    """`await boot(program="script")` returns a client of a sandbox with these programs in its image."""
     config = LocalSandboxConfig(image_folder=tmp_path / "images")
     async with LocalProvider(config) as local, E2bServer(local, settings_for(root)) as server:
 
@@ -69,19 +69,19 @@ def settings_for(root: Path) -> ServerSettings:
 
 
 @pytest.mark.parametrize("stat", ["echo -5", "echo", r"printf '%s\\0' x"])
-async def test_a_size_that_is_none(boot: Callable[..., Any], stat: str) -> None:
+async def test_an_invalid_file_size_is_an_error(boot: Callable[..., Any], stat: str) -> None:
     box = await boot(stat=stat, head="exit 0")
     assert (await box.files("GET", "/etc/passwd"))[0] == 500
 
 
-async def test_a_size_that_has_no_end(boot: Callable[..., Any]) -> None:
+async def test_an_endless_file_size_is_an_error(boot: Callable[..., Any]) -> None:
     box = await boot(other=FOR_EVER)
     await box.run("mv -f /usr/bin/other /usr/bin/bash")
     async with asyncio.timeout(30):
         assert (await box.files("GET", "/etc/passwd"))[0] == 500
 
 
-async def test_more_than_was_promised(boot: Callable[..., Any]) -> None:
+async def test_a_file_longer_than_announced_is_cut_off(boot: Callable[..., Any]) -> None:
     """The connection is cut as soon as that is seen, before or after the promised five bytes, and its reader is
     ended."""
     box = await boot(stat="echo 5", head=FOR_EVER)
@@ -103,7 +103,7 @@ async def names_of_processes(box: Any) -> bytes:
 
 
 @pytest.mark.parametrize("find", ["echo hello", r"printf 'x\\0%.0s' {1..12}", "exit 0"])
-async def test_a_find_that_makes_things_up(boot: Callable[..., Any], find: str) -> None:
+async def test_output_of_a_replaced_find_is_an_error(boot: Callable[..., Any], find: str) -> None:
     box = await boot(find=find)
     status, answer, _ = await box.rpc("filesystem.Filesystem/Stat", {"path": "/etc"})
     assert (status, answer["code"]) == (500, "internal")

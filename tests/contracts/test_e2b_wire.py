@@ -1,4 +1,4 @@
-"""Bad input, foreign keys and full servers on the bare wire: the E2B codes, nothing tried again, nothing made."""
+"""Invalid input, other owners' keys and full servers over plain HTTP: E2B's codes, no retries, no sandboxes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def box(alice: Any) -> Any:
         {"templateID": "base", "metadata": {"acme/image": "unknown-image"}},
     ],
 )
-async def test_a_bad_create_is_400_and_makes_nothing(alice: Any, local: LocalProvider, body: Any) -> None:
+async def test_an_invalid_create_is_400_and_makes_no_sandbox(alice: Any, local: LocalProvider, body: Any) -> None:
     for path in ("/sandboxes", "/v2/sandboxes"):
         status, answer, _ = await alice.call("POST", path, body)
         assert (status, answer["code"]) == (400, 400), answer
@@ -97,7 +97,7 @@ async def test_images_are_named_by_template_or_metadata(alice: Any) -> None:
     await alice.create(metadata={"acme": "task"})
 
 
-async def test_keys_are_asked_for_everywhere(server: E2bServer, box: Any, wire: Callable[..., Any]) -> None:
+async def test_keys_are_required_everywhere(server: E2bServer, box: Any, wire: Callable[..., Any]) -> None:
     routes = [
         ("POST", "/sandboxes"),
         ("POST", "/v2/sandboxes"),
@@ -113,7 +113,7 @@ async def test_keys_are_asked_for_everywhere(server: E2bServer, box: Any, wire: 
             assert (status, answer["code"]) == (401, 401), (method, path)
 
 
-async def test_a_key_sees_and_touches_only_its_own(server: E2bServer, box: Any, wire: Callable[..., Any]) -> None:
+async def test_a_key_can_use_only_its_own_sandboxes(server: E2bServer, box: Any, wire: Callable[..., Any]) -> None:
     bob = wire(server.url, BOB)
     one = f"/sandboxes/{box.id}"
     assert (await bob.call("GET", "/v2/sandboxes"))[1] == []
@@ -136,7 +136,7 @@ async def test_a_key_sees_and_touches_only_its_own(server: E2bServer, box: Any, 
     assert (await box.rpc("process.Process/List", {}))[0] == 401
 
 
-async def test_envd_takes_its_own_token_only(box: Any) -> None:
+async def test_envd_accepts_only_the_token_of_its_sandbox(box: Any) -> None:
     token = box.box["envdAccessToken"]
     for wrong in ("", "x", token[:-1], token + "0", "ä"):
         box.box["envdAccessToken"] = wrong
@@ -157,7 +157,7 @@ async def test_quotas_are_429_with_a_time_to_wait(server: E2bServer, wire: Calla
     await bob.create()
 
 
-async def test_what_died_by_itself_counts_for_no_quota(
+async def test_dead_sandboxes_do_not_count_towards_the_quota(
     server: E2bServer, local: LocalProvider, wire: Callable[..., Any]
 ) -> None:
     bob = wire(server.url, BOB)
@@ -175,7 +175,7 @@ async def test_a_full_provider_is_429_with_a_time_to_wait(alice: Any) -> None:
     assert (status, answer["code"], int(headers["Retry-After"]) >= 1) == (429, 429, True)
 
 
-async def test_times_are_whole_and_not_negative(alice: Any, box: Any) -> None:
+async def test_timeouts_must_be_non_negative_integers(alice: Any, box: Any) -> None:
     one = f"/sandboxes/{box.id}"
     for body in ({}, {"timeout": -1}, {"timeout": 1.5}, {"timeout": "9"}, {"timeout": None}, b"x"):
         assert (await alice.call("POST", f"{one}/timeout", body))[0] == 400, body
@@ -185,7 +185,7 @@ async def test_times_are_whole_and_not_negative(alice: Any, box: Any) -> None:
     assert (await alice.call("POST", f"{one}/resume", {}))[0] == 409
 
 
-async def test_what_is_not_there_is_404_and_what_is_not_served_says_so(alice: Any, box: Any) -> None:
+async def test_missing_sandboxes_are_404_and_unsupported_routes_501(alice: Any, box: Any) -> None:
     for method, path in (("GET", "/sandboxes/i0"), ("DELETE", "/sandboxes/i0"), ("GET", "/no/such"), ("PATCH", "/x")):
         assert (await alice.call(method, path))[1]["code"] == 404
     assert (await alice.call("PUT", "/sandboxes"))[1]["code"] == 405
@@ -204,7 +204,7 @@ async def test_what_is_not_there_is_404_and_what_is_not_served_says_so(alice: An
     assert (await alice.call("PUT", f"/sandboxes/{box.id}/network", {"allowOut": ["1.1.1.1"]}))[0] == 501
 
 
-async def test_lists_filter_and_turn_pages(alice: Any) -> None:
+async def test_lists_are_filtered_and_paged(alice: Any) -> None:
     boxes = [await alice.create(metadata={"n": str(number), "odd &=": "ü"}) for number in range(3)]
     rows = []
     token = ""
@@ -223,7 +223,7 @@ async def test_lists_filter_and_turn_pages(alice: Any) -> None:
     assert len((await alice.call("GET", "/sandboxes?metadata=n%3D1"))[1]) == 1
 
 
-async def test_idempotency_keys_have_a_form_and_one_request(alice: Any) -> None:
+async def test_idempotency_keys_are_validated_and_bound_to_one_request(alice: Any) -> None:
     body = {"templateID": "base", "metadata": {"a": "1"}}
     for wrong in ("UPPER", "a b", "x" * 256):
         assert (await alice.call("POST", "/v2/sandboxes", body, **{"Idempotency-Key": wrong}))[0] == 400
@@ -268,26 +268,26 @@ async def test_idempotency_keys_have_a_form_and_one_request(alice: Any) -> None:
         ("process.Process/Update", {"process": {"pid": 2**40}}, 404, "not_found"),
     ],
 )
-async def test_bad_calls_have_connect_codes(box: Any, method: str, message: Any, status: int, code: str) -> None:
+async def test_invalid_calls_have_connect_codes(box: Any, method: str, message: Any, status: int, code: str) -> None:
     reply = await box.rpc(method, message)
     assert (reply[0], reply[1]["code"]) == (status, code), reply[1]
 
 
-async def test_dots_lead_where_they_lead_inside(box: Any) -> None:
+async def test_dots_in_paths_are_resolved_inside_the_sandbox(box: Any) -> None:
     _, answer, _ = await box.rpc("filesystem.Filesystem/Stat", {"path": "/tmp/../../../etc/passwd"})
     assert answer["entry"]["type"] == "FILE_TYPE_FILE"
     assert (await box.files("POST", "../up", b"x"))[0] == 200
     assert (await box.files("GET", "/up"))[1] == b"x"
 
 
-async def test_files_may_have_any_time(box: Any) -> None:
+async def test_files_may_have_any_modification_time(box: Any) -> None:
     await box.run("mkdir /tmp/times; touch -d @99999999999999 /tmp/times/a; touch -d @-99999999999999 /tmp/times/b")
     _, answer, _ = await box.rpc("filesystem.Filesystem/ListDir", {"path": "/tmp/times"})
     times = [entry["modifiedTime"] for entry in answer["entries"]]
     assert times == ["9999-12-31T23:59:59.000000Z", "0001-01-01T00:00:00.000000Z"]
 
 
-async def test_bad_starts_end_their_stream_with_an_error(box: Any) -> None:
+async def test_an_invalid_start_ends_its_stream_with_an_error(box: Any) -> None:
     process = {"cmd": "/bin/bash", "args": ["-c", "true"]}
     for message, code in [
         ({}, "invalid_argument"),
@@ -317,7 +317,7 @@ async def test_bad_starts_end_their_stream_with_an_error(box: Any) -> None:
     assert (await box.rpc("process.Process/List", {}))[1] == {"processes": []}
 
 
-async def test_users_are_named_as_envd_does(box: Any) -> None:
+async def test_users_are_selected_as_in_envd(box: Any) -> None:
     agent = base64.b64encode(b"agent:").decode()
     assert (await box.run("id -un", Authorization=f"Basic {agent}"))[0] == b"agent\n"
     assert (await box.run("id -un"))[0] == b"root\n"
@@ -329,7 +329,7 @@ async def test_users_are_named_as_envd_does(box: Any) -> None:
     assert reply[0] == 401
 
 
-async def test_quiet_streams_show_signs_of_life(box: Any) -> None:
+async def test_idle_streams_send_keepalives(box: Any) -> None:
     start = {"process": {"cmd": "/bin/bash", "args": ["-c", "cat"]}}
     async with box.stream(START, start, **{"Keepalive-Ping-Interval": "1"}) as frames:
         assert "start" in (await anext(frames))["event"]
@@ -389,7 +389,7 @@ async def test_a_malformed_multipart_upload_is_400(box: Any, kind: str, body: by
     assert (status, b"malformed" in answer) == (400, True), answer
 
 
-async def test_the_fifo_of_an_agent_holds_nobody(box: Any) -> None:
+async def test_a_fifo_of_an_agent_blocks_no_request(box: Any) -> None:
     await box.run("mkfifo /tmp/fifo; ln -s /tmp/fifo /tmp/link; ln -s /etc/passwd /tmp/passwd")
     for path in ("/tmp/fifo", "/tmp/link"):
         assert (await box.files("GET", path))[0] == 400
@@ -408,7 +408,7 @@ async def test_a_boot_that_fails_is_typed_and_leaves_nothing(wire: Callable[...,
         assert (await wire(server.url).call("GET", "/v2/sandboxes"))[1] == []
 
 
-def test_key_files_are_checked_at_the_start(tmp_path: Path) -> None:
+def test_key_files_are_validated_at_start(tmp_path: Path) -> None:
     for text in ("", "alice", "alice:", ":key", "a:b:c", "a:b:1\na:c", "a:b\nc:b", "na me:key"):
         (tmp_path / "keys").write_text(text)
         with pytest.raises(SpecRefused):
@@ -417,7 +417,7 @@ def test_key_files_are_checked_at_the_start(tmp_path: Path) -> None:
         load_keys(tmp_path / "missing")
 
 
-async def test_without_keys_only_loopback_is_bound(local: LocalProvider, wire: Callable[..., Any]) -> None:
+async def test_without_keys_the_server_binds_to_loopback_only(local: LocalProvider, wire: Callable[..., Any]) -> None:
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
         with pytest.raises(SpecRefused):
             async with E2bServer(local, ServerSettings(host=host)):

@@ -1,5 +1,5 @@
 # ruff: noqa: ASYNC110 - small local files; what a peer does has no event here
-"""The exec server and its client where answers get lost, hosts die, pools are full and input is bad."""
+"""The exec server and its client with lost responses, dead hosts, full pools and invalid input."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def proxy(server: str, load_support: Callable[[str], Any]) -> AsyncIterato
 
 @pytest.fixture
 async def remote(proxy: Any) -> AsyncIterator[RemoteProvider]:
-    """Through the proxy."""
+    """A provider that connects through the proxy."""
     async with RemoteProvider(RemoteConfig(url=proxy.url)) as remote:
         yield remote
 
@@ -108,7 +108,7 @@ async def output(sandbox: Sandbox, command: str) -> str:
 # Lost answers
 
 
-async def test_an_exec_with_an_id_runs_once_though_its_answers_are_lost(proxy: Any, sandbox: Sandbox) -> None:
+async def test_an_exec_with_an_id_runs_once_despite_lost_responses(proxy: Any, sandbox: Sandbox) -> None:
     proxy.cut(0, 1)
     result = await sandbox.exec("echo ran >> log; echo said; exit 3", timeout_s=60, exec_id="one")
     assert (result.exit_code, result.stdout) == (3, b"said\n")
@@ -123,7 +123,7 @@ async def test_an_exec_without_an_id_is_not_repeated(proxy: Any, sandbox: Sandbo
     assert await output(sandbox, "cat log") == "ran"
 
 
-async def test_a_create_with_a_key_makes_one_sandbox_though_its_answers_are_lost(
+async def test_a_create_with_a_key_makes_one_sandbox_despite_lost_responses(
     proxy: Any, remote: RemoteProvider, local: LocalProvider
 ) -> None:
     proxy.cut(0, 1)
@@ -159,7 +159,7 @@ async def test_streams_of_a_process_survive_lost_connections(proxy: Any, sandbox
     assert await output(sandbox, "wc -l < starts; wc -c < copy") == f"1\n{len(data)}"
 
 
-async def test_files_and_a_snapshot_survive_lost_answers(
+async def test_files_and_a_snapshot_survive_lost_responses(
     proxy: Any, remote: RemoteProvider, sandbox: Sandbox, tmp_path: Path
 ) -> None:
     big = bytes(range(256)) * 16_384
@@ -209,7 +209,7 @@ async def test_a_cancelled_create_leaves_nothing(local: LocalProvider, remote: R
             await asyncio.sleep(0.02)
 
 
-async def test_a_full_pool_of_connections_delays_no_kill(server: str) -> None:
+async def test_exhausted_connections_do_not_delay_a_kill(server: str) -> None:
     async with RemoteProvider(RemoteConfig(url=server, connections=2)) as remote:
         ref = await remote.create(SandboxSpec())
         sandbox = await remote.attach(ref)
@@ -230,7 +230,7 @@ async def test_a_full_pool_of_connections_delays_no_kill(server: str) -> None:
 
 @asynccontextmanager
 async def answering(text: bytes) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """A server that reads a request's head and says `text`, with the heads it read."""
+    """A server that reads a request's head and responds with `text`, with the heads that it has read."""
     heads: list[bytes] = []
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -245,7 +245,7 @@ async def answering(text: bytes) -> AsyncIterator[tuple[str, list[bytes]]]:
 
 
 @pytest.mark.parametrize("status", [502, 503, 504])
-async def test_a_gateway_error_says_nothing_of_what_was_done(status: int) -> None:
+async def test_a_gateway_error_is_ambiguous(status: int) -> None:
     text = b"HTTP/1.1 %d Bad\r\nContent-Length: 4\r\nConnection: close\r\n\r\noops" % status
     async with answering(text) as (url, heads):
         remote = RemoteProvider(RemoteConfig(url=url))
@@ -260,14 +260,14 @@ async def test_a_gateway_error_says_nothing_of_what_was_done(status: int) -> Non
         await remote.detach()
 
 
-async def test_a_server_that_is_no_exec_server_is_a_permanent_error() -> None:
+async def test_another_kind_of_server_is_a_permanent_error() -> None:
     async with answering(b"HTTP/1.1 404 Not Found\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno") as (url, heads):
         with pytest.raises(PermanentSandboxError, match="no exec server"):
             await RemoteProvider(RemoteConfig(url=url)).__aenter__()
         assert len(heads) == 1
 
 
-async def test_a_host_without_room_says_when_to_ask_again(remote: RemoteProvider) -> None:
+async def test_a_full_host_returns_a_time_to_wait(remote: RemoteProvider) -> None:
     async with asyncio.TaskGroup() as group:
         for _ in range(8):
             group.create_task(remote.create(SandboxSpec()))
@@ -276,7 +276,7 @@ async def test_a_host_without_room_says_when_to_ask_again(remote: RemoteProvider
     assert caught.value.retry_after_s > 0
 
 
-async def test_no_path_of_the_host_is_booted_by_a_client(remote: RemoteProvider, tmp_path: Path) -> None:
+async def test_a_client_cannot_boot_a_path_of_the_host(remote: RemoteProvider, tmp_path: Path) -> None:
     for image in ("/", str(tmp_path), "debootstrap:bookworm", "snapshot:other"):
         with pytest.raises(ImageUnknown):
             await remote.create(SandboxSpec(image=image))
@@ -320,7 +320,7 @@ async def keyed(local: LocalProvider, folder: Path) -> AsyncIterator[tuple[str, 
             await remote.aclose()
 
 
-async def test_a_key_opens_what_is_its_own(local: LocalProvider, tmp_path: Path) -> None:
+async def test_a_key_opens_only_its_own_sandboxes(local: LocalProvider, tmp_path: Path) -> None:
     async with keyed(local, tmp_path) as (url, remotes):
         alice, bob = remotes["alice"], remotes["bob"]
         ref = await alice.create(SandboxSpec(image="task", idempotency_key="same", labels={"a": "b"}))
@@ -366,7 +366,7 @@ BAD_BODIES: tuple[tuple[str, str, Any], ...] = (
 )
 
 
-async def test_bad_input_is_a_typed_permanent_error_and_makes_nothing(server: str, local: LocalProvider) -> None:
+async def test_invalid_input_is_a_typed_permanent_error_and_makes_no_sandbox(server: str, local: LocalProvider) -> None:
     async with aiohttp.ClientSession() as http:
         async with http.post(f"{server}/v1/sandboxes", json={}) as response:
             box = await response.json()
@@ -449,7 +449,7 @@ async def test_a_service_of_the_client_is_reached_below_its_prefix(proxy: Any, s
 
 @asynccontextmanager
 async def child(*options: str) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
-    """`headrace sandbox serve` as a process, with its URL."""
+    """Run `headrace sandbox serve` as a process; yields its URL."""
     command = [HEADRACE, "sandbox", "serve", *options]
     process = await asyncio.to_thread(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
     with process:
@@ -462,7 +462,7 @@ async def child(*options: str) -> AsyncIterator[tuple[subprocess.Popen[str], str
             await asyncio.to_thread(process.wait, 60)
 
 
-async def test_a_server_that_was_killed_is_succeeded_by_one_that_knows_all(tmp_path: Path) -> None:
+async def test_a_server_recovers_the_sandboxes_of_a_killed_one(tmp_path: Path) -> None:
     options = ("--api", "exec,dropin", "--state", str(tmp_path / "state"))
     async with child(*options) as (first, url), aiohttp.ClientSession() as http:
         remote = RemoteProvider(RemoteConfig(url=url))
@@ -489,7 +489,7 @@ async def test_a_server_that_was_killed_is_succeeded_by_one_that_knows_all(tmp_p
             await remote.aclose()
 
 
-async def test_a_host_that_dies_takes_no_traffic_and_comes_back() -> None:
+async def test_a_dead_host_gets_no_requests_until_it_returns() -> None:
     async with child("--api", "exec") as (dying, a), child("--api", "exec") as (_, b):
         hosts = ("--host-url", a, "--host-url", b)
         async with child("--api", "exec", *hosts) as (_, url), RemoteProvider(RemoteConfig(url=url)) as remote:
@@ -525,7 +525,7 @@ async def answers(sandbox: Sandbox) -> bool:
         return False
 
 
-async def test_frozen_data_stays_on_its_host() -> None:
+async def test_frozen_data_is_mounted_on_its_own_host_only() -> None:
     from headrace.sandboxes.base import FrozenMount
 
     async with child("--api", "exec") as (_, a), child("--api", "exec") as (_, b):
@@ -567,7 +567,7 @@ async def test_all_three_apis_over_other_hosts(wire: Callable[..., Any]) -> None
         (("--host", "0.0.0.0"), 2),
     ],
 )
-def test_a_start_that_cannot_work_is_one_line(options: tuple[str, ...], exit_code: int) -> None:
+def test_invalid_options_give_a_message_of_one_line(options: tuple[str, ...], exit_code: int) -> None:
     command = [HEADRACE, "sandbox", "serve", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == exit_code
@@ -577,7 +577,7 @@ def test_a_start_that_cannot_work_is_one_line(options: tuple[str, ...], exit_cod
 
 @pytest.mark.parametrize("limit", [{"memory_bytes": 1 << 45}, {"pids": 10**9}])
 async def test_a_key_is_refused_for_good_what_is_above_the_ceiling(server: str, limit: dict[str, int]) -> None:
-    """A client that takes the refusal for a lack of room would ask for ever."""
+    """A client that mistakes the refusal for a lack of room would retry for ever."""
     async with aiohttp.ClientSession() as session, session.post(f"{server}/v1/sandboxes", json=limit) as response:
         document = await response.json()
     assert (response.status, document["error"], document["transient"]) == (422, "SpecRefused", False)

@@ -1,4 +1,4 @@
-"""A pool that is killed with -9 over a launcher that stays: the next one has its leases, and kills what is nobody's."""
+"""A pool that is killed with -9 while its launcher survives: the next pool adopts its leases and kills orphans."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _namespaces() -> None:
 
 @pytest.fixture
 async def config(tmp_path: Path) -> AsyncIterator[LocalSandboxConfig]:
-    """Of a launcher that is ended in any case."""
+    """The settings of a launcher that is ended in any case."""
     config = LocalSandboxConfig(stays_in=tmp_path / "stays", label=run_label(tmp_path), idle_exit_s=2.0)
     yield config
     with suppress(SandboxError):
@@ -71,7 +71,7 @@ async def config(tmp_path: Path) -> AsyncIterator[LocalSandboxConfig]:
     assert sandboxes_left(tmp_path) == 0
 
 
-async def test_a_killed_pool_is_succeeded(config: LocalSandboxConfig, tmp_path: Path) -> None:
+async def test_a_new_pool_takes_over_from_a_killed_one(config: LocalSandboxConfig, tmp_path: Path) -> None:
     arguments = (sys.executable, "-c", POOL, config.model_dump_json(), str(tmp_path / "ledger"))
     process = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.PIPE)
     assert process.stdout is not None

@@ -41,7 +41,7 @@ CONFIG = PoolConfig(
 
 
 class Line:
-    """The connection of one pool to a host; when the pool is killed it ends, and nothing comes back on it."""
+    """The connection of one pool to a host; it ends with the pool, after which no call returns."""
 
     def __init__(self, provider: SimulatedProvider, disk: Disk) -> None:
         self._provider = provider
@@ -74,11 +74,11 @@ class Line:
         await self._provider.destroy(sandbox)
 
     async def aclose(self) -> None:
-        """The host goes on without this pool."""
+        """Leave the host running without this pool."""
 
 
 class Disk:
-    """The ledger's file, of which each life of the pool writes a part: whoever is killed writes nothing more."""
+    """The ledger's file, to which each pool in turn writes until it is killed."""
 
     def __init__(self) -> None:
         self._ledger = SandboxLedger.in_memory()
@@ -102,11 +102,11 @@ class Disk:
         return self._ledger.load()
 
     def close(self) -> None:
-        """It outlives its pools."""
+        """Do nothing: the file outlives its pools."""
 
 
 class Client:
-    """A holder that asks again, with the same keys, until it has its sandboxes, and renews them."""
+    """A holder that repeats its requests, with the same keys, until it has its sandboxes, and renews them."""
 
     def __init__(self, name: str, chance: random.Random) -> None:
         self.name = name
@@ -119,7 +119,7 @@ class Client:
         return SandboxSpec(labels=labels, ttl_s=LEASE_S, idempotency_key=f"{self.name}.{number}", cpu=cpu)
 
     async def live(self, pool: Pool, killed: asyncio.Event) -> None:
-        """Leases, uses, freezes, forgets and releases for a while."""
+        """Lease, use, freeze, abandon and release sandboxes for a while."""
         async with asyncio.TaskGroup() as tasks:
             for number in range(6):
                 tasks.create_task(self._one(pool, number, killed))
@@ -187,7 +187,7 @@ async def history(seed: int) -> None:
 async def one_life(
     hosts: dict[str, SimulatedProvider], disk: Disk, clients: list[Client], chance: random.Random
 ) -> None:
-    """Until the pool is killed, in the middle of whatever it does."""
+    """Run the pool until it is killed, at any point."""
     lines = {name: Line(provider, disk) for name, provider in hosts.items()}
     pool_life = asyncio.create_task(served(lines, disk, clients, hosts, chance))
     killed = asyncio.create_task(disk.killed.wait())
@@ -219,7 +219,7 @@ async def served(
 
 
 async def trouble(hosts: dict[str, SimulatedProvider], chance: random.Random) -> None:
-    """A host that goes and comes back, now and then."""
+    """Take a host down and up again at random times."""
     await asyncio.sleep(chance.uniform(0, 40))
     if chance.random() < 0.4:
         provider = chance.choice(list(hosts.values()))
@@ -229,7 +229,7 @@ async def trouble(hosts: dict[str, SimulatedProvider], chance: random.Random) ->
 
 
 async def last_life(hosts: dict[str, SimulatedProvider], disk: Disk, clients: list[Client]) -> None:
-    """The pool comes back to stay: two of the holders go on, the third is dead."""
+    """Start the last pool: two of the holders continue, the third is dead."""
     async with open_pool(hosts, disk) as pool, asyncio.TaskGroup() as tasks:
         beats = [tasks.create_task(client.beat(pool)) for client in clients[:2]]
         await asyncio.sleep(4 * LEASE_S)
@@ -253,7 +253,7 @@ def alive(hosts: dict[str, SimulatedProvider]) -> set[str]:
 
 
 def assert_all_leased(hosts: dict[str, SimulatedProvider], disk: Disk) -> set[str]:
-    """Whatever lives is leased by a living holder, or being booted. Returns what is being booted."""
+    """Check that every live sandbox is leased by a live holder or booting; returns the booting ones."""
     entries = {(entry.host, entry.key): entry for entry in disk.load()}
     booting: set[str] = set()
     for name, provider in hosts.items():
@@ -269,7 +269,7 @@ def assert_all_leased(hosts: dict[str, SimulatedProvider], disk: Disk) -> set[st
 
 
 def assert_placed(disk: Disk, status: PoolStatus) -> None:
-    """No place is lost, none is taken twice: those of the dead come back when the provider is asked next."""
+    """Check that no place is lost or taken twice; those of dead sandboxes are freed by the next sweep."""
     running = [entry for entry in disk.load() if entry.ref is not None and not entry.frozen]
     assert status.live == len(running)
 
@@ -279,7 +279,7 @@ def open_pool(hosts: Mapping[str, SandboxProvider], disk: Disk) -> Pool:
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_nothing_is_left_whatever_happens(part: int) -> None:
+def test_no_sandbox_is_left_after_any_history(part: int) -> None:
     for seed in range(part, HISTORIES, 6):
         try:
             run_virtual(history(seed))

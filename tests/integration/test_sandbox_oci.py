@@ -1,5 +1,5 @@
 # ruff: noqa: ASYNC110, ASYNC240 - small local files and programs; what ends elsewhere has no event
-"""Containers of runc beyond the contract: images, limits, isolation, and that nothing is ever left."""
+"""Containers of runc beyond the contract: images, limits, isolation and complete removal."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_frozen_data_of_an_image_with_other_ids(provider: OciProvider, tmp
     assert await output(checker, "ls /frozen/etc") == "group\npasswd"
 
 
-async def test_an_image_that_is_none(provider: OciProvider, tmp_path: Path) -> None:
+async def test_an_invalid_image_is_refused(provider: OciProvider, tmp_path: Path) -> None:
     (tmp_path / "broken.tar").write_bytes(b"broken" * 1000)
     with pytest.raises(ImageRefused):
         await boot(provider, image=str(tmp_path / "broken.tar"))
@@ -155,7 +155,7 @@ async def shared(provider: OciProvider) -> Sandbox:
     return await boot(provider)
 
 
-async def test_the_call_filter(shared: Sandbox) -> None:
+async def test_the_system_call_filter(shared: Sandbox) -> None:
     probe = """
 import ctypes, errno, socket
 for family in (1, 2, 10, 16, 38, 40):
@@ -173,7 +173,7 @@ for number in (425, 321):
     assert result.stdout.decode().splitlines() == [*families, "425 -1 EPERM", "321 -1 EPERM"], result
 
 
-async def test_memory_is_limited_and_the_sandbox_lives_on(provider: OciProvider) -> None:
+async def test_memory_is_limited_and_the_sandbox_survives(provider: OciProvider) -> None:
     sandbox = await boot(provider, memory_bytes=96 << 20)
     hog = "python3 -c 'x = bytearray(400 << 20)'"
     assert (await sandbox.exec(hog, timeout_s=60)).exit_code == 137
@@ -196,7 +196,7 @@ async def test_a_fork_bomb_is_contained(provider: OciProvider) -> None:
 
 
 def traces(sandbox_id: str) -> list[str]:
-    """Everything on this host that bears the id of a sandbox."""
+    """Return all processes, files and cgroups of this host with the id of a sandbox in their name."""
     root = Path("/sys/fs/cgroup")
     groups = (folder / f"oci-headrace-{sandbox_id}" for folder in (root, *root.iterdir()))
     found = [str(group) for group in groups if group.exists()]
@@ -217,7 +217,7 @@ async def wait_until_gone(*paths: Path) -> None:
 
 
 async def wait_until_traceless(sandbox_id: str) -> None:
-    """The shell that removes a sandbox's folder bears its id and outlives the folder by a moment."""
+    """Wait for the shell that removes a sandbox's folder, because its command line contains the id as well."""
     async with asyncio.timeout(60):
         while traces(sandbox_id):
             await asyncio.sleep(0.05)
@@ -290,7 +290,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder of our own that others may pass through; pytest's are private."""
+    """A folder that other users can search; those of pytest are private."""
     with tempfile.TemporaryDirectory(prefix="headrace-test-") as folder:
         Path(folder).chmod(0o711)
         yield Path(folder)
@@ -298,7 +298,7 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def orphan(open_folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[str], int]]:
-    """A provider in a process of its own, with a running and a paused sandbox: (process, ids, keeper)."""
+    """Start a provider in a process of its own, with a running and a paused sandbox; returns (process, ids, keeper)."""
     command = (sys.executable, "-c", ORPHAN, str(open_folder))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -307,7 +307,7 @@ def orphan(open_folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[str]
         process.kill()
 
 
-async def test_a_provider_killed_takes_its_sandboxes_with_it(
+async def test_sandboxes_end_with_their_killed_provider(
     orphan: tuple[subprocess.Popen[str], list[str], int],
 ) -> None:
     process, ids, keeper = orphan
@@ -319,7 +319,7 @@ async def test_a_provider_killed_takes_its_sandboxes_with_it(
     assert [traces(sandbox_id) for sandbox_id in ids] == [[], []]
 
 
-async def test_what_provider_and_keeper_left_is_swept(
+async def test_files_of_a_killed_provider_and_keeper_are_removed(
     orphan: tuple[subprocess.Popen[str], list[str], int], open_folder: Path
 ) -> None:
     process, ids, keeper = orphan
@@ -356,26 +356,26 @@ async def test_a_keeper_that_died_is_replaced(provider: OciProvider) -> None:
 # Bad input
 
 
-async def test_a_folder_that_lets_nobody_pass(tmp_path: Path) -> None:
+async def test_a_folder_that_is_not_searchable_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     with pytest.raises(SpecRefused, match=r"chmod o\+x"):
         await OciProvider(OciSandboxConfig(runtime_folder=tmp_path / "run")).start()
 
 
-async def test_a_runtime_that_is_not_installed(config: OciSandboxConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_runtime_is_an_error(config: OciSandboxConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oci_runtime, "_SEARCH_PATH", "/nonexistent")
     with pytest.raises(NamespacesUnavailable, match="apt-get install runc"):
         await OciProvider(config).start()
 
 
 @pytest.mark.parametrize("field", ["cpu", "memory_bytes", "disk_bytes", "pids", "ttl_s"])
-async def test_limits_below_anything(provider: OciProvider, field: str) -> None:
+async def test_non_positive_limits_are_refused(provider: OciProvider, field: str) -> None:
     for value in (0, -1):
         with pytest.raises(SpecRefused, match=field):
             await provider.create(SandboxSpec(**{field: value}))
 
 
-async def test_no_more_than_its_places(tmp_path: Path) -> None:
+async def test_the_number_of_sandboxes_is_limited(tmp_path: Path) -> None:
     async with OciProvider(OciSandboxConfig(max_sandboxes=1)) as provider:
         first = await boot(provider)
         with pytest.raises(CapacityExceeded):
@@ -387,7 +387,7 @@ async def test_no_more_than_its_places(tmp_path: Path) -> None:
 # Peers
 
 
-async def test_peers_give_figures_or_a_reason() -> None:
+async def test_peers_return_figures_or_a_reason() -> None:
     results = await peers.measure_peers(cycles=1, boots=2, widths=(1, 2))
     assert results.keys() == {"bwrap", "runc"}
     for result in results.values():

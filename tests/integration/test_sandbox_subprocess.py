@@ -1,4 +1,4 @@
-"""The subprocess provider: the same contract without protection."""
+"""The subprocess provider, which fulfils the same contract without protection."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_commands_see_short_paths(sandbox: Sandbox) -> None:
     assert (capped.stdout, capped.truncated) == (bytes(10), True)
 
 
-async def test_the_environment_is_not_the_hosts(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_environment_of_the_host_is_not_inherited(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOST_SECRET", "leak")
     assert b"leak" not in (await sandbox.exec("env", timeout_s=30)).stdout
 
@@ -164,6 +164,6 @@ def list_folder(folder: Path) -> list[Path]:
     return list(folder.iterdir())
 
 
-def test_it_says_what_it_does_not_protect() -> None:
+def test_the_warning_lists_missing_protection() -> None:
     assert SubprocessProvider.protects == ()
     assert "protects nothing" in WARNING

@@ -49,7 +49,7 @@ times = st.integers(0, 5).map(float)
 
 
 @given(st.lists(st.tuples(times, st.sampled_from([State.RUNNING, State.PAUSED]))), st.integers(1, 4), st.booleans())
-def test_pages_give_every_row_once_in_order(drawn: list[tuple[float, State]], limit: int, ascending: bool) -> None:
+def test_pages_contain_every_row_once_in_order(drawn: list[tuple[float, State]], limit: int, ascending: bool) -> None:
     rows = [replace(ROW, id=f"i{n}", started_at=at, state=state) for n, (at, state) in enumerate(drawn)]
     found: list[Row] = []
     token = ""
@@ -92,8 +92,8 @@ def test_deadlines_fall_due_once_and_in_order(steps: list[tuple[str, float | Non
 
 
 @given(st.lists(st.binary(min_size=1, max_size=5), max_size=20), st.integers(1, 8), st.integers(0, 20))
-def test_a_log_gives_a_reader_every_piece_or_counts_it(pieces: list[bytes], limit: int, before: int) -> None:
-    """`before` pieces come while nobody follows, the others while one reader does."""
+def test_a_log_delivers_or_counts_every_piece(pieces: list[bytes], limit: int, before: int) -> None:
+    """The first `before` pieces arrive without a reader, the others with one."""
 
     async def run() -> None:
         log = OutputLog(limit)
@@ -131,7 +131,7 @@ looks = st.dictionaries(
 
 
 @given(looks, looks)
-def test_changes_lead_from_one_look_to_the_next(before: dict[str, Entry], after: dict[str, Entry]) -> None:
+def test_changes_transform_one_scan_into_the_next(before: dict[str, Entry], after: dict[str, Entry]) -> None:
     found = changes(before, after)
     present = set(before)
     for change in found:
@@ -146,14 +146,14 @@ def test_changes_lead_from_one_look_to_the_next(before: dict[str, Entry], after:
     assert changes(after, after) == []
 
 
-def test_a_rename_is_told_as_inotify_does() -> None:
+def test_a_rename_is_reported_as_by_inotify() -> None:
     found = changes({"old": ENTRY}, {"new": replace(ENTRY, size_bytes=3)})
     assert [(change.kind, change.name) for change in found] == [(Kind.RENAME, "old"), (Kind.CREATE, "new")]
     found = changes({}, {"new": replace(ENTRY, size_bytes=3)})
     assert [change.kind for change in found] == [Kind.CREATE, Kind.WRITE]
 
 
-def test_deadlines_that_are_changed_again_and_again_take_no_room() -> None:
+def test_frequently_changed_deadlines_do_not_grow_the_heap() -> None:
     deadlines = Deadlines()
     for at in range(100_000):
         deadlines.set("a", float(at))
@@ -162,8 +162,8 @@ def test_deadlines_that_are_changed_again_and_again_take_no_room() -> None:
     assert deadlines.due(99_999.0) == ["a"]
 
 
-async def test_what_follows_the_end_frame_is_not_read() -> None:
-    """The client goes on sending, and never ends."""
+async def test_data_after_the_end_frame_is_not_read() -> None:
+    """The client keeps sending and never ends its stream."""
     content = aiohttp.StreamReader(Mock(_reading_paused=False), 2**16, loop=asyncio.get_running_loop())
     request = make_mocked_request("POST", "/", payload=content)
     content.feed_data(encode_frame({"a": 1}) + encode_frame({}, end=True) + b"x" * 2**16)

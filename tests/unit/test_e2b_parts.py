@@ -88,7 +88,7 @@ def test_images_come_from_the_map_only(tmp_path: Path) -> None:
             load_images(tmp_path / "map.json", "")
 
 
-def test_entries_keep_odd_names_apart() -> None:
+def test_entries_with_unusual_names_are_parsed() -> None:
     record = b"7\0l\0d\0005\x00777\0lrwxrwxrwx\0root\0root\x001700000000.25\0to\nthere\0/a b\n\xff/c\0"
     [entry] = parse_entries(record)
     document = entry.to_json()
@@ -117,7 +117,7 @@ def test_entries_keep_odd_names_apart() -> None:
         (SandboxError("x"), 500, None),
     ],
 )
-def test_every_error_has_its_answer(error: SandboxError, status: int, retry: str | None) -> None:
+def test_every_error_has_a_response(error: SandboxError, status: int, retry: str | None) -> None:
     answer = api_error(error, repeatable=False).response()
     assert (answer.status, answer.headers.get("Should-Retry")) == (status, retry)
     assert (answer.headers.get("Retry-After") is not None) == (status == 429)
@@ -158,7 +158,7 @@ def test_errors_of_the_sdk_are_typed(error: Exception, step: Step, kind: type[Sa
     assert type(found) is kind
 
 
-async def test_a_full_queue_of_boots_says_when_to_ask_again() -> None:
+async def test_a_full_boot_queue_returns_a_time_to_wait() -> None:
     queue = BootQueue(boots=1, max_waiting=1)
     order: list[str] = []
 
@@ -177,5 +177,5 @@ async def test_a_full_queue_of_boots_says_when_to_ask_again() -> None:
         order.append("third")
 
 
-def test_a_defect_stays_a_defect() -> None:
+def test_an_unknown_exception_is_not_converted() -> None:
     assert classify(KeyError("x"), Step.CREATE) is None

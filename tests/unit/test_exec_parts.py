@@ -1,4 +1,4 @@
-"""Pure parts of the exec server and its client: errors as documents, output windows, repeated requests, bundles."""
+"""Pure parts of the exec server and its client: error documents, output windows, repeated requests, bundles."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from headrace.sandboxes.remote.error_documents import from_document, status_of, 
 from headrace.sandboxes.remote.file_bundle import pack_files, unpack_files
 from headrace.sandboxes.remote.http import NotConnected
 from headrace.sandboxes.remote.tasks import ServerTasks
-from headrace.serve.exec.idempotency import KEPT, Repeats
+from headrace.serve.exec.idempotency import MAX_STORED, IdempotentRequests
 from headrace.serve.exec.processes import WINDOW_BYTES, OutputWindow
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SandboxError)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_crosses_the_wire_with_its_kind(kind: type[SandboxError]) -> None:
+def test_an_error_document_preserves_the_kind(kind: type[SandboxError]) -> None:
     error = kind("what went wrong")
     back = from_document(json.loads(json.dumps(to_document(error))))
     assert back.transient is error.transient
@@ -33,24 +33,24 @@ def test_an_error_crosses_the_wire_with_its_kind(kind: type[SandboxError]) -> No
     assert 400 <= status_of(error) < 600
 
 
-def test_what_only_the_client_knows_travels_as_what_it_is_a_kind_of() -> None:
+def test_a_client_side_error_is_encoded_as_its_base_class() -> None:
     assert type(from_document(to_document(NotConnected("x")))) is errors.ProviderUnreachable
 
 
 @given(st.one_of(st.none(), st.floats(), st.integers(), st.text(), st.booleans()))
-def test_a_time_to_wait_is_kept_and_never_absurd(wait_s: object) -> None:
+def test_a_time_to_wait_is_preserved_within_bounds(wait_s: object) -> None:
     back = from_document({"error": "RateLimited", "message": "", "retry_after_s": wait_s})
     assert isinstance(back, CapacityExceeded)
     assert 0 <= back.retry_after_s <= 3600
 
 
 @given(st.dictionaries(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",))), st.binary()))
-def test_a_bundle_holds_its_files(files: dict[str, bytes]) -> None:
+def test_a_bundle_contains_its_files(files: dict[str, bytes]) -> None:
     assert unpack_files(pack_files(files)) == files
 
 
 @given(st.binary())
-def test_no_bundle_is_refused_or_read_whole(body: bytes) -> None:
+def test_an_arbitrary_body_is_refused_or_parsed_completely(body: bytes) -> None:
     try:
         files = unpack_files(body)
     except (SpecRefused, errors.SandboxFileError):
@@ -58,7 +58,7 @@ def test_no_bundle_is_refused_or_read_whole(body: bytes) -> None:
     assert sum(map(len, files.values())) <= len(body)
 
 
-async def test_a_window_holds_what_was_not_acknowledged_and_no_more() -> None:
+async def test_a_window_buffers_exactly_the_unacknowledged_pieces() -> None:
     window, piece = OutputWindow(), Output(stream=Stream.STDOUT, data=b"x" * (WINDOW_BYTES // 2))
     await window.append(piece)
     await window.append(piece)
@@ -77,7 +77,7 @@ async def test_a_window_holds_what_was_not_acknowledged_and_no_more() -> None:
     assert await OutputWindow().after(0, 0.01) == ([], False)
 
 
-async def test_a_request_is_run_once_while_nobody_has_its_answer() -> None:
+async def test_a_request_runs_once_until_its_result_is_delivered() -> None:
     runs = 0
     go = asyncio.Event()
 
@@ -91,19 +91,19 @@ async def test_a_request_is_run_once_while_nobody_has_its_answer() -> None:
         return number
 
     async with ServerTasks() as tasks:
-        repeats = Repeats(tasks)
-        asked = [asyncio.create_task(repeats.run("a", work, named=False)) for _ in range(2)]
+        requests = IdempotentRequests(tasks)
+        asked = [asyncio.create_task(requests.run("a", work, named=False)) for _ in range(2)]
         await asyncio.sleep(0)
         for task in asked:
             task.cancel()
         await asyncio.wait(asked)
         go.set()
-        assert await repeats.run("a", work, named=False) == 1
-        assert await repeats.run("a", work, named=False) == 2
-        assert [await repeats.run("b", work, named=True) for _ in range(3)] == [3, 3, 3]
+        assert await requests.run("a", work, named=False) == 1
+        assert await requests.run("a", work, named=False) == 2
+        assert [await requests.run("b", work, named=True) for _ in range(3)] == [3, 3, 3]
         with pytest.raises(PermanentSandboxError):
-            await repeats.run("c", work, named=True)
-        assert await repeats.run("c", work, named=True) == 5
-        for number in range(KEPT):
-            await repeats.run(f"other-{number}", work, named=True)
-        assert await repeats.run("b", work, named=True) > 5
+            await requests.run("c", work, named=True)
+        assert await requests.run("c", work, named=True) == 5
+        for number in range(MAX_STORED):
+            await requests.run(f"other-{number}", work, named=True)
+        assert await requests.run("b", work, named=True) > 5

@@ -28,7 +28,7 @@ PLAIN = LeaseRequest(spec=SandboxSpec())
 
 @asynccontextmanager
 async def opened(tmp_path: Path, *, lease_s: float = 60.0) -> AsyncIterator[tuple[SandboxPool, Leases]]:
-    """One place for rollouts."""
+    """A pool with one place for rollouts."""
     config = PoolConfig(max_live=2, evaluation_reserve=1, reconcile_every_s=0.05)
     section = SandboxSection(provider=SandboxKind.SUBPROCESS, pool=config)
     async with (
@@ -49,7 +49,7 @@ async def test_a_lease_does_not_wait_for_others_of_its_batch(tmp_path: Path) -> 
         assert (await pool.status()).live == 1
 
 
-async def test_errors_of_one_are_no_errors_of_others(tmp_path: Path) -> None:
+async def test_the_error_of_one_lease_does_not_affect_others(tmp_path: Path) -> None:
     async with opened(tmp_path) as (_, leases):
         unknown = LeaseRequest(spec=SandboxSpec(image="missing"))
         results = await asyncio.gather(leases.lease(unknown), leases.lease(PLAIN), return_exceptions=True)
@@ -74,7 +74,7 @@ async def test_a_lease_that_is_cancelled_in_the_queue_is_forgotten(tmp_path: Pat
         assert (await pool.status()).live == 0
 
 
-async def test_a_lease_that_was_given_up_while_its_pool_was_away_is_released(tmp_path: Path) -> None:
+async def test_a_lease_abandoned_while_its_pool_restarts_is_released(tmp_path: Path) -> None:
     async with opened(tmp_path) as (pool, _):
         labels = {HOLDER_LABEL: "worker"}
         request = LeaseRequest(spec=SandboxSpec(labels=labels, idempotency_key="a"))
@@ -87,7 +87,7 @@ async def test_a_lease_that_was_given_up_while_its_pool_was_away_is_released(tmp
         assert (await pool.status()).live == 0
 
 
-async def test_a_holder_keeps_what_it_has_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heartbeats_renew_the_leases_of_a_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases_module, "HEARTBEATS", 600)
     beats = asyncio.Event()
     async with opened(tmp_path) as (pool, leases):
@@ -112,7 +112,7 @@ async def test_a_holder_keeps_what_it_has_by_its_heartbeat(tmp_path: Path, monke
         assert (await pool.status()).reaped_total == 0
 
 
-async def test_what_a_dead_holder_had_is_reaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sandboxes_of_a_dead_holder_are_reaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases_module, "HEARTBEATS", 0.01)
     async with opened(tmp_path, lease_s=0.3) as (pool, leases):
         await leases.lease(PLAIN)

@@ -1,4 +1,4 @@
-"""The pure cores before a boot: places, token bucket, circuit breaker, the bounded queue, and the retry table."""
+"""Pure parts of the admission: places, token bucket, circuit breaker, bounded queue, and the retry table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from headrace.sandboxes.retry import FullJitter, RetryConfig, is_ambiguous, is_t
 PRIORITIES = list(Priority)
 
 
-class Desk:
+class NumberedAdmission:
     """An admission whose tickets are numbered."""
 
     def __init__(self, **settings: float) -> None:
@@ -41,157 +41,157 @@ class Desk:
         self.core = Admission(AdmissionConfig.model_validate({**defaults, **settings}))
         self.number = 0
 
-    def ask(self, priority: Priority = Priority.ROLLOUT, now: float = 0.0) -> Ticket:
+    def enqueue(self, priority: Priority = Priority.ROLLOUT, now: float = 0.0) -> Ticket:
         self.number += 1
         ticket = Ticket(priority, self.number)
-        self.core.ask(ticket, now)
+        self.core.enqueue(ticket, now)
         return ticket
 
 
 def test_admission_grants_in_order_up_to_the_boot_concurrency() -> None:
-    desk = Desk()
-    tickets = [desk.ask() for _ in range(3)]
-    assert desk.core.grant(0) == tickets[:2]
-    assert (desk.core.waiting, desk.core.booting, desk.core.live) == (1, 2, 0)
-    desk.core.booted(tickets[0])
-    assert desk.core.grant(0) == tickets[2:]
+    admission = NumberedAdmission()
+    tickets = [admission.enqueue() for _ in range(3)]
+    assert admission.core.grant(0) == tickets[:2]
+    assert (admission.core.waiting, admission.core.booting, admission.core.live) == (1, 2, 0)
+    admission.core.booted(tickets[0])
+    assert admission.core.grant(0) == tickets[2:]
 
 
-def test_evaluations_overtake_and_have_places_of_their_own() -> None:
-    desk = Desk(max_live=2)
-    first, second = desk.ask(), desk.ask()
-    assert desk.core.grant(0) == [first]
-    desk.core.booted(first)
-    assert desk.core.grant(0) == []
-    evaluation = desk.ask(Priority.EVALUATION)
-    assert desk.core.grant(0) == [evaluation]
-    desk.core.leave(first)
-    assert desk.core.grant(0) == []
-    desk.core.leave(evaluation)
-    assert desk.core.grant(0) == [second]
+def test_evaluations_go_first_and_have_reserved_places() -> None:
+    admission = NumberedAdmission(max_live=2)
+    first, second = admission.enqueue(), admission.enqueue()
+    assert admission.core.grant(0) == [first]
+    admission.core.booted(first)
+    assert admission.core.grant(0) == []
+    evaluation = admission.enqueue(Priority.EVALUATION)
+    assert admission.core.grant(0) == [evaluation]
+    admission.core.leave(first)
+    assert admission.core.grant(0) == []
+    admission.core.leave(evaluation)
+    assert admission.core.grant(0) == [second]
 
 
-def test_held_out_tasks_overtake_what_queues_and_have_no_place_of_their_own() -> None:
-    desk = Desk(max_live=2)
-    running, queued = desk.ask(), desk.ask()
-    assert desk.core.grant(0) == [running]
-    desk.core.booted(running)
-    held_out = desk.ask(Priority.HELD_OUT)
-    assert desk.core.grant(0) == [], "the last place is for evaluations of what runs"
-    desk.core.leave(running)
-    assert desk.core.grant(0) == [held_out]
-    desk.core.leave(held_out)
-    assert desk.core.grant(0) == [queued]
+def test_held_out_tasks_overtake_the_queue_without_reserved_places() -> None:
+    admission = NumberedAdmission(max_live=2)
+    running, queued = admission.enqueue(), admission.enqueue()
+    assert admission.core.grant(0) == [running]
+    admission.core.booted(running)
+    held_out = admission.enqueue(Priority.HELD_OUT)
+    assert admission.core.grant(0) == [], "the last place is for evaluations of what runs"
+    admission.core.leave(running)
+    assert admission.core.grant(0) == [held_out]
+    admission.core.leave(held_out)
+    assert admission.core.grant(0) == [queued]
 
 
-def test_a_large_evaluation_leaves_training_its_boots() -> None:
-    """It is there first, and has more than there are places."""
-    desk = Desk(max_live=24, boot_concurrency=8, evaluation_reserve=4, held_out_share=0.5)
-    held_out = [desk.ask(Priority.HELD_OUT) for _ in range(40)]
-    training = [desk.ask() for _ in range(10)]
+def test_a_large_evaluation_leaves_boots_for_training() -> None:
+    """The evaluation arrives first, with more requests than there are places."""
+    admission = NumberedAdmission(max_live=24, boot_concurrency=8, evaluation_reserve=4, held_out_share=0.5)
+    held_out = [admission.enqueue(Priority.HELD_OUT) for _ in range(40)]
+    training = [admission.enqueue() for _ in range(10)]
     booted: list[Ticket] = []
     for _ in range(4):
-        granted = desk.core.grant(0)
+        granted = admission.core.grant(0)
         for ticket in granted:
-            desk.core.booted(ticket)
+            admission.core.booted(ticket)
         booted += granted
     assert booted[:8] == [*held_out[:4], *training[:4]]
     assert booted == [*held_out[:4], *training[:4], *held_out[4:8], *training[4:8], *held_out[8:10], *training[8:]]
 
 
-def test_an_evaluation_takes_everything_where_nothing_else_waits() -> None:
-    desk = Desk(max_live=12, boot_concurrency=8, evaluation_reserve=4, held_out_share=0.25)
-    held_out = [desk.ask(Priority.HELD_OUT) for _ in range(20)]
-    assert desk.core.grant(0) == held_out[:8]
+def test_an_evaluation_takes_all_places_when_nothing_else_waits() -> None:
+    admission = NumberedAdmission(max_live=12, boot_concurrency=8, evaluation_reserve=4, held_out_share=0.25)
+    held_out = [admission.enqueue(Priority.HELD_OUT) for _ in range(20)]
+    assert admission.core.grant(0) == held_out[:8]
 
 
 def test_a_small_share_is_at_least_one_place() -> None:
-    desk = Desk(max_live=3, boot_concurrency=1, evaluation_reserve=1, held_out_share=0.01)
-    training, held_out = [desk.ask() for _ in range(5)], desk.ask(Priority.HELD_OUT)
-    assert desk.core.grant(0) == [held_out]
-    desk.core.booted(held_out)
-    assert desk.core.grant(0) == training[:1]
+    admission = NumberedAdmission(max_live=3, boot_concurrency=1, evaluation_reserve=1, held_out_share=0.01)
+    training, held_out = [admission.enqueue() for _ in range(5)], admission.enqueue(Priority.HELD_OUT)
+    assert admission.core.grant(0) == [held_out]
+    admission.core.booted(held_out)
+    assert admission.core.grant(0) == training[:1]
 
 
 def test_warm_sandboxes_go_last() -> None:
-    desk = Desk(boot_concurrency=1)
-    warm, rollout = desk.ask(Priority.WARM), desk.ask()
-    assert desk.core.grant(0) == [rollout]
-    desk.core.booted(rollout)
-    assert desk.core.grant(0) == [warm]
+    admission = NumberedAdmission(boot_concurrency=1)
+    warm, rollout = admission.enqueue(Priority.WARM), admission.enqueue()
+    assert admission.core.grant(0) == [rollout]
+    admission.core.booted(rollout)
+    assert admission.core.grant(0) == [warm]
 
 
-def test_who_tries_again_goes_before_those_who_came_later() -> None:
-    desk = Desk(boot_concurrency=1)
-    first, second = desk.ask(), desk.ask()
-    assert desk.core.grant(0) == [first]
-    desk.core.failed(first, BootFailed("x"), 0)
-    desk.core.ask(first, 0, again=True)
-    assert desk.core.grant(0) == [first]
-    desk.core.booted(first)
-    assert desk.core.grant(0) == [second]
+def test_a_retry_goes_before_later_requests() -> None:
+    admission = NumberedAdmission(boot_concurrency=1)
+    first, second = admission.enqueue(), admission.enqueue()
+    assert admission.core.grant(0) == [first]
+    admission.core.failed(first, BootFailed("x"), 0)
+    admission.core.enqueue(first, 0, again=True)
+    assert admission.core.grant(0) == [first]
+    admission.core.booted(first)
+    assert admission.core.grant(0) == [second]
 
 
 def test_a_withdrawn_ticket_is_never_granted() -> None:
-    desk = Desk()
-    desk.core.leave(desk.ask())
-    assert desk.core.grant(0) == []
-    assert desk.core.waiting == 0
+    admission = NumberedAdmission()
+    admission.core.leave(admission.enqueue())
+    assert admission.core.grant(0) == []
+    assert admission.core.waiting == 0
 
 
-def test_a_full_queue_refuses_at_once_and_says_when_to_come_again() -> None:
-    desk = Desk(max_waiting=3, boots_per_s=0.5, burst=1)
-    tickets = [desk.ask() for _ in range(3)]
+def test_a_full_queue_refuses_at_once_with_a_time_to_wait() -> None:
+    admission = NumberedAdmission(max_waiting=3, boots_per_s=0.5, burst=1)
+    tickets = [admission.enqueue() for _ in range(3)]
     with pytest.raises(CapacityExceeded, match="max_waiting=3") as refusal:
-        desk.ask()
+        admission.enqueue()
     assert refusal.value.retry_after_s == 3 / 0.5
-    desk.core.leave(tickets[0])
-    desk.ask()
-    desk.core.ask(tickets[0], 0, again=True)
-    assert desk.core.waiting == 4
+    admission.core.leave(tickets[0])
+    admission.enqueue()
+    admission.core.enqueue(tickets[0], 0, again=True)
+    assert admission.core.waiting == 4
 
 
-def test_each_try_takes_a_token() -> None:
-    desk = Desk(boots_per_s=2, burst=1)
-    first, second = desk.ask(), desk.ask()
-    assert desk.core.grant(0) == [first]
-    assert desk.core.next_grant_s(0) == pytest.approx(0.5)
-    desk.core.failed(first, BootFailed("x"), 0.1)
-    desk.core.ask(first, 0.1, again=True)
-    assert desk.core.grant(0.4) == []
-    assert desk.core.grant(0.5) == [first]
-    assert desk.core.grant(1.0) == [second]
+def test_each_attempt_takes_a_token() -> None:
+    admission = NumberedAdmission(boots_per_s=2, burst=1)
+    first, second = admission.enqueue(), admission.enqueue()
+    assert admission.core.grant(0) == [first]
+    assert admission.core.next_grant_s(0) == pytest.approx(0.5)
+    admission.core.failed(first, BootFailed("x"), 0.1)
+    admission.core.enqueue(first, 0.1, again=True)
+    assert admission.core.grant(0.4) == []
+    assert admission.core.grant(0.5) == [first]
+    assert admission.core.grant(1.0) == [second]
 
 
 def test_shed_load_and_refusals_do_not_open_the_breaker() -> None:
-    desk = Desk(breaker_failures=2)
+    admission = NumberedAdmission(breaker_failures=2)
     for error in (RateLimited("429"), CapacityExceeded("full"), ImageUnknown("x"), RateLimited("429")) * 2:
-        ticket = desk.ask()
-        assert desk.core.grant(0) == [ticket]
-        desk.core.failed(ticket, error, 0)
-    assert desk.core.breaker(0) is BreakerState.CLOSED
+        ticket = admission.enqueue()
+        assert admission.core.grant(0) == [ticket]
+        admission.core.failed(ticket, error, 0)
+    assert admission.core.breaker(0) is BreakerState.CLOSED
 
 
-def test_a_host_that_fails_gets_one_probe_and_comes_back_by_it() -> None:
-    desk = Desk(breaker_failures=2, breaker_open_s=5)
+def test_a_failing_host_recovers_by_one_probe() -> None:
+    admission = NumberedAdmission(breaker_failures=2, breaker_open_s=5)
     for _ in range(2):
-        ticket = desk.ask()
-        assert desk.core.grant(0) == [ticket]
-        desk.core.failed(ticket, ProviderUnreachable("502"), 0)
-    first, second = desk.ask(), desk.ask()
-    assert desk.core.grant(4.9) == []
-    assert desk.core.next_grant_s(1) == pytest.approx(4)
-    assert desk.core.grant(5) == [first]
-    desk.core.failed(first, LauncherGone("x"), 6)
-    assert desk.core.breaker(10.9) is BreakerState.OPEN
-    assert desk.core.grant(11) == [second]
-    third = desk.ask()
-    assert desk.core.grant(11) == []
-    desk.core.booted(second)
-    assert desk.core.grant(11) == [third]
+        ticket = admission.enqueue()
+        assert admission.core.grant(0) == [ticket]
+        admission.core.failed(ticket, ProviderUnreachable("502"), 0)
+    first, second = admission.enqueue(), admission.enqueue()
+    assert admission.core.grant(4.9) == []
+    assert admission.core.next_grant_s(1) == pytest.approx(4)
+    assert admission.core.grant(5) == [first]
+    admission.core.failed(first, LauncherGone("x"), 6)
+    assert admission.core.breaker(10.9) is BreakerState.OPEN
+    assert admission.core.grant(11) == [second]
+    third = admission.enqueue()
+    assert admission.core.grant(11) == []
+    admission.core.booted(second)
+    assert admission.core.grant(11) == [third]
 
 
-def test_a_probe_that_was_given_up_makes_room_for_the_next() -> None:
+def test_an_abandoned_probe_allows_the_next() -> None:
     breaker = CircuitBreaker(1, 1.0)
     breaker.failed("a", 0)
     breaker.begin("b", 1)
@@ -233,7 +233,7 @@ def test_a_half_open_breaker_has_one_probe_and_an_open_one_none(steps: list[tupl
     steps=st.lists(st.floats(0, 3), max_size=80),
     span_s=st.floats(0.1, 5),
 )
-def test_no_span_takes_more_than_burst_and_rate(rate: float, burst: int, steps: list[float], span_s: float) -> None:
+def test_no_period_exceeds_burst_and_rate(rate: float, burst: int, steps: list[float], span_s: float) -> None:
     bucket, now, taken = TokenBucket(rate, burst), 0.0, list[float]()
     for step in steps:
         now += step
@@ -244,7 +244,7 @@ def test_no_span_takes_more_than_burst_and_rate(rate: float, burst: int, steps: 
 
 
 @given(rate=st.floats(0.01, 1e4), start=st.floats(0, 1e7), drained=st.integers(1, 5))
-def test_a_token_is_there_when_the_bucket_says_so(rate: float, start: float, drained: int) -> None:
+def test_a_token_is_available_at_the_announced_time(rate: float, start: float, drained: int) -> None:
     bucket, now = TokenBucket(rate, drained), start
     for _ in range(drained):
         assert bucket.take(now)
@@ -262,7 +262,7 @@ def test_places_never_exceed_their_limits(steps: list[tuple[str, int]]) -> None:
     for action, number in steps:
         if action == "ask":
             known.append(Ticket(PRIORITIES[number % 3], len(known)))
-            places.ask(known[-1])
+            places.enqueue(known[-1])
         elif action == "start" and (ticket := places.next()) is not None:
             places.start(ticket)
             booting.append(ticket)
@@ -284,7 +284,7 @@ def test_a_reserve_that_leaves_no_place_is_refused() -> None:
         AdmissionConfig(max_live=4, evaluation_reserve=4)
 
 
-def test_the_table_knows_every_error() -> None:
+def test_the_retry_table_covers_every_error() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SandboxError)]
     for kind in kinds:
         if kind is SandboxError:

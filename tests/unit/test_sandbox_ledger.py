@@ -1,4 +1,4 @@
-"""The sandbox ledger on disk, and a pool that comes back to it."""
+"""The sandbox ledger on disk, and a pool that restarts on it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def entry(key: str, *, holder: str = "w", deadline_s: float = 10.0, ref: Sandbox
     )
 
 
-def test_what_was_applied_is_there_again(tmp_path: Path) -> None:
+def test_applied_changes_are_loaded_again(tmp_path: Path) -> None:
     ledger = SandboxLedger.open(tmp_path / "new")
     owner = ledger.owner
     ledger.apply([entry("a"), entry("b", ref=None), entry("c"), Drop("h", "c"), Renewed("w", 99.0)])
@@ -59,7 +59,7 @@ def test_what_was_applied_is_there_again(tmp_path: Path) -> None:
     again.close()
 
 
-def test_the_file_is_the_owners_alone(tmp_path: Path) -> None:
+def test_the_file_is_private_to_its_owner(tmp_path: Path) -> None:
     ledger = SandboxLedger.open(tmp_path / "new")
     ledger.apply([entry("a")])
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new").iterdir()}
@@ -68,7 +68,7 @@ def test_the_file_is_the_owners_alone(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_a_ledger_in_use_and_a_file_that_is_none_are_refused(tmp_path: Path) -> None:
+def test_a_ledger_in_use_and_an_invalid_file_are_refused(tmp_path: Path) -> None:
     ledger = SandboxLedger.open(tmp_path)
     with pytest.raises(LedgerRefused, match="in use"):
         SandboxLedger.open(tmp_path)
@@ -79,11 +79,11 @@ def test_a_ledger_in_use_and_a_file_that_is_none_are_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.namespaces
-def test_a_full_disk_is_no_reason_to_move_the_ledger_away(tmp_path: Path) -> None:
+def test_the_error_for_a_full_disk_does_not_suggest_moving_the_ledger(tmp_path: Path) -> None:
     syscalls.mount("tmpfs", str(tmp_path), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=1m,mode=700")
     try:
         (tmp_path / "other").write_bytes(bytes(992 << 10))
-        with pytest.raises(LedgerRefused, match="see to the disk"):
+        with pytest.raises(LedgerRefused, match="repair the disk"):
             SandboxLedger.open(tmp_path / "sandboxes")
         (tmp_path / "other").unlink()
         SandboxLedger.open(tmp_path / "sandboxes").close()
@@ -92,7 +92,7 @@ def test_a_full_disk_is_no_reason_to_move_the_ledger_away(tmp_path: Path) -> Non
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["put", "drop"])), max_size=20))
-def test_the_last_word_on_a_key_counts(words: list[tuple[str, str]]) -> None:
+def test_the_last_change_of_a_key_wins(words: list[tuple[str, str]]) -> None:
     ledger, expected = SandboxLedger.in_memory(), set[str]()
     for key, word in words:
         ledger.apply([entry(key) if word == "put" else Drop("h", key)])
@@ -101,7 +101,7 @@ def test_the_last_word_on_a_key_counts(words: list[tuple[str, str]]) -> None:
     ledger.close()
 
 
-async def test_writes_that_come_together_are_one_transaction(tmp_path: Path) -> None:
+async def test_concurrent_writes_are_one_transaction(tmp_path: Path) -> None:
     applied: list[int] = []
 
     class Counting(SandboxLedger):
@@ -145,18 +145,18 @@ def test_a_killed_process_loses_nothing_and_leaves_no_lock(tmp_path: Path) -> No
 
 
 class Outliving(SimulatedProvider):
-    """A host that goes on without its pool."""
+    """A host that survives its pool."""
 
     async def aclose(self) -> None:
-        """Nothing ends here."""
+        """Leave the sandboxes alive."""
 
 
 async def killed(pool: Pool) -> None:
-    """As good as killed: its tasks end, nothing is released."""
+    """Simulate a kill: the tasks end, and nothing is released."""
     await pool.__aexit__(KeyboardInterrupt, KeyboardInterrupt(), None)
 
 
-async def test_a_pool_that_comes_back_has_what_it_had_and_kills_the_rest(tmp_path: Path) -> None:
+async def test_a_restarted_pool_has_its_leases_and_kills_orphans(tmp_path: Path) -> None:
     provider = Outliving(SimulationConfig(boot_s=0.01, answer_s=0, exec_s=0))
     spec = SandboxSpec(labels={HOLDER_LABEL: "w"}, idempotency_key="k", ttl_s=500)
     pool = Pool({"host": provider}, ledger=SandboxLedger.open(tmp_path))

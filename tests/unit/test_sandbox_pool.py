@@ -23,7 +23,7 @@ EVALUATION = {"purpose": "evaluate"}
 
 
 class Flaky(SubprocessProvider):
-    """Raises the given errors first; a `gate` holds creates until it is opened."""
+    """A provider that raises the given errors first; a `gate` blocks creates until it is opened."""
 
     def __init__(self, folder: Path, errors: list[SandboxError]) -> None:
         super().__init__(folder)
@@ -82,7 +82,7 @@ async def test_errors_are_results_in_the_order_of_the_specs(provider: Flaky) -> 
         assert (status.live, status.failed_total) == (1, 1)
 
 
-async def test_only_transient_errors_are_tried_again(provider: Flaky) -> None:
+async def test_only_transient_errors_are_retried(provider: Flaky) -> None:
     async with pool_of(provider, boot_attempts=3) as pool:
         provider.errors = [BootFailed("no"), CapacityExceeded("full", 0.001)]
         (ref,) = await pool.lease([SandboxSpec()])
@@ -110,7 +110,7 @@ async def test_a_full_pool_waits_for_a_release_and_evaluations_use_the_reserve(p
         assert isinstance(ref, SandboxRef)
 
 
-async def test_a_frozen_sandbox_gives_its_place_back(provider: Flaky) -> None:
+async def test_a_frozen_sandbox_frees_its_place(provider: Flaky) -> None:
     async with pool_of(provider, max_live=2) as pool:
         (held,) = await leased(pool, SandboxSpec())
         await pool.freeze([held.id, held.id, SandboxId("unknown")])
@@ -121,7 +121,7 @@ async def test_a_frozen_sandbox_gives_its_place_back(provider: Flaky) -> None:
         assert (await pool.status()).live == 0
 
 
-async def test_a_freeze_is_durable_once_it_is_answered(provider: Flaky, tmp_path: Path) -> None:
+async def test_a_freeze_is_durable_when_it_returns(provider: Flaky, tmp_path: Path) -> None:
     ledger = SandboxLedger.open(tmp_path / "ledger")
     async with Pool({"host": provider}, ledger=ledger) as pool:
         (held,) = await leased(pool, SandboxSpec())
@@ -158,7 +158,7 @@ async def test_a_cancelled_lease_leaves_nothing(provider: Flaky) -> None:
         assert await alive(provider) == set()
 
 
-async def test_places_of_dead_sandboxes_come_back(provider: Flaky) -> None:
+async def test_places_of_dead_sandboxes_are_freed(provider: Flaky) -> None:
     async with pool_of(provider, max_live=2) as pool:
         (held,) = await leased(pool, SandboxSpec())
         sandbox: Sandbox = await provider.attach(held)
@@ -168,7 +168,7 @@ async def test_places_of_dead_sandboxes_come_back(provider: Flaky) -> None:
         assert (await pool.status()).lost_total == 1
 
 
-async def test_renew_reports_what_is_gone(provider: Flaky) -> None:
+async def test_renew_returns_dead_sandboxes(provider: Flaky) -> None:
     async with pool_of(provider) as pool:
         kept, lost = await leased(pool, SandboxSpec(ttl_s=50), SandboxSpec())
         await (await provider.attach(lost)).kill()
@@ -180,7 +180,7 @@ async def test_renew_reports_what_is_gone(provider: Flaky) -> None:
         assert (await pool.status()).lost_total == 1
 
 
-async def test_the_same_key_is_one_place(provider: Flaky) -> None:
+async def test_equal_keys_take_one_place(provider: Flaky) -> None:
     async with pool_of(provider) as pool:
         spec = SandboxSpec(idempotency_key="k")
         (first,) = await leased(pool, spec)

@@ -60,7 +60,7 @@ def echo(_: SandboxId, command: str) -> ExecResult:
 # The provider
 
 
-def test_time_is_only_that_of_the_loop() -> None:
+def test_time_comes_only_from_the_event_loop() -> None:
     async def main() -> None:
         provider = SimulatedProvider(
             SimulationConfig(boot_s=3, boot_sigma=0, answer_s=0, exec_s=2),
@@ -108,7 +108,7 @@ def test_commands_run_once_for_each_exec_id_and_end_with_their_sandbox() -> None
     run_virtual(main())
 
 
-def test_the_same_seed_is_the_same_history() -> None:
+def test_equal_seeds_give_equal_histories() -> None:
     async def history() -> list[object]:
         provider = host(seed=3, boot_failure=0.2, ambiguous=0.2, life_s=20)
         results: list[object] = []
@@ -134,7 +134,7 @@ def test_the_same_seed_is_the_same_history() -> None:
 # The pool
 
 
-def test_shed_load_is_tried_again_and_never_before_it_may() -> None:
+def test_rate_limited_creates_are_retried_after_retry_after() -> None:
     async def main() -> None:
         provider = host(creates_per_s=1, retry_after_s=20)
         async with pool_of(provider, retry_base_s=0.001) as pool:
@@ -148,7 +148,7 @@ def test_shed_load_is_tried_again_and_never_before_it_may() -> None:
     run_virtual(main())
 
 
-def test_an_ambiguous_create_is_one_sandbox() -> None:
+def test_an_ambiguous_create_makes_one_sandbox() -> None:
     async def main() -> None:
         provider = host(ambiguous=0.6, seed=1)
         async with pool_of(provider, boot_attempts=20, breaker_failures=100) as pool:
@@ -161,7 +161,7 @@ def test_an_ambiguous_create_is_one_sandbox() -> None:
     run_virtual(main())
 
 
-def test_what_a_given_up_create_made_is_found_and_killed() -> None:
+def test_the_sandbox_of_an_abandoned_create_is_found_and_killed() -> None:
     async def main() -> None:
         provider = host(ambiguous=1, boot_s=5)
         async with pool_of(provider, boot_attempts=1) as pool:
@@ -176,7 +176,7 @@ def test_what_a_given_up_create_made_is_found_and_killed() -> None:
     run_virtual(main())
 
 
-def test_a_create_that_never_answers_is_given_up() -> None:
+def test_a_create_that_never_returns_is_abandoned() -> None:
     async def main() -> None:
         provider = host(lost_create=1)
         async with pool_of(provider, boot_attempts=2, create_timeout_s=30) as pool:
@@ -190,7 +190,7 @@ def test_a_create_that_never_answers_is_given_up() -> None:
     run_virtual(main())
 
 
-def test_queue_and_boot_have_clocks_of_their_own() -> None:
+def test_queueing_and_booting_have_separate_timeouts() -> None:
     async def main() -> None:
         async with pool_of(host(boot_s=10, boot_sigma=0), max_live=2) as pool:
             request = LeaseRequest(spec=SandboxSpec(), queue_timeout_s=5, boot_timeout_s=20)
@@ -214,7 +214,7 @@ def test_queue_and_boot_have_clocks_of_their_own() -> None:
 
 
 def test_training_rollouts_boot_while_a_large_evaluation_is_queued() -> None:
-    """Forty agents on held-out tasks are there first, and keep their places for minutes."""
+    """Forty agents on held-out tasks arrive first, and have their places for minutes."""
 
     async def main() -> None:
         leased_s: dict[str, list[float]] = {"evaluation": [], "train": []}
@@ -235,8 +235,8 @@ def test_training_rollouts_boot_while_a_large_evaluation_is_queued() -> None:
     run_virtual(main())
 
 
-def test_a_full_provider_is_waited_for_by_the_clock_of_the_queue() -> None:
-    """It has fewer places than the pool thinks: that is no failed boot, however often it says so."""
+def test_waiting_for_a_full_provider_counts_as_queueing() -> None:
+    """A provider with fewer places than the pool assumes: its refusals do not count as failed boots."""
 
     async def main() -> None:
         async with pool_of(host(capacity=10, boot_s=1, boot_sigma=0), max_live=40) as pool:
@@ -253,7 +253,7 @@ def test_a_full_provider_is_waited_for_by_the_clock_of_the_queue() -> None:
     run_virtual(main())
 
 
-def test_a_provider_that_stays_full_ends_the_wait_in_time() -> None:
+def test_waiting_for_a_full_provider_times_out() -> None:
     async def main() -> None:
         async with pool_of(host(capacity=1, boot_s=1, boot_sigma=0), max_live=40) as pool:
             await pool.lease_one(LeaseRequest(spec=SandboxSpec(ttl_s=1000)))
@@ -306,7 +306,7 @@ def test_leases_end_unless_their_holder_renews_them() -> None:
     run_virtual(main())
 
 
-def test_another_pools_sandboxes_on_the_account_are_left_alone() -> None:
+def test_sandboxes_of_another_pool_are_not_touched() -> None:
     async def main() -> None:
         provider = host()
         theirs = await provider.create(SandboxSpec(ttl_s=1e6, labels={OWNER_LABEL: "another"}))
@@ -321,7 +321,7 @@ def test_another_pools_sandboxes_on_the_account_are_left_alone() -> None:
     run_virtual(main())
 
 
-def test_releasing_a_holder_breaks_off_its_boots() -> None:
+def test_releasing_a_holder_cancels_its_boots() -> None:
     async def main() -> None:
         provider = host(boot_s=10, boot_sigma=0)
         async with pool_of(provider) as pool:
@@ -338,7 +338,7 @@ def test_releasing_a_holder_breaks_off_its_boots() -> None:
     run_virtual(main())
 
 
-def test_kills_do_not_wait_for_boots_and_failing_ones_keep_their_place() -> None:
+def test_kills_do_not_wait_for_boots_and_failed_ones_do_not_free_their_place() -> None:
     async def main() -> None:
         provider = host(kill_failure=0.8, lost_create=0, seed=2)
         async with pool_of(provider, max_live=5, boot_concurrency=4) as pool:
@@ -355,7 +355,7 @@ def test_kills_do_not_wait_for_boots_and_failing_ones_keep_their_place() -> None
     run_virtual(main())
 
 
-def test_a_hanging_boot_path_does_not_hold_up_kills() -> None:
+def test_hanging_boots_do_not_delay_kills() -> None:
     async def main() -> None:
         provider = host(seed=4)
         async with pool_of(provider, boot_concurrency=2) as pool:
@@ -401,7 +401,7 @@ def test_plain_specs_are_served_warm_and_the_stock_is_refilled() -> None:
     run_virtual(main())
 
 
-def test_what_does_not_run_a_command_is_not_handed_out() -> None:
+def test_a_warm_sandbox_that_fails_its_check_is_not_handed_out() -> None:
     async def main() -> None:
         provider = host(stuck_sandbox=0.5, seed=6)
         async with pool_of(provider, warm={"host": 4}, warm_check_s=2) as pool:
@@ -430,7 +430,7 @@ def test_warm_sandboxes_give_way() -> None:
 # Several hosts
 
 
-def test_a_sandbox_that_becomes_warm_gives_way_to_who_waits_already() -> None:
+def test_a_new_warm_sandbox_gives_way_to_a_waiting_boot() -> None:
     async def main() -> None:
         async with pool_of(host(boot_s=2, boot_sigma=0), max_live=4, warm={"host": 1}) as pool:
             await pool.lease([SandboxSpec(cpu=1.0)])
@@ -445,7 +445,7 @@ def test_a_sandbox_that_becomes_warm_gives_way_to_who_waits_already() -> None:
     run_virtual(main())
 
 
-def test_a_request_that_was_given_up_begins_anew() -> None:
+def test_an_abandoned_request_can_be_repeated() -> None:
     async def main() -> None:
         provider = host(boot_s=2)
         async with pool_of(provider) as pool:
@@ -461,7 +461,7 @@ def test_a_request_that_was_given_up_begins_anew() -> None:
     run_virtual(main())
 
 
-def test_boots_are_spread_by_load_and_prefer_hosts_that_know_the_image() -> None:
+def test_boots_are_spread_by_load_and_prefer_hosts_with_the_image() -> None:
     async def main() -> None:
         first, second = named("a"), named("b")
         async with pool_of(first, second, max_live=20) as pool:
@@ -488,7 +488,7 @@ def test_a_transient_failure_is_tried_on_another_host_first() -> None:
     run_virtual(main())
 
 
-def test_a_permanent_error_is_not_carried_elsewhere() -> None:
+def test_a_permanent_error_is_not_retried_on_another_host() -> None:
     async def main() -> None:
         first, second = named("a", images=("x",)), named("b", images=("x",))
         async with pool_of(first, second) as pool:
@@ -500,7 +500,7 @@ def test_a_permanent_error_is_not_carried_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_host_that_goes_takes_no_traffic_and_comes_back_by_one_probe(silent: bool) -> None:
+def test_an_unreachable_host_gets_no_boots_until_a_probe_succeeds(silent: bool) -> None:
     async def main() -> None:
         first, second = named("a"), named("b")
         settings = {"breaker_failures": 3, "breaker_open_s": 60, "create_timeout_s": 10, "answer_timeout_s": 5}
@@ -554,7 +554,7 @@ def test_frozen_data_is_shown_on_its_own_host() -> None:
 
 
 async def storm(creates: int) -> None:
-    """All at once against a provider that sheds load above 30/s."""
+    """Concurrent leases from a provider with a rate limit of 30/s."""
     rate, burst = 25.0, 5
     provider = host(creates_per_s=30, retry_after_s=2, ambiguous=0.05, boot_failure=0.05, boot_s=2, seed=9)
     settings = {"boots_per_s": rate, "burst": burst, "boot_concurrency": 100, "max_live": 600, "breaker_failures": 50}
@@ -576,7 +576,7 @@ def test_a_boot_storm() -> None:
     run_virtual(storm(500))
 
 
-def test_a_boot_storm_without_a_bucket_is_still_typed() -> None:
+def test_a_boot_storm_without_a_bucket_has_typed_errors() -> None:
     async def main() -> None:
         provider = host(creates_per_s=30, retry_after_s=1, seed=9)
         async with pool_of(provider, boots_per_s=1000, burst=500, boot_concurrency=500, max_live=600) as pool:
@@ -594,7 +594,7 @@ async def test_a_boot_storm_in_real_time() -> None:
 
 
 async def storm_in_real_time() -> None:
-    """As `storm`; a busy machine delays arrivals, so the bound on each second leaves room for what was late."""
+    """Like `storm`; a busy machine delays arrivals, so the bound on each second allows for late ones."""
     rate, burst = 25.0, 5
     provider = host(creates_per_s=30, retry_after_s=2, ambiguous=0.05, boot_s=0.5, seed=9)
     settings = {"boots_per_s": rate, "burst": burst, "boot_concurrency": 100, "max_live": 600}

@@ -1,0 +1,93 @@
+"""Responses of the exec server: documents, bytes and typed errors, with a heartbeat while the work runs.
+
+Invariants:
+- An error is a document with `error`, `message` and `transient`, with any status of its response.
+- While work is running, its client receives a blank every `HEARTBEAT_S`: a longer silence means that the server or the
+  connection is lost. Blanks before a JSON document do not change it.
+- Bytes are sent unchanged after `=`, with which no JSON document begins.
+- A client that disconnects cancels its work, unless the work is shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+from aiohttp import web
+
+from headrace.sandboxes.errors import CapacityExceeded, PermanentSandboxError, SandboxError
+from headrace.sandboxes.remote.error_documents import status_of, to_document
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Mapping
+
+    ErrorEncoder = Callable[[SandboxError], "ResponseParts"]
+
+HEARTBEAT_S: Final = 5.0
+_JSON: Final = "application/json"
+
+logger = logging.getLogger(__name__)
+
+ResponseParts = tuple[int, Any, "Mapping[str, str]"]
+"""Status, document, further headers."""
+
+
+def retry_after(error: SandboxError) -> dict[str, str]:
+    """Return the header with the time to wait, in whole seconds."""
+    if not isinstance(error, CapacityExceeded):
+        return {}
+    return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+
+
+def error_parts(error: SandboxError) -> ResponseParts:
+    return status_of(error), to_document(error), retry_after(error)
+
+
+async def respond(
+    request: web.Request, work: Coroutine[Any, Any, Any], of_error: ErrorEncoder = error_parts
+) -> web.StreamResponse:
+    """Run `work` and respond with its document or bytes, or its SandboxError. The status is 200 once a blank was
+    sent."""
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait((task,), timeout=HEARTBEAT_S)
+        if done:
+            return _plain(_settled(request, task, of_error))
+        response = web.StreamResponse(headers={"Content-Type": _JSON})
+        await response.prepare(request)
+        while not done:
+            await response.write(b" ")
+            done, _ = await asyncio.wait((task,), timeout=HEARTBEAT_S)
+        await response.write(_body(_settled(request, task, of_error)[1]))
+        await response.write_eof()
+        return response
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+def error_response(error: SandboxError, of_error: ErrorEncoder = error_parts) -> web.Response:
+    return _plain(of_error(error))
+
+
+def _plain(parts: ResponseParts) -> web.Response:
+    status, document, headers = parts
+    return web.Response(body=_body(document), status=status, content_type=_JSON, headers=dict(headers))
+
+
+def _body(document: Any) -> bytes:
+    return b"=" + document if isinstance(document, bytes) else orjson.dumps(document)
+
+
+def _settled(request: web.Request, task: asyncio.Task[Any], of_error: ErrorEncoder) -> ResponseParts:
+    try:
+        return 200, task.result(), {}
+    except SandboxError as error:
+        return of_error(error)
+    except Exception:
+        logger.exception("%s %s failed", request.method, request.path)
+        return of_error(PermanentSandboxError("internal error of the server"))
