@@ -14,11 +14,11 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.serve.capture.rows import conversation_of, report_of, tree_of
 from headrace.serve.capture.session import Session
 from headrace.serve.capture.session_log import Opened
 from headrace.serve.errors import LogBroken, SessionExists
-from headrace.serve.gateway.joining import Joined
 from headrace.serve.gateway.turns import LiveSession
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class SessionTable:
             raise
 
     def _enter(self, opened: Opened, core: Session) -> LiveSession:
-        live = LiveSession(core=core, token=opened.token, log=self._log, running=Joined(self._tasks))
+        live = LiveSession(core=core, token=opened.token, log=self._log, running=SingleFlight(self._tasks))
         self._live[opened.spec.session_id] = live
         self._ids[opened.token] = opened.spec.session_id
         return live

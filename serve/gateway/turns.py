@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, Tracer
 
+    from headrace.buffer.primitives.single_flight import SingleFlight
     from headrace.policies.engine import Completion
     from headrace.serve.capture.events import Event, Recorded
     from headrace.serve.capture.rows import SessionReport
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from headrace.serve.capture.trie import Match
     from headrace.serve.conversation import TurnAnswer, TurnRequest
     from headrace.serve.gateway.engines import EnginePool
-    from headrace.serve.gateway.joining import Joined
     from headrace.serve.parsing.base import OutputParser
     from headrace.serve.rendering.render import Renderer, TokenIds
 
@@ -78,7 +78,7 @@ class LiveSession:
     core: Session
     token: str
     log: SessionLog | None
-    running: Joined[TurnAnswer]
+    running: SingleFlight[TurnAnswer]
     closed: bool = False
     unkept: list[Event] = field(default_factory=list)
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
