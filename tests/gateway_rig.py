@@ -23,7 +23,8 @@ from headrace.policies.engine import EngineId
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.gateway.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.config import GatewayConfig
+from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.rendering.template_renderer import load_renderer
 

@@ -28,8 +28,8 @@ from headrace.serve.errors import (
     SessionUnknown,
     WireError,
 )
+from headrace.serve.gateway.config import ModelUse
 from headrace.serve.gateway.delivery import Delivery, json_response
-from headrace.serve.model_use import ModelUse
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

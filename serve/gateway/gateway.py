@@ -18,13 +18,11 @@ import secrets
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import aiohttp
 from aiohttp import web
 from opentelemetry import trace
-from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.capture.session_log import SessionLog
@@ -33,7 +31,6 @@ from headrace.serve.gateway.agent_routes import AgentRoutes
 from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
 from headrace.serve.gateway.sessions import SessionTable
 from headrace.serve.gateway.turns import Turns
-from headrace.serve.model_use import ModelUse
 from headrace.serve.parsing.parser_choice import choose_parser
 from headrace.serve.rendering.template_renderer import load_renderer
 
@@ -43,6 +40,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
     from headrace.policies.engine import Engine, EngineId
+    from headrace.serve.gateway.config import GatewayConfig
     from headrace.serve.gateway.routing import EngineRoute, RoutingTable
     from headrace.serve.parsing.base import OutputParser
     from headrace.serve.rendering.render import Renderer
@@ -51,56 +49,6 @@ logger = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 7 * 86400.0
 """Of a client's generate call: beyond every deadline of the pool."""
-
-
-class GatewayConfig(BaseModel):
-    """What a gateway needs to know at start."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    tokenizer_dir: Path | None = None
-    """Directory with tokenizer.json and the chat template of the policy. None when a renderer is passed in."""
-    vocab_size: int | None = Field(default=None, ge=1)
-    """Ids the model has (which padding may make more than the tokenizer's). None: `vocab_size` of the config.json
-    beside the tokenizer; the tokenizer's where there is none. An id outside is never sent."""
-    advertise_url: str | None = None
-    """Base of the URLs handed out, for agents that do not run on this host; the bound address when None."""
-    session_log_dir: Path | None = None
-    """Where sessions are kept, so that a gateway that is killed comes back with them. None: they die with it."""
-    parser: str = "auto"
-    """How tool calls and reasoning are read: auto (by the chat template), hermes, qwen3_coder, none, or sglang:NAME
-    with a parser of SGLang's."""
-    model_policy: tuple[tuple[str, ModelUse], ...] = ()
-    """Pairs of a pattern (`*haiku*`) and a use (train, serve, refuse); the first that fits the name an agent asks for
-    decides, and every other name is trained."""
-    ping_s: float = Field(default=10.0, gt=0)
-    """How often a stream that waits for its turn gets a ping; below 15 s, or some agents give up."""
-    max_context_tokens: int | None = Field(default=None, ge=1)
-    """What the engines can take, prompt and output together; no session may have more."""
-    foreign_version: str | None = None
-    """What a weight version of an engine that is not `epoch.step` is read as; None fails the turn."""
-    in_place_pushes: bool = False
-    """Pushes leave running requests their keys and values: what is sampled on stale ones is flagged."""
-    gate_wait_s: float = Field(default=60.0, gt=0)
-    """How long a turn waits while no engine serves before the agent gets an infra error. Time in which a push has an
-    engine does not count."""
-    turn_timeout_s: float = Field(default=300.0, gt=0)
-    """How long one engine call may take before it is aborted and tried elsewhere. Time in which a push has the engine
-    does not count."""
-    held_after_s: float = Field(default=10.0, gt=0)
-    """A turn that is broken off after so long without one sampled token marks its session: infra, not a spent
-    budget."""
-    abort_grace_s: float = Field(default=2.0, gt=0)
-    """How long an aborted engine call may take to hand over its partial tokens."""
-    expire_grace_s: float = Field(default=60.0, gt=0)
-    """How long after the end of its wall budget a session may still be finished; then it is forgotten."""
-    finished_grace_s: float = Field(default=600.0, ge=0)
-    """How long a finished session may be finished again, with the same report (its first answer was lost); needs
-    session_log_dir."""
-    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
-    """Largest request body; larger ones are refused with 413."""
-    max_imbalance: int = Field(default=8, ge=0)
-    """A session leaves its usual engine when that one has this many more requests in flight than the least busy one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,9 @@ from headrace.policies.engine import EngineId
 from headrace.policies.errors import EngineError
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.errors import OptionRefused
+from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.garbage_collection import portioned_collections
-from headrace.serve.gateway.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ async def _serve(options: StandaloneOptions, announce: Callable[[str], None]) ->
         parser=options.parser,
         max_context_tokens=options.max_context_tokens or await _context_of(routes),
         foreign_version=str(FOREIGN_VERSION),
+        # Longer than the default: other users load these engines too, so that some seconds of queueing are normal.
+        held_after_s=10.0,
     )
     gateway = Gateway(config, read_admin_token(options.admin_token_file))
     try:

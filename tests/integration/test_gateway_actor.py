@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from headrace.actors.engine_group.gate import tell_gateway
 from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.serve.gateway.gateway import GatewayConfig
+from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from tests.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, WIRES, Lines, Wir
 from tests.scripted_engine import Fault, check_exact
 
 from headrace.serve.capture.session import Budgets
+from headrace.serve.gateway.config import ModelUse
 from headrace.serve.gateway.turns import FAILURES_KEPT
-from headrace.serve.model_use import ModelUse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -31,7 +31,8 @@ from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId
 from headrace.serve.errors import SessionUnknown
 from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.gateway.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.config import GatewayConfig
+from headrace.serve.gateway.gateway import Gateway
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -15,7 +15,7 @@ from tests.scripted_engine import Fault, check_exact
 from tests.wires import read_events
 
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
-from headrace.serve.model_use import ModelUse
+from headrace.serve.gateway.config import ModelUse
 from headrace.serve.parsing.alarm import BATCH_TURNS
 
 if TYPE_CHECKING:

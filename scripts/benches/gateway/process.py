@@ -26,8 +26,9 @@ import psutil
 import uvloop
 
 from headrace.policies.engine import EngineId
+from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.garbage_collection import portioned_collections
-from headrace.serve.gateway.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
