@@ -105,7 +105,7 @@ class Rig:
     prompts: list[list[int]] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
 
-    def happened(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         self.events.append(event)
         self.core.apply(event)
 
@@ -113,7 +113,7 @@ class Rig:
         """As the shell does it, the way back to a full render included."""
         match = self.core.match(request, untrained=untrained)
         for event in self.core.accepted(match):
-            self.happened(event)
+            self.record(event)
         if match.parent is not None and match.prompt is None and not self.renderer.bridges:
             match = self.core.trie.as_root(match, request)
         return self.core.plan(match, request, self.core.delta(match, request, self.renderer))
@@ -133,15 +133,15 @@ class Rig:
         self.prompts.append(list(plan.prompt_ids))
         self.outputs.append(list(completion.output_ids))
         event = self.core.recorded(self.core.next_turn_id(), plan, completion, self.renderer, self.parser)
-        self.happened(event)
+        self.record(event)
         if deliver:
-            self.happened(Delivered(turn_id=event.answer.turn_id, at=0.0))
+            self.record(Delivered(turn_id=event.answer.turn_id, at=0.0))
         return event.answer
 
     def cut(self, request: TurnRequest, ids: Sequence[int]) -> None:
         """A turn that ends in the middle."""
         plan = self.plan(request)
-        self.happened(self.core.aborted(self.core.next_turn_id(), plan, self.completion(ids, FinishReason.ABORT)))
+        self.record(self.core.aborted(self.core.next_turn_id(), plan, self.completion(ids, FinishReason.ABORT)))
 
     def completion(self, output: str | Sequence[int], finish: FinishReason = FinishReason.STOP) -> Completion:
         number = len(self.outputs)

@@ -15,7 +15,7 @@ from tests.scripted_engine import Fault, check_exact
 
 from headrace.serve.capture.session import Budgets
 from headrace.serve.gateway.config import ModelUse
-from headrace.serve.gateway.turns import FAILURES_KEPT
+from headrace.serve.gateway.turns import MAX_FAILURES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -105,12 +105,12 @@ async def test_an_agent_that_asks_a_broken_engine_for_ever_fills_no_disk(model_d
     async with world(model_dir, Lines(Fault.ERROR), session_log_dir=tmp_path) as w:
         client = await w.client()
         client.history += client.wire.user("go")
-        for _ in range(FAILURES_KEPT):
+        for _ in range(MAX_FAILURES):
             assert (await client.send(client.body())).status == 503
         before = size_of_logs(tmp_path)
         assert (await client.send(client.body())).status == 503
         assert size_of_logs(tmp_path) == before
-        assert len((await w.finish()).failures) == FAILURES_KEPT
+        assert len((await w.finish()).failures) == MAX_FAILURES
 
 
 def size_of_logs(folder: Path) -> int:

@@ -204,7 +204,7 @@ def test_a_repeated_request_is_answered_with_the_same_tokens_while_it_may_be_los
             found = played.core.replay(played.core.match(request), request, now=1.0)
             assert found is not None
             assert found.answer == answer
-            played.happened(Delivered(turn_id=answer.turn_id, at=0.5))
+            played.record(Delivered(turn_id=answer.turn_id, at=0.5))
         history += (data.draw(echoes(answer)), *data.draw(following(answer, number)))
     report = check(played)
     assert len(report.lineages) <= 1

@@ -169,10 +169,10 @@ class Interleaved(RuleBasedStateMachine):
         turn_id = played.core.next_turn_id()
         event = played.core.recorded(turn_id, turn.plan, completion, played.renderer, played.parser)
         self.keep(turn_id, turn.plan, list(completion.output_ids))
-        played.happened(event)
+        played.record(event)
         if not data.draw(st.integers(0, 5)):
             return None
-        played.happened(Delivered(turn_id=turn_id, at=0.0))
+        played.record(Delivered(turn_id=turn_id, at=0.0))
         messages = (*turn.request.messages, rewritten(data.draw, event.answer))
         calls = [block.id for block in event.answer.blocks if isinstance(block, ToolCall)]
         given = [(call_id, "out") for call_id in calls if data.draw(st.booleans())]
@@ -184,7 +184,7 @@ class Interleaved(RuleBasedStateMachine):
         turn_id, ids = self.played.core.next_turn_id(), [65] * tokens
         self.keep(turn_id, asked[1].plan, ids)
         completion = self.played.completion(ids, FinishReason.ABORT)
-        self.played.happened(self.played.core.aborted(turn_id, asked[1].plan, completion))
+        self.played.record(self.played.core.aborted(turn_id, asked[1].plan, completion))
 
     def keep(self, turn_id: str, plan: TurnPlan, output: list[int]) -> None:
         self.ledger.whole[turn_id] = list(plan.prompt_ids) + output

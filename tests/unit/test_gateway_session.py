@@ -408,7 +408,7 @@ def test_compaction_is_a_branch_and_its_continuation_a_new_row() -> None:
         messages += [echo(answer), results((answer.blocks[0].id, f"out {number}"))]  # type: ignore[union-attr]
     # Refused for its length, so nothing is sampled; the last pair is then left out of the request for a summary.
     for event in played.core.accepted(played.core.match(asks(*messages, tools=TOOLS))):
-        played.happened(event)
+        played.record(event)
     played.turn(asks(*messages[:-2], user("CRITICAL: summarise"), tools=TOOLS), "summary")
     kept = (user("This is what happened: summary"), *messages[-2:])
     played.turn(asks(SYSTEM, *kept, tools=TOOLS), "going on")
@@ -504,7 +504,7 @@ def test_a_delivered_answer_is_replayed_a_few_times_for_a_while() -> None:
     )
     for _ in range(MAX_REPLAYS):
         assert played.core.replay(played.core.match(request), request, now=1.0) is not None
-        played.happened(Delivered(turn_id=answer.turn_id, at=0.0))
+        played.record(Delivered(turn_id=answer.turn_id, at=0.0))
     assert played.core.replay(played.core.match(request), request, now=1.0) is None
 
 

@@ -71,7 +71,7 @@ def test_two_spellings_of_a_request_in_flight_are_two_prompts(one: Any, other: A
         played.prompts.append(list(plan.prompt_ids))
         played.outputs.append(list(completion.output_ids))
         turn_id = played.core.next_turn_id()
-        played.happened(played.core.recorded(turn_id, plan, completion, played.renderer, played.parser))
+        played.record(played.core.recorded(turn_id, plan, completion, played.renderer, played.parser))
     assert played.prompts[0] != played.prompts[1]
     check(played)
 

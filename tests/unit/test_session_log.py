@@ -33,8 +33,8 @@ def played() -> Rig:
     rig.turn(asks(*shown, tools=TOOLS), "garbled")
     rig.turn(asks(*shown, user("again"), tools=TOOLS), "on")
     rig.turn(asks(user("other"), tools=TOOLS), "late", deliver=False)
-    rig.happened(Failed(failure="engine_failed: x"))
-    rig.happened(Spent(budget=Exhausted.WALL))
+    rig.record(Failed(failure="engine_failed: x"))
+    rig.record(Spent(budget=Exhausted.WALL))
     return rig
 
 
