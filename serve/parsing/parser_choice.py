@@ -1,4 +1,4 @@
-"""Which parser reads the outputs of a model."""
+"""The choice of the parser for the outputs of a model."""
 
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ _SIGNS = (
     (r"<\|python_tag\|>|ipython", f"{SGLANG}llama3"),
     (r"\[TOOL_CALLS\]", f"{SGLANG}mistral"),
 )
-"""What a template's text shows of its calls, the first that is found."""
+"""Patterns in a template's text that identify its call markup; the first match decides."""
 
 
 def choose_parser(name: str, template_text: str) -> OutputParser:
-    """`name`: auto (by what the chat template says of calls), hermes, qwen3_coder, none, or sglang:NAME. A template
-    that says nothing of calls is shown tools in the form of Hermes (template_messages.py), so auto is hermes there.
+    """Return the parser for `name`: auto (by the call markup in the chat template), hermes, qwen3_coder, none, or
+    sglang:NAME. A template without calls gets tools in the form of Hermes (template_messages.py), so that auto means
+    hermes for it.
 
     Raises:
-        ParserUnknown: no such parser.
-        ParserMissing: SGLang's, and it is not installed.
+        ParserUnknown: there is no such parser.
+        ParserMissing: the parser is one of SGLang's, which is not installed.
     """
     if name == "auto":
         name = next((parser for sign, parser in _SIGNS if re.search(sign, template_text, re.DOTALL)), "hermes")
     if name.startswith(SGLANG):
         return SGLangParser(name.removeprefix(SGLANG))
     if name not in _OURS:
-        raise ParserUnknown(f"gateway.parser: no parser {name!r}; there are auto, {', '.join(_OURS)} and {SGLANG}NAME")
+        raise ParserUnknown(f"gateway.parser: no parser {name!r}; set it to auto, {', '.join(_OURS)} or {SGLANG}NAME")
     return _OURS[name]()

@@ -1,4 +1,4 @@
-"""No calls: reasoning and text."""
+"""The parser of outputs without calls, which finds reasoning and text only."""
 
 from __future__ import annotations
 

@@ -268,7 +268,7 @@ def test_the_template_tells_the_parser(templates: ModuleType) -> None:
     assert isinstance(choose_parser("auto", coder_template), Qwen3CoderParser)
     assert isinstance(choose_parser("none", templates.QWEN3.template), PlainParser)
     assert isinstance(choose_parser("qwen3_coder", ""), Qwen3CoderParser)
-    with pytest.raises(ParserUnknown, match="'bogus'; there are auto, hermes, qwen3_coder, none and sglang:NAME"):
+    with pytest.raises(ParserUnknown, match="'bogus'; set it to auto, hermes, qwen3_coder, none or sglang:NAME"):
         choose_parser("bogus", "")
 
 
