@@ -69,7 +69,9 @@ def trained(report: SessionReport) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_turn_that_cannot_be_kept_is_not_told(model_dir: Path, disk: Path, wire: Wire, stream: bool) -> None:
+async def test_a_turn_that_cannot_be_logged_is_not_answered(
+    model_dir: Path, disk: Path, wire: Wire, stream: bool
+) -> None:
     async with world(model_dir, count, session_log_dir=disk / "state") as w:
         client = await w.client(wire, stream=stream)
         await client.say("go")
@@ -87,7 +89,7 @@ async def test_a_turn_that_cannot_be_kept_is_not_told(model_dir: Path, disk: Pat
         assert (await w.finish()).failures == report.failures, "and from the log, which was told later"
 
 
-async def test_the_gateway_and_its_other_sessions_outlive_a_full_disk(model_dir: Path, disk: Path) -> None:
+async def test_the_gateway_and_its_other_sessions_survive_a_full_disk(model_dir: Path, disk: Path) -> None:
     async with world(model_dir, count, session_log_dir=disk / "state") as w:
         client, other = await w.client(), await w.client(session_id="other")
         await client.say("go")
@@ -104,7 +106,7 @@ async def test_the_gateway_and_its_other_sessions_outlive_a_full_disk(model_dir:
         assert len((await w.finish()).failures) == 1
 
 
-async def test_marks_that_could_not_be_kept_are_kept_with_the_next_line_that_can(model_dir: Path, disk: Path) -> None:
+async def test_unlogged_failures_are_written_before_the_next_line(model_dir: Path, disk: Path) -> None:
     logs = disk / "state"
     async with world(model_dir, count, session_log_dir=logs) as w:
         client = await w.client()
@@ -120,7 +122,7 @@ async def test_marks_that_could_not_be_kept_are_kept_with_the_next_line_that_can
         assert (report.turns, len(report.failures)) == (2, REFUSALS)
 
 
-async def test_the_end_of_a_session_keeps_them_too(model_dir: Path, disk: Path) -> None:
+async def test_unlogged_failures_are_written_at_the_end_of_a_session(model_dir: Path, disk: Path) -> None:
     logs = disk / "state"
     async with world(model_dir, count, session_log_dir=logs) as w:
         client = await w.client()

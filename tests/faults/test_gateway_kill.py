@@ -234,11 +234,11 @@ async def test_agents_of_a_killed_gateway_finish_and_no_token_is_lost_or_doubled
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(2, 22))
-async def test_nor_with_other_moments(model_dir: Path, tmp_path: Path, seed: int) -> None:
+async def test_no_token_is_lost_with_kills_at_other_moments(model_dir: Path, tmp_path: Path, seed: int) -> None:
     await storm(model_dir, tmp_path, seed=seed, kills=1 + seed % 6)
 
 
-async def test_an_answer_that_was_on_its_way_is_told_again_not_sampled_again(tmp_path: Path) -> None:
+async def test_an_answer_in_transit_is_replayed_not_resampled(tmp_path: Path) -> None:
     """Killed between the first byte of an answer and its last."""
     model_dir = FAT.write(tmp_path / "model")
     async with AsyncExitStack() as stack:

@@ -26,7 +26,7 @@ def test_engines_learner_and_driver_of_one_run_may_be_killed(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_fifty_kills(tmp_path: Path) -> None:
+def test_a_soak_with_fifty_kills_has_no_problems(tmp_path: Path) -> None:
     report = Soak(SoakPlan(folder=tmp_path, kills=50, seed=2, steps=40), print).run()
     assert report.problems == ()
     assert set(report.faults) == set(Fault)

@@ -109,7 +109,7 @@ async def test_a_conversation_is_captured_token_for_token(model_dir: Path) -> No
         assert report.trajectory.temperature == 0.5
 
 
-async def test_turns_of_one_session_run_side_by_side(model_dir: Path) -> None:
+async def test_turns_of_one_session_run_concurrently(model_dir: Path) -> None:
     async with world(model_dir) as w:
         [engine] = w.engines
         engine.may_answer.clear()
@@ -155,7 +155,7 @@ async def test_two_engine_failures_reach_the_agent_and_mark_the_session(model_di
         assert report.failures[0].startswith("engine_failed")
 
 
-async def test_a_weight_update_within_a_turn_is_told_token_by_token(model_dir: Path) -> None:
+async def test_a_weight_update_within_a_turn_is_recorded_per_token(model_dir: Path) -> None:
     """The engine gives the turn up after a token; it goes on from there, under another version."""
 
     def script(ask: Ask) -> str | Fault:
@@ -182,7 +182,7 @@ async def test_a_weight_update_within_a_turn_is_told_token_by_token(model_dir: P
         assert sum(row["loss_mask"]) == document["sampled_tokens"] == document["trained_tokens"]
 
 
-async def test_an_engine_that_gives_up_for_ever_is_a_failure_with_its_tokens_kept(model_dir: Path) -> None:
+async def test_an_engine_that_aborts_for_ever_is_a_failure_and_its_tokens_are_recorded(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.ABORT)) as w:
         reply = await (await w.client()).say("go")
         assert (reply.status, reply.error["code"]) == (503, "engine_failed")
@@ -191,7 +191,7 @@ async def test_an_engine_that_gives_up_for_ever_is_a_failure_with_its_tokens_kep
         assert (report.turns, set(report.masked), len(report.failures)) == (0, {"aborted"}, 1)
 
 
-async def test_an_engine_that_stays_silent_is_aborted_and_replaced(model_dir: Path) -> None:
+async def test_a_call_to_a_silent_engine_is_aborted_and_retried_elsewhere(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.HANG), LS, turn_timeout_s=2.0) as w:
         assert (await (await w.client()).say("go")).status == 200
         [silent, _] = w.engines
@@ -200,7 +200,7 @@ async def test_an_engine_that_stays_silent_is_aborted_and_replaced(model_dir: Pa
         assert (report.turns, report.failures) == (1, ())
 
 
-async def test_an_id_outside_of_the_vocabulary_is_never_sent(model_dir: Path) -> None:
+async def test_ids_outside_the_vocabulary_are_never_sent(model_dir: Path) -> None:
     """One of them kills an SGLang server."""
     async with world(model_dir, vocab_size=300) as w:
         reply = await (await w.client()).say("go")
@@ -213,7 +213,7 @@ async def test_an_id_outside_of_the_vocabulary_is_never_sent(model_dir: Path) ->
 # Which engine.
 
 
-async def test_a_conversation_stays_with_its_engine_and_another_goes_where_there_is_room(model_dir: Path) -> None:
+async def test_a_conversation_stays_with_its_engine_and_another_takes_the_idle_one(model_dir: Path) -> None:
     async with world(model_dir, LS, LS) as w:
         first, second = w.engines
         first.may_answer.clear()
@@ -234,7 +234,7 @@ async def test_a_conversation_stays_with_its_engine_and_another_goes_where_there
         assert not any('"agent"' in one.prompt for one in second.sampled)
 
 
-async def test_an_abort_goes_to_the_engine_that_has_the_turn(model_dir: Path) -> None:
+async def test_an_abort_is_sent_to_the_engine_that_runs_the_turn(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.HANG), Lines(Fault.HANG)) as w:
         first, second = w.engines
         clients = [await w.client(session_id=f"r-{number}") for number in range(2)]
@@ -313,7 +313,7 @@ async def test_no_engine_in_routing_past_the_deadline_is_an_infra_failure(model_
         assert w.engines[0].requests == []
 
 
-async def test_an_abort_during_a_push_is_sent_again_when_the_gate_opens(model_dir: Path) -> None:
+async def test_an_abort_during_a_push_is_repeated_when_the_gate_opens(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.HANG)) as w:
         [engine] = w.engines
         client = await w.client()
@@ -336,7 +336,7 @@ async def test_an_abort_during_a_push_is_sent_again_when_the_gate_opens(model_di
         assert not w.gateway._pool._clients[EngineId("e0")].aborts_to_repeat
 
 
-async def test_aborts_are_sent_again_all_at_once_and_each_only_until_it_arrived(model_dir: Path) -> None:
+async def test_aborts_are_repeated_concurrently_until_each_has_arrived(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.HANG, Fault.HANG), abort_grace_s=100.0) as w:
         [engine] = w.engines
         clients = [await w.client(), await w.client(session_id="another")]
@@ -371,7 +371,7 @@ async def test_aborts_are_sent_again_all_at_once_and_each_only_until_it_arrived(
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
-async def test_a_wall_that_ends_while_no_engine_answers_is_infra_not_a_budget(model_dir: Path, wire: Wire) -> None:
+async def test_wall_time_that_ends_without_an_engine_is_infra_not_a_spent_budget(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir, held_after_s=0.01) as w:
         await w.gateway.close_gate(EngineId("e0"), lease_s=60)
         reply = await (await w.client(wire, spec={"budgets": Budgets(wall_s=2)})).say("go")
@@ -379,7 +379,7 @@ async def test_a_wall_that_ends_while_no_engine_answers_is_infra_not_a_budget(mo
         assert (await w.finish()).failures[0].startswith("held")
 
 
-async def test_an_agent_that_gives_up_on_a_held_turn_leaves_the_mark(model_dir: Path) -> None:
+async def test_an_agent_that_leaves_a_held_turn_marks_the_session(model_dir: Path) -> None:
     async with world(model_dir, held_after_s=0.1) as w:
         await w.gateway.close_gate(EngineId("e0"), lease_s=60)
         client = await w.client()
@@ -389,7 +389,7 @@ async def test_an_agent_that_gives_up_on_a_held_turn_leaves_the_mark(model_dir: 
         assert (await w.finish()).failures[0].startswith("held")
 
 
-async def test_an_agent_that_gives_up_at_once_leaves_none(model_dir: Path) -> None:
+async def test_an_agent_that_leaves_at_once_does_not_mark_the_session(model_dir: Path) -> None:
     async with world(model_dir, held_after_s=60) as w:
         await w.gateway.close_gate(EngineId("e0"), lease_s=60)
         client = await w.client()
@@ -403,7 +403,7 @@ async def test_an_agent_that_gives_up_at_once_leaves_none(model_dir: Path) -> No
 # Telling.
 
 
-async def test_turn_spans_hang_below_the_rollout(model_dir: Path, tmp_path: Path) -> None:
+async def test_turn_spans_are_children_of_the_rollout(model_dir: Path, tmp_path: Path) -> None:
     telemetry = configure(TelemetryConfig(), process="gateway", spans_dir=tmp_path, install=False)
     tracer = telemetry.tracer("test")
     async with world(model_dir, Lines(Fault.ERROR), LS, tracer=tracer) as w:
@@ -425,7 +425,7 @@ async def test_turn_spans_hang_below_the_rollout(model_dir: Path, tmp_path: Path
     assert engines[0]["events"][0]["name"] == "exception"
 
 
-async def test_a_trace_context_that_is_none_breaks_nothing(model_dir: Path) -> None:
+async def test_an_invalid_trace_context_is_ignored(model_dir: Path) -> None:
     async with world(model_dir) as w:
         assert (await (await w.client(spec={"traceparent": "00-zz-\n"})).say("go")).status == 200
 
@@ -435,7 +435,7 @@ async def test_a_short_admin_token_is_refused() -> None:
         Gateway(GatewayConfig(), "short")
 
 
-async def test_a_gateway_that_cannot_start_says_why(model_dir: Path) -> None:
+async def test_a_gateway_that_cannot_start_reports_the_reason(model_dir: Path) -> None:
     gateway = Gateway(GatewayConfig(tokenizer_dir=model_dir), ADMIN)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -108,7 +108,7 @@ async def refused(client: Client, body: bytes, status: int = 400) -> str:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("wire", "fields", "sentence"), spelled())
-async def test_what_cannot_be_honoured_is_refused_in_a_plain_sentence(
+async def test_unsupported_parameters_are_refused_with_a_plain_message(
     model_dir: Path, wire: Wire, fields: dict[str, Any], sentence: str, stream: bool
 ) -> None:
     async with world(model_dir) as w:
@@ -122,7 +122,7 @@ async def test_what_cannot_be_honoured_is_refused_in_a_plain_sentence(
 
 
 @EVERY
-async def test_what_is_no_json_object_is_refused(model_dir: Path, wire: Wire) -> None:
+async def test_bodies_that_are_not_json_objects_are_refused(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir) as w:
         client = await w.client(wire)
         for body in NO_JSON:
@@ -134,7 +134,7 @@ async def test_what_is_no_json_object_is_refused(model_dir: Path, wire: Wire) ->
 
 
 @EVERY
-async def test_limits_that_are_none_are_refused(model_dir: Path, wire: Wire) -> None:
+async def test_invalid_limits_are_refused(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir) as w:
         client = await w.client(wire)
         client.history += wire.user("go")
@@ -163,7 +163,7 @@ async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
 
 @EVERY
 @pytest.mark.parametrize("chunked", [False, True], ids=["with a length", "in chunks"])
-async def test_a_body_of_the_most_bytes_is_read_and_one_more_is_too_large(
+async def test_a_body_of_the_size_limit_is_accepted_and_a_larger_one_refused(
     model_dir: Path, wire: Wire, chunked: bool
 ) -> None:
     async with world(model_dir, max_body_bytes=MOST) as w:

@@ -81,7 +81,7 @@ def only_log(folder: Path) -> bytes:
 
 
 @EVERY
-async def test_a_held_stream_gets_pings_and_no_byte_of_content(model_dir: Path, wire: Wire) -> None:
+async def test_a_waiting_stream_gets_pings_and_no_content(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir, Lines("the content"), **HASTY) as w:
         [engine] = w.engines
         engine.may_answer.clear()
@@ -102,7 +102,7 @@ async def test_a_held_stream_gets_pings_and_no_byte_of_content(model_dir: Path, 
 
 
 @EVERY
-async def test_an_answer_that_needs_no_ping_is_one_burst(model_dir: Path, wire: Wire) -> None:
+async def test_an_answer_without_pings_is_sent_in_one_write(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir, **PATIENT) as w:
         client = await w.client(wire, stream=True)
         reply = await client.say("go")
@@ -117,7 +117,7 @@ STATUSES = {"anthropic": 529, "chat": 503, "responses": 503}
 
 @EVERY
 @EITHER
-async def test_a_failure_before_the_first_ping_has_the_status_of_the_wire(
+async def test_a_failure_before_the_first_ping_has_the_dialects_status(
     model_dir: Path, wire: Wire, stream: bool
 ) -> None:
     async with world(model_dir, Lines(Fault.ERROR, Fault.ERROR, "fine"), **PATIENT) as w:
@@ -132,7 +132,9 @@ async def test_a_failure_before_the_first_ping_has_the_status_of_the_wire(
 
 
 @EVERY
-async def test_a_failure_after_a_ping_is_an_error_event_and_an_orderly_end(model_dir: Path, wire: Wire) -> None:
+async def test_a_failure_after_a_ping_is_an_error_event_and_ends_the_stream_cleanly(
+    model_dir: Path, wire: Wire
+) -> None:
     async with world(model_dir, Lines(Fault.ERROR), **HASTY) as w:
         [engine] = w.engines
         engine.may_answer.clear()
@@ -148,7 +150,7 @@ async def test_a_failure_after_a_ping_is_an_error_event_and_an_orderly_end(model
         assert len((await w.finish()).failures) == 1
 
 
-async def test_a_session_is_marked_before_a_byte_of_the_failure_leaves(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_session_is_marked_before_the_failure_is_sent(model_dir: Path, tmp_path: Path) -> None:
     """The log says so when the first byte is here: the file is read without asking the gateway anything."""
     async with world(model_dir, Lines(Fault.ERROR), session_log_dir=tmp_path, **PATIENT) as w:
         client = await w.client()
@@ -166,7 +168,7 @@ class BrokenDecoder(ByteChat):
 
 
 @EVERY
-async def test_a_defect_of_ours_after_a_ping_is_an_error_event_too(model_dir: Path, wire: Wire) -> None:
+async def test_an_internal_error_after_a_ping_is_an_error_event_too(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir, Lines(""), renderer=BrokenDecoder(), vocab_size=512, **HASTY) as w:
         [engine] = w.engines
         engine.may_answer.clear()
@@ -184,7 +186,7 @@ async def test_a_defect_of_ours_after_a_ping_is_an_error_event_too(model_dir: Pa
 
 
 @EITHER
-async def test_a_client_that_leaves_ends_its_turn_at_once(model_dir: Path, stream: bool) -> None:
+async def test_a_client_that_disconnects_ends_its_turn_at_once(model_dir: Path, stream: bool) -> None:
     async with world(model_dir, Lines(Fault.HANG, "later"), **PATIENT) as w:
         [engine] = w.engines
         client = await w.client(stream=stream)
@@ -198,7 +200,7 @@ async def test_a_client_that_leaves_ends_its_turn_at_once(model_dir: Path, strea
         assert (await w.gateway.in_flight()).turns_in_flight == {}
 
 
-async def test_a_client_that_leaves_between_pings_ends_its_turn_before_the_next(model_dir: Path) -> None:
+async def test_a_client_that_disconnects_between_pings_ends_its_turn_before_the_next(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.HANG), ping_s=0.3) as w:
         [engine] = w.engines
         client = await w.client(ANTHROPIC, stream=True)
@@ -208,7 +210,7 @@ async def test_a_client_that_leaves_between_pings_ends_its_turn_before_the_next(
         assert (await w.finish()).masked == {"aborted": 1}
 
 
-async def test_a_sandbox_that_dies_with_a_reset_is_a_client_that_left(model_dir: Path) -> None:
+async def test_a_connection_reset_counts_as_a_disconnected_client(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.HANG), **PATIENT) as w:
         [engine] = w.engines
         async with asked(w, await w.client(), "go") as (_, writer):
@@ -219,7 +221,7 @@ async def test_a_sandbox_that_dies_with_a_reset_is_a_client_that_left(model_dir:
         assert (await w.finish()).masked == {"aborted": 1}
 
 
-async def test_partial_tokens_are_kept_when_the_session_is_finished_as_its_agent_leaves(model_dir: Path) -> None:
+async def test_partial_tokens_are_recorded_when_the_session_finishes_as_its_agent_disconnects(model_dir: Path) -> None:
     """A worker kills the agent and finishes the session in one go: the abort on the engine is under way, and is not
     broken off. Without its tokens the turn would look as if we had held it up."""
     async with world(model_dir, Lines(Fault.HANG), held_after_s=0.01, abort_grace_s=10.0, **PATIENT) as w:
@@ -268,7 +270,7 @@ async def all_here(w: World, asking: Sequence[asyncio.Task[Reply]]) -> None:
             assert response.status == 200
 
 
-async def test_a_second_client_keeps_the_turn_alive_when_the_first_leaves(model_dir: Path) -> None:
+async def test_a_turn_continues_for_a_second_client_when_the_first_disconnects(model_dir: Path) -> None:
     async with world(model_dir, Lines("kept"), **PATIENT) as w:
         [engine] = w.engines
         engine.may_answer.clear()
@@ -286,7 +288,7 @@ async def test_a_second_client_keeps_the_turn_alive_when_the_first_leaves(model_
         assert (report.turns, report.masked, len(engine.requests)) == (1, {}, 1)
 
 
-async def test_a_client_that_comes_back_while_its_turn_is_being_ended_gets_an_answer(model_dir: Path) -> None:
+async def test_a_client_that_retries_while_its_turn_is_being_aborted_gets_an_answer(model_dir: Path) -> None:
     """It must not share the end of the turn that it left a moment ago."""
     async with world(model_dir, Lines(Fault.HANG, "second try"), abort_grace_s=10.0, **PATIENT) as w:
         [engine] = w.engines
@@ -311,7 +313,7 @@ def fat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @EITHER
-async def test_an_answer_whose_last_byte_never_left_is_replayed(fat_dir: Path, stream: bool) -> None:
+async def test_an_answer_whose_last_byte_was_not_sent_is_replayed(fat_dir: Path, stream: bool) -> None:
     budgets = Budgets(max_tokens_per_turn=10**6, max_context_tokens=2 * 10**6)
     async with world(fat_dir, Lines(LONG * 24_000, "sampled again"), **PATIENT) as w:
         [engine] = w.engines
@@ -327,9 +329,7 @@ async def test_an_answer_whose_last_byte_never_left_is_replayed(fat_dir: Path, s
 
 
 @EITHER
-async def test_an_answer_that_left_is_replayed_a_few_times_and_then_sampled_again(
-    model_dir: Path, stream: bool
-) -> None:
+async def test_a_sent_answer_is_replayed_a_few_times_and_then_resampled(model_dir: Path, stream: bool) -> None:
     """An agent that asks the very same again for ever wants another answer, not the same one."""
     async with world(model_dir, Lines("first", "second"), **PATIENT) as w:
         client = await w.client(stream=stream)
@@ -342,7 +342,7 @@ async def test_an_answer_that_left_is_replayed_a_few_times_and_then_sampled_agai
         assert (report.turns, set(report.masked)) == (2, {"abandoned"})
 
 
-async def test_a_replayed_answer_is_the_same_tokens_where_history_is_rendered_again(tmp_path: Path) -> None:
+async def test_a_replayed_answer_has_the_same_tokens_after_a_full_render(tmp_path: Path) -> None:
     """Chat templates that cannot be continued make every turn a root of its own: found again all the same."""
     folder = DEEPSEEK3_LEAKY.write(tmp_path)
     async with world(folder, Lines("one", "two", "three"), end=DEEPSEEK3_LEAKY.eos, parser="none", **PATIENT) as w:

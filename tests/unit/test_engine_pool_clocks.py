@@ -105,7 +105,7 @@ def test_a_push_longer_than_the_wait_for_an_engine_fails_no_turn() -> None:
     in_pool(TimedEngine(1.0), act)
 
 
-def test_a_turn_waits_its_time_for_an_engine_and_no_longer() -> None:
+def test_a_turn_waits_for_an_engine_until_its_deadline() -> None:
     async def act(pool: EnginePool) -> None:
         began = asyncio.get_running_loop().time()
         with pytest.raises(NoEngineOpen):
@@ -115,7 +115,7 @@ def test_a_turn_waits_its_time_for_an_engine_and_no_longer() -> None:
     in_pool(TimedEngine(1.0), act, admitted=False)
 
 
-def test_a_gate_that_nobody_renews_opens_and_the_turn_goes_on() -> None:
+def test_a_gate_opens_when_its_lease_expires_and_the_turn_continues() -> None:
     async def act(pool: EnginePool) -> None:
         pool.close_gate(A, 3 * GATE_WAIT_S)
         await turn(pool)
@@ -124,7 +124,7 @@ def test_a_gate_that_nobody_renews_opens_and_the_turn_goes_on() -> None:
     in_pool(TimedEngine(1.0), act)
 
 
-def test_after_a_push_the_rest_of_the_wait_is_left() -> None:
+def test_a_push_does_not_use_up_the_wait_for_an_engine() -> None:
     async def act(pool: EnginePool) -> None:
         began = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
@@ -136,7 +136,7 @@ def test_after_a_push_the_rest_of_the_wait_is_left() -> None:
     in_pool(TimedEngine(1.0), act, admitted=False)
 
 
-def test_a_push_stops_the_clock_of_the_call_that_it_holds_up() -> None:
+def test_a_push_stops_the_clock_of_the_call_that_it_delays() -> None:
     engine = TimedEngine(CALL_S - 1.0 + 100.0)
 
     async def act(pool: EnginePool) -> None:
@@ -151,7 +151,7 @@ def test_a_push_stops_the_clock_of_the_call_that_it_holds_up() -> None:
 
 
 @pytest.mark.parametrize(("partial", "silent"), [(1, 0), (0, 0), (None, 2)])
-def test_an_engine_that_answers_an_abort_is_slow_and_not_silent(partial: int | None, silent: int) -> None:
+def test_an_engine_that_answers_an_abort_does_not_count_as_silent(partial: int | None, silent: int) -> None:
     """Every turn takes longer than its clock; the engine is hung only if it does not even end them when told."""
 
     async def act(pool: EnginePool) -> None:
