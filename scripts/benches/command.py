@@ -69,7 +69,7 @@ def gateway(json: Json = True) -> None:
     connection, and 2,000 first turns at once."""
     from benches.gateway.figures import measure
 
-    _print(asdict(measure()))
+    _print(asdict(asyncio.run(measure())))
 
 
 @app.command()

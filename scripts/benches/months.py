@@ -2,7 +2,7 @@
 
 Invariants:
 - The directory is like one of the service: rows are the buffer's own records, written through its own tables, and
-  `ledger verify` is clean. It is no input of training.
+  `ledger verify` is clean. It is not an input of training.
 - Steps take four minutes and train 64 rollouts of 8 groups; a week is one incarnation of the learner. The run looks
   killed: it has steps after the newest checkpoint, a leased batch, sealed, waiting and running rollouts.
 - Nothing is random: the same days give the same directory, except the times, which end now.

@@ -235,29 +235,6 @@ class RowForm(BaseModel):
         )
 
 
-class LineageForm(BaseModel):
-    """Form of `Lineage`."""
-
-    model_config = _STRICT
-    name: str
-    truncated: bool
-
-
-class TranscriptTurnForm(BaseModel):
-    """As `TranscriptTurn`."""
-
-    model_config = _STRICT
-    turn_id: str
-    parent: str
-    lineage: str
-    prompt: str
-    answer: str
-    sampled_tokens: int
-    status: str
-    masked: str
-    versions: tuple[str, ...]
-
-
 class ReportForm(BaseModel):
     """Form of `write_report`."""
 
@@ -265,8 +242,8 @@ class ReportForm(BaseModel):
     session_id: str
     temperature: float | None
     rows: list[RowForm]
-    lineages: list[LineageForm]
-    conversation: list[TranscriptTurnForm] = []
+    lineages: list[Lineage]
+    conversation: list[TranscriptTurn] = []
     turns: int
     sampled_tokens: int
     trained_tokens: int
@@ -289,8 +266,8 @@ class ReportForm(BaseModel):
             rerendered=self.rerendered,
             exhausted=self.exhausted,
             failures=tuple(self.failures),
-            lineages=tuple(Lineage(name=entry.name, truncated=entry.truncated) for entry in self.lineages),
+            lineages=tuple(self.lineages),
             drift=self.drift,
             lost_calls=self.lost_calls,
-            conversation=tuple(TranscriptTurn(**entry.model_dump()) for entry in self.conversation),
+            conversation=tuple(self.conversation),
         )

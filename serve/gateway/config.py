@@ -33,10 +33,10 @@ class GatewaySection(BaseModel):
     ping_s: float = Field(default=10.0, gt=0)
     """Interval of pings on a stream that waits for its turn; some agents give up after 15 s without one."""
     gate_wait_s: float = Field(default=60.0, gt=0)
-    """How long a turn waits while no engine is available before the agent gets an infra error. Time in which a push
+    """Longest wait of a turn while no engine is available; then the agent gets an infra error. Time in which a push
     holds an engine does not count."""
     turn_timeout_s: float = Field(default=300.0, gt=0)
-    """How long one engine call may take before it is aborted and retried on another engine. Time in which a push holds
+    """Timeout of one engine call; then it is aborted and retried on another engine. Time in which a push holds
     the engine does not count."""
     held_after_s: float = Field(default=5.0, gt=0)
     """A turn that is interrupted after this long without a sampled token makes its rollout infra, not a spent
@@ -61,13 +61,13 @@ class GatewayConfig(GatewaySection):
     foreign_version: str | None = None
     """Version that replaces an engine's weight version that is not `epoch.step`; None fails the turn."""
     in_place_pushes: bool = False
-    """Whether pushes leave running requests their KV cache; tokens sampled on a stale cache are flagged."""
+    """True when pushes leave running requests their KV cache; tokens sampled on a stale cache are flagged."""
     abort_grace_s: float = Field(default=2.0, gt=0)
-    """How long an aborted engine call may take to return its partial tokens."""
+    """Time limit for an aborted engine call to return its partial tokens."""
     expire_grace_s: float = Field(default=60.0, gt=0)
-    """How long after the end of its wall budget a session may still be finished; then it is forgotten."""
+    """Time after the end of its wall budget in which a session may still be finished; then it is forgotten."""
     finished_grace_s: float = Field(default=600.0, ge=0)
-    """How long a finished session may be finished again, with the same report (for a lost response); needs
+    """Time in which a finished session may be finished again, with the same report (for a lost response); needs
     session_log_dir."""
     max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
     """Size limit of a request body; larger ones are refused with 413."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MAX_FAILURES = 1
 MAX_CONTINUATIONS = 16
 DOWN_S = 1.0
-"""How long an engine is skipped after a refused connection."""
+"""Time for which an engine is skipped after a refused connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

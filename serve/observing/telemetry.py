@@ -47,7 +47,7 @@ class TelemetryConfig(BaseModel):
     max_queue_spans: int = Field(default=16384, ge=512)
     """Spans waiting for export; further ones are dropped."""
     flush_interval_s: float = Field(default=1.0, gt=0)
-    """How long a finished span may wait in memory."""
+    """Longest time that a finished span waits in memory."""
 
     @field_validator("otlp_endpoint")
     @classmethod

@@ -1,4 +1,5 @@
-"""The disk of the session logs is full: no answer leaves that a successor would not know, and nothing else breaks."""
+"""A full disk of the session logs: no answer is sent that a restarted gateway would not know, and nothing else
+fails."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """One of a megabyte."""
+    """Mount a disk of one megabyte."""
     folder = tmp_path / "disk"
     folder.mkdir()
     syscalls.mount("tmpfs", str(folder), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=1m,mode=700")
@@ -46,7 +47,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def full(disk: Path) -> Iterator[None]:
-    """Not one page is left on it."""
+    """Fill the disk completely."""
     other = disk / "of somebody else"
     with other.open("wb", buffering=0) as file, suppress(OSError):
         while file.write(b"x" * 4096):
@@ -136,6 +137,6 @@ async def test_unlogged_failures_are_written_at_the_end_of_a_session(model_dir: 
 
 
 def kept(logs: Path) -> int:
-    """How many failures a successor would know."""
+    """Return the number of failures that a restarted gateway would know."""
     [log] = logs.iterdir()
     return log.read_bytes().count(b'{"failed":')

@@ -1,4 +1,4 @@
-"""Sessions that come and go, in good ways and bad, leave nothing behind in the gateway."""
+"""Sessions that end in any way leave nothing behind in the gateway."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def as_told(ask: Ask) -> str | Fault:
 
 
 async def lives(w: World, number: int) -> None:
-    """One session for each way to end."""
+    """Run one session for each kind of end."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=GUARD_S)) as http:
 
         async def begin(name: str) -> Client:

@@ -1,4 +1,4 @@
-"""Runs of simulated parts over real Ray, in processes of their own, whose actors, learner and driver are killed."""
+"""Soak of simulated runs over real Ray, whose actors, learner and driver are killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.timeout(900)
 def test_engines_learner_and_driver_of_one_run_may_be_killed(tmp_path: Path) -> None:
-    """And its newest checkpoint may be lost."""
+    """The newest checkpoint may be lost too."""
     plan = SoakPlan(folder=tmp_path, kills=3, seed=2834, steps=12, faults=(Fault.CHECKPOINT_SPOILT,), fault_every=3)
     report = Soak(plan, print).run()
     assert report.problems == ()

@@ -1,4 +1,4 @@
-"""What the benches print stays inside its bounds. Slow: half a minute each, the control some."""
+"""Figures of the benches are within bounds. Slow: half a minute each, the control some minutes."""
 
 from __future__ import annotations
 

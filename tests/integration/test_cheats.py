@@ -1,4 +1,4 @@
-"""Cheating patches earn nothing, honest ones that look alike earn 1, and those known to be open are paid."""
+"""Cheating patches get no reward, similar honest ones get 1, and known open cheats are rewarded."""
 
 from __future__ import annotations
 
@@ -118,6 +118,6 @@ async def test_tests_missing_in_the_untouched_repository_count_and_are_named(ben
 @pytest.mark.slow
 @pytest.mark.parametrize("each", KNOWN_OPEN, ids=lambda each: each.name)
 async def test_a_known_open_cheat_is_rewarded(bench: CheatBench, each: OpenCheat) -> None:
-    """Fails once the cheat is stopped: then it belongs to the others, and its row out of docs/attacks.md."""
+    """Fails once the cheat is stopped: then move it to the others, and remove its row from docs/attacks.md."""
     verdict = (await bench.grade(each.repository, each.cheat.branch, each.cheat.prefix)).verdict
     assert verdict.reward == 1.0, verdict

@@ -1,34 +1,34 @@
-"""The gateway over real HTTP and its engines: what is captured, who is asked, what happens when an engine fails.
+"""Gateway over real HTTP with its engines: capture, routing and failures of engines.
 
-Which test shows which behaviour of a gateway for agents' programs (G: here, D: test_gateway_delivery.py, S:
+Tests by the behaviour of a gateway for agents (G: here, D: test_gateway_delivery.py, S:
 test_gateway_sessions.py, W: test_gateway_wires.py, H: test_gateway_histories.py, B: test_gateway_bad_input.py, A:
 test_gateway_standalone.py, K: tests/faults/test_gateway_kill.py, P: tests/properties/test_gateway_fuzz.py):
 
- 1 signs of life without a session              S signs_of_life_need_no_session_and_open_none
+ 1 health routes without a session              S health_routes_need_no_session
  2 session by Bearer, x-api-key or path         S a_session_is_found_by_*, an_unknown_or_closed_session_is_400_at_once
- 3 three wires, stream or not: same tokens      W the_same_engine_gives_the_same_tokens_on_every_wire
- 4 what is unknown never breaks a run           W what_nobody_knows_breaks_nothing, a_model_name_may_be_*
+ 3 three APIs, stream or not: same tokens       W the_same_engine_gives_the_same_tokens_in_every_dialect
+ 4 unknown input never breaks a run             W unknown_fields_and_headers_are_ignored, a_model_name_may_be_*
  5 count_tokens is the rendered length          W count_tokens_*
- 6 usage is true                                W usage_counts_what_the_engine_saw_and_sampled
+ 6 usage is correct                             W usage_counts_the_engines_prompt_and_sampled_tokens
  7 exact when the agent only appends            G a_conversation_is_captured_token_for_token, W the_same_engine_*
- 8 exact under rewritten echoes                 H an_echo_that_was_rewritten_loses_nothing
- 9 what is volatile never matters               H what_changes_from_request_to_request_matters_not
+ 8 exact under rewritten echoes                 H a_rewritten_echo_loses_no_token
+ 9 volatile fields are ignored                  H volatile_request_fields_are_ignored
 10 system messages in the middle                H system_messages_in_the_middle_only_append
-11 reasoning echoed, stripped, summarised       H reasoning_stays_in_the_tokens_whatever_comes_back
+11 reasoning echoed, stripped, summarised       H reasoning_remains_in_the_tokens_whatever_is_echoed
 12 parallel calls                               H parallel_calls_*
-13 two subagents and their parent               H subagents_are_lineages_of_their_own
+13 two subagents and their parent               H subagents_have_their_own_lineages
 14 compaction                                   H a_compaction_*
 15 dropped turns                                H a_turn_that_the_agent_dropped_*
-16 retries are one turn                         D the_same_request_in_flight_*, an_answer_*_replayed_*
-17 finished, delivered, accepted, abandoned     H the_tree_tells_what_became_of_every_turn
-18 held whole, with pings                       D a_held_stream_gets_pings_and_no_byte_of_content
-19 no clean end without the terminator          D a_failure_*, a_defect_of_ours_*
-20 max tokens clamped, then the wire's refusal  W a_full_context_*, what_is_left_of_the_context_*
-21 how a turn ended                             W every_end_has_the_word_of_its_wire, a_stop_string_*
-22 a client that leaves aborts its engine call  D a_client_that_leaves_*, a_sandbox_that_dies_*, G an_abort_goes_to_*
-23 weight update in a turn                      G a_weight_update_within_a_turn_is_told_token_by_token
+16 retries are one turn                         D the_same_request_in_flight_*, an_answer_*_replayed, a_sent_answer_*
+17 finished, delivered, accepted, abandoned     H the_tree_reports_the_status_of_every_turn
+18 buffered, with pings                         D a_waiting_stream_gets_pings_and_no_content
+19 no clean end without the terminator          D a_failure_*, an_internal_error_*
+20 max tokens clamped, then the API's refusal   W context_exceeded_*, the_rest_of_the_context_*
+21 how a turn ended                             W every_turn_end_has_the_dialects_stop_reason, a_stop_string_*
+22 a disconnect aborts the engine call          D a_client_that_disconnects_*, a_connection_reset_*, G an_abort_is_*
+23 weight update in a turn                      G a_weight_update_within_a_turn_is_recorded_per_token
 24 budgets end an agent normally                W a_spent_budget_*, the_end_of_the_wall_*
-25 kill -9, spans                               K, G turn_spans_hang_below_the_rollout; routing G a_conversation_stays_*
+25 kill -9, spans                               K, G turn_spans_are_children_of_the_rollout; routing G a_conversation_*
 """
 
 from __future__ import annotations

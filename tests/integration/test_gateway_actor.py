@@ -1,4 +1,4 @@
-"""The gateway actor: its address outlives it."""
+"""Gateway actor, whose address survives a restart."""
 
 from __future__ import annotations
 

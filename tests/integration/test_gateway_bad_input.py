@@ -1,4 +1,4 @@
-"""What an agent does wrong is refused in its wire's own words, costs nothing and marks nothing."""
+"""Invalid requests of agents are refused in the form of their API, use no budget and do not mark the session."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ TOO_LARGE = {"anthropic": 413, "chat": 413, "responses": 400}
 
 
 def filled(client: Client, size: int) -> bytes:
-    """A good body of exactly so many bytes."""
+    """Return a valid body of exactly this number of bytes."""
     least = len(json.dumps(client.body(padding="")))
     return json.dumps(client.body(padding="x" * (size - least))).encode()
 
@@ -183,7 +183,7 @@ async def test_a_body_of_the_size_limit_is_accepted_and_a_larger_one_refused(
 @EVERY
 @pytest.mark.parametrize("chunked", [False, True], ids=["with a length", "in chunks"])
 async def test_64_megabytes_are_refused(model_dir: Path, wire: Wire, chunked: bool) -> None:
-    """By the default limit, to a client that sends them all before it reads."""
+    """Uses the default limit, and a client that sends everything before it reads."""
     async with world(model_dir) as w:
         client = await w.client(wire)
         body = b'{"messages": [{"role": "user", "content": "' + b"x" * 2**26

@@ -1,4 +1,4 @@
-"""Gateway and a real engine process: what is captured is what the model sampled, position by position."""
+"""Gateway with a real engine process: the captured tokens are those that the model sampled, position by position."""
 
 from __future__ import annotations
 

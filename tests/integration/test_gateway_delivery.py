@@ -1,4 +1,4 @@
-"""From an answer to bytes: turns are held whole, told once, replayed when they were lost, ended when nobody waits."""
+"""Delivery of answers: turns are buffered, sent once, replayed when lost, and aborted when nobody waits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def asked(w: World, client: Client, text: str) -> AsyncIterator[tuple[asyncio.StreamReader, Any]]:
-    """A question on a connection of its own, nothing of whose answer was read."""
+    """Send a request on a connection of its own, without reading the answer."""
     body = json.dumps(client.wire.body(client.wire.user(text), client.tools, client.system) | {"stream": client.stream})
     path = client.base_url.removeprefix(w.url) + client.wire.path
     reader, writer = await asyncio.open_connection(*address_of(w.url))
@@ -68,7 +68,7 @@ async def read_until(reader: asyncio.StreamReader, mark: bytes) -> bytes:
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the body ends in order."""
+    """Read the rest of the body until its regular end."""
     return await read_until(reader, b"\r\n0\r\n\r\n")
 
 
@@ -151,7 +151,7 @@ async def test_a_failure_after_a_ping_is_an_error_event_and_ends_the_stream_clea
 
 
 async def test_a_session_is_marked_before_the_failure_is_sent(model_dir: Path, tmp_path: Path) -> None:
-    """The log says so when the first byte is here: the file is read without asking the gateway anything."""
+    """The mark is in the log when the first byte arrives; the file is read without a call to the gateway."""
     async with world(model_dir, Lines(Fault.ERROR), session_log_dir=tmp_path, **PATIENT) as w:
         client = await w.client()
         async with asked(w, client, "go") as (reader, _):
@@ -161,7 +161,7 @@ async def test_a_session_is_marked_before_the_failure_is_sent(model_dir: Path, t
 
 
 class BrokenDecoder(ByteChat):
-    """A defect of ours: what was sampled cannot be read."""
+    """Renderer with a bug: sampled ids cannot be decoded."""
 
     def decode(self, ids: Sequence[int]) -> str:
         raise RuntimeError("a defect")
@@ -263,7 +263,7 @@ async def test_the_same_request_in_flight_is_one_turn_whatever_its_stream_flag(m
 
 
 async def all_here(w: World, asking: Sequence[asyncio.Task[Reply]]) -> None:
-    """Every request that was sent before this has been read by the gateway: they came earlier, and are read in turn."""
+    """Wait until the gateway has read all requests sent before, which it reads in order."""
     assert not any(task.done() for task in asking)
     for _ in range(3):
         async with w.http.get(f"{w.url}/healthz") as response:
@@ -289,7 +289,7 @@ async def test_a_turn_continues_for_a_second_client_when_the_first_disconnects(m
 
 
 async def test_a_client_that_retries_while_its_turn_is_being_aborted_gets_an_answer(model_dir: Path) -> None:
-    """It must not share the end of the turn that it left a moment ago."""
+    """The retry must not share the abort of the turn that the client just left."""
     async with world(model_dir, Lines(Fault.HANG, "second try"), abort_grace_s=10.0, **PATIENT) as w:
         [engine] = w.engines
         engine.may_abort.clear()
@@ -330,7 +330,7 @@ async def test_an_answer_whose_last_byte_was_not_sent_is_replayed(fat_dir: Path,
 
 @EITHER
 async def test_a_sent_answer_is_replayed_a_few_times_and_then_resampled(model_dir: Path, stream: bool) -> None:
-    """An agent that asks the very same again for ever wants another answer, not the same one."""
+    """An agent that repeats the same request for ever wants a new answer."""
     async with world(model_dir, Lines("first", "second"), **PATIENT) as w:
         client = await w.client(stream=stream)
         body = client.body(messages=client.wire.user("go"))
@@ -343,7 +343,7 @@ async def test_a_sent_answer_is_replayed_a_few_times_and_then_resampled(model_di
 
 
 async def test_a_replayed_answer_has_the_same_tokens_after_a_full_render(tmp_path: Path) -> None:
-    """Chat templates that cannot be continued make every turn a root of its own: found again all the same."""
+    """With templates without bridges every turn is a root of its own, and is still replayed."""
     folder = DEEPSEEK3_LEAKY.write(tmp_path)
     async with world(folder, Lines("one", "two", "three"), end=DEEPSEEK3_LEAKY.eos, parser="none", **PATIENT) as w:
         [engine] = w.engines

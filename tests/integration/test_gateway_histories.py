@@ -1,5 +1,5 @@
-"""What agents do to their histories, over real HTTP with a template of Qwen3's shape: no sampled token is lost or
-trained twice, and rows are the conversations there truly were."""
+"""Changes that agents make to their histories, over real HTTP with a template like Qwen3's: no sampled token is lost or
+trained twice, and rows are the real conversations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def finished(w: World, *, masked: set[str] = frozenset(), lineages: int = 1) -> SessionReport:  # type: ignore[assignment]
-    """The report, checked against what the engine saw."""
+    """Return the report after checking it against the engine's requests."""
     report = await w.finish()
     check_exact(report, w.engines)
     assert set(report.masked) == set(masked)
@@ -40,7 +40,7 @@ async def finished(w: World, *, masked: set[str] = frozenset(), lineages: int = 
 
 
 def is_one_conversation(w: World) -> bool:
-    """Each prompt begins with prompt and output of the turn before."""
+    """Return whether each prompt begins with prompt and output of the previous turn."""
     sampled = w.engines[0].sampled
     return all(
         after.prompt_ids[: len(before.prompt_ids + before.output_ids)] == before.prompt_ids + before.output_ids
@@ -289,7 +289,7 @@ async def test_parallel_calls_echoed_as_several_messages_are_one_turn(model_dir:
 
 
 async def test_subagents_have_their_own_lineages(model_dir: Path) -> None:
-    """A parent calls two; they run side by side, and it goes on as if nothing had been."""
+    """A parent starts two subagents that run concurrently, and continues afterwards."""
     script = Parts(
         {
             "You explore A": [call_text("bash", command="A"), "A is so."],
@@ -318,7 +318,7 @@ async def test_subagents_have_their_own_lineages(model_dir: Path) -> None:
 
 
 async def test_a_side_call_is_masked(model_dir: Path) -> None:
-    """A title for the session, asked beside the first turn, without tools."""
+    """The side call requests a title for the session during the first turn, without tools."""
     async with world(model_dir, Parts({"title": ["Repairs"], "": ["one", "two"]})) as w:
         client = await w.client(ANTHROPIC, tools=TOOLS)
         side = Client(w.http, client.base_url, ANTHROPIC, system="Write a title.")
@@ -392,7 +392,7 @@ async def test_changed_tools_begin_a_new_row(model_dir: Path, wire: Wire) -> Non
 
 @EVERY
 async def test_a_turn_that_the_agent_dropped_is_abandoned_and_masked(model_dir: Path, wire: Wire) -> None:
-    """No visible output: its message is left out, and what comes next stands where it stood."""
+    """The turn has no visible output, so that the agent drops its message and continues from before it."""
     look = call_text("bash", command="look")
     async with world(model_dir, Lines(look, "<think>\nhm\n</think>\n\n", "Done.", "Bye.")) as w:
         client = await w.client(wire, tools=TOOLS)

@@ -1,4 +1,4 @@
-"""Engines that answer nonsense: a failure that is not the agent's, nothing of it trained, and the next turn works."""
+"""Engines with invalid answers: an infra failure, no trained token, and the next turn works."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(kw_only=True)
 class LyingEngine(Engine):
-    """`lie` changes an answer and its `meta_info`, in place or by giving another; None: it tells the truth."""
+    """Engine whose `lie` changes an answer and its `meta_info`, in place or by returning another; None for valid
+    answers."""
 
     lie: Callable[[dict[str, Any], dict[str, Any]], Any] | None = None
 
@@ -126,7 +127,7 @@ async def test_an_invalid_engine_answer_is_an_infra_failure(model_dir: Path, lie
 
 
 async def silent(w: World) -> asyncio.Server:
-    """In place of the engine: takes every connection, and never says a word."""
+    """Server in place of the engine that accepts every connection and never answers."""
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
@@ -140,7 +141,7 @@ async def silent(w: World) -> asyncio.Server:
 
 
 async def test_an_engine_that_never_answers_fails_the_turn_in_time(model_dir: Path) -> None:
-    """Nor does it to the abort of the turn."""
+    """The engine does not answer the abort of the turn either."""
     async with world(model_dir, turn_timeout_s=0.2, abort_grace_s=0.1) as w, await silent(w):
         client = await w.client()
         reply = await client.say("go")

@@ -1,4 +1,4 @@
-"""Ends that meet: of sessions and turns, of turns and renders, of names that are trained and names that are not."""
+"""Races between the ends of sessions, turns and renders, and between trained and served model names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def delete(w: World, session_id: str) -> int:
 
 
 async def all_read(w: World) -> None:
-    """What was sent or closed before is known to the gateway: it reads in turn."""
+    """Wait until the gateway has seen everything sent or closed before, which it reads in order."""
     for _ in range(3):
         async with w.http.get(f"{w.url}/healthz") as response:
             assert response.status == 200
@@ -121,7 +121,7 @@ def size_of_logs(folder: Path) -> int:
 
 
 class SlowRenderer:
-    """A renderer whose first conversation takes until it may go on: in its thread, as long ones do."""
+    """Renderer whose first conversation blocks in the render thread until it is released."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -233,7 +233,7 @@ def history_with_call(wire: Wire, arguments: dict[str, Any]) -> list[Any]:
 
 
 async def test_a_session_with_many_renders_delays_others_by_at_most_one(model_dir: Path) -> None:
-    """Megabytes of tools take seconds each, in the one thread of all."""
+    """Megabytes of tools take seconds each, in the one render thread."""
     renderer = SlowRenderer(renderer_of(model_dir))
     async with world(model_dir, renderer=renderer) as w:  # type: ignore[arg-type]
         greedy, other = await w.client(tools=("bash",)), await w.client(session_id="other", tools=("bash",))
@@ -254,7 +254,7 @@ async def test_a_session_with_many_renders_delays_others_by_at_most_one(model_di
 
 @pytest.mark.parametrize("names", [("haiku", "opus"), ("opus", "haiku")], ids=lambda names: names[0])
 async def test_the_same_request_with_another_model_use_is_another_turn(model_dir: Path, names: tuple[str, str]) -> None:
-    """What is served and not trained must not be told, or masked, in place of what is trained."""
+    """A served turn must not be returned, or masked, in place of a trained one."""
     async with world(model_dir, Lines("one", "another"), **SIDE) as w:
         client = await w.client(ANTHROPIC)
         body = client.body(messages=client.wire.user("go"))

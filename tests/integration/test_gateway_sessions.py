@@ -1,4 +1,4 @@
-"""Sessions over real HTTP: opened, reached by three ways, closed to all others, finished once, back after a restart."""
+"""Sessions over real HTTP: opening, three kinds of authentication, finishing once, and restarts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def successor(w: World, model_dir: Path, log: Path, **config: Any) -> AsyncIterator[World]:
-    """The gateway that comes back at the address of one that ended."""
+    """Start a gateway at the address of one that ended."""
     port = int(w.url.rsplit(":", 1)[1])
     settings = GatewayConfig(tokenizer_dir=model_dir, session_log_dir=log, abort_grace_s=10.0, **config)
     gateway = Gateway(settings, ADMIN, renderer=renderer_of(model_dir))
@@ -208,7 +208,7 @@ async def test_finishing_ends_running_turns_with_a_refusal(model_dir: Path) -> N
 
 
 async def test_finishing_a_session_again_returns_its_report(model_dir: Path, tmp_path: Path) -> None:
-    """Its first connection broke while a turn was being ended: nothing is lost with it."""
+    """The first connection broke while a turn was being ended, which loses nothing."""
     async with world(model_dir, Lines("said", Fault.HANG), session_log_dir=tmp_path, abort_grace_s=10.0) as w:
         [engine] = w.engines
         client = await w.client()
@@ -237,7 +237,7 @@ async def test_finishing_a_session_again_returns_its_report(model_dir: Path, tmp
 
 
 def break_log_of(name: str, folder: Path) -> None:
-    """A line in its middle is no JSON."""
+    """Make a line in the middle of the log invalid."""
     [log] = [path for path in folder.iterdir() if f'"session_id":"{name}"'.encode() in path.read_bytes()]
     first, rest = log.read_bytes().split(b"\n", 1)
     log.write_bytes(first + b"\n{" + rest)
@@ -305,7 +305,7 @@ async def test_a_restarted_gateway_continues_the_sessions_of_its_predecessor(
 async def test_a_stopped_gateway_disconnects_its_agents_and_its_successor_answers(
     model_dir: Path, tmp_path: Path, stream: bool
 ) -> None:
-    """An answer, a refusal say, would end agents that the successor can still serve."""
+    """Any answer, such as a refusal, would end agents that the successor can still serve."""
     async with world(model_dir, Lines(Fault.HANG, "after"), session_log_dir=tmp_path, ping_s=0.05) as w:
         client = await w.client(ANTHROPIC, stream=stream)
         async with asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""Clients that read little, say little or come by the thousand: they hold up nobody but themselves."""
+"""Slow, silent and many clients, which must not delay others."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_a_client_that_reads_byte_by_byte_gets_the_whole_answer(model_dir:
 
 
 def is_whole(raw: bytes) -> bool:
-    """Whether an answer, headers and all, has come to its end."""
+    """Return whether an answer, including its headers, is complete."""
     head, _, body = raw.partition(b"\r\n\r\n")
     length = re.search(rb"Content-Length: (\d+)", head)
     return len(body) == int(length[1]) if length else body.endswith(b"\r\n0\r\n\r\n")

@@ -1,4 +1,4 @@
-"""`headrace gateway` as its users start it: one line that says where, one line when it cannot, an end in order."""
+"""`headrace gateway` as its users start it: one line with its address, one line for an error, a clean shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three wires before one session: the same tokens, true numbers, each wire's own words for how a turn ended."""
+"""Three dialects for one session: the same tokens, correct usage, and each dialect's own stop reasons."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def play(client: Client) -> None:
-    """Four turns, with a call, two calls at once, and words."""
+    """Play four turns, with a call, two parallel calls, and text."""
     reply = await client.say("mend it")
     assert [name for _, name, _ in reply.calls] == ["bash"]
     reply = await client.give((reply.calls[0][0], "a.txt"))
@@ -250,7 +250,7 @@ async def test_a_spent_budget_ends_the_agent_with_a_normal_answer(
 async def test_a_turn_cut_by_the_token_budget_ends_normally(
     model_dir: Path, wire: Wire, stream: bool, final_text: str
 ) -> None:
-    """Codex takes a cut answer for a failure, and ends with 1. Without a final text a spent budget is a cut answer."""
+    """Codex takes a truncated answer for a failure, and exits with 1. Without a final text a spent budget gives one."""
     async with world(model_dir, Lines("a long answer")) as w:
         budgets = Budgets(max_sampled_tokens=3, max_tokens_per_turn=3, final_text=final_text)
         client = await w.client(wire, stream=stream, spec={"budgets": budgets})
@@ -305,7 +305,7 @@ async def test_turns_in_flight_count_against_the_budget(model_dir: Path, wire: W
 
 
 def question(wire: Wire, text: str) -> dict[str, Any]:
-    """A conversation of one message, as fields of a body."""
+    """Return the body fields of a conversation with one message."""
     return {"input" if wire is RESPONSES else "messages": wire.user(text)}
 
 
@@ -516,7 +516,7 @@ async def test_reasoning_opened_by_the_prompt_is_sent_as_reasoning(tmp_path: Pat
 
 
 async def test_one_session_serves_all_dialects_at_once(model_dir: Path) -> None:
-    """Agents of one session need not be of one kind."""
+    """Agents of one session may use different APIs."""
     async with world(model_dir, Lines("ls")) as w:
         first = await w.client(ANTHROPIC)
         clients = [first, *(dataclasses.replace(first, wire=wire, history=[]) for wire in (CHAT, RESPONSES))]

@@ -1,4 +1,4 @@
-"""The yardstick of pushes carries what is in the file, and says so when it does not."""
+"""Baseline of pushes: it transfers the weights of the file, and reports any that differ."""
 
 from __future__ import annotations
 

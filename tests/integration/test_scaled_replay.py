@@ -1,5 +1,5 @@
-"""The benches over simulated parts, in short forms: a plan at scaled time over the real Ray, and the orchestration
-under load. Their long forms are `test_benches`."""
+"""Short forms of the benches with simulated parts: a plan in scaled time over Ray, and the orchestration under load.
+The long forms are in `test_benches`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def replay_over(runtime: RayRuntime, plan: SimulationPlan, directory: RunD
 
 
 def test_real_and_virtual_time_are_both_reported(ray_cluster: None, tmp_path: Path) -> None:
-    """Both sides are read from ledgers of their own; how near they are is for a quiet machine to say."""
+    """Both are read from their own ledgers; their agreement can be checked on an idle machine only."""
     plan = make_plan("swe64", {"slots": 16, "steps": 12, "max_staleness": 2, "batch_size": 16})
     directory = RunDirectory(path=tmp_path / "run")
     asyncio.run(replay_over(RayRuntime("replay-"), plan, directory))
@@ -63,7 +63,7 @@ def test_a_scaled_plan_is_the_same_plan() -> None:
 
 
 def test_both_times_use_the_same_configs(tmp_path: Path) -> None:
-    """What the actors of the real service are made of is what the plan says."""
+    """The actors of the real service get the plan's configuration."""
     plan = make_plan("swe64", {"slots": 48, "steps": 4, "seed": 3}, ["evaluate_s=2.5"])
     directory = RunDirectory(path=tmp_path / "run")
     config = prepare_plan(plan, directory)

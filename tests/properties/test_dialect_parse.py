@@ -1,4 +1,4 @@
-"""Whatever bytes arrive, a dialect reads them or refuses them with BadRequest; what it wrote it reads again."""
+"""For any bytes, a dialect parses them or raises BadRequest; and it parses its own answers."""
 
 from __future__ import annotations
 

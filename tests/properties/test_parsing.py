@@ -1,4 +1,4 @@
-"""Parsers read anything, lose nothing, and find the calls that were written."""
+"""For any text, parsers lose nothing and find the calls that were written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def without_blanks(text: str) -> str:
 
 
 def is_part(part: str, whole: str) -> bool:
-    """Whether the characters of `part` stand in `whole` in this order."""
+    """Return whether the characters of `part` occur in `whole` in this order."""
     rest = iter(whole)
     return all(character in rest for character in part)
 
@@ -127,7 +127,7 @@ def spelled_for_coder(block: ParsedBlock) -> str:
 @patient
 @given(blocks=turns(values=json_values), opened=st.booleans())
 def test_hermes_calls_are_parsed_as_written(blocks: list[ParsedBlock], opened: bool) -> None:
-    """Arguments come back as the very text they were."""
+    """Arguments are returned as exactly the same text."""
     text = "\n".join(map(spelled, blocks))
     opened = opened and bool(blocks) and isinstance(blocks[0], Reasoning)
     text = text.removeprefix("<think>\n") if opened else text

@@ -1,5 +1,5 @@
-"""Whatever an engine samples and however an agent echoes it: rows are prompt, output, bridge, output, token for token,
-and each sampled token is trained once or masked for a reason."""
+"""For any sampled output and any echo: rows are prompt, output, bridge, output, token for token, and each sampled token
+is trained once or masked for a reason."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rig(sampling: Sampling | None = None, *, bridges: bool = True) -> Rig:
 
 
 def check(played: Rig) -> SessionReport:
-    """What every report shows, whatever happened."""
+    """Check the invariants of every report."""
     report = report_of(played.core)
     rows = report.trajectory.rows if report.trajectory else ()
     assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())

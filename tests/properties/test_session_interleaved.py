@@ -1,5 +1,5 @@
-"""Turns of one session side by side, cut, repeated, rewritten and spelled in two ways, with a restart in between: what
-an engine is sent is always the path in the trie, and each token is trained once or masked for a reason."""
+"""Concurrent turns of one session that are cut, repeated or rewritten, with a restart in between: an engine is always
+sent the path in the trie, and each token is trained once or masked for a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cheats of `scripts/bench cheats`: how many there are, and which the documents name as open."""
+"""Lists of the cheats of `scripts/bench cheats`: their number, and the open ones named in the docs."""
 
 from __future__ import annotations
 

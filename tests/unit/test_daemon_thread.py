@@ -1,4 +1,4 @@
-"""The thread that renders long requests: nobody waits for it at the end."""
+"""Daemon thread for long renders, which does not delay the exit of the process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_call_whose_waiter_is_cancelled_does_not_begin() -> None:
 
 
 class LooksFull(SimpleQueue[Any]):
-    """The thread takes the last call just after somebody looked."""
+    """Queue from which the thread takes the last call just after a check of its size."""
 
     def empty(self) -> bool:
         return False

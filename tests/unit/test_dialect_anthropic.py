@@ -1,4 +1,4 @@
-"""The Messages dialect: Claude Code's requests read, answers and streams as its client reads them."""
+"""Dialect of the Messages API: parsing of Claude Code's requests; answers and streams as its client parses them."""
 
 from __future__ import annotations
 

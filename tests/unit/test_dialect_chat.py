@@ -1,4 +1,5 @@
-"""The Chat Completions dialect: requests of mini-swe-agent, qwen-code, opencode; answers as their clients read them."""
+"""Dialect of Chat Completions: requests of mini-swe-agent, qwen-code and opencode; answers as their clients parse
+them."""
 
 from __future__ import annotations
 

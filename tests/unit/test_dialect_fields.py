@@ -1,4 +1,4 @@
-"""What all wires refuse and take alike: broken JSON, depth, odd strings; and that their errors travel."""
+"""Input handling common to all dialects: broken JSON, depth, unusual strings; and pickling of their errors."""
 
 from __future__ import annotations
 

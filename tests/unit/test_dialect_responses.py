@@ -1,4 +1,4 @@
-"""The Responses dialect: Codex's requests read, answers and streams as its client reads them."""
+"""Dialect of the Responses API: parsing of Codex's requests; answers and streams as its client parses them."""
 
 from __future__ import annotations
 

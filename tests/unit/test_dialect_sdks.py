@@ -1,4 +1,4 @@
-"""The dialects read by the vendors' own SDKs over HTTP: what they send is parsed, what we answer they accept."""
+"""Dialects against the vendors' SDKs over HTTP: their requests are parsed, and they accept our answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROUTES: dict[str, Dialect] = {
 
 @dataclass(slots=True)
 class Provider:
-    """A server of one turn. `failure` is answered instead, in the stream if it was begun with pings."""
+    """Server of one turn. With `failure`, it sends the error instead, in the stream if that began with pings."""
 
     url: str = ""
     turn: TurnAnswer = TURN

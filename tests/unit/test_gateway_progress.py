@@ -1,4 +1,4 @@
-"""Progress lines and the picture of a run."""
+"""Progress display and plot of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router: gates are leases, affinity yields to load, a failed engine is avoided while there is another."""
+"""Router of the gateway: gate leases, affinity against load, and avoidance of a failed engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core of a session: budgets and sampling, and the token trie under all that agents do to their history."""
+"""Core of a session: budgets, sampling, and the token trie for every change that agents make to their history."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rig(**spec: Any) -> Rig:
 
 
 def check(report: SessionReport) -> SessionReport:
-    """What holds for every report."""
+    """Check the invariants of every report."""
     rows = report.trajectory.rows if report.trajectory else ()
     assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())
     assert report.trained_tokens == sum(int(row.loss_mask_T.sum()) for row in rows)
@@ -59,7 +59,7 @@ def check(report: SessionReport) -> SessionReport:
 
 
 def trained(report: SessionReport) -> list[str]:
-    """The trained text of each row."""
+    """Return the trained text of each row."""
     rows = report.trajectory.rows if report.trajectory else ()
     return [bytes(int(item) for item in row.tokens_T[row.loss_mask_T] if item < 256).decode() for row in rows]
 

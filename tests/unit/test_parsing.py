@@ -1,4 +1,4 @@
-"""What the parsers make of outputs, well-formed, broken and cut."""
+"""Parsers of well-formed, malformed and cut outputs."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ for line in sys.stdin.read().split("\\0"):
 
 
 def test_sglang_parsers_require_sglang(templates: ModuleType) -> None:
-    """In a process of its own, in which SGLang cannot be imported."""
+    """Runs in a separate process in which SGLang cannot be imported."""
     glm47 = templates.GLM4.template.replace("{{- '\\n<tool_call>' ~", "{{- '<tool_call>' ~")
     asked = [
         (templates.GLM4.template, "glm45"),

@@ -1,4 +1,4 @@
-"""The adapter over SGLang's own parsers. Needs SGLang (no GPU, no kernels): skipped where it cannot be imported."""
+"""Adapter of SGLang's parsers. Needs SGLang (no GPU, no kernels); skipped if it cannot be imported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse(name: str, text: str, *, in_reasoning: bool = False) -> ParsedOutput:
 
 
 def call(family: str, tool: str, command: str) -> str:
-    """One call in the family's markup, without what stands around several."""
+    """Return one call in the family's markup, without the tags around several calls."""
     bar, gap = "\uff5c", "\u2581"
     arguments = json.dumps({"command": command})
     begin, end = f"<{bar}tool{gap}call{gap}begin{bar}>", f"<{bar}tool{gap}call{gap}end{bar}>"

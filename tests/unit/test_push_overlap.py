@@ -1,4 +1,4 @@
-"""How the throughput around a push is counted."""
+"""Throughput of a window with a push."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The renderer over the chat templates of well-known families, against transformers and case by case."""
+"""Renderer with the chat templates of well-known families, compared with transformers and case by case."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def bridged(renderer: Renderer, last: str, calls: list[ToolCall], *messages: Mes
 
 
 def conversation(templates: ModuleType, name: str) -> list[Message]:
-    """Everything the family takes without a fold."""
+    """Return a conversation with everything that the family's template supports."""
     if name == "strict":
         return [ASKED, templates.said("I look."), say(Role.USER, "  Well?\n")]
     calls = (LS,) if name == "llama3.1" else (LS, CAT)

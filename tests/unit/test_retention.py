@@ -1,4 +1,4 @@
-"""What a run keeps of its own records: files rotate, readers read across them, the oldest go."""
+"""Retention of a run's records: rotation, reading across files, and removal of the oldest."""
 
 from __future__ import annotations
 

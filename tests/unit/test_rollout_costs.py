@@ -1,4 +1,4 @@
-"""How the cost of a rollout is split, from readings made by hand."""
+"""Split of a rollout's cost, from handmade readings."""
 
 from __future__ import annotations
 

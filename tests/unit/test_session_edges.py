@@ -1,4 +1,4 @@
-"""Where the core of a session could lose a token, train it twice, or show a row that no engine saw."""
+"""Edge cases in which a session could lose a token, train it twice, or report a row that no engine saw."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def result_of(answer: TurnAnswer, text: str) -> Message:
 
 
 def check(played: Rig) -> SessionReport:
-    """Rows are what engines saw, every token is accounted for, and the events give the same session again."""
+    """Check that rows are what engines saw, that every token is counted, and that the events restore the session."""
     report = report_of(played.core)
     rows = report.trajectory.rows if report.trajectory else ()
     assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())
@@ -291,7 +291,7 @@ def test_status_of_a_delivered_turn_that_was_rewritten_is_accepted() -> None:
 
 
 def lines_run(work: Callable[[], object]) -> int:
-    """How many lines of Python it took: the same on every machine."""
+    """Return the number of executed Python lines, which is the same on every machine."""
     count = 0
 
     def trace(frame: object, event: str, arg: object) -> Any:

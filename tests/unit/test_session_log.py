@@ -1,4 +1,4 @@
-"""What a killed gateway finds again: sessions from their logs, whole lines only."""
+"""Session log: sessions are restored from its complete lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOOLS = (ToolSpec("bash"),)
 
 
 def played() -> Rig:
-    """A life with everything in it."""
+    """Return a session with every kind of event."""
     rig = Rig(Session(SPEC, 12.5))
     rig.cut(asks(user("a"), tools=TOOLS), [*b"xy"])
     first = rig.turn(asks(user("a"), tools=TOOLS), "THINK hm\n" + call("bash", command="é"))

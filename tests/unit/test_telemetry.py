@@ -1,4 +1,4 @@
-"""Spans reach the file with the right parents and the derived trace id; the file never outgrows its cap."""
+"""Export of spans with the right parents and the derived trace id, to a file of limited size."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import tempfile
 import time
@@ -60,12 +59,8 @@ class GatewayFigures:
     wall_s: float
 
 
-def measure() -> GatewayFigures:
+async def measure() -> GatewayFigures:
     """Measure all figures; takes about four minutes on two cores. Raises MeasurementBroken."""
-    return asyncio.run(_measure())
-
-
-async def _measure() -> GatewayFigures:
     raise_open_files()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
