@@ -69,13 +69,13 @@ class Exhausted(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:
     """Event: a turn was sampled, whole or (status ABORTED) in part. `parent` is the id of the turn that it continues;
-    `delta` are the ids of its prompt below the parent, `wishes` is the `wishes_of` its request."""
+    `delta` are the ids of its prompt below the parent, `options` is the `options_digest` of its request."""
 
     parent: str
     parts: tuple[bytes, ...]
     delta: TokenIds
     origin: Origin
-    wishes: str
+    options: str
     answer: TurnAnswer
     ids: Sequence[int]
     logprobs: Sequence[float]

@@ -61,7 +61,7 @@ def head_digest(tools: Sequence[ToolSpec], agent: str) -> bytes:
     return digest("head", agent, *(tool.digest for tool in tools))
 
 
-def wishes_of(request: TurnRequest) -> str:
+def options_digest(request: TurnRequest) -> str:
     """Return the digest of a request's other parameters: agents that ran out of tokens repeat a request for more."""
     return digest(str(request.max_tokens), str(request.calls_allowed), *request.stop).hex()
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NewType
 
 from headrace.policies.engine import MAX_TOKEN_CHARACTERS, FinishReason
 from headrace.serve.capture.events import Accepted, Delivered, Exhausted, Failed, Recorded, Spent, Status
-from headrace.serve.capture.matching import wishes_of
+from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.trie import Trie
 from headrace.serve.conversation import Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.errors import ContextExceeded
@@ -168,9 +168,9 @@ class Session:
 
     def replay(self, match: Match, request: TurnRequest, now: float) -> SampledNode | None:
         """Return a finished turn that answers exactly this request and is not known to have reached the agent."""
-        wishes = wishes_of(request)
+        options = options_digest(request)
         for node in reversed(match.prompt.children if match.prompt else []):
-            if node.answer is None or node.wishes != wishes or node.replays >= MAX_REPLAYS:
+            if node.answer is None or node.options != options or node.replays >= MAX_REPLAYS:
                 continue
             if node.status is Status.FINISHED or (
                 node.status is Status.DELIVERED and now - node.delivered_at < REPLAY_S
@@ -215,8 +215,8 @@ class Session:
                 tokens=len(ids),
                 limit=budgets.max_context_tokens,
             )
-        wishes = [budgets.max_tokens_per_turn, request.max_tokens or left]
-        most = min(left, *wishes)
+        limits = [budgets.max_tokens_per_turn, request.max_tokens or left]
+        most = min(left, *limits)
         budget = most + 1
         if budgets.max_sampled_tokens is not None:
             budget = max(1, budgets.max_sampled_tokens - self.sampled_tokens)
@@ -226,7 +226,7 @@ class Session:
             delta=delta,
             prompt_ids=ids,
             max_new_tokens=min(most, budget),
-            truncates=left <= min(*wishes, budget),
+            truncates=left <= min(*limits, budget),
             spends=budget <= most,
         )
 
@@ -290,7 +290,7 @@ class Session:
             parts=match.parts,
             delta=plan.delta,
             origin=match.origin,
-            wishes=wishes_of(plan.request),
+            options=options_digest(plan.request),
             answer=answer,
             ids=completion.output_ids,
             logprobs=completion.logprobs,

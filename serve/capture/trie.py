@@ -78,7 +78,7 @@ class SampledNode:
     served: Served
     plain: bytes
     calls: tuple[ToolCall, ...]
-    wishes: str
+    options: str
     answer: TurnAnswer | None
     status: Status
     truncated: bool
@@ -240,7 +240,7 @@ class Trie:
             served=served,
             plain=plain_digest(answer.blocks),
             calls=answer.calls,
-            wishes=event.wishes,
+            options=event.options,
             answer=answer if event.status is not Status.ABORTED else None,
             status=event.status,
             truncated=event.truncated,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from headrace.policies.engine import FinishReason, GenerateRequest, RequestId
 from headrace.policies.tokens.tokenizer_errors import TemplateRefused
 from headrace.serve.capture.events import Delivered, Exhausted, Failed, Spent
-from headrace.serve.capture.matching import wishes_of
+from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.trie import path
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown
@@ -67,7 +67,7 @@ class TurnKey(NamedTuple):
 
     parent: str
     parts: tuple[bytes, ...]
-    wishes: str
+    options: str
     untrained: bool
 
 
@@ -173,7 +173,7 @@ class Turns:
         key = TurnKey(
             parent=match.parent.turn_id if match.parent else "",
             parts=match.parts,
-            wishes=wishes_of(request),
+            options=options_digest(request),
             untrained=untrained,
         )
         if key not in live.running:

@@ -149,7 +149,7 @@ class Interleaved(RuleBasedStateMachine):
 
     @rule(target=histories, history=histories, output=OUTPUTS, data=st.data(), blanks=st.sampled_from(["", " "]))
     def asks_twice_at_once(self, history: Spelled, output: str, data: st.DataObject, blanks: str) -> Any:
-        """The same in two spellings, with other wishes."""
+        """The same in two spellings, with other options."""
         last = history.messages[-1]
         spelled = (*history.messages[:-1], user(last.text + blanks) if last.role is Role.USER else last)
         requests = [
