@@ -7,14 +7,24 @@ from typing import TYPE_CHECKING
 
 from headrace.serve.parsing.errors import ParserUnknown
 from headrace.serve.parsing.hermes import HermesParser
-from headrace.serve.parsing.plain import PlainParser
 from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
+from headrace.serve.parsing.scanner import scan
 from headrace.serve.parsing.sglang_parsers import SGLANG, SGLangParser
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from headrace.serve.parsing.base import OutputParser
+    from headrace.serve.conversation import ToolSpec
+    from headrace.serve.parsing.base import OutputParser, ParsedOutput
+
+
+class PlainParser:
+    """Parser of outputs without calls, which finds reasoning and text only. Implements `base.OutputParser`."""
+
+    def parse(self, text: str, tools: Sequence[ToolSpec], *, in_reasoning: bool) -> ParsedOutput:
+        del tools
+        return scan(text, None, in_reasoning=in_reasoning)
+
 
 _OURS: dict[str, Callable[[], OutputParser]] = {
     "hermes": HermesParser,

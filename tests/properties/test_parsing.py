@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headrace.serve.conversation import Reasoning, Text, ToolSpec
 from headrace.serve.parsing.base import OutputParser, ParsedBlock, ParsedCall, ParsedOutput
 from headrace.serve.parsing.hermes import HermesParser
-from headrace.serve.parsing.plain import PlainParser
+from headrace.serve.parsing.parser_choice import PlainParser
 from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
 
 PARSERS: dict[str, OutputParser] = {"hermes": HermesParser(), "coder": Qwen3CoderParser(), "plain": PlainParser()}

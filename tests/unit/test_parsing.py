@@ -13,8 +13,7 @@ from headrace.serve.conversation import Reasoning, Text, ToolSpec
 from headrace.serve.parsing.base import ParsedCall, ParsedOutput
 from headrace.serve.parsing.errors import ParserMissing, ParserUnknown
 from headrace.serve.parsing.hermes import HermesParser
-from headrace.serve.parsing.parser_choice import choose_parser
-from headrace.serve.parsing.plain import PlainParser
+from headrace.serve.parsing.parser_choice import PlainParser, choose_parser
 from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
 
 if TYPE_CHECKING:
