@@ -1,4 +1,4 @@
-"""Configuration of a gateway: the recipe's `[gateway]` table and the settings that its launcher adds."""
+"""The configuration of a gateway: the recipe's `[gateway]` table and the settings that its launcher adds."""
 
 from __future__ import annotations
 

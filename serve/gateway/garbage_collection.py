@@ -1,4 +1,4 @@
-"""Garbage collection settings for a process with thousands of sessions: small collections, and a full one at intervals.
+"""The garbage collection of a process with thousands of sessions: small collections, and a full one at intervals.
 
 Invariants:
 - A collection that the interpreter triggers visits at most `YOUNG_OBJECTS * (YOUNG_ROUNDS + 2)` objects; the live
