@@ -38,7 +38,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         *("tokens", "models", "processes", "push", "cpu_engine", "sglang", "learners"),
     ),
     "serve": (
-        *("conversation", "errors", "model_use", "observing", "parsing", "rendering", "capture", "dialects"),
+        *("conversation", "errors", "observing", "parsing", "rendering", "capture", "dialects"),
         *("gateway", "e2b_sandboxes", "e2b", "exec"),
     ),
     "actors": (

@@ -1,1 +1,1 @@
-"""What agents and people talk to (gateway), and what reports (telemetry, control)."""
+"""Servers that agents and users connect to (gateway, sandbox servers), and their telemetry."""

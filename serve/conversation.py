@@ -1,13 +1,12 @@
-"""The one internal conversation model. Dialects translate to and from it; session, render and parsing know nothing
-else.
+"""The internal model of conversations, to and from which the dialects translate.
 
 Invariants:
-- What is volatile on a wire (cache_control, item ids that change, billing lines, provider fields, null against "") is
-  gone: two messages with the same meaning compare equal.
-- A message is what one side says in one go: the consecutive items of a wire that one sampled turn became (reasoning,
-  text, calls) are one assistant message again.
-- Tool results stand in messages of the role TOOL, in the order in which the agent sent them; text of the user that came
-  in the same wire message follows in a message of the role USER.
+- Volatile parts of a wire format (cache_control, changing item ids, billing lines, provider fields, null versus "") are
+  removed: two messages with the same meaning compare equal.
+- A message is one turn of one side: the consecutive wire items of one sampled turn (reasoning, text, calls) are one
+  assistant message again.
+- Tool results are in messages of the role TOOL, in the order in which the agent sent them; user text from the same wire
+  message follows in a message of the role USER.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ if TYPE_CHECKING:
 
 class Role(StrEnum):
     SYSTEM = "system"
-    """Instructions; `developer` of the OpenAI wires maps to it."""
+    """Instructions; also the role `developer` of OpenAI's APIs."""
     USER = "user"
-    """The task, and whatever the agent puts into the user's mouth."""
+    """The task, and other messages that the agent sends as the user."""
     ASSISTANT = "assistant"
     """The policy."""
     TOOL = "tool"
-    """What a command or a tool printed."""
+    """Output of a command or a tool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,8 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """`signature` is what we minted for the turn (`TurnAnswer.turn_id`) and the agent echoed: Anthropic's `signature`,
-    the Responses wire's `encrypted_content`; "" where the wire has none."""
+    """Reasoning of the policy. `signature` is the id of its turn (`TurnAnswer.turn_id`), which the agent echoes as
+    Anthropic's `signature` or the Responses API's `encrypted_content`; "" if the API has neither."""
 
     text: str
     signature: str = ""
@@ -50,7 +49,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments` is JSON text of an object as it stands on the wire or was sampled; it may be broken JSON."""
+    """Call of a tool. `arguments` is the JSON text of an object as on the wire or as sampled; it may be invalid."""
 
     id: str
     name: str
@@ -73,7 +72,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """Its text blocks and tool results, joined."""
+        """The text blocks and tool results, joined."""
         return "".join(block.text for block in self.blocks if isinstance(block, Text | ToolResult))
 
     @property
@@ -82,7 +81,8 @@ class Message:
 
     @property
     def rendered_texts(self) -> Iterator[str]:
-        """The texts that every template shows, arguments of calls included. Many drop earlier reasoning."""
+        """The texts that every template renders, including arguments of calls. Many templates drop earlier
+        reasoning."""
         for block in self.blocks:
             if isinstance(block, Text | ToolResult):
                 yield block.text
@@ -97,15 +97,15 @@ class Message:
 
 
 def say(role: Role, text: str) -> Message:
-    """A message of one text."""
+    """Return a message of one text."""
     return Message(role, (Text(text),))
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A tool the agent offers. `parameters` is a JSON schema. `digest` is the same for two that differ in the order of
-    keys alone; `size` is its length as JSON, in bytes. Raises TypeError for a schema that JSON cannot write, or of more
-    than 250 levels."""
+    """Tool that the agent offers. `parameters` is a JSON schema. `digest` does not depend on the order of keys; `size`
+    is its length as JSON, in bytes. Raises TypeError for a schema that cannot be written as JSON, or that has more than
+    250 levels."""
 
     name: str
     description: str = ""
@@ -121,20 +121,19 @@ class ToolSpec:
 
 
 class Purpose(StrEnum):
-    """What a request is for, as far as the wire tells."""
+    """Purpose of a request, if the API reports it."""
 
     TURN = "turn"
-    """A turn of an agent."""
+    """Turn of an agent."""
     COMPACTION = "compaction"
-    """The agent has its own history summarised: trained, tagged."""
+    """Summary of the agent's own history: trained and tagged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRequest:
-    """What an agent asks for. `max_tokens` is a wish that budgets can only lower; `stop` are stop strings; `agent`
-    tells the agents of one session apart where the wire does ("" for the main one). With `calls_allowed` false, calls
-    in the answer stay text. The agent's temperature and its kin are not here on purpose: the session's sampling is
-    law."""
+    """Request of an agent. `max_tokens` can only be lowered by budgets; `stop` are stop strings; `agent` distinguishes
+    the agents of one session if the API does ("" for the main one). With `calls_allowed` false, calls in the answer
+    remain text. The agent's sampling parameters are omitted on purpose: the session's apply."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -147,17 +146,17 @@ class TurnRequest:
 
     @property
     def characters(self) -> int:
-        """Length of everything that is rendered: texts, calls with their arguments, results and tools."""
+        """Length of all rendered texts: messages, calls with their arguments, results and tools."""
         return sum(message.characters for message in self.messages) + sum(tool.size for tool in self.tools)
 
 
 class TurnEnd(StrEnum):
-    """Why an answer ended, for the agent."""
+    """Reason why an answer ended, for the agent."""
 
     STOP = "stop"
     """The policy ended its turn."""
     STOP_STRING = "stop_string"
-    """A stop string of the request matched; `TurnAnswer.stop_string` says which."""
+    """A stop string of the request matched, which is `TurnAnswer.stop_string`."""
     CALLS = "calls"
     """The policy ended its turn with tool calls."""
     LENGTH = "length"
@@ -166,9 +165,9 @@ class TurnEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnAnswer:
-    """What the agent gets. `blocks` are Reasoning, Text and ToolCall in the order sampled. `turn_id` is what the wires
-    mint their ids and signatures from (letters, digits, `_`, `-`). Token numbers are real: of the ids the engine saw
-    and sampled."""
+    """Answer for the agent. `blocks` are Reasoning, Text and ToolCall in the order sampled. The dialects derive their
+    ids and signatures from `turn_id` (letters, digits, `_`, `-`). Token counts are those of the ids that the engine
+    received and sampled."""
 
     turn_id: str
     blocks: tuple[Block, ...]

@@ -1,7 +1,7 @@
 """Errors of the folder `serve`.
 
     ServeError
-    ├── WireError                what an agent or an operator is told: status, code, sentence
+    ├── WireError                error response to an agent or operator: status, code, message
     │   ├── BadRequest           400, the request is wrong
     │   ├── ContextExceeded      400, prompt over the context budget
     │   ├── SessionUnknown       400, no such session, or it is closed
@@ -11,9 +11,9 @@
     │   └── InfraError           502, not the agent's fault: the session is marked
     │       ├── NoEngineOpen     503, every gate stayed closed until the deadline
     │       ├── LogBroken        500, the session log cannot be written or read
-    │       └── GatewayBroken    500, a defect of ours
-    ├── OptionRefused            an option of the command line cannot be
-    └── GatewayUnreachable       the worker's client could not reach the gateway, or got no usable answer
+    │       └── GatewayBroken    500, a bug in the gateway
+    ├── OptionRefused            an option of the command line is invalid
+    └── GatewayUnreachable       the worker's client cannot reach the gateway, or got no usable answer
 
 Invariant: every error survives pickling (all arguments after the message have defaults and live in `__dict__`).
 """
@@ -26,11 +26,11 @@ SERVER_FAILED: Final = "The model server failed. Try again."
 
 
 class ServeError(Exception):
-    """Root of the tree."""
+    """Base class of the errors of this package."""
 
 
 class WireError(ServeError):
-    """Something a dialect can say on its wire. `code` is a stable word for programs, the message a sentence for
+    """Error that a dialect can report to its client. `code` is a stable word for programs, the message a sentence for
     people."""
 
     status: ClassVar[int] = 400
@@ -41,8 +41,8 @@ class WireError(ServeError):
         self.field = field
 
     @property
-    def told(self) -> str:
-        """The sentence an agent gets."""
+    def public_message(self) -> str:
+        """The message that an agent gets."""
         return str(self)
 
 
@@ -52,7 +52,7 @@ class BadRequest(WireError):
 
 class ContextExceeded(WireError):
     """The rendered prompt leaves no room for a token. `tokens` is its length (None: it was too long to count), `limit`
-    what fits; every wire words it so that its agents compact. Knob: budgets.max_context_tokens."""
+    the context length; every dialect words it so that its agents compact. Knob: budgets.max_context_tokens."""
 
     code = "context_length_exceeded"
 
@@ -63,72 +63,72 @@ class ContextExceeded(WireError):
 
 
 class SessionUnknown(WireError):
-    """No open session has this token or id (closed, or lost with a restart). 400, so that agents stop at once."""
+    """No open session has this token or id (closed, or lost in a restart). 400, so that agents stop at once."""
 
     code = "unknown_session"
 
 
 class BodyTooLarge(WireError):
-    """Knob: gateway.max_body_bytes."""
+    """The request body is too large. Knob: gateway.max_body_bytes."""
 
     status = 413
     code = "body_too_large"
 
 
 class AdminDenied(WireError):
-    """The admin routes need `Authorization: Bearer <admin token>`."""
+    """The request to an admin route has no `Authorization: Bearer <admin token>`."""
 
     status = 401
     code = "admin_token_required"
 
 
 class SessionExists(WireError):
-    """A session id may be open once."""
+    """A session with this id is already open."""
 
     status = 409
     code = "session_exists"
 
 
 class InfraError(WireError):
-    """Engine, gateway or network failed. Reaching the agent, it makes the outcome infra whatever is scored. The message
-    is for the session's record: it names hosts and paths that are none of an agent's business."""
+    """Engine, gateway or network failed. If it reaches the agent, the outcome is infra whatever the score. The message
+    is for the session's record only, since it names hosts and paths that an agent must not see."""
 
     status = 502
     code = "engine_failed"
 
     @property
-    def told(self) -> str:
+    def public_message(self) -> str:
         return SERVER_FAILED
 
 
 class NoEngineOpen(InfraError):
-    """Knobs: gateway.gate_wait_s, and the length of the gate lease of a push."""
+    """No engine was available in time. Knobs: gateway.gate_wait_s, and the length of the gate lease of a push."""
 
     status = 503
     code = "no_engine_open"
 
 
 class LogBroken(InfraError):
-    """Nothing is answered that a restarted gateway would not know. Knobs: gateway.session_log_dir, the disk it is
-    on."""
+    """The session log cannot be written or read, so that a restarted gateway would not know the answer. Knobs:
+    gateway.session_log_dir, and its disk."""
 
     status = 500
     code = "session_log_broken"
 
 
 class GatewayBroken(InfraError):
-    """A defect of ours; the traceback is in the log."""
+    """Bug in the gateway; the traceback is in the log."""
 
     status = 500
     code = "gateway_error"
 
 
 class OptionRefused(ServeError):
-    """The message names the option and the fix."""
+    """An option of the command line is invalid; the message names the option and the fix."""
 
 
 class GatewayUnreachable(ServeError):
-    """The gateway did not answer an admin call, or refused it (`answered`); the worker turns this into infra."""
+    """The gateway did not answer an admin call, or refused it (`answered`); the worker reports it as infra."""
 
     def __init__(self, message: str, *, answered: bool = False) -> None:
         super().__init__(message)

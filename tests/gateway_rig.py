@@ -1,4 +1,4 @@
-"""A gateway over real HTTP: plain clients of the three wires before it, scripted engines behind it.
+"""Test rig of a gateway over real HTTP, with plain clients of the three APIs and scripted engines.
 
 The clients are written from the vendors' pages: they keep what they were served and send it back.
 """
@@ -23,7 +23,8 @@ from headrace.policies.engine import EngineId
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.gateway.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.config import GatewayConfig
+from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.rendering.template_renderer import load_renderer
 
@@ -120,13 +121,13 @@ class Engine(ScriptedEngine):
         return web.Response()
 
     def outputs(self) -> list[list[int]]:
-        """What it sampled, in order."""
+        """The sampled outputs, in order."""
         return [list(one.output_ids) for one in self.sampled]
 
 
 @asynccontextmanager
 async def serving(engine: Engine) -> AsyncIterator[Engine]:
-    """The engine on a port of the loopback while the block lasts."""
+    """Serve the engine on a loopback port during the block."""
     app = web.Application(client_max_size=2**28)
     app.router.add_post("/generate", engine.generate)
     app.router.add_post("/abort_request", engine.abort_request)
@@ -158,7 +159,7 @@ class Lines:
 
 
 def call_text(name: str, **arguments: Any) -> str:
-    """A call as Qwen3 samples it."""
+    """Return a call as Qwen3 samples it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -186,7 +187,7 @@ class Reply:
 
 
 class Wire:
-    """How one provider's clients talk. A history is a list of the wire's own items."""
+    """Client protocol of one API. A history is a list of the API's own items."""
 
     name: str
     path: str
@@ -207,7 +208,7 @@ class Wire:
         raise NotImplementedError
 
     def fold(self, raw: bytes) -> dict[str, Any]:
-        """The end of a stream as the document of an answer that is not streamed."""
+        """Convert a stream to the document of an answer that is not streamed."""
         raise NotImplementedError
 
     def read(self, document: dict[str, Any], raw: bytes) -> Reply:
@@ -344,7 +345,7 @@ WIRES: tuple[Wire, ...] = (ANTHROPIC, CHAT, RESPONSES)
 
 @dataclass
 class Client:
-    """An agent's client on one wire: every question carries the whole history, every answer is kept in it."""
+    """Agent's client of one API: every request contains the whole history, to which every answer is appended."""
 
     http: aiohttp.ClientSession
     base_url: str
@@ -381,7 +382,7 @@ class Client:
         return await self.ask(*self.wire.user(text), **fields)
 
     async def give(self, *pairs: tuple[str, str], **fields: Any) -> Reply:
-        """Results of tool calls."""
+        """Append results of tool calls."""
         return await self.ask(*self.wire.results(*pairs), **fields)
 
 
@@ -394,7 +395,7 @@ class World:
     engines: list[Engine]
 
     async def open(self, session_id: str = R1, **spec: Any) -> str:
-        """The base URL of a new session."""
+        """Open a session; return its base URL."""
         [opened] = await self.admin.open([SessionSpec(session_id=SessionId(session_id), **spec)])
         return opened.base_url
 
@@ -430,7 +431,7 @@ async def world(
     engine_type: type[Engine] = Engine,
     **config: Any,
 ) -> AsyncIterator[World]:
-    """A gateway and an engine for each script (one that says `ls` for ever when there is none)."""
+    """Start a gateway and an engine for each script (by default one that samples `ls` for ever)."""
     settings = GatewayConfig(**{"tokenizer_dir": model_dir, "abort_grace_s": 10.0} | config)
     engines = [engine_type.of(model_dir, end, script) for script in scripts or (Lines("ls"),)]
     gateway = Gateway(settings, ADMIN, renderer=renderer or renderer_of(model_dir), tracer=tracer)
@@ -459,13 +460,13 @@ async def _all_serving(engines: Sequence[Engine]) -> AsyncIterator[None]:
 
 
 async def soon(event: asyncio.Event) -> None:
-    """Wait for what must come at once."""
+    """Wait for an event that must happen at once."""
     async with asyncio.timeout(GUARD_S):
         await event.wait()
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Ask again and again for what must come at once."""
+    """Poll for a condition that must hold at once."""
     async with asyncio.timeout(GUARD_S):
         while True:
             if condition():

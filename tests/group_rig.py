@@ -24,7 +24,7 @@ from headrace.policies.push.contract import PushConfig
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.gateway.gateway import GatewayConfig
+from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:

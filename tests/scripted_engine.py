@@ -1,4 +1,4 @@
-"""A server that speaks SGLang's /generate and /abort_request, whose answers a script writes.
+"""Server of SGLang's /generate and /abort_request, whose answers come from a script.
 
 What it samples is tokenized unlike any tokenizer would do it, as a policy does: whoever renders a sampled turn again
 from its text gets other ids, and is found out.
@@ -29,7 +29,7 @@ PIECE_CHARACTERS = 5
 
 
 class Fault(StrEnum):
-    """What the engine does instead of answering."""
+    """Fault of the engine instead of an answer."""
 
     ERROR = "error"
     """500."""
@@ -53,7 +53,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the engine answered."""
+    """Answer of the engine."""
 
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
@@ -63,7 +63,7 @@ class Sampled:
 
 @dataclass
 class ScriptedEngine:
-    """`script` says what to sample. Every answer is in `sampled`, every body in `requests`."""
+    """Engine whose `script` determines the samples. Every answer is in `sampled`, every body in `requests`."""
 
     tokenizer: Tokenizer
     stop_id: int
@@ -147,7 +147,7 @@ class ScriptedEngine:
 
 @asynccontextmanager
 async def serving(engine: ScriptedEngine) -> AsyncIterator[ScriptedEngine]:
-    """The engine on a port of the loopback while the block lasts."""
+    """Serve the engine on a loopback port during the block."""
     app = web.Application(client_max_size=2**28)
     app.router.add_post("/generate", engine.generate)
     app.router.add_post("/abort_request", engine.abort_request)
@@ -208,7 +208,7 @@ def check_exact(report: SessionReport, engines: Sequence[ScriptedEngine]) -> Non
 
 
 def lineages(engines: Sequence[ScriptedEngine]) -> int:
-    """How many conversations there were, by what the engines saw alone: answers that no later prompt begins with."""
+    """Return the number of conversations according to the engines: answers that no later prompt begins with."""
     sampled = [answer for engine in engines for answer in engine.sampled]
     wholes = [(*answer.prompt_ids, *answer.output_ids) for answer in sampled]
     return sum(all(answer.prompt_ids[: len(whole)] != whole for answer in sampled) for whole in wholes)

@@ -1,4 +1,4 @@
-"""One session core without a gateway: agents' requests in, prompts and reports out, completions as the test says.
+"""Test rig of a session core without a gateway: requests in, prompts and reports out, completions set by the test.
 
 `ByteChat` is a renderer whose ids can be read by eye (bytes, and a token for each role), `LineParser` a parser of lines
 `CALL name {json}` and `THINK text`: the core knows neither templates nor markup.
@@ -94,8 +94,7 @@ class LineParser:
 
 @dataclass
 class Rig:
-    """Plays turns on a core; `events` are what a log would keep, `prompts` and `outputs` what an engine saw, in
-    order."""
+    """Driver of turns on a core; `events` are those of a log, `prompts` and `outputs` those of an engine, in order."""
 
     core: Session
     renderer: Renderer = field(default_factory=ByteChat)
@@ -105,15 +104,15 @@ class Rig:
     prompts: list[list[int]] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
 
-    def happened(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         self.events.append(event)
         self.core.apply(event)
 
     def plan(self, request: TurnRequest, *, untrained: bool = False) -> TurnPlan:
-        """As the shell does it, the way back to a full render included."""
+        """Plan a turn like the shell, including the fallback to a full render."""
         match = self.core.match(request, untrained=untrained)
         for event in self.core.accepted(match):
-            self.happened(event)
+            self.record(event)
         if match.parent is not None and match.prompt is None and not self.renderer.bridges:
             match = self.core.trie.as_root(match, request)
         return self.core.plan(match, request, self.core.delta(match, request, self.renderer))
@@ -133,15 +132,15 @@ class Rig:
         self.prompts.append(list(plan.prompt_ids))
         self.outputs.append(list(completion.output_ids))
         event = self.core.recorded(self.core.next_turn_id(), plan, completion, self.renderer, self.parser)
-        self.happened(event)
+        self.record(event)
         if deliver:
-            self.happened(Delivered(turn_id=event.answer.turn_id, at=0.0))
+            self.record(Delivered(turn_id=event.answer.turn_id, at=0.0))
         return event.answer
 
     def cut(self, request: TurnRequest, ids: Sequence[int]) -> None:
-        """A turn that ends in the middle."""
+        """Play a turn that is cut."""
         plan = self.plan(request)
-        self.happened(self.core.aborted(self.core.next_turn_id(), plan, self.completion(ids, FinishReason.ABORT)))
+        self.record(self.core.aborted(self.core.next_turn_id(), plan, self.completion(ids, FinishReason.ABORT)))
 
     def completion(self, output: str | Sequence[int], finish: FinishReason = FinishReason.STOP) -> Completion:
         number = len(self.outputs)
@@ -177,7 +176,7 @@ def results(*pairs: tuple[str, str]) -> Message:
 
 
 def call(name: str, **arguments: object) -> str:
-    """A call as LineParser reads it."""
+    """Return a call as LineParser parses it."""
     return f"CALL {name} {json.dumps(arguments)}\n"
 
 
@@ -186,7 +185,7 @@ def user(text: str) -> Message:
 
 
 def echo(answer: TurnAnswer) -> Message:
-    """The answer as a faithful client sends it back."""
+    """Return the answer as a faithful client echoes it."""
     return Message(Role.ASSISTANT, answer.blocks)
 
 

@@ -1,4 +1,4 @@
-"""Bodies as agents of the three wires send them, and ways to spoil them."""
+"""Request bodies of agents of the three APIs, and their mutations."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ WORDS = st.sampled_from(
 
 @st.composite
 def mutants(draw: st.DrawFn, body: dict[str, Any]) -> bytes:
-    """A body of an agent with up to four places changed, and sometimes a few bytes too."""
+    """Generate an agent's body with up to four changed places, and sometimes changed bytes."""
     document: Any = orjson.loads(orjson.dumps(body))
     for _ in range(draw(st.integers(0, 4))):
         _change(draw, document)

@@ -1,4 +1,4 @@
-"""What agents' clients make of the wires: readers of streams written from the vendors' pages, not from the dialects."""
+"""Client-side parsers of the APIs' streams, written from the vendors' documentation, not from the dialects."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _content(item: dict[str, Any]) -> str:
 
 
 def read_refusal(wire: str, document: dict[str, Any]) -> str:
-    """The sentence of a refusal that is the agent's own doing, in the shape of its wire."""
+    """Return the message of a refusal for an agent's error, in the form of its API."""
     error = document["error"]
     if wire == "anthropic":
         assert document["type"] == "error"

@@ -23,13 +23,14 @@ import orjson
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.buffer.primitives.durable_files import write_private
 from headrace.serve.gateway.garbage_collection import portioned_collections
-from headrace.serve.gateway.gateway import Gateway, GatewayConfig, GatewayStats
+from headrace.serve.gateway.gateway import Gateway, GatewayStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from headrace.actors.record.actor_telemetry import ActorTelemetry
     from headrace.policies.engine import EngineId
+    from headrace.serve.gateway.config import GatewayConfig
     from headrace.serve.gateway.routing import RoutingTable
 
 

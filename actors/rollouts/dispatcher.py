@@ -32,9 +32,9 @@ from headrace.actors.rollouts.pacing import AdaptiveLimit, PacingConfig
 from headrace.actors.rollouts.summary import EvaluationSummary, summarize_answers, write_summary
 from headrace.actors.runtime.retry import until_back
 from headrace.actors.training.replay import NEVER_EVALUATED
+from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks import tasks_digest
 from headrace.buffer.types import Cause, GroupId, Outcome, RolloutId, RolloutOrder
-from headrace.serve.gateway.joining import Joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -168,8 +168,8 @@ class Dispatcher:
         # Whatever is in flight belonged to an earlier dispatcher: nobody would report its end.
         await self._reconcile()
         tasks = self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
-        self._training: Joined[None] = Joined(tasks)
-        self._evaluations: Joined[EvaluationSummary] = Joined(tasks)
+        self._training: SingleFlight[None] = SingleFlight(tasks)
+        self._evaluations: SingleFlight[EvaluationSummary] = SingleFlight(tasks)
         self._watchers = [tasks.create_task(self._watch(slot)) for slot in self._slots]
         if self._engines is not None:
             self._watchers.append(tasks.create_task(self._watch_engines(self._engines)))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headrace.actors.rollouts.recorded_stations import Kept
     from headrace.actors.rollouts.summary import About
     from headrace.buffer.types import GroupId
-    from headrace.serve.capture.rows import SaidTurn
+    from headrace.serve.capture.rows import TranscriptTurn
 
 MAX_CONVERSATION_BYTES, MAX_PATCH_BYTES, MAX_LOG_BYTES = 8 << 20, 4 << 20, 1 << 20
 CUT = b"\n[cut here: over the cap]\n"
@@ -98,7 +98,7 @@ def _files(answer: Answer, kept: Kept) -> Iterator[tuple[str, bytes]]:
             yield "patch.diff", _capped(verdict.patch, MAX_PATCH_BYTES)
 
 
-def conversation_lines(turns: Iterable[SaidTurn]) -> bytes:
+def conversation_lines(turns: Iterable[TranscriptTurn]) -> bytes:
     """One JSON object a turn, in the order sampled; the last line says how many were left out."""
     lines, size, left_out = [], 0, 0
     for turn in turns:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
     from headrace.actors.engine_group.config import EnginesConfig
     from headrace.actors.rollouts.rollout import RolloutConfig
-    from headrace.actors.run.sections import ClusterSection, GatewaySection, ServiceSection
+    from headrace.actors.run.sections import ClusterSection, ServiceSection
     from headrace.actors.training.learner import LearnerLoopConfig
     from headrace.policies.learners.config import LearnerConfig
     from headrace.policies.push.contract import PushConfig
+    from headrace.serve.gateway.config import GatewaySection
 
 HEALTH_LOOK_S: Final = 2.0
 """Between two health checks of an engine."""

@@ -26,7 +26,6 @@ from headrace.actors.run import clocks
 from headrace.actors.run.sections import (
     ClusterSection,
     EvaluationSection,
-    GatewaySection,
     ModelSection,
     SamplingSection,
     ServiceSection,
@@ -38,6 +37,7 @@ from headrace.actors.training.learner import LearnerLoopConfig
 from headrace.buffer.core.config import BufferConfig
 from headrace.policies.learners.config import LearnerConfig
 from headrace.policies.push.contract import PushConfig
+from headrace.serve.gateway.config import GatewaySection
 from headrace.serve.observing.retention import RetentionConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 

@@ -38,7 +38,7 @@ from headrace.actors.training.learner import LearnerLoop
 from headrace.actors.training.replay import Replay
 from headrace.policies.engine import PauseMode
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
-from headrace.serve.gateway.gateway import GatewayConfig
+from headrace.serve.gateway.config import GatewayConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine

@@ -9,7 +9,6 @@ from pydantic import Field, field_validator, model_validator
 
 from headrace.actors.runtime.retry import DEFAULT_ABSENT_S
 from headrace.actors.section import Section
-from headrace.serve.model_use import ModelUse
 
 
 class ModelSection(Section):
@@ -48,25 +47,6 @@ class SamplingSection(Section):
     """Tokens sampled in one session, all its conversations together; None for no limit."""
     train_truncated: bool = True
     """Whether turns that the end of the context cut are trained; false masks them as `truncated`."""
-
-
-class GatewaySection(Section):
-    parser: str = "auto"
-    """How tool calls and reasoning are read: auto (by the chat template), hermes, qwen3_coder, none, or sglang:NAME
-    with a parser of SGLang's."""
-    model_policy: tuple[tuple[str, ModelUse], ...] = ()
-    """Pairs of a pattern and a use, e.g. [["*haiku*", "serve"]]: what the names that agents ask for are. `train` (any
-    name that no pattern fits), `serve` (sampled, masked as `side`) or `refuse`."""
-    ping_s: float = Field(default=10.0, gt=0)
-    """How often a stream that waits for its turn gets a ping; below 15 s, or some agents give up."""
-    gate_wait_s: float = Field(default=0.0, gt=0)
-    """How long a turn waits while no engine serves before the agent gets an infra error. Time in which a push has an
-    engine does not count."""
-    turn_timeout_s: float = Field(default=0.0, gt=0)
-    """How long one engine call may take before it is aborted and tried elsewhere. Time in which a push has the engine
-    does not count."""
-    held_after_s: float = Field(default=5.0, gt=0)
-    """A turn that is broken off after so long without one sampled token makes its rollout infra, not a spent budget."""
 
 
 class EvaluationSamplingSection(Section):

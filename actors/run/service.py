@@ -28,9 +28,9 @@ from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, or_no
 from headrace.actors.runtime.call_guard import AwakeClock, keep_running
 from headrace.actors.runtime.retry import until_back
 from headrace.actors.training.parked_tasks import parked_line, refuse_all_parked
+from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.buffer.tasks import load_tasks
 from headrace.buffer.types import GroupId
-from headrace.serve.gateway.joining import Joined as SingleFlight
 from headrace.serve.observing.progress import Progress
 
 if TYPE_CHECKING:

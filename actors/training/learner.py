@@ -31,10 +31,10 @@ from headrace.actors.runtime.runtime import end_actor
 from headrace.buffer.core.classification import stale_kv_tokens
 from headrace.buffer.errors import BatchUntrainable, DataExhausted, ReplayError, StaleEpoch
 from headrace.buffer.packing import RowOverBudget
+from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.policies.learner_errors import LearnerNotOpen, NonFiniteRun, RowUnusable
 from headrace.policies.learners.checkpoints import usable_checkpoint
 from headrace.policies.learners.simulated import SimulatedLearner, SimulatedLearnerConfig
-from headrace.serve.gateway.joining import Joined
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -176,7 +176,8 @@ class LearnerLoop:
         self._metrics = self._observing.metrics()
         self._learner = await _make_learner(self._learner_config)
         self._stack.push_async_callback(self._learner.close)
-        self._running: Joined[TrainingEnd] = Joined(await self._stack.enter_async_context(asyncio.TaskGroup()))
+        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._running: SingleFlight[TrainingEnd] = SingleFlight(tasks)
         return self
 
     async def __aexit__(

@@ -1,5 +1,4 @@
-"""`scripts/bench NAME --json`: each measurement prints one JSON object on standard output; logs go to standard
-error."""
+"""The command `scripts/bench NAME --json`: each bench prints one JSON object on standard output, and logs to stderr."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ from headrace.actors.run.exit_codes import exit_code
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON (the only format; the option is for symmetry).")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON (the only format).")]
 QUICKSTART = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "quickstart.toml"
 
 
 @app.command()
-def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1)] = 5) -> None:
-    """CPU of one create and destroy, latency of an exec, boots per second by concurrency, clones, memory while idle
-    (local provider, all guarantees on); and the same of bwrap and runc where they are installed."""
+def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1, help="Number of repetitions.")] = 5) -> None:
+    """Measure the CPU of one create and destroy, the latency of an exec, boots per second by concurrency, clones, and
+    idle memory (local provider, all guarantees on); and the same for bwrap and runc if they are installed."""
     from benches.sandbox_costs import measure
     from benches.sandbox_peers import measure_peers
 
@@ -35,8 +34,10 @@ def sandbox(json: Json = True, repeats: Annotated[int, typer.Option(min=1)] = 5)
 
 
 @app.command()
-def rollout(json: Json = True, rollouts: Annotated[int, typer.Option(min=50)] = 500) -> None:
-    """CPU of one rollout of the quickstart over Ray, all processes together, split by what it was for."""
+def rollout(
+    json: Json = True, rollouts: Annotated[int, typer.Option(min=50, help="Number of measured rollouts.")] = 500
+) -> None:
+    """Measure the CPU of one rollout of the quickstart over Ray, all processes together, by purpose."""
     from benches.rollout_costs import measure
     from headrace.actors.record.run_directory import RunDirectory
 
@@ -46,10 +47,12 @@ def rollout(json: Json = True, rollouts: Annotated[int, typer.Option(min=50)] = 
 
 
 @app.command()
-def orchestration(json: Json = True, rollouts: Annotated[int, typer.Option(min=200)] = 2048) -> None:
-    """Ray's CPU and calls per rollout: real dispatcher, worker, pool, evaluator and buffer, an agent that returns at
-    once; then 1,024 rollouts of 20 simulated turns, 512 in flight, with learner; then the memory of the whole service
-    with 2,000 in flight."""
+def orchestration(
+    json: Json = True, rollouts: Annotated[int, typer.Option(min=200, help="Number of measured rollouts.")] = 2048
+) -> None:
+    """Measure Ray's CPU and calls per rollout: real dispatcher, worker, pool, evaluator and buffer, and an agent that
+    returns at once; then 1,024 rollouts of 20 simulated turns, 512 in flight, with a learner; then the memory of the
+    whole service with 2,000 in flight."""
     from benches.load import measure_load, measure_memory
     from benches.orchestration import measure
 
@@ -62,22 +65,22 @@ def orchestration(json: Json = True, rollouts: Annotated[int, typer.Option(min=2
 
 @app.command()
 def gateway(json: Json = True) -> None:
-    """Processor time and memory of agent-sized turns, bridges beside full re-renders, latency beside a direct
-    connection, 2,000 first turns at once."""
+    """Measure processor time and memory of agent-sized turns, bridges against full re-renders, latency against a direct
+    connection, and 2,000 first turns at once."""
     from benches.gateway.figures import measure
 
-    _print(asdict(measure()))
+    _print(asdict(asyncio.run(measure())))
 
 
 @app.command()
 def push(
     json: Json = True,
-    parts: Annotated[str, typer.Option(help="Comma-separated; all by default.")] = "",
+    parts: Annotated[str, typer.Option(help="Comma-separated parts to measure; all by default.")] = "",
 ) -> None:
-    """The push of weights into embedded engines. `bandwidth`: 1 GB and 100 MB beside a plain gloo broadcast that is
-    copied into parameters, with the seconds of every phase; `stall`: closed gates at 1 GB with 64 turns in flight;
+    """Measure pushes of weights into embedded engines. `bandwidth`: 1 GB and 100 MB against a plain gloo broadcast that
+    is copied into parameters, with the seconds of every phase; `stall`: closed gates at 1 GB with 64 turns in flight;
     `overlap`: throughput of the quickstart's model with a push every 10 s over that without, in two waves, in one, and
-    drained. Takes 5 GB of memory and 1 GB of the temporary folder."""
+    drained. Needs 5 GB of memory and 1 GB in the temporary folder."""
     from benches.push.figures import PARTS, measure
 
     wanted = parts.split(",") if parts else list(PARTS)
@@ -90,15 +93,15 @@ def push(
 @app.command()
 def replay(
     json: Json = True,
-    slots: Annotated[int, typer.Option(min=1, help="Most rollouts in flight.")] = 64,
-    max_staleness: Annotated[int, typer.Option(min=0, help="Hard bound, in optimizer updates.")] = 4,
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer updates; the first half warms up.")] = 24,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    slots: Annotated[int, typer.Option(min=1, help="Limit of rollouts in flight.")] = 64,
+    max_staleness: Annotated[int, typer.Option(min=0, help="Staleness bound, in optimizer updates.")] = 4,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer updates; the first half is a warm-up.")] = 24,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the plan.")] = 0,
     minute_s: Annotated[float, typer.Option(min=0.01, help="Real seconds of a simulated minute.")] = 0.6,
-    preset: Annotated[str, typer.Option(help="See `headrace simulate`.")] = "swe64",
+    preset: Annotated[str, typer.Option(help="Preset of the plan, as for `headrace simulate`.")] = "swe64",
 ) -> None:
-    """A simulated plan at scaled time through the real service over Ray, beside the same plan in virtual time. Exit
-    code 3: the ledger shows a broken bound, or anything lost or trained twice."""
+    """Run a simulated plan in scaled time with the real service over Ray, and the same plan in virtual time. Exit code
+    3: the ledger shows a violated bound, or anything lost or trained twice."""
     from benches.scaled_replay import replay as replay_plan
     from headrace.actors.simulation.plan import make_plan
 
@@ -113,13 +116,14 @@ def replay(
 @app.command()
 def longagents(
     json: Json = True,
-    steps: Annotated[int, typer.Option(min=1)] = 12,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer updates.")] = 12,
     answers: Annotated[
-        int | None, typer.Option(min=1, help="Of an evaluation; those of the recipe when left out.")
+        int | None, typer.Option(min=1, help="Answers per evaluation; those of the recipe by default.")
     ] = None,
 ) -> None:
-    """The clocks of claude_code.toml in scaled time (a minute is a second): agents of 10 to 30 minutes through the real
-    gateway, steps of 4 minutes. Exit code 3: the run did not end, stalled, or lost a rollout to infrastructure."""
+    """Run with the clocks of claude_code.toml in scaled time (a minute is a second): agents of 10 to 30 minutes through
+    the real gateway, steps of 4 minutes. Exit code 3: the run did not end, stalled, or lost a rollout to
+    infrastructure."""
     from benches.long_agents import measure_long_agents, prepare_long_agents
     from headrace.actors.record.run_directory import RunDirectory
 
@@ -134,12 +138,13 @@ def longagents(
 @app.command()
 def outage(
     json: Json = True,
-    steps: Annotated[int, typer.Option(min=7)] = 12,
-    gate_waits: Annotated[float, typer.Option(min=1, help="How long the engines are away, in waits of a turn.")] = 20,
-    buffer_away_s: Annotated[float, typer.Option(min=1)] = 30,
+    steps: Annotated[int, typer.Option(min=7, help="Optimizer updates.")] = 12,
+    gate_waits: Annotated[float, typer.Option(min=1, help="Length of the engines' outage, in waits of a turn.")] = 20,
+    buffer_away_s: Annotated[float, typer.Option(min=1, help="Length of the buffer's outage, in seconds.")] = 30,
 ) -> None:
-    """A run in scaled time whose engines, then whose buffer are away, beside a sandbox host that breaks every command.
-    Exit code 3: a task was charged or parked, something was lost, too much began meanwhile, or the run did not end."""
+    """Run in scaled time with an outage of the engines, then of the buffer, and a sandbox host that breaks every
+    command. Exit code 3: a task was charged or parked, a rollout was lost, too many attempts began during the outage,
+    or the run did not end."""
     from benches.outage import Outages, measure_outage, prepare_outage
     from headrace.actors.record.run_directory import RunDirectory
 
@@ -148,7 +153,7 @@ def outage(
         config = prepare_outage(directory, steps=steps)
         wait_s = config.engines.simulated.gate_wait_s
         outages = Outages(gate_wait_s=wait_s, gate_waits=gate_waits, buffer_away_s=buffer_away_s)
-        # Ray tells of dead processes on standard output, which is for the figures.
+        # Ray reports dead processes on standard output, which is reserved for the figures.
         with redirect_stdout(sys.stderr):
             figures = measure_outage(directory, config, outages, say=typer.echo)
     _print(figures.to_json())
@@ -160,11 +165,12 @@ def outage(
 def months(
     json: Json = True,
     days: Annotated[int, typer.Option(min=1, help="Length of the long run, 360 steps of 64 rollouts a day.")] = 90,
-    folder: Annotated[Path | None, typer.Option(help="Where the runs are written: 2 GB for 90 days.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder for the runs: 2 GB for 90 days.")] = None,
 ) -> None:
-    """What it costs to go on with a run of months, beside one of a day: from the start of `resume` to the first order,
-    the longest that any actor stands still while each is restarted, the longest wait of an offer beside a checkpoint,
-    the buffer's memory; with files of today's format and of the one before. Exit code 3: a figure is over its limit."""
+    """Measure the cost of resuming a run of months, compared with one of a day: the time from the start of `resume` to
+    the first order, the longest gap of any actor while each is restarted, the longest wait of an offer during a
+    checkpoint, and the buffer's memory; with files of today's and of the previous format. Exit code 3: a figure exceeds
+    its limit."""
     from benches.months_bench import measure
 
     with tempfile.TemporaryDirectory(prefix="headrace-months-", dir=folder) as place:
@@ -177,10 +183,10 @@ def months(
 @app.command()
 def control(
     json: Json = True,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    steps: Annotated[int, typer.Option(min=1)] = 30,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the run.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer updates.")] = 30,
 ) -> None:
-    """The negative control: the quickstart with rewards shuffled over the batch must not learn."""
+    """Run the negative control: the quickstart with rewards shuffled within the batch must not learn."""
     from headrace.actors.run.launch import RunRequest, drive, prepare
 
     overrides = [
@@ -199,10 +205,10 @@ def control(
 @app.command()
 def cheats(
     json: Json = True,
-    repositories: Annotated[str, typer.Option(help="Comma-separated; all by default.")] = "",
+    repositories: Annotated[str, typer.Option(help="Comma-separated repositories; all by default.")] = "",
 ) -> None:
-    """Cheating patches beside honest ones, against small repositories with tests of every kind, graded in local
-    sandboxes. Exit code 3: a cheat was paid, or an honest patch refused."""
+    """Grade cheating and honest patches of small repositories with tests of every kind in local sandboxes. Exit code 3:
+    a cheat was rewarded, or an honest patch was rejected."""
     from benches.cheating.cheat_bench import all_pairs, measure
 
     pairs = all_pairs()
@@ -224,7 +230,7 @@ def main() -> None:
     from headrace.actors.cli.expected import EXPECTED
 
     try:
-        # Without its own handling of errors, typer returns the code of a `typer.Exit`.
+        # In this mode typer returns the code of a `typer.Exit`.
         sys.exit(app(standalone_mode=False))
     except EXPECTED as error:
         Console(stderr=True).print(f"bench: {error}", style="red", markup=False)

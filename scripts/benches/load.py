@@ -1,8 +1,8 @@
-"""What the orchestration costs under a load of simulated rollouts: wall time beside the ideal, processor time, memory.
+"""The orchestration bench under a load of simulated rollouts: wall time and its ideal, processor time, memory.
 
 Invariants:
-- The ledger lies on disk and every result is durable before it counts; there is no gateway, and no turn leaves its
-  worker.
+- The ledger is on disk and every result is durable before it counts; there is no gateway, and turns are simulated in
+  the workers.
 - Times are read from the ledger: from the first attempt that was issued to the last one that ended.
 """
 
@@ -37,25 +37,25 @@ GROUP: Final = 8
 BATCHES: Final = 8
 IDLE_S: Final = 5.0
 WARM_UP: Final = 16
-"""Rollouts that are evaluated before anything is measured: what is imported late is there then."""
+"""Number of rollouts evaluated before the measurement, so that late imports are done."""
 OBJECT_STORE_BYTES: Final = 128 << 20
 MEMORY_ROLLOUTS: Final = 2000
 MEMORY_ROLLOUT_S: Final = 40.0
-"""Long enough for all of them to be under way at once."""
+"""Duration of a rollout, long enough for all of them to run at once."""
 LOOK_S: Final = 0.5
 MB: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """One pass. `wall_s` is the ledger's."""
+    """Measurement of one pass. `wall_s` is from the ledger."""
 
     measured: Measured
     wall_s: float
 
 
 def load_plan(*, rollouts: int, in_flight: int, turn_s: float) -> SimulationPlan:
-    """Every rollout takes the same time; one pass over the tasks, and as many batches as train all of it."""
+    """Return a plan with rollouts of equal duration: one pass over the tasks, all of it trained."""
     rollout_s = TURNS * turn_s
     return SimulationPlan(
         slots=in_flight,
@@ -75,7 +75,7 @@ def load_plan(*, rollouts: int, in_flight: int, turn_s: float) -> SimulationPlan
 
 
 def measure_load(folder: Path, *, turn_s: float, rollouts: int = 1024, in_flight: int = 512) -> dict[str, Any]:
-    """The pass over Ray and the same inline, and what is left of the first."""
+    """Measure a pass over Ray and the same inline; report the difference."""
     plan = load_plan(rollouts=rollouts, in_flight=in_flight, turn_s=turn_s)
     inline = asyncio.run(run_load(plan, InlineRuntime(), RunDirectory(path=folder / "inline")))
     directory = RunDirectory(path=folder / "ray")
@@ -99,7 +99,7 @@ def measure_load(folder: Path, *, turn_s: float, rollouts: int = 1024, in_flight
 async def run_load(
     plan: SimulationPlan, runtime: Runtime, directory: RunDirectory, *, idle_s: float = IDLE_S
 ) -> Loaded:
-    """One pass: all tasks once, to the last step. Before it, what the idle actors use is measured for `idle_s`."""
+    """Run one pass over all tasks to the last step, after measuring the idle actors for `idle_s`."""
     config = prepare_plan(plan, directory)
     config = config.model_copy(update={"telemetry": config.telemetry.model_copy(update={"enabled": False})})
     async with Service(config, directory, runtime) as service:
@@ -107,7 +107,8 @@ async def run_load(
         warm_up = simulated_tasks(plan.seed, WARM_UP, evaluate_s=0.0, family="warm-up")
         await service.dispatcher.evaluate(warm_up, samples=1, tag="warm-up")
         idle_cpu_per_s = await idle_cpu(idle_s)
-        actors = _actors(service)
+        parts = (service.replay, service.pool, service.evaluator, service.engines, service.dispatcher, service.learner)
+        actors: list[object] = [*parts, *service.workers]
         calls, used_s, start_s = await calls_of(runtime, actors), cpu_s(), time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(service.dispatcher.run())
@@ -120,26 +121,16 @@ async def run_load(
                 idle_cpu_per_s=idle_cpu_per_s,
             )
             running.cancel()
-    return Loaded(measured=measured, wall_s=_wall_s(directory))
-
-
-def _actors(service: Service) -> list[object]:
-    parts = (service.replay, service.pool, service.evaluator, service.engines, service.dispatcher, service.learner)
-    return [*parts, *service.workers]
-
-
-def _wall_s(directory: RunDirectory) -> float:
-    """From the first attempt to the end of the last. Raises AssertionError for a ledger that is not clean."""
     evidence = read_evidence(directory.path)
     problems = audit(evidence).problems
     assert not problems, problems
-    attempts = evidence.attempts
-    ended_s = [attempt.ended_at_s for attempt in attempts if attempt.ended_at_s is not None]
-    return max(ended_s) - min(attempt.issued_at_s for attempt in attempts)
+    ended_s = [attempt.ended_at_s for attempt in evidence.attempts if attempt.ended_at_s is not None]
+    wall_s = max(ended_s) - min(attempt.issued_at_s for attempt in evidence.attempts)
+    return Loaded(measured=measured, wall_s=wall_s)
 
 
 def measure_memory(folder: Path, *, rollouts: int = MEMORY_ROLLOUTS) -> dict[str, Any]:
-    """Memory of the whole service, Ray and driver included, with so many simulated rollouts under way."""
+    """Measure the memory of the whole service, including Ray and driver, with this number of rollouts running."""
     plan = load_plan(rollouts=rollouts, in_flight=rollouts, turn_s=MEMORY_ROLLOUT_S / TURNS)
     directory = RunDirectory(path=folder / "memory")
     config = prepare_plan(plan, directory)
@@ -156,15 +147,15 @@ async def _memory(config: RunConfig, directory: RunDirectory, rollouts: int) -> 
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(service.run())
         worker = await runtime.find(RolloutWorker, "worker-0")
-        # Asked rarely, since each question is a call of its own.
+        # Polled rarely, since each status is a call.
         while (await worker.status()).phases.get("agent", 0) < rollouts:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
         found = memory_bytes()
-        still = (await worker.status()).phases.get("agent", 0)
+        in_flight = (await worker.status()).phases.get("agent", 0)
         running.cancel()
     await runtime.stop(service)
     return {
-        "in_flight": still,
+        "in_flight": in_flight,
         "pss_mb": sum(found.values()) / MB,
         "pss_mb_by_process": {name: size / MB for name, size in sorted(found.items(), key=lambda item: -item[1])},
     }

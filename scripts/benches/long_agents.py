@@ -1,11 +1,11 @@
-"""`scripts/bench longagents`: agents of half an hour in scaled time, through the real service, gateway and engines.
+"""The bench of half-hour agents in scaled time with the real service, gateway and engines: `scripts/bench longagents`.
 
 Invariants:
-- The clocks are those of `scripts/recipes/claude_code.toml`: what the workload sets is a sixtieth, what the machine
-  sets (health, lease, hang) a tenth and never below 2 s; starts, boots and transfers keep theirs.
-- Agent and learner take time instead of working; every turn goes through the real gateway to an embedded engine, and
-  every step pushes weights into it.
-- The figures are read from ledger and metrics after the end.
+- The clocks are those of `scripts/recipes/claude_code.toml`: those of the workload are divided by 60, those of the
+  machine (health, lease, hang) by 10, with a minimum of 2 s; starts, boots and transfers are not scaled.
+- Agent and learner wait instead of working; every turn goes through the real gateway to an embedded engine, and every
+  step pushes weights into it.
+- The figures are read from ledger and metrics after the run.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ MODEL: Final = SCRIPTS / "models" / "tiny"
 WORKLOAD: Final = 60
 MACHINE: Final = 10
 LEAST_S: Final = 2.0
-"""Of the machine's clocks."""
+"""Minimum of the machine's clocks."""
 AGENT_MINUTES: Final = range(10, 31)
 STEP_MINUTES: Final = 4
 EVALUATE_MINUTES: Final = 2
 STEPS: Final = 12
 QUEUE_S: Final = 20.0
-"""With the boot's own clock less than the scaled stall clock."""
+"""Queue timeout; with the boot timeout it must be below the scaled stall clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongAgents:
-    """What the run came to. `stalls` counts warnings and ends, `infra` attempts of training and evaluation that ended
+    """Result of the run. `stalls` counts warnings and ends, `infra` the attempts of training and evaluation that ended
     as infrastructure failures. Seconds are real."""
 
     completed: bool
@@ -66,7 +66,7 @@ class LongAgents:
 
 
 def scaled_clocks(recipe: RunConfig) -> dict[str, dict[str, float]]:
-    """The clocks of a resolved recipe in scaled time, by table. What is left out follows from these again: the guard
+    """Return the clocks of a resolved recipe in scaled time, by table. The others are derived from these: the guard
     from its phases, and the wait for an engine from its start."""
 
     def machine(seconds: float) -> float:
@@ -86,14 +86,15 @@ def scaled_clocks(recipe: RunConfig) -> dict[str, dict[str, float]]:
             "hang_s": machine(recipe.service.hang_s),
         },
         "engines": {"health_timeout_s": machine(recipe.engines.health_timeout_s)},
-        # Below the scaled stall clock, as in real time.
+        # Must be below the scaled stall clock, as in real time.
         "cluster": {"absent_s": min(recipe.cluster.absent_s, recipe.service.stall_s / WORKLOAD / 1.5)},
         "push": {"gate_lease_s": machine(recipe.push.gate_lease_s)},
     }
 
 
 def prepare_long_agents(directory: RunDirectory, *, steps: int = STEPS, answers: int | None = None) -> RunConfig:
-    """The run directory and its configuration. `answers` are those of an evaluation; the recipe's where it is None."""
+    """Prepare the run directory; return its configuration. `answers` is the size of an evaluation; None for the
+    recipe's."""
     recipe = load_recipe(RECIPE, [f"model.path={MODEL}"], directory.path)
     clocks = scaled_clocks(recipe)
     minute_s = 60.0 / WORKLOAD
@@ -119,7 +120,7 @@ def prepare_long_agents(directory: RunDirectory, *, steps: int = STEPS, answers:
 
 
 def measure_long_agents(directory: RunDirectory, config: RunConfig, *, quiet: bool = False) -> LongAgents:
-    """Drive the run to its end. A stall is a figure; raises what else ends a run."""
+    """Drive the run to its end. A stall is reported as a figure; other errors that end a run are raised."""
     ended_by, completed = "", False
     try:
         completed = drive(config, directory, quiet=quiet).completed
@@ -129,7 +130,7 @@ def measure_long_agents(directory: RunDirectory, config: RunConfig, *, quiet: bo
 
 
 def read_long_agents(directory: RunDirectory, config: RunConfig, *, completed: bool, ended_by: str = "") -> LongAgents:
-    """The figures of a run that has ended. Raises LedgerRefused."""
+    """Read the figures of a run that has ended. Raises LedgerRefused."""
     summary = summarize(directory, completed=completed)
     metrics, evidence = read_metrics(directory.metrics), read_evidence(directory.path)
     agent_s = [

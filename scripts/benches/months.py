@@ -1,11 +1,11 @@
-"""Writes the directory of a run that has trained for days: ledger, trajectories, checkpoints, metrics and evaluations.
+"""The generator of a run directory after days of training: ledger, trajectories, checkpoints, metrics and evaluations.
 
 Invariants:
-- It is what the service would have left: rows are the buffer's own records, written through its own tables, and
-  `ledger verify` is clean. Nothing here is an input of training.
-- Steps take four minutes and train 64 rollouts of 8 groups; a week is one incarnation of the learner. The end is that
-  of a killed run: steps after the newest checkpoint, a leased batch, sealed, waiting and running rollouts.
-- No chance: the same days give the same directory, but for the times, which end now.
+- The directory is like one of the service: rows are the buffer's own records, written through its own tables, and
+  `ledger verify` is clean. It is not an input of training.
+- Steps take four minutes and train 64 rollouts of 8 groups; a week is one incarnation of the learner. The run looks
+  killed: it has steps after the newest checkpoint, a leased batch, sealed, waiting and running rollouts.
+- Nothing is random: the same days give the same directory, except the times, which end now.
 """
 
 from __future__ import annotations
@@ -69,28 +69,28 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).resolve().parents[2]
 RECIPE: Final = ROOT / "scripts" / "recipes" / "simulated.toml"
 SCHEMA_2: Final = ROOT / "tests" / "golden" / "ledger_v2" / "ledger.db"
-"""The tables of the older format are those of this file."""
+"""Ledger from which the tables of the older format are copied."""
 STEP_S: Final = 240.0
 STEPS_PER_DAY: Final = int(86400 / STEP_S)
 STEPS_PER_EPOCH: Final = 7 * STEPS_PER_DAY
 GROUPS, SIZE, BOUND, SAVE_EVERY, EVALUATE_EVERY = 8, 8, 4, 10, 10
 AFTER_CHECKPOINT: Final = 3
-"""Steps that the newest checkpoint does not cover."""
+"""Number of steps after the newest checkpoint."""
 CHECKPOINTS_KEPT: Final = 3
 TOKENS: Final = 4
 REWARDS: Final = (1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0)
 AGAIN_EVERY: Final = 16
-"""One rollout in so many had a first attempt that died of infra."""
+"""One in this number of rollouts had a first attempt that failed with infra."""
 METRIC_LINES_PER_STEP: Final = 16
 STEPS_LEFT: Final = 60
-"""Steps that a resumed run has still to make."""
+"""Number of steps that a resumed run has still to make."""
 STEPS_AT_ONCE: Final = 100
-"""Steps written in one transaction."""
+"""Number of steps written in one transaction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A group by its ordinal: the step that trains it (1 is the first), and its task."""
+    """Place of a group in the run: its ordinal, the step that trains it (1 is the first), and its task."""
 
     ordinal: int
     step: int
@@ -102,10 +102,10 @@ class Place:
 
 
 class Months:
-    """A run of `days`, begun so long ago."""
+    """Records of a run that has been training for `days` until now."""
 
     def __init__(self, days: float, tasks: Sequence[TaskId], *, now: float) -> None:
-        # The newest checkpoint is followed by a few steps that it does not cover.
+        # A few steps follow the newest checkpoint.
         self.saved = _saved_steps(days)
         self.steps = self.saved + AFTER_CHECKPOINT
         self._tasks, self._began = tasks, now - (self.steps + 1) * STEP_S
@@ -114,29 +114,30 @@ class Months:
         self.counts: dict[TaskId, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
     def version(self, step: int) -> PolicyVersion:
-        """The version that step `step` made."""
+        """Return the version that step `step` made."""
         return PolicyVersion(1 + max(0, step - 1) // STEPS_PER_EPOCH, step)
 
     def trained_at(self, step: int) -> PolicyVersion:
-        """The version before it: after a fork, the first of the new epoch."""
+        """Return the version before the step: after a fork, the first of the new epoch."""
         return PolicyVersion(self.version(step).epoch, step - 1)
 
     def committed_at(self, step: int) -> float:
         return self._began + step * STEP_S
 
     def retained(self) -> list[int]:
-        """Steps whose checkpoint directories are still there, oldest first."""
+        """Return the steps whose checkpoint directories still exist, oldest first."""
         return list(range(self.saved, 0, -SAVE_EVERY))[:CHECKPOINTS_KEPT][::-1]
 
     def places(self, step: int) -> list[Place]:
         first = (step - 1) * GROUPS
-        return [self._place(ordinal, step) for ordinal in range(first, first + GROUPS)]
-
-    def _place(self, ordinal: int, step: int) -> Place:
-        return Place(ordinal=ordinal, step=step, task=self._tasks[ordinal % len(self._tasks)])
+        return [
+            Place(ordinal=ordinal, step=step, task=self._tasks[ordinal % len(self._tasks)])
+            for ordinal in range(first, first + GROUPS)
+        ]
 
     def step_records(self, step: int) -> tuple[list[Record], list[StoredTrajectory]]:
-        """One batch, from its groups to its commit; extends the chain. Steps come in order."""
+        """Return the records of one batch, from its groups to its commit, and extend the chain. Call it in the order of
+        steps."""
         closed, batch_id = step <= self.saved, BatchId(f"b{step:06d}")
         records: list[Record] = []
         if (step - 1) % STEPS_PER_EPOCH == 0:
@@ -191,7 +192,7 @@ class Months:
         return [*records, batch, commit], stored
 
     def end_records(self) -> tuple[list[Record], list[StoredTrajectory]]:
-        """What a killed run had open: a leased batch, a batch of sealed rollouts, groups half done."""
+        """Return the open records of a killed run: a leased batch, a batch of sealed rollouts, unfinished groups."""
         records: list[Record] = []
         stored: list[StoredTrajectory] = []
         leased = self.steps + 1
@@ -230,7 +231,7 @@ class Months:
         return records, stored
 
     def _open(self, place: Place) -> tuple[list[Record], list[StoredTrajectory]]:
-        """Four members wait, three run, one was not issued yet."""
+        """Return the records of an open group: four members wait, three run, one is not issued yet."""
         rollouts, attempts, tokens = self._members(place, RolloutState.WAITING, None, infra=False)
         version, counts = self.version(self.steps), self.counts[place.task]
         opened_at_s = self._now - 500
@@ -273,7 +274,7 @@ class Months:
     def _members(
         self, place: Place, state: RolloutState, batch_id: BatchId | None, *, infra: bool = True
     ) -> tuple[list[RolloutRecord], list[AttemptRecord], dict[RolloutId, PolicyVersion]]:
-        """All members of a group with a result; counts them for their task."""
+        """Return all members of a group with their results, and count them for their task."""
         rollouts: list[RolloutRecord] = []
         attempts: list[AttemptRecord] = []
         sampled: dict[RolloutId, PolicyVersion] = {}
@@ -336,7 +337,7 @@ class Months:
         )
 
     def task_records(self) -> list[Record]:
-        """What the groups so far say of their tasks."""
+        """Return the totals of the tasks over the groups so far."""
         return [
             TaskRecord(
                 task_id=task,
@@ -393,7 +394,7 @@ def _attempts(
     *,
     again: bool,
 ) -> list[AttemptRecord]:
-    """The one with this result; with `again` after one that died."""
+    """Return the attempt with this result; with `again`, after one that failed."""
     result = AttemptRecord(
         rollout_id=rollout_id,
         attempt=1 + again,
@@ -454,20 +455,20 @@ def _saved_steps(days: float) -> int:
     return max(1, int(days * STEPS_PER_DAY / SAVE_EVERY)) * SAVE_EVERY
 
 
-class _Written(Protocol):
-    """Where the generator writes to."""
+class _LedgerWriter(Protocol):
+    """Ledger that the generator writes to."""
 
     def write(self, records: Sequence[Record], stored: Sequence[StoredTrajectory]) -> None: ...
 
     def ended(self, tag: str, step: int, summary: dict[str, Any]) -> None:
-        """An evaluation has ended."""
+        """Record that an evaluation has ended."""
         ...
 
     def close(self) -> None: ...
 
 
 class _NewLedger:
-    """As today's buffer writes it: what a checkpoint closed goes to the archive."""
+    """Ledger in today's format, in which batches that a checkpoint closed are archived."""
 
     def __init__(self, run_dir: Path, identity: dict[str, str]) -> None:
         self._ledger = Ledger.open(run_dir, identity)
@@ -487,7 +488,7 @@ class _NewLedger:
 
 
 class _OldLedger:
-    """Schema 2: one file, with the columns that it had then."""
+    """Ledger of schema 2: one file, with the columns of that version."""
 
     def __init__(self, run_dir: Path, identity: dict[str, str]) -> None:
         self._database = sqlite3.connect(run_dir / "ledger.db", isolation_level=None)
@@ -525,7 +526,7 @@ class _OldLedger:
         self._database.execute("COMMIT")
 
     def ended(self, tag: str, step: int, summary: dict[str, Any]) -> None:
-        """Stood in the metrics alone."""
+        """Do nothing: schema 2 has evaluations in the metrics only."""
 
     def close(self) -> None:
         self._database.close()
@@ -535,7 +536,7 @@ class _OldLedger:
 def write_run(
     runs_dir: Path, name: str, *, days: float, older: bool = False, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, RunDirectory]:
-    """Make the run directory; `older`: as the version before this one left it. Raises ConfigError, OSError."""
+    """Write the run directory; `older`: in the previous version's format. Raises ConfigError, OSError."""
     steps = _saved_steps(days) + AFTER_CHECKPOINT
     sizes = (f"training.steps={steps + STEPS_LEFT}", f"evaluation.every_steps={EVALUATE_EVERY}", "evaluation.tasks=64")
     config, directory = prepare(RunRequest(recipe=RECIPE, runs_dir=runs_dir, name=name, overrides=(*sizes, *overrides)))
@@ -543,7 +544,7 @@ def write_run(
     months = Months(days, stream.order(0), now=time.time())
     identity = {"run_id": directory.identity.read_text(), "tasks_sha256": stream.digest()}
     heldout = [task.id for task in load_tasks(directory.heldout_tasks)][: config.evaluation.tasks]
-    ledger: _Written = (_OldLedger if older else _NewLedger)(directory.path, identity)
+    ledger: _LedgerWriter = (_OldLedger if older else _NewLedger)(directory.path, identity)
     metrics = MetricsLog(directory.metrics, None if older else config.retention)
     with closing(ledger):
         _evaluate(months, 0, "base", heldout, ledger, metrics)
@@ -559,7 +560,7 @@ def write_run(
     return config, directory
 
 
-def _write_steps(months: Months, steps: range, directory: RunDirectory, ledger: _Written) -> None:
+def _write_steps(months: Months, steps: range, directory: RunDirectory, ledger: _LedgerWriter) -> None:
     records: list[Record] = []
     stored: list[StoredTrajectory] = []
     stepped: dict[int, SteppedBatch] = {}
@@ -574,24 +575,20 @@ def _write_steps(months: Months, steps: range, directory: RunDirectory, ledger: 
         if step % SAVE_EVERY == 0 and step <= months.saved:
             records.append(months.checkpoint(step))
             if step in months.retained():
-                _save(months, step, [stepped[number] for number in range(step - SAVE_EVERY + 1, step + 1)], directory)
+                staged = stage(directory.checkpoints, months.version(step))
+                manifest = Manifest(
+                    version=months.version(step),
+                    previous_chain=months.chains[step - SAVE_EVERY],
+                    chain=months.chains[step],
+                    batches=tuple(stepped[number] for number in range(step - SAVE_EVERY + 1, step + 1)),
+                )
+                write_manifest(staged, manifest)
+                publish(staged, months.version(step))
     ledger.write(records, stored)
 
 
-def _save(months: Months, step: int, batches: Sequence[SteppedBatch], directory: RunDirectory) -> None:
-    staged = stage(directory.checkpoints, months.version(step))
-    previous = months.chains[step - SAVE_EVERY]
-    write_manifest(
-        staged,
-        Manifest(
-            version=months.version(step), previous_chain=previous, chain=months.chains[step], batches=tuple(batches)
-        ),
-    )
-    publish(staged, months.version(step))
-
-
 def _evaluate(
-    months: Months, step: int, tag: str, tasks: Sequence[TaskId], ledger: _Written, metrics: MetricsLog
+    months: Months, step: int, tag: str, tasks: Sequence[TaskId], ledger: _LedgerWriter, metrics: MetricsLog
 ) -> None:
     ledger.write(months.evaluation(step, tasks, tag), ())
     summary = {"tag": tag, "success": 0.5, "answers": len(tasks), "infra": 0}

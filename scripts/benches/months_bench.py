@@ -1,10 +1,10 @@
-"""`scripts/bench months`: what a run of months costs to go on with, beside the same run after a day.
+"""The bench of resuming a run of months, compared with the same run after a day: `scripts/bench months`.
 
 Invariants:
-- Each figure is of a real resume over Ray of a directory that `months` wrote; nothing of it was opened before.
-- `resume_s` is from the start of the process to the first order, Ray's own start included; `verify` is not run.
-- Every actor is killed once, the service too; a gap counts wherever it was, before or after.
-- `checkpoint_stall_s` is of the store itself, with offers one after the other while a checkpoint is taken.
+- Each figure is of a real resume over Ray, of a directory that `months` wrote and that was not opened before.
+- `resume_s` is from the start of the process to the first order, including Ray's start; `verify` is not run.
+- Every actor is killed once, and the service too; a gap counts wherever it is, before or after.
+- `checkpoint_stall_s` is of the store itself, with consecutive offers while a checkpoint is taken.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
     from headrace.actors.record.run_directory import RunDirectory
     from headrace.actors.run.config import RunConfig
-    from headrace.buffer.types import CheckpointRef, RolloutOrder
+    from headrace.buffer.types import CheckpointRef
 
 FIRST_ORDER_S: Final = 300.0
 BACK_S: Final = 180.0
-"""Longest wait for an actor that was killed."""
+"""Longest wait for the restart of a killed actor."""
 POLL_S: Final = 0.2
 STEPS: Final = 10
-"""Between two checkpoints."""
+"""Number of steps between two checkpoints."""
 LIMITS: Final = {"resume_s": 20.0, "restart_block_max_s": 2.0, "checkpoint_stall_s": 0.5, "resume_rss_mb": 800.0}
 MOST_RATIO: Final = 2.0
 _RAY_START = (
@@ -65,8 +65,8 @@ _RAY_START = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Of one run directory. `migration_s` is None where the files have today's format; `blocked` says which actor stood
-    still longest."""
+    """Costs of one run directory. `migration_s` is None if the files have today's format; `blocked` is the actor with
+    the longest gap."""
 
     resume_s: float
     restart_block_max_s: float
@@ -79,7 +79,7 @@ class Costs:
 
 
 def measure(folder: Path, *, days: int, say: Callable[[str], object]) -> dict[str, Any]:
-    """All figures; `problems` says which are over their limits."""
+    """Return all figures; `problems` are those over their limits."""
     costs: dict[str, Costs] = {}
     for name, of_days, older in (("one_day", 1, False), ("months", days, False), ("months_old_format", days, True)):
         began_s = time.monotonic()
@@ -116,11 +116,13 @@ def measure(folder: Path, *, days: int, say: Callable[[str], object]) -> dict[st
 
 
 def measure_run(config: RunConfig, directory: RunDirectory) -> Costs:
-    """Resume it, kill every actor once, end it; then take a checkpoint."""
+    """Resume the run, kill every actor once, end it; then take a checkpoint."""
     began_s = time.monotonic()
     migrated = bring_up_to_date(directory.path)
     migration_s = None if migrated is None else time.monotonic() - began_s
-    ray_start_s = _ray_start_s(directory.path)
+    command = [sys.executable, "-c", _RAY_START, str(directory.path)]
+    program = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    ray_start_s = float(program.stdout.split()[-1])
     with tempfile.TemporaryDirectory(prefix="headrace-ticker-") as ticks:
         os.environ[FOLDER_KEY] = ticks
         started_s = time.time()
@@ -148,15 +150,8 @@ def measure_run(config: RunConfig, directory: RunDirectory) -> Costs:
     )
 
 
-def _ray_start_s(run: Path) -> float:
-    program = subprocess.run(
-        [sys.executable, "-c", _RAY_START, str(run)], check=True, capture_output=True, text=True, timeout=300
-    )
-    return float(program.stdout.split()[-1])
-
-
 def first_order_s(directory: RunDirectory, since_s: float) -> float:
-    """When the first attempt was issued since, as Unix time. Raises TimeoutError."""
+    """Return when the first attempt since `since_s` was issued, as Unix time. Raises TimeoutError."""
     query = "SELECT min(issued_at_s) FROM attempts WHERE issued_at_s > ?"
     uri = f"{(directory.path / 'ledger.db').as_uri()}?mode=ro"
     while time.time() < since_s + FIRST_ORDER_S:
@@ -170,7 +165,7 @@ def first_order_s(directory: RunDirectory, since_s: float) -> float:
 
 
 def restart_each(driver: Driver, processes: dict[str, int]) -> tuple[str, ...]:
-    """Kill one after the other and wait until it is back. Raises TimeoutError."""
+    """Kill the processes one after the other, and wait for the restart of each. Raises TimeoutError."""
     for name, process_id in processes.items():
         for process in driver.descendants():
             if process.pid == process_id:
@@ -178,7 +173,7 @@ def restart_each(driver: Driver, processes: dict[str, int]) -> tuple[str, ...]:
         deadline_s = time.monotonic() + BACK_S
         while all_processes(driver).get(name) in (None, process_id):
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{name} was not back {BACK_S:g} s after it was killed")
+                raise TimeoutError(f"{name} was not restarted within {BACK_S:g} s of its kill")
             time.sleep(POLL_S)
     return tuple(processes)
 
@@ -186,19 +181,19 @@ def restart_each(driver: Driver, processes: dict[str, int]) -> tuple[str, ...]:
 def all_processes(driver: Driver) -> dict[str, int]:
     found = driver.ask("processes")
     if found is None:
-        raise TimeoutError("the run ended while it was measured")
+        raise TimeoutError("the run ended during the measurement")
     return dict(found)
 
 
 def _peak_mb(process_id: int) -> float:
-    """Highest resident memory of a process so far; Linux."""
+    """Return the peak resident memory of a process (Linux)."""
     status = Path(f"/proc/{process_id}/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024 / 1e6
 
 
 async def checkpoint_stall_s(config: RunConfig, directory: RunDirectory) -> float:
-    """The longest that an offer waits for its receipt while a checkpoint of ten steps is recorded and copied."""
+    """Return the longest wait of an offer for its receipt while a checkpoint of ten steps is recorded and copied."""
     opening = ReplayStore.open(
         directory.path,
         config.buffer,
@@ -215,14 +210,18 @@ async def checkpoint_stall_s(config: RunConfig, directory: RunDirectory) -> floa
             saving = tasks.create_task(store.checkpointed(ref))
             longest_s = 0.0
             while not saving.done() and orders:
-                began_s = time.monotonic()
-                await store.offer_many([_failed(orders.pop())])
+                order, began_s = orders.pop(), time.monotonic()
+                outcome = Outcome(reward=0.0, trainable=False, cause=Cause.FAILED)
+                failed = RolloutResult(
+                    rollout_id=order.rollout_id, attempt=order.attempt, outcome=outcome, trajectory=None
+                )
+                await store.offer_many([failed])
                 longest_s = max(longest_s, time.monotonic() - began_s)
         return longest_s
 
 
 async def _steps(store: ReplayStore, version: PolicyVersion, checkpoints: Path) -> tuple[CheckpointRef, PolicyVersion]:
-    """Train what is sealed or was to be trained again, with its directory; at least one step."""
+    """Commit steps for the sealed batches, at least one, and publish their checkpoint."""
     previous = store.status().chain
     batches: list[SteppedBatch] = []
     while len(batches) < STEPS:
@@ -240,8 +239,3 @@ async def _steps(store: ReplayStore, version: PolicyVersion, checkpoints: Path) 
     manifest = Manifest(version=version, previous_chain=previous, chain=store.status().chain, batches=tuple(batches))
     write_manifest(staged, manifest)
     return read_checkpoint(publish(staged, version)), version
-
-
-def _failed(order: RolloutOrder) -> RolloutResult:
-    outcome = Outcome(reward=0.0, trainable=False, cause=Cause.FAILED)
-    return RolloutResult(rollout_id=order.rollout_id, attempt=order.attempt, outcome=outcome, trajectory=None)

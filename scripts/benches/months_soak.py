@@ -1,7 +1,7 @@
-"""`scripts/soak --days N`: a run of many days is written, verified and gone on with.
+"""The soak test `scripts/soak --days N`, which generates a run of many days, verifies and resumes it.
 
-Invariant: what is checked after the resume is what the run itself wrote: a step, a checkpoint and an evaluation that
-are newer than what was generated, a report, and a ledger that is clean as it was before.
+Invariant: after the resume, the checks cover records of the run itself: a step, a checkpoint and an evaluation that are
+newer than the generated ones, a report, and a ledger that is still clean.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from headrace.policies.learners.checkpoints import list_checkpoints
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from headrace.actors.record.run_directory import RunDirectory
 
 QUICK: Final = (
     "learner.simulated.step_s=1",
@@ -39,7 +38,7 @@ NEXT_S: Final = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonthsReport:
-    """Seconds of each part; `problems` is empty when everything held."""
+    """Seconds of each part; `problems` is empty when all checks passed."""
 
     days: int
     rollouts: int
@@ -69,7 +68,15 @@ def soak_months(folder: Path, days: int, say: Callable[[str], object]) -> Months
         resumed_s = first_order_s(directory, started_s) - started_s
         restarted = restart_each(driver, all_processes(driver))
         say(f"resumed in {resumed_s:.1f} s; restarted {', '.join(restarted)}")
-        evaluated = _next_evaluation(directory, started_s)
+        evaluated = ""
+        while not evaluated:
+            newest = last_metric(directory.metrics, "evaluation")
+            if newest is not None and newest["time_s"] > started_s:
+                evaluated = str(newest["tag"])
+            elif time.time() > started_s + NEXT_S:
+                raise TimeoutError(f"no evaluation ended within {NEXT_S:g} s of the resume")
+            else:
+                time.sleep(1.0)
     finally:
         driver.kill()
     checkpoint = list_checkpoints(directory.checkpoints)[-1].name
@@ -94,16 +101,6 @@ def soak_months(folder: Path, days: int, say: Callable[[str], object]) -> Months
         reported_s=reported_s,
         problems=tuple(problems),
     )
-
-
-def _next_evaluation(directory: RunDirectory, since_s: float) -> str:
-    """The tag of the first evaluation that ended since. Raises TimeoutError."""
-    while time.time() < since_s + NEXT_S:
-        newest = last_metric(directory.metrics, "evaluation")
-        if newest is not None and newest["time_s"] > since_s:
-            return str(newest["tag"])
-        time.sleep(1.0)
-    raise TimeoutError(f"no evaluation ended within {NEXT_S:g} s of the resume")
 
 
 def main(days: int, json: Path | None) -> None:

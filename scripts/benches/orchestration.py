@@ -1,8 +1,7 @@
-"""What the orchestration itself costs: rollouts whose agent returns at once, through the real actors, over Ray and
-inline.
+"""The orchestration bench: rollouts whose agent returns at once, with the real actors over Ray and inline.
 
-The reported CPU is that of all processes of the run over Ray, less what the idle cluster used in the same time, less
-that of the same work under the inline runtime (at most 3 ms and 2 calls a rollout).
+The reported CPU is that of all processes of the run over Ray, minus that of the idle cluster in the same time, minus
+that of the same work under the inline runtime (at most 3 ms and 2 calls per rollout).
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from headrace.serve.capture.session import Budgets, Sampling
 from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from headrace.actors.runtime.runtime import Runtime
@@ -48,8 +46,8 @@ OBJECT_STORE_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One pass. `calls` are calls received by all actors; `idle_cpu_per_s` is what the same processes used with
-    nothing to do."""
+    """Measurement of one pass. `calls` are the calls received by all actors; `idle_cpu_per_s` is the CPU of the same
+    processes when idle."""
 
     cpu_s: float
     wall_s: float
@@ -59,7 +57,7 @@ class Measured:
 
 
 def measure(folder: Path, *, rollouts: int) -> dict[str, Any]:
-    """Both passes, and what is left of the one over Ray."""
+    """Run both passes, and report their difference."""
     inline = asyncio.run(_pass(InlineRuntime(), prepare_directory(folder / "inline"), rollouts))
     directory = prepare_directory(folder / "ray")
     start_local_ray(directory.path, object_store_bytes=OBJECT_STORE_BYTES)
@@ -71,7 +69,7 @@ def measure(folder: Path, *, rollouts: int) -> dict[str, Any]:
 
 
 def report(over_ray: Measured, inline: Measured) -> dict[str, Any]:
-    """CPU over Ray less idle less inline, per rollout."""
+    """Return the CPU over Ray minus idle minus inline, per rollout."""
     idle_s = over_ray.idle_cpu_per_s * over_ray.wall_s
     inline_s = inline.cpu_s * over_ray.rollouts / inline.rollouts
     per_rollout_ms = 1000 / over_ray.rollouts
@@ -87,7 +85,7 @@ def report(over_ray: Measured, inline: Measured) -> dict[str, Any]:
 
 
 async def _pass(runtime: Runtime, directory: RunDirectory, rollouts: int) -> Measured:
-    """Spawn the actors, warm them up with one filling of the slots, let `rollouts` through, and count."""
+    """Spawn the actors, warm them up by filling the slots once, run `rollouts`, and measure."""
     async with AsyncExitStack() as stack:
 
         async def spawn(cls: type[T], *args: Any, name: str, **kwargs: Any) -> T:
@@ -97,7 +95,15 @@ async def _pass(runtime: Runtime, directory: RunDirectory, rollouts: int) -> Mea
             return actor
 
         actors: list[object] = []
-        dispatcher = await _spawn_all(spawn, directory)
+        buffer = BufferConfig(batch_size=SLOTS, group_size=8, max_staleness=1)
+        replay = await spawn(Replay, buffer, directory=directory, seed=0, name="replay")
+        await replay.open_epoch(None)
+        section = SandboxSection(provider=SandboxKind.SUBPROCESS, pool=PoolConfig(max_live=2 * SLOTS))
+        pool = await spawn(SandboxPool, section, directory=directory, name="sandbox-pool")
+        evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
+        worker = await spawn(RolloutWorker, immediate_parts(directory, replay, pool, evaluator), name="worker")
+        config = DispatcherConfig(slots_per_worker=SLOTS)
+        dispatcher = await spawn(Dispatcher, config, replay=replay, pool=pool, workers=[worker], name="dispatcher")
         async with asyncio.TaskGroup() as tasks:
             idle_cpu_per_s = await idle_cpu(IDLE_S)
             running = tasks.create_task(dispatcher.run())
@@ -116,23 +122,8 @@ async def _pass(runtime: Runtime, directory: RunDirectory, rollouts: int) -> Mea
         return measured
 
 
-async def _spawn_all(spawn: Callable[..., Awaitable[Any]], directory: RunDirectory) -> Dispatcher:
-    buffer = BufferConfig(batch_size=SLOTS, group_size=8, max_staleness=1)
-    replay = await spawn(Replay, buffer, directory=directory, seed=0, name="replay")
-    await replay.open_epoch(None)
-    section = SandboxSection(provider=SandboxKind.SUBPROCESS, pool=PoolConfig(max_live=2 * SLOTS))
-    pool = await spawn(SandboxPool, section, directory=directory, name="sandbox-pool")
-    evaluator = await spawn(Evaluator, pool, without_spans(directory), name="evaluator")
-    worker = await spawn(RolloutWorker, immediate_parts(directory, replay, pool, evaluator), name="worker")
-    config = DispatcherConfig(slots_per_worker=SLOTS)
-    dispatcher: Dispatcher = await spawn(
-        Dispatcher, config, replay=replay, pool=pool, workers=[worker], name="dispatcher"
-    )
-    return dispatcher
-
-
 def immediate_parts(directory: RunDirectory, replay: Replay, pool: SandboxPool, evaluator: Evaluator) -> WorkerParts:
-    """A worker whose agent returns at once and asks no policy."""
+    """Return the parts of a worker whose agent returns at once without calling the policy."""
     return WorkerParts(
         pool=pool,
         evaluator=evaluator,
@@ -152,7 +143,7 @@ def without_spans(directory: RunDirectory) -> ActorTelemetry:
 
 
 def prepare_directory(path: Path) -> RunDirectory:
-    """A run directory with tasks that need no look at what the agent left."""
+    """Create a run directory with tasks that need no evaluation."""
     directory = RunDirectory(path=path)
     evaluator = EvaluatorSpec(kind=EvaluatorKind.NONE)
     tasks = [Task(id=TaskId(f"none-{n}"), family="none", instruction="return", evaluator=evaluator) for n in range(64)]
@@ -161,8 +152,8 @@ def prepare_directory(path: Path) -> RunDirectory:
 
 
 async def _finished(dispatcher: Dispatcher, at_least: int) -> int:
-    """How many rollouts have finished, once there are `at_least` so many."""
-    # Asked rarely, since each question is a call of its own.
+    """Wait until `at_least` rollouts have finished; return their number."""
+    # Polled rarely, since each status is a call.
     while (finished := (await dispatcher.status()).finished) < at_least:  # noqa: ASYNC110
         await asyncio.sleep(STATUS_S)
     return finished
@@ -173,7 +164,7 @@ async def calls_of(runtime: Runtime, actors: list[object]) -> int:
 
 
 async def idle_cpu(seconds: float) -> float:
-    """CPU seconds per second while nothing is asked of anybody."""
+    """Return the CPU seconds per second while all actors are idle."""
     before, start = cpu_s(), time.monotonic()
     await asyncio.sleep(seconds)
     return (cpu_s() - before) / (time.monotonic() - start)

@@ -1,10 +1,11 @@
-"""`scripts/bench outage`: a run of the real service over Ray that loses its engines, then its buffer, beside a sandbox
-host that breaks every command; nobody else may be charged for it.
+"""The bench of outages, `scripts/bench outage`: a real run over Ray that loses its engines, then its buffer.
+
+One sandbox host breaks every command meanwhile; none of this may be charged to tasks.
 
 Invariants:
 - The clocks are those of `scripts/bench longagents`: the recipe of Claude Code in scaled time. Engines, sandboxes,
-  agent and learner are simulated; service, dispatcher, workers, pool and buffer are the real ones.
-- The figures are read from the ledger after the end.
+  agent and learner are simulated; service, dispatcher, workers, pool and buffer are real.
+- The figures are read from the ledger after the run.
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ if TYPE_CHECKING:
     from headrace.actors.run.service import Service
 
 GATE_WAITS: Final = 20
-"""So many times a turn's wait for an engine are the engines away."""
+"""Length of the engines' outage, in waits of a turn for an engine."""
 BUFFER_AWAY_S: Final = 30.0
 KILL_EVERY_S: Final = 0.5
 HOSTS: Final = 4
 STEPS: Final = 12
 BEFORE_STEPS: Final = 3
-"""Steps before the first outage, and between the two."""
+"""Number of steps before the first outage, and between the two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """What the run came to. `charged` counts failed attempts by what they were charged to, `issued_while_down` attempts
-    that began while no engine served, at most `inventory`. Seconds are real."""
+    """Result of the run. `charged` counts failed attempts by what they were charged to, `issued_while_down` the
+    attempts that began while no engine was available, at most `inventory`. Seconds are real."""
 
     completed: bool
     parked: int
@@ -88,17 +89,17 @@ class Outage:
 
 @dataclass(slots=True, kw_only=True)
 class Outages:
-    """Brings the outages about, beside a run. `gate_waits` and `buffer_away_s` are how long they last."""
+    """Cause of the outages during a run. `gate_waits` and `buffer_away_s` are their lengths."""
 
     gate_wait_s: float
     gate_waits: float = GATE_WAITS
     buffer_away_s: float = BUFFER_AWAY_S
     down_s: list[float] = field(default_factory=list)
-    """When the engines went down and came back, Unix time."""
+    """Unix times at which the engines went down and came up again."""
     kills: int = 0
 
     async def happen(self, service: Service) -> None:
-        """One after the other, each after some steps."""
+        """Cause one outage after the other, each after some steps."""
         runtime = RayRuntime()
         if not await until_back(lambda: service.reached(BEFORE_STEPS)):
             return
@@ -108,11 +109,10 @@ class Outages:
         await asyncio.sleep(self.gate_waits * self.gate_wait_s)
         self.down_s.append(time.time())
         await engines.come_back()
-        if await until_back(lambda: service.reached(2 * BEFORE_STEPS)):
-            await self._keep_away(runtime, await runtime.find(Replay, "replay"))
-
-    async def _keep_away(self, runtime: RayRuntime, replay: Replay) -> None:
-        """Kill it whenever it is back."""
+        if not await until_back(lambda: service.reached(2 * BEFORE_STEPS)):
+            return
+        # The buffer is killed whenever it was restarted.
+        replay = await runtime.find(Replay, "replay")
         loop, killed = asyncio.get_running_loop(), 0
         until_s = loop.time() + self.buffer_away_s
         while loop.time() < until_s:
@@ -127,7 +127,7 @@ class Outages:
 
 
 def prepare_outage(directory: RunDirectory, *, steps: int = STEPS, minute_s: float = 60.0 / WORKLOAD) -> RunConfig:
-    """The run directory and its configuration; an agent's minute takes `minute_s`."""
+    """Prepare the run directory; return its configuration. A minute of an agent takes `minute_s`."""
     recipe = load_recipe(RECIPE, [f"model.path={MODEL}"], directory.path)
     clocks = scaled_clocks(recipe)
     durations = {"recorded_s": tuple(minutes * minute_s for minutes in AGENT_MINUTES), "cap_s": 30 * minute_s}
@@ -159,7 +159,7 @@ def prepare_outage(directory: RunDirectory, *, steps: int = STEPS, minute_s: flo
 def measure_outage(
     directory: RunDirectory, config: RunConfig, outages: Outages, *, quiet: bool = False, say: Callable[[str], object]
 ) -> Outage:
-    """Drive the run through its outages to its end. A stall is a figure; raises what else ends a run."""
+    """Drive the run through its outages to its end. A stall is reported as a figure; other errors are raised."""
     ended_by, completed, began_s = "", False, time.monotonic()
     try:
         completed = drive(config, directory, quiet=quiet, beside=outages.happen).completed
@@ -174,7 +174,7 @@ def measure_outage(
 def read_outage(
     path: Path, config: RunConfig, outages: Outages, *, completed: bool, ended_by: str, wall_s: float
 ) -> Outage:
-    """The figures of a run that has ended. Raises LedgerRefused."""
+    """Read the figures of a run that has ended. Raises LedgerRefused."""
     report = verify(path)
     went_down, came_back = outages.down_s if len(outages.down_s) == 2 else (0.0, 0.0)
     evidence = read_evidence(path)

@@ -1,11 +1,11 @@
-"""What a rollout costs: processor time of every process of a quickstart run over Ray, split by what it was for.
+"""The cost of a rollout: processor time of every process of a quickstart run over Ray, by purpose.
 
 Invariants:
-- Time is read from the process tree: each process, and what its ended children used. Sandboxes are what lies below the
-  launcher; how that splits by purpose is the launcher's own account of the commands it ran.
-- The parts add up to the tree's total; the machine's own count (`/proc/stat`) stands beside it, and is larger where
+- Time is read from the process tree: each process and its ended children. Sandboxes are the processes below the
+  launcher; their split by purpose is the launcher's own account of the commands it ran.
+- The parts add up to the tree's total; the machine's own count (`/proc/stat`) is reported too, and is larger if
   anything else runs.
-- What it takes to start is reported apart.
+- The cost of the start is reported separately.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OVERRIDES: Final = (
     "evaluation.tasks=1",
     "evaluation.samples=1",
 )
-"""As the quickstart trains; of its evaluations and checkpoints, which cost by the step, only the first."""
+"""Overrides of the quickstart: only the first of its evaluations and checkpoints, whose cost is per step."""
 LAUNCHER: Final = "headrace-launch"
 PURPOSES: Final = {
     "train.write": "prepare",
@@ -60,14 +60,14 @@ PURPOSES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Of the whole tree at one moment, in CPU seconds; `commands` is the launcher's account."""
+    """CPU seconds of the whole process tree at one moment; `commands` is the launcher's account."""
 
     time_s: float
     rollouts: float
     machine_s: float
     parts_s: Mapping[str, float]
     calls: Mapping[str, int]
-    """That each actor has received."""
+    """Number of calls that each actor has received."""
     commands: Mapping[str, tuple[int, float]]
 
     @property
@@ -76,7 +76,7 @@ class Reading:
 
 
 def measure(directory: RunDirectory, recipe: Path, *, rollouts: int = MEASURED) -> dict[str, Any]:
-    """Run the recipe until `rollouts` after the warm-up have ended. Raises what ends a run."""
+    """Run the recipe until `rollouts` after the warm-up have ended, and report their cost."""
     config = load_recipe(recipe, OVERRIDES, directory.path)
     lay_out(config, directory)
     readings: list[Reading] = []
@@ -87,7 +87,9 @@ def measure(directory: RunDirectory, recipe: Path, *, rollouts: int = MEASURED) 
         names = {process_id: name for name, process_id in (await service.process_ids()).items()}
         actors = {name: await runtime.find(ResourceOwner, name) for name in names.values()}
         for wanted in (0, WARM_UP, WARM_UP + rollouts):
-            await _until(directory, wanted)
+            # Read from the metrics file, since a call to an actor would cost CPU that is measured.
+            while _ended(directory) < wanted:  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
             calls = {name: (await runtime.stats(actor))[1] for name, actor in actors.items()}
             readings.append(read(names, calls, await pool.command_costs(), _ended(directory)))
         await service.drain()
@@ -95,13 +97,6 @@ def measure(directory: RunDirectory, recipe: Path, *, rollouts: int = MEASURED) 
     drive(config, directory, quiet=True, beside=beside)
     start, warm, end = readings
     return report(start, warm, end, interpreter_s=asyncio.run(interpreter_start()))
-
-
-async def _until(directory: RunDirectory, rollouts: int) -> None:
-    """Wait for so many rollouts to end."""
-    # The metrics file tells of them, and nobody else is asked: a question would cost what is measured.
-    while _ended(directory) < rollouts:  # noqa: ASYNC110
-        await asyncio.sleep(LOOK_S)
 
 
 def _ended(directory: RunDirectory) -> float:
@@ -113,7 +108,7 @@ def _ended(directory: RunDirectory) -> float:
 def read(
     names: Mapping[int, str], calls: Mapping[str, int], commands: Mapping[str, tuple[int, float]], rollouts: float
 ) -> Reading:
-    """`names` are those of actors, by process id."""
+    """Read the process tree; `names` are those of actors, by process id."""
     parts: defaultdict[str, float] = defaultdict(float)
     for part, seconds in _parts_of(psutil.Process(), names, ""):
         parts[part] += seconds
@@ -129,7 +124,7 @@ def read(
 
 
 def _parts_of(process: psutil.Process, names: Mapping[int, str], below: str) -> Iterator[tuple[str, float]]:
-    """(part, CPU seconds) of a process, its ended children and all its descendants."""
+    """Yield (part, CPU seconds) of a process, its ended children and all its descendants."""
     with suppress(psutil.NoSuchProcess):
         name, times, children = process.name(), process.cpu_times(), process.children()
         part = below or _part(process, name, names)
@@ -155,7 +150,8 @@ def _part(process: psutil.Process, name: str, names: Mapping[int, str]) -> str:
 
 
 def report(start: Reading, warm: Reading, end: Reading, *, interpreter_s: float) -> dict[str, Any]:
-    """Milliseconds of CPU per rollout between the last two readings; `interpreter_s` is what one start takes."""
+    """Return the milliseconds of CPU per rollout between the last two readings; `interpreter_s` is the cost of one
+    start of the interpreter."""
     rollouts, seconds = end.rollouts - warm.rollouts, end.time_s - warm.time_s
     per_rollout = 1000 / rollouts
 
@@ -189,7 +185,7 @@ def report(start: Reading, warm: Reading, end: Reading, *, interpreter_s: float)
 
 
 async def interpreter_start() -> float:
-    """CPU seconds that a bare start of the check's interpreter takes in a sandbox."""
+    """Return the CPU seconds of a bare start of the check's interpreter in a sandbox."""
     async with LocalProvider(LocalSandboxConfig()) as provider:
         sandbox = await provider.attach(await provider.create(SandboxSpec(labels={"purpose": "start"})))
         for _ in range(STARTS):

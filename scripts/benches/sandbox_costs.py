@@ -1,11 +1,11 @@
-"""What a sandbox costs here: processor time, latencies, boots a second by concurrency, memory while idle, clones.
+"""The costs of a local sandbox: processor time, latencies, boot rate by concurrency, idle memory, clones.
 
 Invariants:
-- Everything is measured with the provider's defaults, and every guarantee that `headrace doctor` finds is on; the
-  report names them.
-- Processor time counts the launcher, its ended children (each sandbox's first process and all it waited for) and this
+- Everything is measured with the provider's defaults and every guarantee that `headrace doctor` finds; the report names
+  them.
+- Processor time includes the launcher, its ended children (each sandbox's first process and its descendants) and this
   process; idle time is not subtracted because the launcher has none.
-- A figure that is repeated is a median, with the least and the greatest beside it.
+- A repeated figure is a median, reported with its minimum and maximum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from headrace.sandboxes.base import ImageRef, Sandbox, SandboxRef
+    from headrace.sandboxes.base import Sandbox, SandboxRef
 
 _MEBI: Final = 1 << 20
 _TOOL: Final = "mkdir -p /opt/tool && head -c {size} /dev/urandom > /opt/tool/data && echo 1 > /opt/tool/version"
@@ -37,9 +37,10 @@ async def measure(
     repeats: int = 5,
     concurrencies: Sequence[int] = (1, 8, 32, 64),
 ) -> dict[str, Any]:
-    """Keys: create_destroy_cpu_ms, create_destroy_wall_ms, exec_p50_ms, exec_p99_ms, write_p50_ms, clone_p50_ms (boot
-    above a prepared layer of 32 MiB), idle_memory_mb, boots_per_s_c<n>; `spread`: least and greatest of the repeats by
-    key; `guarantees`, `missing`: names of `headrace doctor`. Raises NamespacesUnavailable."""
+    """Return the figures by key: create_destroy_cpu_ms, create_destroy_wall_ms, exec_p50_ms, exec_p99_ms, write_p50_ms,
+    clone_p50_ms (boot from a prepared layer of 32 MiB), idle_memory_mb (memory of an idle sandbox's control group:
+    process, files and kernel), boots_per_s_c<n>; `spread`: minimum and maximum of the repeats by key; `guarantees` and
+    `missing`: names of `headrace doctor`. Raises NamespacesUnavailable."""
     guarantees = await asyncio.to_thread(probe)
     async with LocalProvider(LocalSandboxConfig()) as provider:
         await _cycle(provider)
@@ -49,19 +50,19 @@ async def measure(
             for width in concurrencies:
                 figures[f"boots_per_s_c{width}"] = await _boot_rate(provider, boots, width)
             rounds.append({**figures, "clone_p50_ms": await _clones(provider, cycles)})
-        memory_mb = await _idle_memory_mb(provider, idle)
+        sandboxes = [await _boot(provider) for _ in range(idle)]
+        used = [(await sandbox.usage()).memory_bytes for sandbox in sandboxes]
+        for sandbox in sandboxes:
+            await sandbox.kill()
+    by_key = {name: [figures[name] for figures in rounds] for name in rounds[0]}
     return {
-        **{name: statistics.median(figures[name] for figures in rounds) for name in rounds[0]},
-        "idle_memory_mb": memory_mb,
+        **{name: statistics.median(values) for name, values in by_key.items()},
+        "idle_memory_mb": statistics.median(used) / _MEBI,
         "repeats": repeats,
-        "spread": {name: _ends([figures[name] for figures in rounds]) for name in rounds[0]},
+        "spread": {name: (min(values), max(values)) for name, values in by_key.items()},
         "guarantees": [guarantee.name for guarantee in guarantees if guarantee.present],
         "missing": {guarantee.name: guarantee.detail for guarantee in guarantees if not guarantee.present},
     }
-
-
-def _ends(values: list[float]) -> tuple[float, float]:
-    return min(values), max(values)
 
 
 async def _boot(provider: LocalProvider, image: str = "host") -> Sandbox:
@@ -106,7 +107,7 @@ def _quantile(values: list[float], share: float) -> float:
 
 
 async def _boot_rate(provider: LocalProvider, boots: int, width: int) -> float:
-    """Boots a second with `width` at once; the sandboxes live until all have booted."""
+    """Return boots per second with `width` concurrent ones; the sandboxes live until all have booted."""
     gate = asyncio.Semaphore(width)
     refs: list[SandboxRef] = []
 
@@ -129,8 +130,12 @@ async def _kill(provider: LocalProvider, refs: Sequence[SandboxRef]) -> None:
 
 
 async def _clones(provider: LocalProvider, count: int) -> float:
-    """Boot above a snapshot, milliseconds at the median."""
-    image = await _prepared_image(provider)
+    """Return the median milliseconds of a boot from a snapshot."""
+    sandbox = await _boot(provider)
+    prepared = await sandbox.exec(_TOOL.format(size="32M"), timeout_s=60)
+    if prepared.exit_code != 0:
+        raise RuntimeError(f"the layer to clone could not be prepared: {prepared.stderr!r}")
+    image = await sandbox.snapshot()
     times_ms = []
     for _ in range(count):
         refs: list[SandboxRef] = []
@@ -142,20 +147,3 @@ async def _clones(provider: LocalProvider, count: int) -> float:
         await _kill(provider, refs)
     await provider.drop_image(image)
     return _quantile(times_ms, 0.5)
-
-
-async def _prepared_image(provider: LocalProvider) -> ImageRef:
-    sandbox = await _boot(provider)
-    prepared = await sandbox.exec(_TOOL.format(size="32M"), timeout_s=60)
-    if prepared.exit_code != 0:
-        raise RuntimeError(f"the layer to clone could not be prepared: {prepared.stderr!r}")
-    return await sandbox.snapshot()
-
-
-async def _idle_memory_mb(provider: LocalProvider, count: int) -> float:
-    """What the control group of an idle sandbox holds at the median: its process, its files and the kernel's own."""
-    sandboxes = [await _boot(provider) for _ in range(count)]
-    used = [(await sandbox.usage()).memory_bytes for sandbox in sandboxes]
-    for sandbox in sandboxes:
-        await sandbox.kill()
-    return statistics.median(used) / _MEBI

@@ -1,7 +1,7 @@
-"""What other ways to isolate a command cost on this machine, beside our own figures in `scripts/bench sandbox`.
+"""The costs of bwrap and runc on this machine, for comparison in `scripts/bench sandbox`.
 
-Invariants: the programs are measured as they are called by hand, with the host's programs read-only inside and no
-network; what is not installed or does not run here is a reason, never a zero.
+Invariant: the programs are called as by hand, with the host's programs read-only and no network; one that is not
+installed or does not run here is reported with the reason, never as zero.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ _MAX_MESSAGE: Final = 300
 
 
 class PeerFailed(Exception):
-    """The program is there but does not do it here; the message is its own."""
+    """The program is installed but fails here; the message is its own."""
 
 
 async def measure_peers(
     *, cycles: int = 20, boots: int = 64, widths: Sequence[int] = (1, 8, 32)
 ) -> dict[str, dict[str, float] | str]:
-    """By name, `bwrap` and `runc`: create_destroy_ms, exec_p50_ms, boots_per_s_c<width>; or a text that says why not.
+    """Return the figures of `bwrap` and `runc`: create_destroy_ms, exec_p50_ms, boots_per_s_c<width>; or the reason why
+    there are none.
 
-    bwrap keeps no sandbox: a command in a new one is its create, its destroy and its exec. A boot of runc is `run`, a
-    destroy `delete --force`, with the files of the bundle written before.
+    bwrap has no persistent sandbox: a command in a new one counts as create, destroy and exec. A boot of runc is `run`,
+    a destroy `delete --force`, with a bundle that was written before.
     """
     results: dict[str, dict[str, float] | str] = {}
     for name, measure in (("bwrap", _measure_bwrap), ("runc", _measure_runc)):
@@ -53,7 +54,8 @@ async def measure_peers(
 
 async def _measure_bwrap(program: str, cycles: int, boots: int, widths: Sequence[int]) -> dict[str, float]:
     binds = [word for path in system_folders() for word in ("--ro-bind", path, path)]
-    links = [word for name in ("bin", "lib", "lib64", "sbin") for word in _link(name)]
+    paths = (Path(f"/{name}") for name in ("bin", "lib", "lib64", "sbin"))
+    links = [word for path in paths if path.is_symlink() for word in ("--symlink", str(path.readlink()), str(path))]
     command = [
         *(program, "--unshare-all", "--die-with-parent", *binds, *links),
         *("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "/usr/bin/true"),
@@ -64,11 +66,6 @@ async def _measure_bwrap(program: str, cycles: int, boots: int, widths: Sequence
 
     p50_ms = await _p50_ms(once, cycles)
     return {"create_destroy_ms": p50_ms, "exec_p50_ms": p50_ms, **await _rates(once, boots, widths)}
-
-
-def _link(name: str) -> list[str]:
-    path = Path(f"/{name}")
-    return ["--symlink", str(path.readlink()), str(path)] if path.is_symlink() else []
 
 
 async def _measure_runc(program: str, cycles: int, boots: int, widths: Sequence[int]) -> dict[str, float]:
@@ -91,7 +88,7 @@ async def _measure_runc(program: str, cycles: int, boots: int, widths: Sequence[
 
 
 class _RuncBundles:
-    """Containers of one bundle: runc's own default configuration over the host's programs."""
+    """Containers of one bundle with runc's default configuration and the host's programs."""
 
     def __init__(self, program: str, folder: Path) -> None:
         self._program = program
@@ -136,13 +133,13 @@ class _RuncBundles:
 
 
 async def _run(*command: str) -> None:
-    """Raises PeerFailed with what it said."""
-    with tempfile.TemporaryFile() as said:
+    """Run a command. Raises a PeerFailed with its standard error."""
+    with tempfile.TemporaryFile() as stderr:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
-            stderr=said,
+            stderr=stderr,
             env={"PATH": _SEARCH_PATH},
         )
         try:
@@ -153,8 +150,8 @@ async def _run(*command: str) -> None:
                 process.kill()
                 await process.wait()
         if code != 0:
-            said.seek(0)
-            raise PeerFailed(said.read()[-_MAX_MESSAGE:].decode(errors="replace").strip() or f"ended with {code}")
+            stderr.seek(0)
+            raise PeerFailed(stderr.read()[-_MAX_MESSAGE:].decode(errors="replace").strip() or f"ended with {code}")
 
 
 async def _p50_ms(call: Callable[[], Awaitable[None]], count: int) -> float:
@@ -167,19 +164,17 @@ async def _p50_ms(call: Callable[[], Awaitable[None]], count: int) -> float:
 
 
 async def _rates(call: Callable[[], Awaitable[None]], boots: int, widths: Sequence[int]) -> dict[str, float]:
-    return {f"boots_per_s_c{width}": await _rate(call, boots, width) for width in widths}
+    """Return calls per second by the number of concurrent ones."""
+    rates = {}
+    for width in widths:
 
+        async def one(gate: asyncio.Semaphore) -> None:
+            async with gate:
+                await call()
 
-async def _rate(call: Callable[[], Awaitable[None]], boots: int, width: int) -> float:
-    """Calls a second with `width` at once."""
-    gate = asyncio.Semaphore(width)
-
-    async def one() -> None:
-        async with gate:
-            await call()
-
-    started = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(boots):
-            group.create_task(one())
-    return boots / (time.perf_counter() - started)
+        gate, started = asyncio.Semaphore(width), time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(boots):
+                group.create_task(one(gate))
+        rates[f"boots_per_s_c{width}"] = boots / (time.perf_counter() - started)
+    return rates

@@ -1,9 +1,9 @@
-"""`scripts/bench replay`: a plan at scaled time through the real service over Ray, beside the same in virtual time.
+"""The bench of the simulation, `scripts/bench replay`: a plan in scaled time over Ray, and the same in virtual time.
 
 Invariants:
-- Both run the same plan: the same seed, and durations scaled by the same factor. What differs is that calls, disk and
-  processor take time in one of them.
-- Both are read from their ledgers in the same way.
+- Both run the same plan, with the same seed, and durations scaled by the same factor. Only in one of them do calls,
+  disk and processor take time.
+- The figures of both are read from their ledgers by the same code.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from headrace.actors.simulation.plan import SimulationPlan
 
 AGREEMENT: Final = 0.05
-"""How far the two may lie apart."""
+"""Largest relative difference between the two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """One plan, run twice. `minute_s` is the real time of a simulated minute, `wall_s` that of the whole real run."""
+    """Result of a plan that was run twice. `minute_s` is the real time of a simulated minute, `wall_s` that of the
+    whole real run."""
 
     plan: SimulationPlan
     minute_s: float
@@ -67,7 +68,7 @@ class Replayed:
         }
 
     def problems(self) -> list[str]:
-        """What the ledger of the real run shows that must not be."""
+        """Return the problems in the ledger of the real run."""
         return self.real.problems_at(self.plan.max_staleness)
 
     def _side(self, account: Account) -> dict[str, Any]:
@@ -84,8 +85,8 @@ class Replayed:
 
 
 def replay(plan: SimulationPlan, folder: Path, *, minute_s: float, quiet: bool = False) -> Replayed:
-    """Run the plan in real time, a simulated minute in `minute_s`, and in virtual time. Raises ConfigError and what
-    ends a run."""
+    """Run the plan in real time, a simulated minute in `minute_s`, and in virtual time. Raises ConfigError and the
+    errors that end a run."""
     real_plan = scaled(plan, minute_s / MINUTE_S)
     directory = RunDirectory(path=folder / "replay")
     config = prepare_plan(real_plan, directory)
@@ -95,7 +96,7 @@ def replay(plan: SimulationPlan, folder: Path, *, minute_s: float, quiet: bool =
 
 
 def compare(plan: SimulationPlan, directory: RunDirectory, *, minute_s: float, wall_s: float) -> Replayed:
-    """A run of the scaled plan that has ended, beside the same in virtual time. Raises LedgerRefused."""
+    """Compare a run of the scaled plan that has ended with the same in virtual time. Raises LedgerRefused."""
     virtual, _ = run_plan(scaled(plan, minute_s / MINUTE_S))
     real = read_account(directory.path, warmup_steps=plan.warmup_steps)
     return Replayed(plan=plan, minute_s=minute_s, real=real, virtual=virtual, wall_s=wall_s)

@@ -1,13 +1,14 @@
-"""`scripts/soak --kills N`: runs of the real service over real Ray, with simulated backends, whose processes are killed
-with -9 one after the other; what must hold is checked after each kill. After every tenth comes a fault that is no kill:
-engines that are away for minutes, a process that stands still for minutes, a file that is lost, damaged or foreign.
+"""The soak test `scripts/soak --kills N`: real runs over Ray with simulated backends, whose processes are killed.
+
+Invariants are checked after each SIGKILL. Every tenth kill is followed by another fault: engines that are unavailable
+for minutes, a process that is stopped for minutes, a file that is lost, damaged or foreign.
 
 Invariants:
 - A process is killed by its id, and only if the driver that was started here is its ancestor.
-- The same seed chooses the same victims, pauses and faults; what they hit is a matter of timing.
-- What is checked is read from files and from the system: the ledger while the run goes on, what a dead driver leaves,
-  the memory of processes that live on. A run that ends otherwise than with all its steps is a problem; one that ends
-  for a reason that may pass is resumed, as `--restarts` does it.
+- The same seed chooses the same victims, pauses and faults; their effects depend on timing.
+- The checks read files and the system: the ledger during the run, processes that a dead driver leaves, the memory of
+  living processes. A run that does not end with all its steps is a problem; one that ends with a transient error is
+  resumed, as with `--restarts`.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ if TYPE_CHECKING:
 
 DRIVER: Final = "driver"
 DRIVER_SHARE: Final = 0.06
-"""Of all kills."""
+"""Share of the driver in all kills."""
 AT_ONCE_SHARE: Final = 0.4
-"""Of the kills that do not wait for a step after the one before."""
+"""Share of kills that do not wait for the next step."""
 WARM_S: Final = 10.0
-"""A process has loaded by then what it needs."""
+"""Time after which a process has loaded everything it needs."""
 GROWTH_BYTES: Final = 64 << 20
-"""More than this is a leak in a run of minutes."""
+"""More growth than this in a run of minutes is a leak."""
 MOST_RESTARTS: Final = 10
-"""Of one run, after failures that may pass."""
+"""Limit of restarts of one run, after transient failures."""
 FAULT_EVERY: Final = 10
-"""Kills from one other fault to the next."""
+"""Number of kills between two other faults."""
 OUTAGE_S: Final = (60.0, 150.0)
 MAX_STALENESS: Final = 2
 RECIPE: Final = Path(__file__).resolve().parents[2] / "scripts" / "recipes" / "simulated.toml"
@@ -80,11 +81,11 @@ QUICK: Final = (
 
 
 class Fault(StrEnum):
-    """What happens beside kills."""
+    """Fault other than a kill."""
 
     ENGINES_AWAY = "engines away"
     STANDS_STILL = "stands still"
-    """A process is stopped for minutes; its guard may kill it meanwhile."""
+    """A process is stopped for minutes; its guard may kill it in the meantime."""
     SERVED_SPOILT = "served spoilt"
     CHECKPOINT_SPOILT = "checkpoint spoilt"
     FOREIGN_FILE = "foreign file"
@@ -92,7 +93,8 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakPlan:
-    """`kills` in as many runs as it takes, each of `steps` steps; one of `faults` after each `fault_every` kills."""
+    """Plan of a soak: `kills` in as many runs as needed, each of `steps` steps; one of `faults` after every
+    `fault_every` kills."""
 
     folder: Path
     kills: int
@@ -104,8 +106,9 @@ class SoakPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakReport:
-    """`problems` is empty when everything held. `restarts` came after failures that may pass. `growth_mib` is the most
-    that a process of this name grew after its first seconds, `watched_s` how long the longest of them was watched."""
+    """Result of a soak; `problems` is empty when all checks passed. `restarts` followed transient failures.
+    `growth_mib` is the largest growth of a process of this name after its first seconds, `watched_s` the longest time
+    that one of them was watched."""
 
     seed: int
     kills: dict[str, int]
@@ -126,7 +129,7 @@ class SoakReport:
 
 @dataclass(slots=True)
 class Memory:
-    """Resident memory of processes by name, from when they were warm."""
+    """Growth of the resident memory of processes by name, since they were warm."""
 
     first: dict[psutil.Process, tuple[str, float, int]] = field(default_factory=dict)
     growth_bytes: dict[str, int] = field(default_factory=dict)
@@ -150,13 +153,13 @@ class Memory:
 
 
 class Soak:
-    """All runs of one plan; `say` gets a line for each kill and each end."""
+    """Execution of one plan; `say` gets a line for each kill and each end of a run."""
 
     def __init__(self, plan: SoakPlan, say: Callable[[str], object]) -> None:
         self._plan, self._say = plan, say
         self._chance = random.Random(f"soak {plan.seed}")
         self._kills: Counter[str] = Counter()
-        # Faults have a chance of their own: how many there are changes no victim.
+        # Faults have a random generator of their own, so that their number does not change the victims.
         self._fault_chance = random.Random(f"soak faults {plan.seed}")
         self._faults: Counter[str] = Counter()
         self._due: list[Fault] = []
@@ -166,11 +169,22 @@ class Soak:
         self._ended: Counter[str] = Counter()
 
     def run(self) -> SoakReport:
-        """Until all kills are done and the last run has ended, or one did not."""
+        """Start runs until all kills are done and the last run has ended, or a problem was found."""
         began_s = time.monotonic()
         while self._kills.total() < self._plan.kills and not self._problems:
             self._runs += 1
-            self._one_run(f"soak-{self._runs}")
+            name, rule = f"soak-{self._runs}", self._chance.choice(RULES)
+            sizes = (f"training.steps={self._plan.steps}", f"buffer.rule={rule}", f"service.seed={self._runs}")
+            request = RunRequest(recipe=RECIPE, runs_dir=self._plan.folder, name=name, overrides=(*QUICK, *sizes))
+            _, directory = prepare(request)
+            self._say(f"run {name}, rule {rule}")
+            code, restarts = self._life(directory), 0
+            while code == EXIT_TRANSIENT and restarts < MOST_RESTARTS:
+                restarts += 1
+                self._say(f"resuming {name}, which ended with {code}")
+                code = self._life(directory)
+            self._restarts += restarts
+            self._check_end(directory, code)
         return SoakReport(
             seed=self._plan.seed,
             kills=dict(sorted(self._kills.items())),
@@ -189,25 +203,19 @@ class Soak:
             problems=(*self._problems, *self._memory.problems()),
         )
 
-    def _one_run(self, name: str) -> None:
-        rule = self._chance.choice(RULES)
-        overrides = (*QUICK, f"training.steps={self._plan.steps}", f"buffer.rule={rule}", f"service.seed={self._runs}")
-        request = RunRequest(recipe=RECIPE, runs_dir=self._plan.folder, name=name, overrides=overrides)
-        _, directory = prepare(request)
-        self._say(f"run {name}, rule {rule}")
-        code, restarts = self._life(directory), 0
-        while code == EXIT_TRANSIENT and restarts < MOST_RESTARTS:
-            restarts += 1
-            self._say(f"{name} is resumed: it ended with {code}")
-            code = self._life(directory)
-        self._restarts += restarts
-        self._check_end(directory, code)
-
     def _life(self, directory: RunDirectory) -> int | None:
-        """From a driver to the first that is not killed; its exit code, None when it was stuck."""
+        """Run drivers until one is not killed; return its exit code, None when it was stuck."""
         driver = self._start(directory)
         try:
-            while self._has_more_to_do() and self._pause(driver, directory):
+            while self._kills.total() < self._plan.kills or self._due:
+                if self._problems:
+                    break
+                if self._chance.random() < AT_ONCE_SHARE:
+                    time.sleep(self._chance.random())
+                else:
+                    step = verify(directory.path).steps if has_begun(directory.path) else 0
+                    if not driver.ask(f"reached {step + 1}"):
+                        break
                 driver = self._strike(driver, directory)
             return driver.end()
         except TimeoutError as error:
@@ -216,37 +224,26 @@ class Soak:
         finally:
             driver.kill()
 
-    def _has_more_to_do(self) -> bool:
-        return self._kills.total() < self._plan.kills or bool(self._due)
-
     def _start(self, directory: RunDirectory) -> Driver:
         self._drivers += 1
         return Driver(directory)
 
-    def _pause(self, driver: Driver, directory: RunDirectory) -> bool:
-        """Until it is time for the next kill; False when the run ended before."""
-        if self._problems:
-            return False
-        if self._chance.random() < AT_ONCE_SHARE:
-            time.sleep(self._chance.random())
-            return True
-        step = verify(directory.path).steps if has_begun(directory.path) else 0
-        return bool(driver.ask(f"reached {step + 1}"))
-
     def _strike(self, driver: Driver, directory: RunDirectory) -> Driver:
-        """Kill one, or do what else is due; the driver that the run has afterwards."""
+        """Inject the fault that is due, or kill a process; return the driver of the run afterwards."""
         found: dict[str, int] | None = driver.ask("processes")
         if found is None:
             return driver
-        self._watch(driver, found)
-        if self._due and self._happens(self._due[0], driver, directory, found):
+        for name, process_id in found.items():
+            with suppress(psutil.NoSuchProcess):
+                self._memory.note(name, psutil.Process(process_id))
+        self._memory.note(DRIVER, driver.process())
+        if self._due and self._inject(self._due[0], driver, directory, found):
             fault = self._due.pop(0)
             self._faults[fault.value] += 1
             self._check(directory, fault.value)
             return driver
-        return self._kill(driver, directory, found) if self._kills.total() < self._plan.kills else driver
-
-    def _kill(self, driver: Driver, directory: RunDirectory, found: dict[str, int]) -> Driver:
+        if self._kills.total() >= self._plan.kills:
+            return driver
         victim = DRIVER if self._chance.random() < DRIVER_SHARE else self._chance.choice(sorted(found))
         if victim == DRIVER:
             if left := driver.kill():
@@ -256,45 +253,43 @@ class Soak:
             return driver
         self._kills[victim] += 1
         if self._kills.total() % self._plan.fault_every == 0:
-            # In turn, from a first one that is drawn.
+            # In turn, in a random order.
             order = random.Random(f"order {self._plan.seed}").sample(self._plan.faults, len(self._plan.faults))
             self._due.append(order[self._kills.total() // self._plan.fault_every % len(order)])
         self._check(directory, victim)
         return driver
 
-    def _happens(self, fault: Fault, driver: Driver, directory: RunDirectory, found: dict[str, int]) -> bool:
-        """False when it could not happen yet."""
+    def _inject(self, fault: Fault, driver: Driver, directory: RunDirectory, found: dict[str, int]) -> bool:
+        """Cause the fault; return False when that is not possible yet."""
         chance = self._fault_chance
         match fault:
             case Fault.ENGINES_AWAY:
-                return self._engines_away(driver)
+                if not driver.ask("engines down"):
+                    return False
+                time.sleep(chance.uniform(*OUTAGE_S))
+                return bool(driver.ask("engines up"))
             case Fault.STANDS_STILL:
-                return self._stands_still(driver, found[chance.choice(sorted(found))])
+                process_id = found[chance.choice(sorted(found))]
+                if not _signal_ours(driver, process_id, signal.SIGSTOP):
+                    return False
+                time.sleep(chance.uniform(*OUTAGE_S))
+                _signal_ours(driver, process_id, signal.SIGCONT)
+                return True
             case Fault.SERVED_SPOILT:
                 return self._spoil(driver, directory, found, spoil_served, "engines", "learner") is not None
             case Fault.CHECKPOINT_SPOILT:
                 spoil = partial(spoil_checkpoint, steps=self._plan.steps)
                 manifest = self._spoil(driver, directory, found, spoil, "learner")
-                if manifest is not None:
-                    # Until the next learner has looked at it the damage is there for all to see.
-                    self._until_gone(manifest.parent)
+                deadline_s = time.monotonic() + ANSWER_S
+                # The damage remains visible until the next learner has set the checkpoint aside.
+                while manifest is not None and manifest.parent.exists():
+                    if time.monotonic() > deadline_s:
+                        raise TimeoutError(f"{manifest.parent} was not set aside in {ANSWER_S:g} s")
+                    time.sleep(0.05)
                 return manifest is not None
             case Fault.FOREIGN_FILE:
                 leave_foreign(directory.path, chance.choice(FOREIGN))
                 return True
-
-    def _engines_away(self, driver: Driver) -> bool:
-        if not driver.ask("engines down"):
-            return False
-        time.sleep(self._fault_chance.uniform(*OUTAGE_S))
-        return bool(driver.ask("engines up"))
-
-    def _stands_still(self, driver: Driver, process_id: int) -> bool:
-        if not _signal_ours(driver, process_id, signal.SIGSTOP):
-            return False
-        time.sleep(self._fault_chance.uniform(*OUTAGE_S))
-        _signal_ours(driver, process_id, signal.SIGCONT)
-        return True
 
     def _spoil(
         self,
@@ -304,7 +299,8 @@ class Soak:
         spoil: Callable[[Path, Damage], Path | None],
         *readers: str,
     ) -> Path | None:
-        """Whoever wrote the file stands still meanwhile, so that no newer one comes, and then dies."""
+        """Damage a file. The processes that write it are stopped meanwhile, so that they write no newer one, and then
+        killed."""
         damage, spoilt = self._fault_chance.choice(tuple(Damage)), None
         if all(name in found and _signal_ours(driver, found[name], signal.SIGSTOP) for name in readers):
             spoilt = spoil(directory.path, damage)
@@ -313,26 +309,11 @@ class Soak:
                 _signal_ours(driver, found[name], signal.SIGCONT if spoilt is None else signal.SIGKILL)
         return spoilt
 
-    def _until_gone(self, path: Path) -> None:
-        """Raises TimeoutError."""
-        deadline_s = time.monotonic() + ANSWER_S
-        while path.exists():
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{path} was not set aside in {ANSWER_S:g} s")
-            time.sleep(0.05)
-
-    def _watch(self, driver: Driver, found: dict[str, int]) -> None:
-        """Note the memory of all that live."""
-        for name, process_id in found.items():
-            with suppress(psutil.NoSuchProcess):
-                self._memory.note(name, psutil.Process(process_id))
-        self._memory.note(DRIVER, driver.process())
-
     def _check(self, directory: RunDirectory, victim: str) -> None:
-        """The ledger, while the run goes on."""
-        told = f"{self._kills.total():4} of {self._plan.kills}  {directory.path.name}  {victim:14}"
+        """Verify the ledger of the running run."""
+        line = f"{self._kills.total():4} of {self._plan.kills}  {directory.path.name}  {victim:14}"
         if not has_begun(directory.path):
-            self._say(f"{told} before anything was recorded")
+            self._say(f"{line} before anything was recorded")
             return
         report = verify(directory.path)
         self._highest_staleness = max(self._highest_staleness, report.max_staleness_seen)
@@ -341,10 +322,10 @@ class Soak:
         if report.max_staleness_seen > MAX_STALENESS:
             self._problem(f"{directory.path.name} after {victim}: staleness {report.max_staleness_seen}")
         clean = "clean" if report.clean else "NOT CLEAN"
-        self._say(f"{told} step {report.steps:3}, undone {report.steps_rolled_back:3}, {clean}")
+        self._say(f"{line} step {report.steps:3}, undone {report.steps_rolled_back:3}, {clean}")
 
     def _check_end(self, directory: RunDirectory, code: int | None) -> None:
-        """It ended by itself, with all its steps."""
+        """Check that the run ended by itself, with all its steps."""
         name = directory.path.name
         if code != 0:
             self._problem(f"{name} ended with {code}: {log_of(directory).read_text(errors='replace').strip()[-2000:]}")
@@ -355,7 +336,7 @@ class Soak:
             self._problem(f"{name}: steps, trained twice, lost, poison, problems: {whole}")
         self._highest_staleness = max(self._highest_staleness, report.max_staleness_seen)
         self._ended.update(steps=report.steps, undone=report.steps_rolled_back, rollouts=report.issued)
-        self._say(f"run {name} ended: {report.steps} steps, {report.steps_rolled_back} undone and done again")
+        self._say(f"run {name} ended: {report.steps} steps, {report.steps_rolled_back} undone and repeated")
 
     def _problem(self, problem: str) -> None:
         self._problems.append(problem)
@@ -363,7 +344,7 @@ class Soak:
 
 
 def _signal_ours(driver: Driver, process_id: int, number: signal.Signals) -> bool:
-    """False when it is not, or no longer, a process of this driver."""
+    """Send a signal; return False when the process is not, or no longer, a descendant of this driver."""
     for process in driver.descendants():
         if process.pid == process_id:
             with suppress(psutil.NoSuchProcess):
@@ -373,16 +354,17 @@ def _signal_ours(driver: Driver, process_id: int, number: signal.Signals) -> boo
 
 
 def main(
-    kills: Annotated[int, typer.Option(min=1, help="Processes to kill, one after the other.")] = 20,
-    seed: Annotated[int, typer.Option(min=0, help="Of victims, pauses and rules.")] = 0,
+    kills: Annotated[int, typer.Option(min=1, help="Number of processes to kill, one after the other.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for victims, pauses and rules.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 60,
     days: Annotated[
-        int, typer.Option(min=0, help="Instead: go on with a generated run of so many days, and restart each actor.")
+        int,
+        typer.Option(min=0, help="Instead of kills: resume a generated run of this many days, restarting each actor."),
     ] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
 ) -> None:
-    """Kill actors, learner and driver of simulated runs over real Ray, take engines away, stop processes and spoil
-    files, and check after each."""
+    """Kill actors, learner and driver of simulated runs over Ray, make engines unavailable, stop processes and damage
+    files, and check the ledger after each."""
     if days:
         from benches.months_soak import main as soak_months
 

@@ -1,4 +1,4 @@
-"""The driver process of a soaked run: asked through pipes, and killed with -9."""
+"""The handle of a soaked run's driver process, which answers questions through pipes and is killed with SIGKILL."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from headrace.actors.record.run_directory import RunDirectory
 
 ANSWER_S: Final = 300.0
-"""The run is stuck when it does not answer, or makes no step, for so long."""
+"""Time without an answer or a step after which the run counts as stuck."""
 END_S: Final = 300.0
 GONE_S: Final = 60.0
-"""What a dead driver started is gone by then."""
+"""Time by which the children of a dead driver must have ended."""
 RAY_AGENTS: Final = ("ray::RuntimeEnvAgent", "ray::DashboardAgent")
-"""They try for a minute to reach a dead head, then end."""
+"""Ray processes that try for a minute to reach a dead head before they end."""
 
 
 class Driver:
-    """One driver process, asked and killed."""
+    """Handle of one driver process."""
 
     def __init__(self, directory: RunDirectory) -> None:
         read, write = os.pipe()
@@ -40,7 +40,7 @@ class Driver:
         self._answers = os.fdopen(read, "rb")
 
     def ask(self, question: str) -> Any:
-        """None when the run ends without an answer. Raises TimeoutError."""
+        """Return the answer; None when the run ends without one. Raises TimeoutError."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(question.encode() + b"\n")
@@ -62,18 +62,22 @@ class Driver:
         return []
 
     def kill(self) -> list[psutil.Process]:
-        """End it; what it had started, and is still there a while later."""
+        """Kill the driver; return those of its descendants that are still alive a minute later."""
         if self._process.poll() is not None:
             self._close()
             return []
-        family = [process for process in self.descendants() if not _is_ray_agent(process)]
+        family = []
+        for process in self.descendants():
+            with suppress(psutil.NoSuchProcess):
+                if process.cmdline()[:1] not in ([agent] for agent in RAY_AGENTS):
+                    family.append(process)
         self._process.kill()
         self._close()
         left: list[psutil.Process] = psutil.wait_procs(family, timeout=GONE_S)[1]
         return left
 
     def end(self) -> int | None:
-        """Wait for the end of the run; its exit code, None when it has to be killed."""
+        """Wait for the end of the run; return its exit code, None when it had to be killed."""
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -91,12 +95,5 @@ class Driver:
 
 
 def log_of(directory: RunDirectory) -> Path:
-    """What the drivers of a run print."""
+    """Return the path of the drivers' output."""
     return directory.path / "driver.log"
-
-
-def _is_ray_agent(process: psutil.Process) -> bool:
-    try:
-        return process.cmdline()[0] in RAY_AGENTS
-    except (psutil.NoSuchProcess, IndexError):
-        return False

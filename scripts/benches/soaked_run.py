@@ -1,11 +1,12 @@
-"""A driver that can be asked: `python -m benches.soaked_run RUN DESCRIPTOR` starts or resumes a run and
-answers each line on its standard input with a JSON line on the open file DESCRIPTOR (Ray prints on standard output).
+"""The driver of a soaked run, which answers questions about its processes.
 
-`processes`: the process ids of service and actors by name. `reached N`: whether the run has made, or makes, step N.
-`engines down` and `engines up`: that no turn of an agent can begin, until it can again; true once it is so.
+`python -m benches.soaked_run RUN DESCRIPTOR` starts or resumes a run and answers each line on standard input with a
+JSON line on the open file DESCRIPTOR (Ray prints on standard output). `processes` returns the process ids of service
+and actors by name; `reached N` whether the run has made, or will make, step N; `engines down` and `engines up` return
+true once no turn can begin, or turns can begin again.
 
 Invariants:
-- It does nothing to the run but drive it and what it is asked to do; who asks may kill what it names.
+- The driver does nothing to the run but drive it and answer; the asking process may kill the named processes.
 - Its exit code is that of `headrace resume`.
 """
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 async def answer(service: Service, answers: BinaryIO) -> None:
-    """Until nobody asks any more."""
+    """Answer questions until the end of standard input."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while question := await reader.readline():
@@ -49,7 +50,7 @@ async def answer(service: Service, answers: BinaryIO) -> None:
 
 
 async def processes(service: Service) -> dict[str, int]:
-    """Of all that live now; the service itself is one of them."""
+    """Return the process ids of all living actors and the service, by name."""
     runtime = RayRuntime()
     found = await until_back(service.process_ids)
     with suppress(ActorLost):
@@ -58,27 +59,27 @@ async def processes(service: Service) -> dict[str, int]:
 
 
 async def move_engines(where: str) -> bool:
-    """As often as it takes: they may be down for another reason. One that is started anew is up."""
+    """Take the engines down or up, with retries, since their actor may be dead; a restarted one is up."""
     engines = await RayRuntime().find(SimulatedEngineGroup, "engines")
     await until_back(engines.go_down if where == "down" else engines.come_back)
     return True
 
 
 def main(run_dir: Path, descriptor: int) -> None:
-    """Raises SystemExit."""
+    """Drive the run. Raises SystemExit."""
     try:
         drive_and_answer(run_dir, descriptor)
     except Exception as error:
-        # As at the command line: each error has an exit code.
+        # Each error has an exit code, as on the command line.
         logging.getLogger(__name__).error("the run ended", exc_info=error)
         sys.exit(exit_code_of_run(error))
 
 
 def drive_and_answer(run_dir: Path, descriptor: int) -> None:
-    """One life of a run. Raises what ends it."""
+    """Drive the run until it ends, and raise the error that ends it."""
     config, directory = reopen(run_dir)
     with os.fdopen(descriptor, "wb", buffering=0) as answers:
-        # As `headrace resume` does it.
+        # The same as in `headrace resume`.
         before = Resuming(config, directory, say=print).tell
         drive(config, directory, quiet=True, before=before, beside=lambda service: answer(service, answers))
 

@@ -1,1 +1,1 @@
-"""What is kept of a session: the token trie, its events, its log, its rows."""
+"""Capture of sessions: token trie, events, session log and training rows."""

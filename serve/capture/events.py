@@ -1,4 +1,4 @@
-"""What happens to a session, as values that can be kept and applied again.
+"""The events of a session, as values that can be stored and applied again.
 
 Invariant: applying the same events in the same order gives the same session.
 """
@@ -21,41 +21,41 @@ if TYPE_CHECKING:
 
 
 class Status(StrEnum):
-    """What became of a sampled turn."""
+    """Delivery status of a sampled turn."""
 
     FINISHED = "finished"
-    """Sampled to its end; its last byte has not left yet."""
+    """Sampled to its end; its last byte is not sent yet."""
     DELIVERED = "delivered"
     """Its last byte was handed to the connection."""
     ACCEPTED = "accepted"
-    """The agent came back with it."""
+    """The agent sent it back in a request."""
     ABORTED = "aborted"
     """Cut: agent gone, wall time over, engine failed after partial output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What tells one lineage from another; `untrained`: the model name is served, not trained."""
+    """Origin of a lineage, by which lineages are told apart; `untrained`: the model name is served, not trained."""
 
     agent: str = ""
     purpose: Purpose = Purpose.TURN
     has_tools: bool = False
     knows_us: bool = False
-    """Its messages echo a turn of the session's agents that is not on its path."""
+    """True when its messages echo a turn of the session's agents that is not on its path."""
     untrained: bool = False
 
     @property
     def is_ours(self) -> bool:
-        """Whether its root is one of the session's agents, and no side call beside them: where there are agents with
-        tools, their conversations, summaries of these, and what quotes them."""
+        """True for a conversation of the session's agents, false for a side call. In sessions with tools: conversations
+        that have tools, summarise one, or quote one."""
         return self.has_tools or self.knows_us or self.purpose is Purpose.COMPACTION
 
 
 class Exhausted(StrEnum):
-    """The budget that ended the agent first."""
+    """Budget that ended the agent first."""
 
     NONE = ""
-    """None: the agent ended by itself."""
+    """The agent ended by itself."""
     TURNS = "turns"
     """budgets.max_turns"""
     TOKENS = "tokens"
@@ -68,15 +68,14 @@ class Exhausted(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:
-    """A turn was sampled, whole or (status ABORTED) in part. `parent` is the id of the turn it
-    continues; `delta` are the ids of its prompt below the parent,
-    `wishes` is what `wishes_of` gives for its request."""
+    """Event: a turn was sampled, whole or (status ABORTED) in part. `parent` is the id of the turn that it continues;
+    `delta` are the ids of its prompt below the parent, `options` is the `options_digest` of its request."""
 
     parent: str
     parts: tuple[bytes, ...]
     delta: TokenIds
     origin: Origin
-    wishes: str
+    options: str
     answer: TurnAnswer
     ids: Sequence[int]
     logprobs: Sequence[float]
@@ -88,7 +87,7 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The agent came back with a turn, so it has that and all before it; `drift` says how the echo differs."""
+    """Event: the agent echoed a turn, so it has that turn and all before it; `drift` is the echo's difference."""
 
     turn_id: str
     drift: Drift
@@ -96,7 +95,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """The last byte of an answer was handed to the connection, at `at` (monotonic seconds of this host)."""
+    """Event: the last byte of an answer was handed to the connection, at `at` (monotonic seconds of this host)."""
 
     turn_id: str
     at: float
@@ -104,14 +103,14 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A failure that is not the agent's reached it."""
+    """Event: a failure that the agent did not cause reached it."""
 
     failure: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """A budget ran out; the first one counts."""
+    """Event: a budget ran out; the first one counts."""
 
     budget: Exhausted
 

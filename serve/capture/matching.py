@@ -1,10 +1,10 @@
-"""What is the same although it is spelled otherwise: digests of messages, and the echo of a sampled turn.
+"""The matching of requests to recorded turns: digests of messages, and the echo of a sampled turn.
 
 Invariants:
-- Digests are stable over processes: a session is found again after a restart of the gateway.
-- Reasoning never decides: agents drop, shorten or summarise it, and the sampled one stays in the tokens.
-- An id of ours (tool call, signature) finds its turn whatever became of the words around it; without one the words
-  decide, exactly first, then without blanks, order of keys, defaults and types.
+- Digests are stable across processes, so that a session is found again after a restart of the gateway.
+- Reasoning is never compared: agents drop, shorten or summarise it, and the sampled one remains in the tokens.
+- One of our ids (tool call, signature) identifies its turn whatever the words around it; without one the words are
+  compared, first exactly, then without whitespace, order of keys, defaults and types.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
     from headrace.serve.conversation import Block, ToolSpec, TurnRequest
 
 _CHANGE_OF_FOLDER: Final = re.compile(r"^\s*cd \S+ *&& *")
-"""Some agents drop it from a command that starts in that folder already."""
+"""Prefix of a command that some agents drop when the command starts in that folder anyway."""
 
 
 MAX_LEVELS: Final = 64
-"""Of nested arguments: anybody may write any number."""
+"""Limit of nested arguments, which an agent may make arbitrarily deep."""
 
 
 class Drift(StrEnum):
-    """How an echo differs from what was served."""
+    """Difference between an echo and the served turn."""
 
     NONE = ""
-    """Not at all."""
+    """No difference."""
     TEXT = "text"
-    """Other words or blanks."""
+    """Different words or whitespace."""
     ARGUMENTS = "arguments"
-    """Arguments of a call written otherwise."""
+    """Arguments of a call in a different form."""
     CALLS = "calls"
     """Calls missing, added or renamed."""
     ORDER = "order"
-    """Text and calls in another order."""
+    """Text and calls in a different order."""
 
 
 def digest(*parts: str | bytes) -> bytes:
-    """16 bytes; the parts are delimited by their lengths."""
+    """Return a digest of 16 bytes; the parts are delimited by their lengths."""
     hasher = blake2b(digest_size=16)
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
@@ -57,23 +57,22 @@ def digest(*parts: str | bytes) -> bytes:
 
 
 def head_digest(tools: Sequence[ToolSpec], agent: str) -> bytes:
-    """What a conversation begins with besides its messages."""
+    """Return the digest of the part of a conversation before its messages."""
     return digest("head", agent, *(tool.digest for tool in tools))
 
 
-def wishes_of(request: TurnRequest) -> str:
-    """What else than its messages makes a request the same as another; agents that run out of tokens ask again for
-    more."""
+def options_digest(request: TurnRequest) -> str:
+    """Return the digest of a request's other parameters: agents that ran out of tokens repeat a request for more."""
     return digest(str(request.max_tokens), str(request.calls_allowed), *request.stop).hex()
 
 
 def message_parts(message: Message) -> tuple[bytes, ...]:
-    """Digests of a message that was not sampled; one for each result of a tool, none for an empty message."""
+    """Return the digests of a message that was not sampled: one per tool result, none for an empty message."""
     if message.role is Role.TOOL:
         return tuple(result_digest(block) for block in message.blocks if isinstance(block, ToolResult))
     if message.role is Role.ASSISTANT:
         return (Served.of(message.blocks).exact,)
-    # Agents add and drop blanks around their own words.
+    # Agents add and drop whitespace around their own words.
     text = message.text.strip()
     return (digest(message.role, text),) if text else ()
 
@@ -83,7 +82,7 @@ def result_digest(result: ToolResult) -> bytes:
 
 
 RESULT: Final = b"r"
-"""Begins the part of a tool result; other parts are 16 bytes, this one 17."""
+"""First byte of the part of a tool result, which has 17 bytes; other parts have 16."""
 
 
 def is_result(part: bytes) -> bool:
@@ -91,7 +90,8 @@ def is_result(part: bytes) -> bool:
 
 
 class Frame:
-    """A running digest of parts without those that may be missing: what `covers` has the same frame."""
+    """Running digest of parts without tool results, which may be missing: sequences that `covers` accepts have the same
+    frame."""
 
     def __init__(self, parts: Sequence[bytes]) -> None:
         self._hasher = blake2b(digest_size=16)
@@ -107,7 +107,7 @@ class Frame:
 
 
 def covers(known: Sequence[bytes], given: Sequence[bytes]) -> bool:
-    """Whether `given` is what was rendered as `known`: the same parts in order, but that results may be missing."""
+    """Return whether `given` was rendered as `known`: the same parts in order, except that results may be missing."""
     if len(known) == len(given):
         return tuple(known) == tuple(given)
     missing = iter(known)
@@ -123,8 +123,8 @@ def covers(known: Sequence[bytes], given: Sequence[bytes]) -> bool:
 
 
 def in_order_of(calls: Sequence[ToolCall], messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages after a sampled turn in their one form: its results first among the leading ones, in the order of
-    its calls, and none twice (where ids tell them apart)."""
+    """Return the messages after a sampled turn in canonical form: among the leading ones its results first, in the
+    order of its calls, and without duplicates (if they have ids)."""
     leading = 0
     while leading < len(messages) and messages[leading].role is Role.TOOL:
         leading += 1
@@ -138,25 +138,20 @@ def in_order_of(calls: Sequence[ToolCall], messages: Sequence[Message]) -> tuple
 
 
 def without_echoes_of(call_ids: Collection[str], messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Some agents echo the parallel calls of one turn as several messages, each with its result after it. `call_ids`
-    are those that its first message did not show."""
-    kept: list[Message] = []
+    """Return the messages without further echoes of a turn: some agents repeat its parallel calls as several messages,
+    each with its result after it. `call_ids` are those that its first message did not have."""
+    others: list[Message] = []
     for index, message in enumerate(messages):
         if message.role is not Role.ASSISTANT:
-            kept.append(message)
-        elif not _belongs(message, call_ids):
-            return (*kept, *messages[index:])
-    return tuple(kept)
-
-
-def _belongs(message: Message, call_ids: Collection[str]) -> bool:
-    calls = message.calls
-    return bool(calls) and all(call.id in call_ids for call in calls)
+            others.append(message)
+        elif not message.calls or any(call.id not in call_ids for call in message.calls):
+            return (*others, *messages[index:])
+    return tuple(others)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is kept of an answer to find its echo: digests and call ids, no words."""
+    """Fingerprint of an answer by which its echo is found: digests and call ids, no words."""
 
     exact: bytes
     text: bytes
@@ -166,11 +161,15 @@ class Served:
 
     @classmethod
     def of(cls, blocks: Iterable[Block]) -> Served:
-        said = [block for block in blocks if not isinstance(block, Reasoning)]
-        text = "".join(block.text for block in said if isinstance(block, Text))
-        calls = [block for block in said if isinstance(block, ToolCall)]
-        kinds = ("c" if isinstance(block, ToolCall) else "t" for block in said if not _is_blank(block))
-        # Texts that reasoning stood between are one for those who drop it.
+        visible = [block for block in blocks if not isinstance(block, Reasoning)]
+        text = "".join(block.text for block in visible if isinstance(block, Text))
+        calls = [block for block in visible if isinstance(block, ToolCall)]
+        kinds = (
+            "c" if isinstance(block, ToolCall) else "t"
+            for block in visible
+            if not isinstance(block, Text) or block.text.strip()
+        )
+        # Agents that drop the reasoning between two texts join them.
         order = re.sub("t+", "t", "".join(kinds))
         call_words = [word for call in calls for word in (call.id, call.name, call.arguments)]
         return cls(
@@ -182,7 +181,7 @@ class Served:
         )
 
     def drift_to(self, echo: Served) -> Drift:
-        """The first way in which an echo of this differs."""
+        """Return the first difference of an echo of this answer."""
         if echo.exact == self.exact:
             return Drift.NONE
         if echo.call_ids != self.call_ids or echo.names != self.names:
@@ -193,19 +192,15 @@ class Served:
 
 
 def plain_digest(blocks: Iterable[Block]) -> bytes:
-    """Of the words of an answer alone: without blanks, ids, reasoning, and the order of text and calls."""
-    said = list(blocks)
-    text = plain_text("".join(block.text for block in said if isinstance(block, Text)))
-    calls = (block for block in said if isinstance(block, ToolCall))
+    """Return the digest of an answer's words, without whitespace, ids, reasoning, and the order of text and calls."""
+    answer = list(blocks)
+    text = plain_text("".join(block.text for block in answer if isinstance(block, Text)))
+    calls = (block for block in answer if isinstance(block, ToolCall))
     return digest(text, *(word for call in calls for word in (call.name, plain_arguments(call))))
 
 
-def _is_blank(block: Block) -> bool:
-    return isinstance(block, Text) and not block.text.strip()
-
-
 def plain_text(text: str) -> str:
-    """Without blanks, which agents trim and re-flow."""
+    """Return the text without whitespace, which agents trim and re-flow."""
     return "".join(text.split())
 
 
@@ -214,8 +209,8 @@ class _TooDeep(ValueError):
 
 
 def plain_arguments(call: ToolCall) -> bytes:
-    """Arguments without blanks, order of keys, defaults (false, null, empty) and types; their text where it is no
-    JSON, or too deep."""
+    """Return the arguments without whitespace, order of keys, defaults (false, null, empty) and types; their text when
+    it is not valid JSON, or too deep."""
     try:
         plain = _plain(orjson.loads(call.arguments), MAX_LEVELS)
     except (orjson.JSONDecodeError, _TooDeep):

@@ -1,9 +1,9 @@
-"""From the trie to rows: what of a session is trained, what is masked and why, and the lineages.
+"""The training rows of a session: the trained and the masked tokens of its trie, and the lineages.
 
 Invariants:
-- A row is the path to a turn that nothing trainable continues: true lineages, no copies of one another.
-- Each trained token is trained in one row: that of the longest lineage through it. In the others it is context.
-- The version spans of a row cover the sampled positions it owns, and no others: staleness counts what is trained.
+- A row is the path to a turn that no trainable turn continues; rows are true lineages, not copies of one another.
+- Each trained token is trained in one row, that of the longest lineage through it. In the others it is context.
+- The version spans of a row cover exactly the sampled positions that it owns: staleness counts trained tokens only.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
 
 
 class Masked(StrEnum):
-    """Why sampled tokens are not trained."""
+    """Reason why sampled tokens are not trained."""
 
     ABORTED = "aborted"
     """The turn was cut: agent gone, wall time over, engine failed after partial output."""
     ABANDONED = "abandoned"
-    """The agent went on without the turn: dropped as malformed, sampled again, or never delivered."""
+    """The agent continued without the turn: dropped as malformed, sampled again, or never delivered."""
     SIDE = "side"
     """A side call (a title, a summary for people), or a model name that is served and not trained."""
     SAMPLING = "sampling"
     """Sampled with temperature 0, top_p or top_k: the engine's log-probabilities are not those of the behaviour
     policy."""
     TRUNCATED = "truncated"
-    """Cut by the end of the context, where the session says that such turns are not trained."""
+    """Cut by the end of the context, in a session that does not train such turns."""
 
 
 _IN_ROWS = (None, Masked.SAMPLING, Masked.TRUNCATED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaidTurn:
-    """One sampled turn as text: `prompt` is what was new to the engine since the turn `parent` ("" opens a row),
-    `answer` what was sampled; both with special tokens as they are spelled. `status`, `masked` (why it is not trained)
-    and `lineage` as in the trie; `versions` are the weights that sampled it."""
+class TranscriptTurn:
+    """Sampled turn as text: `prompt` is the text that was new to the engine since the turn `parent` ("" opens a row),
+    `answer` the sampled text; both with spelled-out special tokens. `status`, `masked` (the reason why it is not
+    trained) and `lineage` are those of the trie; `versions` are the weights that sampled it."""
 
     turn_id: str
     parent: str
@@ -70,7 +70,7 @@ class SaidTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
-    """What a row is: `name` within its session; `truncated`: the end of the context cut its last turn."""
+    """Description of a row: its `name` within the session; `truncated`: the end of the context cut its last turn."""
 
     name: str
     truncated: bool
@@ -78,11 +78,11 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionReport:
-    """What a session leaves. `trajectory` is None when nothing was sampled that stands in a row; `lineages` has one
-    entry for each of its rows. `failures` are engine, gateway and network failures that reached the agent: when there
-    is one the outcome is infra, whatever is scored. `drift` counts turns by how their echo differed, `lost_calls` call
-    markup that gave no call. `rerendered` counts the conversations begun by a full render, after the first.
-    `conversation` holds every sampled turn as text, for those who asked for it."""
+    """Report of a closed session. `trajectory` is None when no row has a sampled turn; `lineages` has one entry per
+    row. `failures` are engine, gateway and network failures that reached the agent: any of them makes the outcome
+    infra, whatever the score. `drift` counts turns by the difference of their echo, `lost_calls` call markup that could
+    not be parsed. `rerendered` counts the conversations that began with a full render, after the first. `conversation`
+    holds every sampled turn as text, if requested."""
 
     session_id: SessionId
     trajectory: Trajectory | None
@@ -96,13 +96,23 @@ class SessionReport:
     lineages: tuple[Lineage, ...] = ()
     drift: dict[str, int] = field(default_factory=dict)
     lost_calls: int = 0
-    conversation: tuple[SaidTurn, ...] = ()
+    conversation: tuple[TranscriptTurn, ...] = ()
 
 
 def report_of(session: Session) -> SessionReport:
-    """What the session leaves."""
+    """Return the report of a session."""
     verdicts = verdicts_of(session)
-    rows, lineages = _rows(session.trie, verdicts)
+    in_rows = {node for node, reason in verdicts.items() if reason in _IN_ROWS}
+    inner = {sampled for node in in_rows for _, sampled in path(node)[:-1]}
+    leaves = [node for node in verdicts if node in in_rows and node not in inner]
+    owned: set[SampledNode] = set()
+    rows_by_leaf: dict[SampledNode, Row] = {}
+    for leaf in sorted(leaves, key=lambda node: -node.length):
+        # The longest row owns the turns that several share.
+        mine = {sampled for _, sampled in path(leaf)} & in_rows - owned
+        rows_by_leaf[leaf] = _row(leaf, mine, {node for node in mine if verdicts[node] is None})
+        owned |= mine
+    rows = tuple(rows_by_leaf[leaf] for leaf in leaves)
     masked = Counter[str]()
     for node, reason in verdicts.items():
         if reason is not None:
@@ -117,15 +127,19 @@ def report_of(session: Session) -> SessionReport:
         rerendered=max(0, len(session.trie.roots) - 1),
         exhausted=session.exhausted,
         failures=tuple(session.failures),
-        lineages=lineages,
+        lineages=tuple(Lineage(name=_name(leaf, session.trie), truncated=leaf.truncated) for leaf in leaves),
         drift={str(kind): number for kind, number in session.drift.items() if kind},
         lost_calls=session.lost_calls,
     )
 
 
 def verdicts_of(session: Session) -> dict[SampledNode, Masked | None]:
-    """For every sampled turn, in the order sampled, why it is masked; None: it is trained."""
-    side = _side_turns(session.trie)
+    """Return the reason of masking for every sampled turn, in the order sampled; None for a trained one."""
+    side: set[SampledNode] = set()
+    roots = session.trie.roots
+    if any(root.origin.has_tools for root in roots):
+        # In a session whose agents have tools: conversations without tools that neither summarise nor continue another.
+        side = {node for root in roots if not root.origin.is_ours for node in below(root)}
     verdicts: dict[SampledNode, Masked | None] = {}
     for node in session.trie.sampled:
         if node.status is Status.ABORTED:
@@ -141,55 +155,34 @@ def verdicts_of(session: Session) -> dict[SampledNode, Masked | None]:
     return verdicts
 
 
-def _side_turns(trie: Trie) -> set[SampledNode]:
-    """Turns of conversations without tools, in a session whose agents have tools, that neither summarise nor continue
-    one of ours."""
-    if not any(root.origin.has_tools for root in trie.roots):
-        return set()
-    return {node for root in trie.roots if not root.origin.is_ours for node in below(root)}
-
-
 def is_abandoned(node: SampledNode, trie: Trie) -> bool:
-    """Whether the agent went on from before this turn, without it."""
+    """Return whether the agent continued from before this turn, without it."""
     if node.status is Status.FINISHED:
         return True
-    if node.status is Status.ACCEPTED or node.children or not _goes_on(node.parent):
-        return False
     prompt = node.parent
+    if node.status is Status.ACCEPTED or node.children or not _is_echoed(prompt):
+        return False
     if any(sibling.number > node.number and sibling.status is not Status.ABORTED for sibling in prompt.children):
         return True
-    if prompt.parent is not None:
-        return any(_goes_on(other) and other.number > node.number for other in prompt.parent.children)
-    return any(_goes_on(other) and other.number > node.number and _continues(prompt, other) for other in trie.roots)
+    # A later root is the same conversation without its first answer if it only appends messages.
+    others = prompt.parent.children if prompt.parent is not None else trie.roots
+    return any(
+        other.number > node.number
+        and _is_echoed(other)
+        and (prompt.parent is not None or other.parts[: len(prompt.parts)] == prompt.parts)
+        for other in others
+    )
 
 
-def _goes_on(prompt: PromptNode) -> bool:
-    """A summary of the history is asked for beside the agent's way, and never echoed; so is what is not trained."""
+def _is_echoed(prompt: PromptNode) -> bool:
+    """Return whether the agent would continue from the answer: it does not from a summary of its history, which is
+    requested on the side, or from an untrained turn."""
     return prompt.origin.purpose is not Purpose.COMPACTION and not prompt.origin.untrained
 
 
-def _continues(prompt: PromptNode, other: PromptNode) -> bool:
-    """Whether a later root is the same conversation without its first answer: only messages were appended."""
-    return other.parts[: len(prompt.parts)] == prompt.parts
-
-
-def _rows(trie: Trie, verdicts: dict[SampledNode, Masked | None]) -> tuple[tuple[Row, ...], tuple[Lineage, ...]]:
-    """A row for every kept turn that no kept turn continues; the longest owns what several share."""
-    kept = {node for node, reason in verdicts.items() if reason in _IN_ROWS}
-    inner = {sampled for node in kept for _, sampled in path(node)[:-1]}
-    leaves = [node for node in verdicts if node in kept and node not in inner]
-    owned: set[SampledNode] = set()
-    rows: dict[SampledNode, Row] = {}
-    for leaf in sorted(leaves, key=lambda node: -node.length):
-        mine = {sampled for _, sampled in path(leaf)} & kept - owned
-        rows[leaf] = _row(leaf, mine, {node for node in mine if verdicts[node] is None})
-        owned |= mine
-    lineages = tuple(Lineage(name=_name(leaf, trie), truncated=leaf.truncated) for leaf in leaves)
-    return tuple(rows[leaf] for leaf in leaves), lineages
-
-
 def _row(leaf: SampledNode, mine: set[SampledNode], trained: set[SampledNode]) -> Row:
-    """The path to `leaf`, with log-probabilities and spans of the turns it owns, and the mask of those trained."""
+    """Return the path to `leaf`, with log-probabilities and spans of the turns it owns, and the mask of those
+    trained."""
     ids = array("i")
     mask, logprobs = np.zeros(leaf.length, dtype=np.bool_), np.zeros(leaf.length, dtype=np.float32)
     spans: list[VersionSpan] = []
@@ -210,22 +203,36 @@ def _row(leaf: SampledNode, mine: set[SampledNode], trained: set[SampledNode]) -
 
 
 def _name(leaf: SampledNode, trie: Trie) -> str:
-    """`0` for the first conversation; `2.compaction`, `1.agent-7`: what it is for, where the wire told."""
-    root, asked = path(leaf)[0][0], leaf.parent.origin
-    purpose = asked.purpose.value if asked.purpose is not Purpose.TURN else ""
-    return ".".join(part for part in (str(trie.roots.index(root)), asked.agent, purpose) if part)
+    """Return the lineage's name: `0` for the first conversation; `2.compaction` and `1.agent-7` name the purpose and
+    the agent, if known."""
+    root, origin = path(leaf)[0][0], leaf.parent.origin
+    purpose = origin.purpose.value if origin.purpose is not Purpose.TURN else ""
+    return ".".join(part for part in (str(trie.roots.index(root)), origin.agent, purpose) if part)
 
 
 def tree_of(session: Session) -> list[dict[str, object]]:
-    """The trie as JSON, node by node: what every turn was, how long, what became of it."""
-    verdicts = verdicts_of(session)
-    return [_describe(node, verdicts[node], session.trie) for node in session.trie.sampled]
+    """Return the sampled nodes of the trie as JSON, in the order sampled."""
+    return [
+        {
+            "turn_id": node.turn_id,
+            "parent": node.parent.parent.turn_id if node.parent.parent else None,
+            "lineage": _name(node, session.trie),
+            "rendered_tokens": len(node.parent.ids),
+            "sampled_tokens": len(node.ids),
+            "status": node.status.value,
+            "masked": reason.value if reason else None,
+            "truncated": node.truncated,
+            "calls": [{"id": call.id, "name": call.name} for call in node.calls],
+            "versions": [[span.start, span.end, str(span.version)] for span in node.spans],
+        }
+        for node, reason in verdicts_of(session).items()
+    ]
 
 
-def conversation_of(session: Session, decode: Callable[[Sequence[int]], str]) -> tuple[SaidTurn, ...]:
-    """Every sampled turn as text, in the order sampled, those that were cut or dropped too."""
+def conversation_of(session: Session, decode: Callable[[Sequence[int]], str]) -> tuple[TranscriptTurn, ...]:
+    """Return every sampled turn as text, in the order sampled, including those that were cut or dropped."""
     return tuple(
-        SaidTurn(
+        TranscriptTurn(
             turn_id=node.turn_id,
             parent=node.parent.parent.turn_id if node.parent.parent else "",
             lineage=_name(node, session.trie),
@@ -238,19 +245,3 @@ def conversation_of(session: Session, decode: Callable[[Sequence[int]], str]) ->
         )
         for node, reason in verdicts_of(session).items()
     )
-
-
-def _describe(node: SampledNode, reason: Masked | None, trie: Trie) -> dict[str, object]:
-    prompt = node.parent
-    return {
-        "turn_id": node.turn_id,
-        "parent": prompt.parent.turn_id if prompt.parent else None,
-        "lineage": _name(node, trie),
-        "rendered_tokens": len(prompt.ids),
-        "sampled_tokens": len(node.ids),
-        "status": node.status.value,
-        "masked": reason.value if reason else None,
-        "truncated": node.truncated,
-        "calls": [{"id": call.id, "name": call.name} for call in node.calls],
-        "versions": [[span.start, span.end, str(span.version)] for span in node.spans],
-    }

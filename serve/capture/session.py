@@ -1,13 +1,13 @@
-"""The pure core of a session: which tokens one agent's conversations are made of, and what of them is trained.
+"""The pure core of a session: the tokens of one agent's conversations, and which of them are trained.
 
 Invariants:
-- The prompt of a turn that continues another is prompt plus output of that one plus a bridge, token for token. Sampled
-  ids are kept raw and are never rendered again.
-- A request whose history is not known opens a row of its own by a full render; older rows stay as they are.
+- The prompt of a turn that continues another is that turn's prompt and output plus a bridge, token for token. Sampled
+  ids are stored raw and are never rendered again.
+- A request whose history is unknown opens a row of its own by a full render; older rows do not change.
 - `sampled_tokens == trained_tokens + sum(masked)`: each sampled token is trained in exactly one row, or masked for one
   of the reasons of `Masked`. Drift never masks.
-- No clock and no I/O: `now` is an argument, ids come from a Renderer, completions from whoever asked the engine. What
-  changes the session is an event (events.py) that can be kept and applied again.
+- No clock and no I/O: `now` is an argument, ids come from a Renderer, completions from the caller. Every change of the
+  session is an event (events.py) that can be stored and applied again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NewType
 
 from headrace.policies.engine import MAX_TOKEN_CHARACTERS, FinishReason
 from headrace.serve.capture.events import Accepted, Delivered, Exhausted, Failed, Recorded, Spent, Status
-from headrace.serve.capture.matching import wishes_of
+from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.trie import Trie
 from headrace.serve.conversation import Reasoning, Text, ToolCall, TurnAnswer, TurnEnd
 from headrace.serve.errors import ContextExceeded
@@ -32,23 +32,25 @@ if TYPE_CHECKING:
     from headrace.serve.capture.events import Event
     from headrace.serve.capture.trie import Match, SampledNode
     from headrace.serve.conversation import Block, TurnRequest
-    from headrace.serve.parsing.base import OutputParser, ParsedBlock
+    from headrace.serve.parsing.base import OutputParser
     from headrace.serve.rendering.render import Renderer, TokenIds
 
 SessionId = NewType("SessionId", str)
 
 FINAL_TEXT = "The budget of this session is used up, so I stop here."
 RENDERED_TOKENS_FACTOR = 8
-"""Messages with so many times the tokens that fit are refused unrendered. Templates write the arguments of calls as
-JSON of their own, which can be several times shorter than the agent's (blanks, `\\u` escapes)."""
+"""Messages with this many times the tokens that fit are refused without rendering. The factor is above 1 because
+templates write the arguments of calls as their own JSON, which can be several times shorter than the agent's (blanks,
+`\\u` escapes)."""
 MAX_REPLAYS = 3
 REPLAY_S = 120.0
-"""A delivered answer that the agent asks for again within so long did not reach it; later, it wants another one."""
+"""A delivered answer that is requested again within this time did not reach the agent; later, the agent wants a new
+one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The recipe's sampling: law for every turn, whatever the agent sends."""
+    """Sampling parameters of the recipe, which apply to every turn whatever the agent sends."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -56,15 +58,15 @@ class Sampling:
 
     @property
     def exact(self) -> bool:
-        """Whether the engine's log-probabilities are those of the distribution sampled from."""
+        """True when the engine's log-probabilities are those of the sampled distribution."""
         return self.temperature > 0 and self.top_p == 1.0 and self.top_k == -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """What one agent may use. `max_context_tokens` counts prompt plus output; `max_sampled_tokens` all turns together
+    """Limits of one agent. `max_context_tokens` counts prompt plus output; `max_sampled_tokens` all turns together
     (None: no limit); `wall_s` counts from the opening of the session. `final_text` is the normal answer that ends an
-    agent whose budget is spent; "" says so by an empty answer that was cut."""
+    agent whose budget is spent; with "", the agent gets an empty truncated answer instead."""
 
     max_turns: int = 64
     max_tokens_per_turn: int = 4096
@@ -76,8 +78,8 @@ class Budgets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """One session to open. `session_id` is the caller's, open at most once; `traceparent` is the agent span of the
-    rollout. `train_truncated`: whether turns that the end of the context cut are trained."""
+    """Session to open. `session_id` is chosen by the caller and open at most once; `traceparent` is the agent span of
+    the rollout. `train_truncated`: whether turns that were cut by the end of the context are trained."""
 
     session_id: SessionId
     sampling: Sampling = field(default_factory=Sampling)
@@ -88,8 +90,8 @@ class SessionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TurnPlan:
-    """What to ask the engine. `truncates`: the end of the context, not a wish or a budget, sets `max_new_tokens`;
-    `spends`: what is left of `max_sampled_tokens` does."""
+    """Prompt and limit of an engine request. `truncates`: `max_new_tokens` is set by the end of the context, not by the
+    request or a budget; `spends`: it is set by the rest of `max_sampled_tokens`."""
 
     match: Match
     request: TurnRequest
@@ -101,8 +103,8 @@ class TurnPlan:
 
 
 class Session:
-    """One agent's conversations. A turn: `match`, `accepted`, `replay`, `delta`, `plan`; ask an engine; `recorded` or
-    `aborted`; what they return is applied with `apply`; `Delivered` when the last byte has left."""
+    """Conversations of one agent. A turn calls `match`, `accepted`, `replay`, `delta` and `plan`, an engine, then
+    `recorded` or `aborted`, whose event is applied with `apply`, and applies `Delivered` once the answer was sent."""
 
     def __init__(self, spec: SessionSpec, opened_at: float) -> None:
         self.spec = spec
@@ -121,7 +123,7 @@ class Session:
         return self.opened_at + self.spec.budgets.wall_s - now
 
     def spent(self, now: float, *, running: int = 0) -> Exhausted:
-        """The budget that forbids a turn beside `running` others; NONE when it may begin."""
+        """Return the budget that forbids another turn beside `running` ones; NONE when it may begin."""
         budgets = self.spec.budgets
         if self.turns + running >= budgets.max_turns:
             return Exhausted.TURNS
@@ -132,35 +134,31 @@ class Session:
         return Exhausted.NONE
 
     def final_answer(self) -> TurnAnswer:
-        """The normal answer that ends an agent whose budget is spent; nothing of it was sampled."""
+        """Return the normal answer that ends an agent whose budget is spent; none of it was sampled."""
         text = self.spec.budgets.final_text
         blocks = (Text(text),) if text else ()
         end = TurnEnd.STOP if text else TurnEnd.LENGTH
         return TurnAnswer(turn_id=f"t{self._salt}end", blocks=blocks, end=end)
 
     def match(self, request: TurnRequest, *, untrained: bool = False) -> Match:
-        """How far the request is known. Changes nothing.
+        """Find the known part of the request. Changes nothing.
 
         Raises:
             ContextExceeded: the messages cannot fit, whatever they are rendered to.
         """
-        self._refuse_hopeless(request)
+        # Rendering takes seconds for megabytes that cannot fit anyway, in which no other session would be served.
+        limit, characters = self.spec.budgets.max_context_tokens, request.characters
+        if len(request.messages) > limit or characters > limit * MAX_TOKEN_CHARACTERS:
+            raise _too_long(request, characters, limit)
         match = self.trie.match(request, untrained=untrained)
         if match.parent is not None and match.prompt is None and len(self.trie.roots) > 1:
-            # Where the template could not continue its parent it was asked, and recorded, as a root of its own.
+            # If the template could not continue its parent, the request was recorded as a root of its own.
             whole = self.trie.as_root(match, request)
             match = whole if whole.prompt is not None else match
         return match
 
-    def _refuse_hopeless(self, request: TurnRequest) -> None:
-        """Megabytes that cannot fit anyway are not rendered: that takes seconds in which no other session is served."""
-        most = self.spec.budgets.max_context_tokens
-        characters = request.characters
-        if len(request.messages) > most or characters > most * MAX_TOKEN_CHARACTERS:
-            raise _too_long(request, characters, most)
-
     def accepted(self, match: Match) -> list[Accepted]:
-        """The events of a request that echoes turns for the first time: they reached the agent."""
+        """Return the events for turns that the request echoes for the first time: these reached the agent."""
         first = {echo.node: echo for echo in reversed((*match.echoes, *match.elsewhere))}
         return [
             Accepted(turn_id=node.turn_id, drift=echo.drift)
@@ -169,10 +167,10 @@ class Session:
         ]
 
     def replay(self, match: Match, request: TurnRequest, now: float) -> SampledNode | None:
-        """A finished turn that answers exactly this request and did not reach the agent, as far as we know."""
-        wishes = wishes_of(request)
+        """Return a finished turn that answers exactly this request and is not known to have reached the agent."""
+        options = options_digest(request)
         for node in reversed(match.prompt.children if match.prompt else []):
-            if node.answer is None or node.wishes != wishes or node.replays >= MAX_REPLAYS:
+            if node.answer is None or node.options != options or node.replays >= MAX_REPLAYS:
                 continue
             if node.status is Status.FINISHED or (
                 node.status is Status.DELIVERED and now - node.delivered_at < REPLAY_S
@@ -181,32 +179,27 @@ class Session:
         return None
 
     def delta(self, match: Match, request: TurnRequest, renderer: Renderer) -> TokenIds:
-        """The ids that are new, for `plan`. A pure function of its arguments; may take long for a first turn.
+        """Return the new ids, for `plan`. A pure function of its arguments; it may take long for a first turn.
 
         Raises:
-            TemplateRefused: the template cannot show these messages.
+            TemplateRefused: the template cannot render these messages.
             ContextExceeded: the messages alone have far more tokens than fit; they were not rendered.
         """
         if match.prompt is not None:
             return match.prompt.ids
-        self._refuse_far_too_many(match, request, renderer)
+        limit = self.spec.budgets.max_context_tokens * RENDERED_TOKENS_FACTOR
+        if sum(message.characters for message in match.rest) > limit:
+            # Rendering megabytes of nested arguments takes seconds and a gigabyte. Counting stops at the limit, so that
+            # its cost is bounded.
+            texts = (text for message in match.rest for text in message.rendered_texts)
+            if renderer.count_tokens(texts, stop_at=limit) >= limit:
+                raise _too_long(request, request.characters, self.spec.budgets.max_context_tokens)
         if match.parent is None:
             return renderer.render(match.rest, request.tools)
         return renderer.bridge(match.parent.last_id, match.parent.calls, match.rest)
 
-    def _refuse_far_too_many(self, match: Match, request: TurnRequest, renderer: Renderer) -> None:
-        """Rendering megabytes of nested arguments takes seconds and a gigabyte. Counting stops at the limit, so that it
-        costs the same however long the messages are."""
-        most = self.spec.budgets.max_context_tokens
-        limit = most * RENDERED_TOKENS_FACTOR
-        if sum(message.characters for message in match.rest) <= limit:
-            return
-        texts = (text for message in match.rest for text in message.rendered_texts)
-        if renderer.count_tokens(texts, stop_at=limit) >= limit:
-            raise _too_long(request, request.characters, most)
-
     def plan(self, match: Match, request: TurnRequest, delta: TokenIds) -> TurnPlan:
-        """The prompt of the turn and how much it may sample.
+        """Return the prompt of the turn and how much it may sample.
 
         Raises:
             ContextExceeded: the prompt leaves no room for one token.
@@ -222,8 +215,8 @@ class Session:
                 tokens=len(ids),
                 limit=budgets.max_context_tokens,
             )
-        wishes = [budgets.max_tokens_per_turn, request.max_tokens or left]
-        most = min(left, *wishes)
+        limits = [budgets.max_tokens_per_turn, request.max_tokens or left]
+        most = min(left, *limits)
         budget = most + 1
         if budgets.max_sampled_tokens is not None:
             budget = max(1, budgets.max_sampled_tokens - self.sampled_tokens)
@@ -233,30 +226,41 @@ class Session:
             delta=delta,
             prompt_ids=ids,
             max_new_tokens=min(most, budget),
-            truncates=left <= min(*wishes, budget),
+            truncates=left <= min(*limits, budget),
             spends=budget <= most,
         )
 
     def next_turn_id(self) -> str:
-        """An id for the next turn to begin; differs from all others of the session."""
+        """Return a new turn id, unique within the session."""
         self._turn_numbers += 1
         return f"t{self._salt}{self._turn_numbers}"
 
     def recorded(
         self, turn_id: str, plan: TurnPlan, completion: Completion, renderer: Renderer, parser: OutputParser
     ) -> Recorded:
-        """The event of a finished turn, with the answer the agent gets. One that the session's token budget cut is a
-        normal answer, as every spent budget is: some agents take a cut one for a failure of theirs."""
+        """Return the event of a finished turn, with the answer for the agent."""
         request = plan.request
         text, stop_string = visible_output(completion, request.stop, renderer)
         tools = request.tools if request.calls_allowed else ()
         parsed = parser.parse(text, tools, in_reasoning=renderer.opens_reasoning)
+        blocks: list[Block] = []
+        for block in parsed.blocks:
+            if isinstance(block, ParsedCall):
+                blocks.append(ToolCall(f"call_{turn_id}_{len(blocks)}", block.name, block.arguments))
+            elif visible := renderer.visible(block.text):
+                blocks.append(Text(visible) if isinstance(block, Text) else Reasoning(visible, turn_id))
+        # A turn that was cut by the session's token budget is a normal answer, as for every spent budget: some agents
+        # take a truncated one for a failure of theirs.
+        cut_is_normal = plan.spends and bool(self.spec.budgets.final_text)
+        end = TurnEnd.STOP_STRING if stop_string else TurnEnd.STOP
+        if completion.finish is not FinishReason.STOP and not cut_is_normal:
+            end = TurnEnd.LENGTH
+        elif any(isinstance(block, ParsedCall) for block in parsed.blocks):
+            end = TurnEnd.CALLS
         answer = TurnAnswer(
             turn_id=turn_id,
-            blocks=_blocks(turn_id, parsed.blocks, renderer),
-            end=_end(
-                completion, parsed.blocks, stop_string, cut_is_normal=plan.spends and bool(self.spec.budgets.final_text)
-            ),
+            blocks=tuple(blocks),
+            end=end,
             stop_string=stop_string,
             prompt_tokens=len(plan.prompt_ids),
             completion_tokens=len(completion.output_ids),
@@ -266,7 +270,7 @@ class Session:
         return self._event(plan, completion, answer, truncated=truncated, lost_calls=parsed.lost_calls)
 
     def aborted(self, turn_id: str, plan: TurnPlan, completion: Completion) -> Recorded:
-        """The event of a turn that was cut after some tokens: they are kept, and trained nowhere."""
+        """Return the event of a turn that was cut after some tokens, which are recorded but not trained."""
         answer = TurnAnswer(turn_id=turn_id, blocks=(), end=TurnEnd.LENGTH)
         return self._event(plan, completion, answer, status=Status.ABORTED)
 
@@ -286,7 +290,7 @@ class Session:
             parts=match.parts,
             delta=plan.delta,
             origin=match.origin,
-            wishes=wishes_of(plan.request),
+            options=options_digest(plan.request),
             answer=answer,
             ids=completion.output_ids,
             logprobs=completion.logprobs,
@@ -297,10 +301,15 @@ class Session:
         )
 
     def apply(self, event: Event) -> None:
-        """Change the session by an event, a new one or one that was kept."""
+        """Apply an event, a new one or one from the log."""
         match event:
             case Recorded():
-                self._add(event)
+                self.trie.add(event)
+                self.sampled_tokens += len(event.ids)
+                self.lost_calls += event.lost_calls
+                self.turns += event.status is not Status.ABORTED
+                number = event.answer.turn_id.removeprefix(f"t{self._salt}")
+                self._turn_numbers = max(self._turn_numbers, int(number) if number.isdigit() else 0)
             case Accepted(turn_id=turn_id, drift=drift):
                 if (node := self.trie.by_turn(turn_id)) is not None:
                     self.trie.accept(node)
@@ -314,14 +323,6 @@ class Session:
             case Spent(budget=budget):
                 self.exhausted = self.exhausted or budget
 
-    def _add(self, event: Recorded) -> None:
-        self.trie.add(event)
-        self.sampled_tokens += len(event.ids)
-        self.lost_calls += event.lost_calls
-        self.turns += event.status is not Status.ABORTED
-        number = event.answer.turn_id.removeprefix(f"t{self._salt}")
-        self._turn_numbers = max(self._turn_numbers, int(number) if number.isdigit() else 0)
-
 
 def _too_long(request: TurnRequest, characters: int, most: int) -> ContextExceeded:
     return ContextExceeded(
@@ -333,7 +334,7 @@ def _too_long(request: TurnRequest, characters: int, most: int) -> ContextExceed
 
 
 def visible_output(completion: Completion, stop: Sequence[str], renderer: Renderer) -> tuple[str, str]:
-    """The sampled text without what ended it, and the stop string that did ("" for none)."""
+    """Return the sampled text without its end marker, and the stop string that ended it ("" for none)."""
     ids = completion.output_ids
     if ids and ids[-1] in renderer.stop_ids:
         return renderer.decode(ids[:-1]), ""
@@ -344,22 +345,3 @@ def visible_output(completion: Completion, stop: Sequence[str], renderer: Render
             position, string = max(found)
             return text[:position], string
     return text, ""
-
-
-def _blocks(turn_id: str, parsed: Sequence[ParsedBlock], renderer: Renderer) -> tuple[Block, ...]:
-    """The blocks with ids of ours; spellings of special tokens are no text for an agent."""
-    blocks: list[Block] = []
-    for block in parsed:
-        if isinstance(block, ParsedCall):
-            blocks.append(ToolCall(f"call_{turn_id}_{len(blocks)}", block.name, block.arguments))
-        elif text := renderer.visible(block.text):
-            blocks.append(Text(text) if isinstance(block, Text) else Reasoning(text, turn_id))
-    return tuple(blocks)
-
-
-def _end(completion: Completion, parsed: Sequence[ParsedBlock], stop_string: str, *, cut_is_normal: bool) -> TurnEnd:
-    if completion.finish is not FinishReason.STOP and not cut_is_normal:
-        return TurnEnd.LENGTH
-    if any(isinstance(block, ParsedCall) for block in parsed):
-        return TurnEnd.CALLS
-    return TurnEnd.STOP_STRING if stop_string else TurnEnd.STOP

@@ -1,10 +1,10 @@
-"""The session log: a file of JSON lines for each session, from which a gateway that was killed comes back.
+"""The session log: one file of JSON lines per session, from which a killed gateway is restored.
 
 Invariants:
-- A line is written with one call before anything that depends on it leaves: it outlives the process, not the host (no
+- A line is written with one call before anything that depends on it is sent: it survives the process, not the host (no
   fsync).
-- A torn last line (killed while writing) is as if it had not been written.
-- Files are private to the user; their names tell nothing about the tokens that open sessions.
+- A torn last line (killed while writing) counts as not written.
+- Files are private to the user; their names reveal nothing about the session tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from array import array
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -49,7 +48,7 @@ _KINDS: Final[dict[str, type[Text | Reasoning | ToolCall]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """The first line: what was opened, under which token, when (monotonic seconds of this host)."""
+    """First line of a log: the session's spec, its token and its opening time (monotonic seconds of this host)."""
 
     spec: SessionSpec
     token: str
@@ -57,37 +56,37 @@ class Opened:
 
 
 class SessionLog:
-    """The logs of one gateway, below one folder."""
+    """Session logs of one gateway, in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         make_missing(folder)
 
     def open(self, opened: Opened) -> None:
-        """Begin a file. Raises LogBroken."""
+        """Create the log of a session. Raises LogBroken."""
         document = {"schema": SCHEMA, "spec": asdict(opened.spec), "token": opened.token, "opened_at": opened.opened_at}
         self._write(opened.spec.session_id, document, os.O_CREAT | os.O_TRUNC)
 
     def append(self, session_id: SessionId, event: Event) -> None:
-        """Raises LogBroken: nothing that depends on the event may leave."""
+        """Write an event. After a LogBroken, nothing that depends on the event may be sent."""
         self._write(session_id, _document(event), 0)
 
     def finish(self, session_id: SessionId) -> None:
-        """The session is over; its report can still be made again."""
+        """Mark a session as finished; its report can still be made again."""
         with suppress(OSError):
             self._path(session_id).replace(self._path(session_id, _FINISHED))
 
     def remove(self, session_id: SessionId) -> None:
-        """Forget a session, open or finished; nothing happens when it has no file. One that cannot be removed comes
-        back with a restart, until its wall budget ends."""
+        """Remove the log of a session, open or finished, if there is one. A log that cannot be removed is restored by a
+        restart until the session's wall budget ends."""
         for suffix in (_OPEN, _FINISHED):
             try:
                 self._path(session_id, suffix).unlink(missing_ok=True)
             except OSError as error:
-                logger.warning("a session log cannot be removed: %s", error)
+                logger.warning("cannot remove a session log: %s", error)
 
     def remove_finished(self, older_than_s: float) -> None:
-        """Forget what was finished so long ago."""
+        """Remove the logs of sessions that were finished longer ago than this."""
         oldest = time.time() - older_than_s
         for path in self._folder.glob(f"*{_FINISHED}"):
             with suppress(OSError):
@@ -95,23 +94,23 @@ class SessionLog:
                     path.unlink()
 
     def known(self) -> Iterator[Opened]:
-        """The first line of every readable file."""
+        """Yield the first line of every readable log."""
         for path in sorted(self._folder.glob(f"*{_OPEN}")):
             try:
                 with path.open("rb") as file:
                     yield _opened(file.readline())
             except (OSError, ValueError, TypeError, KeyError) as error:
-                logger.warning("session log %s is no session: %s", path.name, error)
+                logger.warning("skipping invalid session log %s: %s", path.name, error)
 
     def load_finished(self, session_id: SessionId) -> Session | None:
-        """A session that was finished; None when it is not there any more, or not readable."""
+        """Return a finished session; None when its log was removed or is not readable."""
         path = self._path(session_id, _FINISHED)
         with suppress(LogBroken):
             return self._load(path) if path.exists() else None
         return None
 
     def load(self, session_id: SessionId) -> Session:
-        """The session as it was when the last whole line was written. Raises LogBroken."""
+        """Return the session as of the last whole line of its log. Raises LogBroken."""
         return self._load(self._path(session_id))
 
     def _load(self, path: Path) -> Session:
@@ -119,22 +118,18 @@ class SessionLog:
             lines = path.read_bytes().split(b"\n")
             opened = _opened(lines[0] + b"\n" * (len(lines) > 1))
             session = Session(opened.spec, opened.opened_at)
-            # What follows the last line end is empty, or torn.
+            # The text after the last line end is empty, or a torn line.
             for line in lines[1:-1]:
                 session.apply(_event(orjson.loads(line)))
-            self._cut(path, len(b"\n".join(lines[:-1])) + 1, torn=bool(lines[-1]))
+            if lines[-1]:
+                # The next line must not continue the torn one.
+                os.truncate(path, len(b"\n".join(lines[:-1])) + 1)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise LogBroken(f"session log {path.name} cannot be read: {type(error).__name__}: {error}") from error
         return session
 
-    @staticmethod
-    def _cut(path: Path, length: int, *, torn: bool) -> None:
-        """Take a torn end away, so that the next line does not continue it."""
-        if torn:
-            os.truncate(path, length)
-
     def _path(self, session_id: SessionId, suffix: str = _OPEN) -> Path:
-        return self._folder / f"{_name(session_id)}{suffix}"
+        return self._folder / f"{hashlib.sha256(session_id.encode()).hexdigest()[:32]}{suffix}"
 
     def _write(self, session_id: SessionId, document: dict[str, Any], flags: int) -> None:
         data = orjson.dumps(document) + b"\n"
@@ -151,15 +146,25 @@ class SessionLog:
             raise LogBroken(f"the session log cannot be written: {error}") from error
 
 
-@lru_cache(maxsize=8192)
-def _name(session_id: SessionId) -> str:
-    return hashlib.sha256(session_id.encode()).hexdigest()[:32]
-
-
 def _document(event: Event) -> dict[str, Any]:
     match event:
         case Recorded():
-            return {"recorded": _recorded_document(event)}
+            recorded = {
+                "parent": event.parent,
+                "parts": [part.hex() for part in event.parts],
+                "delta": _encode(event.delta),
+                "origin": event.origin,
+                "wishes": event.options,
+                "answer": event.answer,
+                "kinds": [type(block).__name__ for block in event.answer.blocks],
+                "ids": _encode(array("i", event.ids)),
+                "logprobs": _encode(array("f", event.logprobs)),
+                "spans": [[span.start, span.end, str(span.version), span.stale_kv] for span in event.spans],
+                "status": event.status.value,
+                "truncated": event.truncated,
+                "lost_calls": event.lost_calls,
+            }
+            return {"recorded": recorded}
         case Accepted(turn_id=turn_id, drift=drift):
             return {"accepted": turn_id, "drift": drift.value}
         case Delivered(turn_id=turn_id, at=at):
@@ -182,25 +187,7 @@ def _event(document: dict[str, Any]) -> Event:
             return Failed(failure=failure)
         case {"spent": str() as budget}:
             return Spent(budget=Exhausted(budget))
-    raise ValueError(f"no event: {sorted(document)}")
-
-
-def _recorded_document(event: Recorded) -> dict[str, Any]:
-    return {
-        "parent": event.parent,
-        "parts": [part.hex() for part in event.parts],
-        "delta": _encode(event.delta),
-        "origin": event.origin,
-        "wishes": event.wishes,
-        "answer": event.answer,
-        "kinds": [type(block).__name__ for block in event.answer.blocks],
-        "ids": _encode(array("i", event.ids)),
-        "logprobs": _encode(array("f", event.logprobs)),
-        "spans": [[span.start, span.end, str(span.version), span.stale_kv] for span in event.spans],
-        "status": event.status.value,
-        "truncated": event.truncated,
-        "lost_calls": event.lost_calls,
-    }
+    raise ValueError(f"unknown event: {sorted(document)}")
 
 
 def _recorded(document: dict[str, Any]) -> Recorded:
@@ -211,12 +198,13 @@ def _recorded(document: dict[str, Any]) -> Recorded:
         parts=tuple(bytes.fromhex(part) for part in document.pop("parts")),
         delta=_decode("i", document.pop("delta")),
         origin=Origin(**origin | {"purpose": Purpose(origin["purpose"])}),
+        options=document.pop("wishes"),
         answer=TurnAnswer(**answer),
         ids=_decode("i", document.pop("ids")),
         logprobs=_decode("f", document.pop("logprobs")),
         spans=tuple(
             TokenSpan(start=start, end=end, version=PolicyVersion.parse(version), stale_kv=any(stale_kv))
-            # Logs of the first versions do not tell whether keys and values were stale.
+            # Logs of the first versions do not record whether the KV cache was stale.
             for start, end, version, *stale_kv in document.pop("spans")
         ),
         status=Status(document.pop("status")),
@@ -229,7 +217,7 @@ def _opened(line: bytes) -> Opened:
         raise ValueError("its first line is torn")
     document = orjson.loads(line)
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        raise ValueError(f"its first line does not begin a session of schema {SCHEMA}")
+        raise ValueError(f"its first line does not open a session of schema {SCHEMA}")
     spec = document["spec"]
     spec |= {"sampling": Sampling(**spec["sampling"]), "budgets": Budgets(**spec["budgets"])}
     return Opened(spec=SessionSpec(**spec), token=document["token"], opened_at=document["opened_at"])

@@ -1,14 +1,14 @@
 """The token trie of a session: prompts and sampled turns, as the engines saw them.
 
 Invariants:
-- A path from a root alternates prompt and sampled nodes; its ids, concatenated, are exactly what an engine was sent and
-  what it answered. No id of a node ever changes.
-- Below a sampled node a prompt node holds what closed that turn, the new messages and the opening of the next turn. A
-  root holds a whole rendered conversation.
-- Nodes are numbered in the order in which turns were recorded; a node outlives whatever branches off.
-- No text is kept: messages are known by their digests (matching.py).
-- Nodes are owned from above, and know what they stand below by weak references: a forest that nobody needs any more is
-  gone at once, without a collection that finds cycles. Whoever holds a node holds its Trie.
+- A path from a root alternates prompt and sampled nodes; its concatenated ids are exactly those that an engine was sent
+  and those that it returned. The ids of a node never change.
+- Below a sampled node, a prompt node holds the ids that closed that turn, the new messages and the opening of the next
+  turn. A root holds a whole rendered conversation.
+- Nodes are numbered in the order in which turns were recorded, and are never removed.
+- No text is stored: messages are identified by their digests (matching.py).
+- Parents own their children, which refer to them weakly, so that an unused forest is freed at once, without garbage
+  collection. The holder of a node must hold its Trie.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ NodeT = TypeVar("NodeT", "PromptNode", "SampledNode")
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class PromptNode:
-    """Ids that were rendered. `parts` are the digests of its messages, `frame` what is the same for all that `covers`
-    takes for them; `length` counts the ids from the root to its end."""
+    """Rendered ids. `parts` are the digests of the messages, `frame` is equal for all parts that `covers` accepts for
+    them; `length` counts the ids from the root to the node's end."""
 
     above: weakref.ref[SampledNode] | None
     parts: tuple[bytes, ...]
@@ -61,13 +61,13 @@ class PromptNode:
 
     @property
     def parent(self) -> SampledNode | None:
-        """None for a root."""
+        """The sampled node above; None for a root."""
         return _alive(self.above) if self.above else None
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class SampledNode:
-    """A sampled turn; `logprobs` and `spans` are aligned with `ids`. `answer` is kept until the agent has accepted
+    """Sampled turn; `logprobs` and `spans` are aligned with `ids`. `answer` is retained until the agent has accepted
     it."""
 
     above: weakref.ref[PromptNode]
@@ -78,7 +78,7 @@ class SampledNode:
     served: Served
     plain: bytes
     calls: tuple[ToolCall, ...]
-    wishes: str
+    options: str
     answer: TurnAnswer | None
     status: Status
     truncated: bool
@@ -97,13 +97,13 @@ class SampledNode:
 
     @property
     def last_id(self) -> int:
-        """The id at the end of the path; the prompt's where nothing was sampled."""
+        """The id at the end of the path, which is the prompt's if nothing was sampled."""
         return self.ids[-1] if self.ids else self.parent.ids[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Echo:
-    """An assistant message of a request that is a turn of ours."""
+    """Assistant message of a request that repeats a turn of this session."""
 
     node: SampledNode
     drift: Drift
@@ -111,10 +111,10 @@ class Echo:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Match:
-    """How far a request is known. `parent` is the deepest sampled node it continues (None: a new root), `rest` what
-    comes after it, in its one form, with its `parts`. `prompt` is there when exactly this was asked before.
-    `echoes` are the turns on the way, `elsewhere` turns of ours that the rest quotes in another place, or that stand
-    in their place with words too different to be told by."""
+    """Longest known prefix of a request. `parent` is the deepest sampled node that it continues (None: a new root),
+    `rest` are the messages after it in canonical form, with their `parts`. `prompt` is the node of an identical earlier
+    request. `echoes` are the turns on the path; `elsewhere` are turns that the rest quotes in another place, or that
+    are in their place with words too different to recognise."""
 
     parent: SampledNode | None
     rest: tuple[Message, ...]
@@ -126,7 +126,7 @@ class Match:
 
 
 class Trie:
-    """One session's forest."""
+    """Forest of one session's conversations."""
 
     def __init__(self) -> None:
         self.roots: list[PromptNode] = []
@@ -137,20 +137,27 @@ class Trie:
         self._by_words: dict[bytes, SampledNode] = {}
 
     def match(self, request: TurnRequest, *, untrained: bool) -> Match:
-        """Walk as deep as the request goes. Changes nothing."""
+        """Follow the request down the forest as deep as it goes. Changes nothing."""
         head = head_digest(request.tools, request.agent)
         walk = _Walk(self, head)
         walk.run(request.messages)
         parts = _parts_of(walk.rest, () if walk.parent else (head,))
-        quoted = tuple(self._quoted(walk.rest))
+        quoted = []
+        for message in walk.rest:
+            # Turns that are not on the path of the request: its history was edited, or summarised.
+            if message.role is Role.ASSISTANT:
+                echo = Served.of(message.blocks)
+                node = self.node_of(message) or self._by_words.get(echo.exact)
+                if node is not None:
+                    quoted.append(Echo(node, node.served.drift_to(echo)))
         siblings = walk.parent.children if walk.parent else self.roots
         return Match(
             parent=walk.parent,
             rest=walk.rest,
             parts=parts,
-            prompt=_asked(siblings, parts, untrained=untrained),
+            prompt=_known_prompt(siblings, parts, untrained=untrained),
             echoes=tuple(walk.echoes),
-            elsewhere=quoted or tuple(walk.rewritten),
+            elsewhere=tuple(quoted or walk.rewritten),
             origin=Origin(
                 agent=request.agent,
                 purpose=request.purpose,
@@ -161,35 +168,26 @@ class Trie:
         )
 
     def as_root(self, match: Match, request: TurnRequest) -> Match:
-        """The same request as a root of its own, for a history that has to be rendered again."""
+        """Return the match of the same request as a root of its own, for a history that must be rendered again."""
         parts = _parts_of(request.messages, (head_digest(request.tools, request.agent),))
         return Match(
             parent=None,
             rest=request.messages,
             parts=parts,
-            prompt=_asked(self.roots, parts, untrained=match.origin.untrained),
+            prompt=_known_prompt(self.roots, parts, untrained=match.origin.untrained),
             echoes=match.echoes,
             elsewhere=match.elsewhere,
             origin=match.origin,
         )
 
-    def _quoted(self, messages: Sequence[Message]) -> Iterator[Echo]:
-        """Turns of ours among messages that are not on their path: history was edited, or summarised."""
-        for message in messages:
-            if message.role is Role.ASSISTANT:
-                echo = Served.of(message.blocks)
-                node = self.node_of(message) or self._by_words.get(echo.exact)
-                if node is not None:
-                    yield Echo(node, node.served.drift_to(echo))
-
     def accept(self, node: SampledNode) -> None:
-        """The agent has this turn and all before it; their answers need not be kept."""
+        """Mark this turn and all before it as accepted by the agent, and drop their answers."""
         for _, sampled in path(node):
             if sampled.status is not Status.ABORTED:
                 sampled.status, sampled.answer = Status.ACCEPTED, None
 
     def node_of(self, message: Message) -> SampledNode | None:
-        """The turn an assistant message names by an id of ours, whatever its words."""
+        """Return the turn that an assistant message names by one of our ids, whatever its words."""
         for block in message.blocks:
             turn = self._by_call.get(getattr(block, "id", "")) or self._by_turn.get(getattr(block, "signature", ""))
             if turn is not None:
@@ -200,45 +198,38 @@ class Trie:
         return self._by_turn.get(turn_id)
 
     def prompt_ids(self, match: Match, delta: TokenIds) -> TokenIds:
-        """All ids to send: the path to the parent, and what is new."""
+        """Return all ids to send: the path to the parent, and the new ones."""
         ids = self.path_ids(match.parent) if match.parent else array("i")
         ids.extend(delta)
         return ids
 
     @staticmethod
     def path_ids(node: SampledNode) -> TokenIds:
-        """The ids from the root to the end of a sampled node."""
+        """Return the ids from the root to the end of a sampled node."""
         ids = array("i")
         for prompt, sampled in path(node):
             ids.extend(prompt.ids)
             ids.extend(sampled.ids)
         return ids
 
-    def _prompt_node(
-        self, parent: SampledNode | None, parts: tuple[bytes, ...], delta: TokenIds, origin: Origin
-    ) -> PromptNode:
-        siblings = parent.children if parent else self.roots
-        # Requests that mean the same may have been rendered to other ids, side by side.
-        known = _asked([one for one in siblings if one.ids == delta], parts, untrained=origin.untrained)
-        if known is not None:
-            return known
-        length = (parent.length if parent else 0) + len(delta)
-        prompt = PromptNode(
-            above=weakref.ref(parent) if parent else None,
-            parts=parts,
-            frame=Frame(parts).digest(),
-            ids=delta,
-            origin=origin,
-            length=length,
-            number=self._next_number(),
-        )
-        siblings.append(prompt)
-        return prompt
-
     def add(self, event: Recorded) -> SampledNode:
-        """A sampled turn, below a prompt that is made when nobody asked it before."""
+        """Add a sampled turn, below its prompt, which is added when it is new."""
         parent, answer = self._by_turn[event.parent] if event.parent else None, event.answer
-        prompt = self._prompt_node(parent, event.parts, event.delta, event.origin)
+        siblings = parent.children if parent else self.roots
+        # Concurrent requests with equal parts may have been rendered to different ids.
+        same_ids = [one for one in siblings if one.ids == event.delta]
+        prompt = _known_prompt(same_ids, event.parts, untrained=event.origin.untrained)
+        if prompt is None:
+            prompt = PromptNode(
+                above=weakref.ref(parent) if parent else None,
+                parts=event.parts,
+                frame=Frame(event.parts).digest(),
+                ids=event.delta,
+                origin=event.origin,
+                length=(parent.length if parent else 0) + len(event.delta),
+                number=self._next_number(),
+            )
+            siblings.append(prompt)
         served = Served.of(answer.blocks)
         node = SampledNode(
             above=weakref.ref(prompt),
@@ -249,7 +240,7 @@ class Trie:
             served=served,
             plain=plain_digest(answer.blocks),
             calls=answer.calls,
-            wishes=event.wishes,
+            options=event.options,
             answer=answer if event.status is not Status.ABORTED else None,
             status=event.status,
             truncated=event.truncated,
@@ -268,20 +259,20 @@ class Trie:
         return self._numbers
 
 
-def _asked(prompts: Sequence[PromptNode], parts: tuple[bytes, ...], *, untrained: bool) -> PromptNode | None:
-    """The one that was asked before. What is not trained is kept apart from the same words that are."""
+def _known_prompt(prompts: Sequence[PromptNode], parts: tuple[bytes, ...], *, untrained: bool) -> PromptNode | None:
+    """Return the prompt with these parts, if any. Untrained prompts are separate from trained ones of equal words."""
     return next((one for one in prompts if one.parts == parts and one.origin.untrained is untrained), None)
 
 
 def _alive(reference: weakref.ref[NodeT]) -> NodeT:
     node = reference()
     if node is None:
-        raise RuntimeError("a node outlived its trie")
+        raise RuntimeError("the trie of this node was freed; hold the Trie as long as its nodes")
     return node
 
 
 def path(node: SampledNode) -> list[tuple[PromptNode, SampledNode]]:
-    """The pairs from the root down to `node`."""
+    """Return the pairs from the root down to `node`."""
     pairs = [(node.parent, node)]
     while (above := pairs[-1][0].parent) is not None:
         pairs.append((above.parent, above))
@@ -289,7 +280,7 @@ def path(node: SampledNode) -> list[tuple[PromptNode, SampledNode]]:
 
 
 def below(prompt: PromptNode) -> Iterator[SampledNode]:
-    """All sampled nodes under a prompt."""
+    """Yield all sampled nodes under a prompt."""
     waiting = [prompt]
     while waiting:
         for node in waiting.pop().children:
@@ -299,8 +290,8 @@ def below(prompt: PromptNode) -> Iterator[SampledNode]:
 
 @dataclass(slots=True)
 class _Walk:
-    """One walk from the roots down. `rest` begins after the last message that is known. `rewritten` are the turns in
-    whose place the rest has another message of the assistant: the agent went on with it, in words of its own."""
+    """One walk from the roots down. `rest` begins after the last known message. `rewritten` are the turns in whose
+    place the rest has a different assistant message: the agent continued with words of its own."""
 
     trie: Trie
     head: bytes
@@ -311,41 +302,34 @@ class _Walk:
 
     def run(self, messages: Sequence[Message]) -> None:
         self.rest = tuple(messages)
-        while self._step():
-            pass
-
-    def _step(self) -> bool:
-        """Go one sampled turn deeper, if the rest says so: the longest known segment that an echo follows."""
-        segment = _Segment(() if self.parent else (self.head,), self._below())
-        best: tuple[int, Echo] | None = None
-        self.rewritten = []
-        for index, message in enumerate(self.rest):
-            if segment.is_past:
-                break
-            if message.role is Role.ASSISTANT and (candidates := segment.answers()):
-                last, echo = self._echo_at(index, candidates)
-                best = (last, echo) if echo else best
-                if echo is None:
-                    drift = candidates[0].served.drift_to(Served.of(message.blocks))
-                    self.rewritten.append(Echo(candidates[0], drift))
-            segment.add(message)
-        if best is None:
-            return False
-        self._go_down(*best)
-        return True
-
-    def _below(self) -> list[PromptNode]:
-        return self.parent.children if self.parent else self.trie.roots
-
-    def _go_down(self, index: int, echo: Echo) -> None:
-        self.parent = echo.node
-        self.echoes.append(echo)
-        shown = {call.id for message in self.rest[: index + 1] for call in message.calls}
-        after = without_echoes_of(echo.node.served.call_ids - shown, self.rest[index + 1 :])
-        self.rest = in_order_of(echo.node.calls, after)
+        while True:
+            # One sampled turn deeper: the longest known segment that an echo follows.
+            below = self.parent.children if self.parent else self.trie.roots
+            segment = _Segment(() if self.parent else (self.head,), below)
+            best: tuple[int, Echo] | None = None
+            self.rewritten = []
+            for index, message in enumerate(self.rest):
+                if segment.is_past:
+                    break
+                if message.role is Role.ASSISTANT and (candidates := segment.answers()):
+                    last, echo = self._echo_at(index, candidates)
+                    best = (last, echo) if echo else best
+                    if echo is None:
+                        drift = candidates[0].served.drift_to(Served.of(message.blocks))
+                        self.rewritten.append(Echo(candidates[0], drift))
+                segment.add(message)
+            if best is None:
+                return
+            end, found = best
+            self.parent = found.node
+            self.echoes.append(found)
+            shown = {call.id for message in self.rest[: end + 1] for call in message.calls}
+            after = without_echoes_of(found.node.served.call_ids - shown, self.rest[end + 1 :])
+            self.rest = in_order_of(found.node.calls, after)
 
     def _echo_at(self, index: int, candidates: Sequence[SampledNode]) -> tuple[int, Echo | None]:
-        """The echo that begins at a message, and where it ends: some agents make several messages of one turn."""
+        """Return the echo that begins at a message, and its last index: some agents split a turn into several
+        messages."""
         message = self.rest[index]
         run = list(takewhile(lambda one: one.role is Role.ASSISTANT, islice(self.rest, index, None)))
         if len(run) > 1:
@@ -371,8 +355,8 @@ def _by_words(message: Message, candidates: Sequence[SampledNode]) -> Echo | Non
 
 
 class _Segment:
-    """Messages since the last known turn, one after the other, and the prompts that say the same. What is looked at
-    for each does not grow with the number of prompts: agents that edit their history have hundreds."""
+    """Messages since the last known turn, added one by one, and the prompts that equal them. The cost of a message does
+    not grow with the number of prompts, since agents that edit their history have hundreds."""
 
     def __init__(self, prefix: tuple[bytes, ...], prompts: Sequence[PromptNode]) -> None:
         self._parts = list(prefix)
@@ -386,7 +370,7 @@ class _Segment:
 
     @property
     def is_past(self) -> bool:
-        """Whether every prompt is shorter."""
+        """True when the segment is longer than every prompt."""
         return len(self._parts) > self._longest
 
     def add(self, message: Message) -> None:
@@ -395,7 +379,7 @@ class _Segment:
         self._frame.add(parts)
 
     def answers(self) -> list[SampledNode]:
-        """The turns that these messages got, the latest of each prompt first."""
+        """Return the turns that answered these messages, the latest of each prompt first."""
         return [
             node
             for prompt in self._prompts.get(self._frame.digest(), ())

@@ -1,1 +1,1 @@
-"""Wire dialects of the gateway: thin translations between a provider's JSON and our conversation model."""
+"""Dialects of the gateway: translations between a model API's JSON and the conversation model."""

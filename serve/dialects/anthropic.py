@@ -1,11 +1,10 @@
-"""Anthropic's Messages API, both ways: `POST /v1/messages` and `/v1/messages/count_tokens`.
+"""The dialect of Anthropic's Messages API: `POST /v1/messages` and `/v1/messages/count_tokens`.
 
 Invariants:
-- System messages stay where they stand. Claude Code's billing line, which changes within a session, is dropped from
-  them.
-- `signature` of a thinking block is the turn's id, and comes back as such.
-- A tool call whose arguments are no JSON object goes out and comes back as Claude Code itself spells one that it
-  cannot read, so that the raw text survives the round.
+- System messages keep their places. Claude Code's billing line, which changes within a session, is removed from them.
+- The `signature` of a thinking block is the turn's id, and is echoed as such.
+- A tool call whose arguments are not a JSON object is written in the form that Claude Code itself uses for unreadable
+  arguments, so that the raw text survives the round trip.
 - `usage.input_tokens` counts the whole prompt; nothing is reported as cached, because clients add the two up.
 """
 
@@ -57,7 +56,7 @@ _ERROR_TYPES = {401: "authentication_error", 413: "request_too_large", 500: "api
 
 
 class AnthropicMessages:
-    """`POST /v1/messages`."""
+    """Dialect of `POST /v1/messages`."""
 
     @property
     def ping(self) -> bytes:
@@ -67,16 +66,25 @@ class AnthropicMessages:
         return _parse(body, headers, prefill=False)
 
     def parse_count(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
-        """The body of `count_tokens`: as for a turn, but the last message may be the assistant's."""
+        """Parse the body of `count_tokens`, in which the last message may be the assistant's."""
         return _parse(body, headers, prefill=True)
 
     def count(self, prompt_tokens: int) -> dict[str, object]:
-        """The answer of `count_tokens`."""
+        """Return the answer of `count_tokens`."""
         return {"input_tokens": prompt_tokens}
 
     def answer(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> dict[str, object]:
+        content: list[dict[str, object]] = []
+        for block in turn.blocks:
+            if isinstance(block, Reasoning):
+                content.append({"type": "thinking", "thinking": block.text, "signature": turn.turn_id})
+            elif isinstance(block, ToolCall):
+                arguments = _input(block.arguments)
+                content.append({"type": "tool_use", "id": block.id, "name": block.name, "input": arguments})
+            else:
+                content.append({"type": "text", "text": block.text})
         return _message(request, turn) | {
-            "content": [_finished(block, turn.turn_id) for block in turn.blocks],
+            "content": content,
             "stop_reason": _STOP_REASONS[turn.end],
             "stop_sequence": turn.stop_string or None,
             "usage": _usage(turn.prompt_tokens, turn.completion_tokens),
@@ -85,7 +93,20 @@ class AnthropicMessages:
     def stream(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> bytes:
         parts = [events.event({"type": "message_start", "message": _message(request, turn)})]
         for index, block in enumerate(turn.blocks):
-            parts += _streamed(block, index, turn.turn_id)
+            start: dict[str, object] = {"type": "text", "text": ""}
+            deltas = [{"type": "text_delta", "text": getattr(block, "text", "")}]
+            if isinstance(block, Reasoning):
+                start = {"type": "thinking", "thinking": "", "signature": ""}
+                deltas = [
+                    {"type": "thinking_delta", "thinking": block.text},
+                    {"type": "signature_delta", "signature": turn.turn_id},
+                ]
+            elif isinstance(block, ToolCall):
+                start = {"type": "tool_use", "id": block.id, "name": block.name, "input": {}}
+                deltas = [{"type": "input_json_delta", "partial_json": block.arguments}]
+            parts.append(events.event({"type": "content_block_start", "index": index, "content_block": start}))
+            parts += [events.event({"type": "content_block_delta", "index": index, "delta": delta}) for delta in deltas]
+            parts.append(events.event({"type": "content_block_stop", "index": index}))
         delta = {"stop_reason": _STOP_REASONS[turn.end], "stop_sequence": turn.stop_string or None}
         usage = _usage(turn.prompt_tokens, turn.completion_tokens)
         parts.append(events.event({"type": "message_delta", "delta": delta, "usage": usage}))
@@ -93,14 +114,19 @@ class AnthropicMessages:
         return b"".join(parts)
 
     def status(self, failure: WireError) -> int:
-        # 503 and 401 would be tried again for minutes; 529 is tried again as well, but says that it will pass.
+        # Clients retry 503 and 401 for minutes; they retry 529 too, but it says that the condition is temporary.
         if isinstance(failure, InfraError) and not isinstance(failure, GatewayBroken):
             return OVERLOADED
         return failure.status
 
     def error(self, failure: WireError) -> dict[str, object]:
         kind = _ERROR_TYPES.get(self.status(failure), "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": _sentence(failure)}}
+        message = failure.public_message
+        if isinstance(failure, ContextExceeded):
+            # Claude Code compacts its history when it reads exactly this text, and gives up at any other wording.
+            tokens = max(failure.tokens or 0, failure.limit + 1)
+            message = f"prompt is too long: {tokens} tokens > {failure.limit} maximum"
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
     def refuses_in_stream(self, failure: WireError) -> bool:
         return False
@@ -117,11 +143,13 @@ class AnthropicMessages:
 
 def _parse(body: bytes, headers: Mapping[str, str], *, prefill: bool) -> WireRequest:
     document = fields.read_body(body)
-    model = fields.string(document, "model")
+    model, choice = fields.string(document, "model"), document.get("tool_choice")
+    if choice is not None:
+        choice = fields.as_object(choice, "tool_choice").get("type")
     turn = TurnRequest(
         messages=fields.checked(_conversation(document), "messages", prefill=prefill),
         tools=_KNOWN_TOOLS.of(document.get("tools")),
-        calls_allowed=_calls_allowed(document.get("tool_choice")),
+        calls_allowed=fields.calls_allowed(choice, none="none", auto="auto"),
         max_tokens=fields.max_tokens(document, "max_tokens"),
         stop=fields.stop_strings(document, "stop_sequences"),
         model=model,
@@ -152,13 +180,12 @@ def _conversation(document: JsonObject) -> Iterator[Message]:
 
 
 def _system_text(content: object, where: str) -> str:
-    """Its blocks as one text, without what the client counts and signs its requests with."""
-    kept = []
-    for block in fields.texts(content, where):
-        text = _BILLING_LINE.sub("", block.text) if "x-anthropic-billing-header:" in block.text else block.text
-        if text:
-            kept.append(text)
-    return "\n\n".join(kept)
+    """Return the blocks as one text, without Claude Code's billing line."""
+    texts = (
+        _BILLING_LINE.sub("", block.text) if "x-anthropic-billing-header:" in block.text else block.text
+        for block in fields.texts(content, where)
+    )
+    return "\n\n".join(filter(None, texts))
 
 
 def _user(content: object, where: str) -> Iterator[Message]:
@@ -190,7 +217,12 @@ def _assistant(content: object, where: str) -> Iterator[Block]:
         block = fields.as_object(entry, path)
         kind = block.get("type")
         if kind == "tool_use":
-            arguments = _arguments(block.get("input"), f"{path}.input")
+            given = block.get("input")
+            unparsed = given.get(UNPARSED) if isinstance(given, dict) and len(given) == 1 else None
+            if isinstance(unparsed, dict) and isinstance(unparsed.get("raw"), str):
+                arguments = str(unparsed["raw"])
+            else:
+                arguments = "{}" if given is None else fields.json_text(given, f"{path}.input")
             yield ToolCall(fields.string(block, "id", path), fields.string(block, "name", path), arguments)
         elif kind == "thinking":
             yield Reasoning(fields.string(block, "thinking", path), fields.string(block, "signature", path))
@@ -200,39 +232,25 @@ def _assistant(content: object, where: str) -> Iterator[Block]:
             yield Text(text)
 
 
-def _arguments(value: object, where: str) -> str:
-    if value is None:
-        return "{}"
-    if isinstance(value, dict) and len(value) == 1:
-        unparsed = value.get(UNPARSED)
-        if isinstance(unparsed, dict) and isinstance(unparsed.get("raw"), str):
-            return str(unparsed["raw"])
-    return fields.json_text(value, where)
-
-
-def _calls_allowed(value: object) -> bool:
-    choice = None if value is None else fields.as_object(value, "tool_choice").get("type")
-    return fields.calls_allowed(choice, none="none", auto="auto")
-
-
-def _tools(value: object) -> Iterator[ToolSpec]:
+def _tools(value: object) -> tuple[ToolSpec, ...]:
+    specs = []
     for index, entry in enumerate(fields.as_list(value, "tools")):
         where = f"tools[{index}]"
         tool = fields.as_object(entry, where)
         kind = fields.string(tool, "type", where)
         if kind in ("", "custom") or "input_schema" in tool:
             schema = fields.tool_parameters(tool.get("input_schema"), f"{where}.input_schema")
-            yield ToolSpec(fields.tool_name(tool, where), fields.string(tool, "description", where), schema)
+            specs.append(ToolSpec(fields.tool_name(tool, where), fields.string(tool, "description", where), schema))
         elif kind.startswith("bash_"):
-            yield ToolSpec(fields.tool_name(tool, where), "Runs a command in a shell that stays open.", _BASH)
+            specs.append(ToolSpec(fields.tool_name(tool, where), "Runs a command in a shell that stays open.", _BASH))
         elif kind.startswith("text_editor_"):
-            # Dates in ISO order compare as text.
-            newer = kind.removeprefix("text_editor_") >= "20250429"
-            description = "Views, creates and edits text files."
-            yield ToolSpec(fields.tool_name(tool, where), description, _TEXT_EDITOR if newer else _OLD_TEXT_EDITOR)
+            # ISO dates compare as text.
+            editor = _TEXT_EDITOR if kind.removeprefix("text_editor_") >= "20250429" else _OLD_TEXT_EDITOR
+            specs.append(ToolSpec(fields.tool_name(tool, where), "Views, creates and edits text files.", editor))
+    return tuple(specs)
 
 
-_KNOWN_TOOLS = fields.KnownTools(lambda value: tuple(_tools(value)))
+_KNOWN_TOOLS = fields.KnownTools(_tools)
 
 
 def _properties(**types: str) -> JsonObject:
@@ -256,7 +274,7 @@ _OLD_TEXT_EDITOR = _text_editor(["view", "create", "str_replace", "insert", "und
 
 
 def _message(request: WireRequest, turn: TurnAnswer) -> dict[str, object]:
-    """The message before anything was sampled."""
+    """Return the message as it is before anything was sampled."""
     return {
         "id": f"msg_{turn.turn_id}",
         "type": "message",
@@ -278,16 +296,8 @@ def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, object]:
     }
 
 
-def _finished(block: Block, turn_id: str) -> dict[str, object]:
-    if isinstance(block, Reasoning):
-        return {"type": "thinking", "thinking": block.text, "signature": turn_id}
-    if isinstance(block, ToolCall):
-        return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block.arguments)}
-    return {"type": "text", "text": block.text}
-
-
 def _input(arguments: str) -> dict[str, Any]:
-    """Arguments as the object that this wire demands."""
+    """Return the arguments as the object that this dialect demands."""
     try:
         value = orjson.loads(arguments or "{}")
         fields.as_object(value, "input")
@@ -295,29 +305,3 @@ def _input(arguments: str) -> dict[str, Any]:
     except (orjson.JSONDecodeError, BadRequest):
         return {UNPARSED: {"raw": arguments, "len": len(arguments)}}
     return dict(value)
-
-
-def _streamed(block: Block, index: int, turn_id: str) -> list[bytes]:
-    start: dict[str, object]
-    if isinstance(block, Reasoning):
-        start = {"type": "thinking", "thinking": "", "signature": ""}
-        deltas = [{"type": "thinking_delta", "thinking": block.text}, {"type": "signature_delta", "signature": turn_id}]
-    elif isinstance(block, ToolCall):
-        start = {"type": "tool_use", "id": block.id, "name": block.name, "input": {}}
-        deltas = [{"type": "input_json_delta", "partial_json": block.arguments}]
-    else:
-        start = {"type": "text", "text": ""}
-        deltas = [{"type": "text_delta", "text": block.text}]
-    return [
-        events.event({"type": "content_block_start", "index": index, "content_block": start}),
-        *(events.event({"type": "content_block_delta", "index": index, "delta": delta}) for delta in deltas),
-        events.event({"type": "content_block_stop", "index": index}),
-    ]
-
-
-def _sentence(failure: WireError) -> str:
-    """Claude Code compacts its history when it reads exactly this, and gives up at any other wording."""
-    if isinstance(failure, ContextExceeded):
-        tokens = max(failure.tokens or 0, failure.limit + 1)
-        return f"prompt is too long: {tokens} tokens > {failure.limit} maximum"
-    return failure.told

@@ -1,8 +1,8 @@
-"""OpenAI Chat Completions, both ways: `POST /v1/chat/completions`.
+"""The dialect of OpenAI's Chat Completions: `POST /v1/chat/completions`.
 
 Invariants:
-- Reasoning travels as `reasoning_content`, which agents echo; the wire has no place for a signature.
-- Consecutive messages of the role tool answer one turn: they are one message for us.
+- Reasoning is sent as `reasoning_content`, which agents echo; this API has no field for a signature.
+- Consecutive messages of the role tool answer one turn: they become one message.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FINISH_REASONS = {
 
 
 class ChatCompletions:
-    """`POST /v1/chat/completions`."""
+    """Dialect of `POST /v1/chat/completions`."""
 
     @property
     def ping(self) -> bytes:
@@ -52,7 +52,9 @@ class ChatCompletions:
         document = fields.read_body(body)
         if document.get("n") not in (None, 1):
             raise BadRequest("n must be 1: one answer per request.", "n")
-        model = fields.string(document, "model")
+        model, options = fields.string(document, "model"), document.get("stream_options")
+        if options is not None:
+            options = fields.as_object(options, "stream_options").get("include_usage")
         turn = TurnRequest(
             messages=fields.checked(_conversation(document), "messages"),
             tools=_KNOWN_TOOLS.of(document.get("tools")),
@@ -65,16 +67,16 @@ class ChatCompletions:
             turn=turn,
             stream=fields.boolean(document, "stream"),
             model=model or fields.DEFAULT_MODEL,
-            include_usage=_include_usage(document.get("stream_options")),
+            include_usage=options is True,
         )
 
     def answer(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> dict[str, object]:
-        choice = {
-            "index": 0,
-            "message": _answer_message(turn),
-            "logprobs": None,
-            "finish_reason": _FINISH_REASONS[turn.end],
-        }
+        message: dict[str, object] = {"role": "assistant", "content": _content(turn), "refusal": None}
+        if calls := [_call(call) for call in turn.calls]:
+            message["tool_calls"] = calls
+        if reasoning := [block.text for block in turn.blocks if isinstance(block, Reasoning)]:
+            message["reasoning_content"] = "\n".join(reasoning)
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _FINISH_REASONS[turn.end]}
         head = _head(request, turn, "chat.completion", created_s)
         return head | {"choices": [choice], "usage": _usage(turn)}
 
@@ -82,7 +84,18 @@ class ChatCompletions:
         head = _head(request, turn, "chat.completion.chunk", created_s)
         if request.include_usage:
             head["usage"] = None
-        parts = [_chunk(head, delta, None) for delta in _deltas(turn)]
+        parts = [_chunk(head, {"role": "assistant", "content": None if _content(turn) is None else ""}, None)]
+        calls, separator = 0, ""
+        for block in turn.blocks:
+            if isinstance(block, Reasoning):
+                # Clients join the deltas, which must give the same text as the answer that is not streamed.
+                parts.append(_chunk(head, {"reasoning_content": separator + block.text}, None))
+                separator = "\n"
+            elif isinstance(block, ToolCall):
+                parts.append(_chunk(head, {"tool_calls": [{"index": calls} | _call(block)]}, None))
+                calls += 1
+            else:
+                parts.append(_chunk(head, {"content": block.text}, None))
         parts.append(_chunk(head, {}, _FINISH_REASONS[turn.end]))
         if request.include_usage:
             parts.append(events.data(head | {"choices": [], "usage": _usage(turn)}))
@@ -102,10 +115,6 @@ class ChatCompletions:
 
     def models(self, created_s: int) -> dict[str, object]:
         return openai.models(created_s)
-
-
-def _include_usage(options: object) -> bool:
-    return options is not None and fields.as_object(options, "stream_options").get("include_usage") is True
 
 
 def _conversation(document: JsonObject) -> Iterator[Message]:
@@ -145,7 +154,8 @@ def _assistant(message: JsonObject, where: str) -> Iterator[Block]:
         yield ToolCall(fields.string(call, "id", path), fields.string(function, "name", f"{path}.function"), arguments)
 
 
-def _tools(value: object) -> Iterator[ToolSpec]:
+def _tools(value: object) -> tuple[ToolSpec, ...]:
+    specs = []
     for index, entry in enumerate(fields.as_list(value, "tools")):
         tool = fields.as_object(entry, f"tools[{index}]")
         if tool.get("type") not in (None, "function"):
@@ -153,10 +163,12 @@ def _tools(value: object) -> Iterator[ToolSpec]:
         where = f"tools[{index}].function"
         function = fields.as_object(tool.get("function"), where)
         parameters = fields.tool_parameters(function.get("parameters"), f"{where}.parameters")
-        yield ToolSpec(fields.tool_name(function, where), fields.string(function, "description", where), parameters)
+        name, description = fields.tool_name(function, where), fields.string(function, "description", where)
+        specs.append(ToolSpec(name, description, parameters))
+    return tuple(specs)
 
 
-_KNOWN_TOOLS = fields.KnownTools(lambda value: tuple(_tools(value)))
+_KNOWN_TOOLS = fields.KnownTools(_tools)
 
 
 def _head(request: WireRequest, turn: TurnAnswer, kind: str, created_s: int) -> dict[str, object]:
@@ -177,38 +189,11 @@ def _call(call: ToolCall) -> dict[str, object]:
 
 
 def _content(turn: TurnAnswer) -> str | None:
-    """null where there are only calls, as OpenAI has it."""
+    """Return the text, or None when there are only calls, as OpenAI does."""
     only_calls = not turn.text and bool(turn.calls)
     return None if only_calls else turn.text
-
-
-def _answer_message(turn: TurnAnswer) -> dict[str, object]:
-    reasoning = [block.text for block in turn.blocks if isinstance(block, Reasoning)]
-    calls = [_call(call) for call in turn.calls]
-    message: dict[str, object] = {"role": "assistant", "content": _content(turn), "refusal": None}
-    if calls:
-        message["tool_calls"] = calls
-    if reasoning:
-        message["reasoning_content"] = "\n".join(reasoning)
-    return message
 
 
 def _chunk(head: dict[str, object], delta: Mapping[str, object], finish_reason: str | None) -> bytes:
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
     return events.data(head | {"choices": [choice]})
-
-
-def _deltas(turn: TurnAnswer) -> Iterator[Mapping[str, object]]:
-    yield {"role": "assistant", "content": None if _content(turn) is None else ""}
-    calls = 0
-    thought = ""
-    for block in turn.blocks:
-        if isinstance(block, Reasoning):
-            # Clients join the deltas: the same text as in the answer that is not streamed.
-            yield {"reasoning_content": thought + block.text}
-            thought = "\n"
-        elif isinstance(block, ToolCall):
-            yield {"tool_calls": [{"index": calls} | _call(block)]}
-            calls += 1
-        else:
-            yield {"content": block.text}

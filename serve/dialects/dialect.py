@@ -1,9 +1,9 @@
-"""What every wire offers the gateway: a thin translation both ways.
+"""The interface of a dialect: the translation between a model API and the conversation model.
 
 Invariants:
-- Nothing here knows sessions, tokens or engines. Unknown fields, betas, tool types and model names never break a run;
-  what cannot be honoured is a BadRequest with a plain sentence, and the wire's own error body.
-- A stream ends with the wire's terminator or with its error event, never otherwise.
+- Dialects know nothing of sessions, tokens or engines. Unknown fields, betas, tool types and model names never break a
+  run; a request that cannot be honoured is a BadRequest with a plain sentence, in the API's own error body.
+- A stream ends with the API's terminator or with its error event, never otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallShape:
-    """How a wire spells the calls of a tool that is no plain function there. `freeform`: the call carries one text
+    """Form of the calls of a tool that is not a plain function on the wire. `freeform`: the call carries one text
     instead of a JSON object (for us the argument `input`)."""
 
     name: str
@@ -30,8 +30,8 @@ class CallShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireRequest:
-    """A parsed body. `model` is the name that is echoed; `include_usage`: the stream ends with a usage chunk where the
-    wire makes that a choice; `call_shapes`: by the names of `turn.tools`, those that are no plain functions."""
+    """Parsed request body. `model` is the name that is echoed; `include_usage`: the stream ends with a usage chunk, if
+    that is optional; `call_shapes`: shapes of the tools in `turn.tools` that are not plain functions, by name."""
 
     turn: TurnRequest
     stream: bool
@@ -41,45 +41,43 @@ class WireRequest:
 
 
 class Dialect(Protocol):
-    """A wire. Stateless; `created_s` is in seconds since 1970."""
+    """Model API that agents use. Stateless; `created_s` is in seconds since 1970."""
 
     @property
     def ping(self) -> bytes:
-        """What may be written while a stream waits for its turn, before `stream`; agents pass over it, and count it as
-        a sign of life."""
+        """Bytes to write while a stream waits for its turn; agents ignore them, and take them as a sign of life."""
         ...
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
-        """Raises BadRequest, whose `field` names the JSON path at fault."""
+        """Parse a request. Raises BadRequest, whose `field` names the JSON path at fault."""
         ...
 
     def answer(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> dict[str, object]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         ...
 
     def stream(self, request: WireRequest, turn: TurnAnswer, *, created_s: int) -> bytes:
-        """The whole turn as server-sent events, terminator included."""
+        """Return the whole turn as server-sent events, terminator included."""
         ...
 
     def status(self, failure: WireError) -> int:
-        """The HTTP status with which this wire's clients react as they should: at once for what the agent did wrong,
-        with a retry for what we did."""
+        """Return the HTTP status at which this API's clients stop for failures of the agent, and retry for ours."""
         ...
 
     def error(self, failure: WireError) -> dict[str, object]:
-        """The error body."""
+        """Return the error body."""
         ...
 
     def refuses_in_stream(self, failure: WireError) -> bool:
-        """Whether a request for a stream is told of this failure by status 200 and `stream_error`, even if nothing was
-        written yet."""
+        """Return whether a streaming request gets this failure as status 200 and `stream_error`, even if nothing was
+        sent yet."""
         ...
 
     def stream_error(self, request: WireRequest, failure: WireError) -> bytes:
-        """The error as an event, for a stream that has begun (with pings alone). Nothing follows, and the body ends
-        cleanly: Codex takes a cut after it for a failure of the network, and tries again what was refused for good."""
+        """Return the error as an event, for a stream that has sent only pings. It is the last event, and the body ends
+        cleanly: Codex takes a cut after it for a network failure, and retries what was refused for good."""
         ...
 
     def models(self, created_s: int) -> dict[str, object]:
-        """`GET /v1/models`: one name stands for all, every name is accepted."""
+        """Return the answer of `GET /v1/models`: a single model, although every name is accepted."""
         ...

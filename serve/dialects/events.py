@@ -1,6 +1,6 @@
-"""Writing server-sent events.
+"""The encoding of server-sent events.
 
-Invariant: an event is one line of data whatever the text: readers that split lines as Unicode does see one line too.
+Invariant: an event is one line of data whatever its text, also for readers that split lines at Unicode line ends.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 COMMENT = b": ping\n\n"
-"""Every reader of events passes over a comment."""
+"""Comment line, which every reader of events ignores."""
 DONE = b"data: [DONE]\n\n"
-# Line ends to Python's splitlines, which HTTP libraries use. JSON escapes the others, below 0x20, itself.
+# Line ends of Python's splitlines, which HTTP libraries use. JSON itself escapes the others, below 0x20.
 _LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 
 
 def data(document: Mapping[str, object]) -> bytes:
-    """An event without a name."""
+    """Return an event without a name."""
     line = orjson.dumps(document)
     for raw, escaped in _LINE_ENDS:
         line = line.replace(raw, escaped)
@@ -28,5 +28,5 @@ def data(document: Mapping[str, object]) -> bytes:
 
 
 def event(document: Mapping[str, object]) -> bytes:
-    """An event named after the document's `type`."""
+    """Return an event named after the document's `type`."""
     return f"event: {document['type']}\n".encode() + data(document)

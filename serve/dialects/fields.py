@@ -1,8 +1,8 @@
-"""Reading what the wires have in common: JSON, headers, content parts, limits.
+"""The readers of fields that the dialects have in common: JSON, headers, content parts, limits.
 
 Invariants:
-- The only exception that leaves is BadRequest; its `field` is the path at fault, as in `messages[3].content`.
-- null, "" and a missing field mean the same. Unknown fields, part types and tool types are passed over.
+- The only exception raised is BadRequest; its `field` is the path at fault, as in `messages[3].content`.
+- null, "" and a missing field mean the same. Unknown fields, part types and tool types are ignored.
 - Every string returned can be encoded as UTF-8, every value written as JSON again.
 """
 
@@ -28,10 +28,10 @@ MAX_STOP_CHARACTERS = 256
 MAX_AGENT_CHARACTERS = 256
 DEFAULT_MODEL = "policy"
 SPARE_LEVELS = 32
-"""Levels of nesting left to whoever writes a value of a body inside another document; orjson writes at most 254."""
+"""Levels of nesting reserved for the document that a value of a body becomes part of; orjson writes at most 254."""
 _KNOWN_TOOLS_BYTES = 32 * 2**20
 _PARSED_SIZE = 8
-"""Bytes that a byte of JSON takes as objects, at most."""
+"""Upper bound of the bytes that a byte of JSON takes as Python objects."""
 
 MEDIA_LEFT_OUT = "[not shown: this model reads text only]"
 NO_MEDIA = "This model reads text only: no images, audio, video or files."
@@ -53,7 +53,8 @@ _TEXT = frozenset(("text", "input_text", "output_text", "summary_text", "reasoni
 
 
 def read_body(body: bytes) -> JsonObject:
-    """The body as a JSON object. What orjson refuses (NaN, lone surrogates, more than 1024 levels) is refused."""
+    """Return the body as a JSON object. Raises BadRequest also for NaN, lone surrogates and more than 1024 levels,
+    which orjson refuses."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -70,7 +71,7 @@ def as_object(value: object, where: str) -> JsonObject:
 
 
 def as_list(value: object, where: str) -> list[Any]:
-    """null is an empty list."""
+    """Return the list; an empty one for null."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -79,7 +80,7 @@ def as_list(value: object, where: str) -> list[Any]:
 
 
 def string(document: JsonObject, name: str, where: str = "") -> str:
-    """A string field of the object at the path `where`."""
+    """Return a string field of the object at the path `where`; "" when it is missing."""
     value = document.get(name)
     if value is None:
         return ""
@@ -99,7 +100,7 @@ def boolean(document: JsonObject, name: str) -> bool:
 
 
 def max_tokens(document: JsonObject, *names: str) -> int | None:
-    """The first of the fields that is there."""
+    """Return the first of these fields that is present."""
     for name in names:
         value = document.get(name)
         if value is None:
@@ -118,12 +119,12 @@ def stop_strings(document: JsonObject, name: str) -> tuple[str, ...]:
     if not isinstance(strings, list) or len(strings) > MAX_STOP_STRINGS:
         raise BadRequest(f"{name} must be a string or a list of at most {MAX_STOP_STRINGS} strings.", name)
     if not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARACTERS for text in strings):
-        raise BadRequest(f"{name}: a stop string has 1 to {MAX_STOP_CHARACTERS} characters.", name)
+        raise BadRequest(f"{name}: a stop string must have 1 to {MAX_STOP_CHARACTERS} characters.", name)
     return tuple(strings)
 
 
 def calls_allowed(choice: object, none: object, auto: object) -> bool:
-    """Whether `tool_choice` leaves calls to the policy. Raises BadRequest for one that would force a call."""
+    """Return whether `tool_choice` allows calls. Raises BadRequest for one that would force a call."""
     if choice is None or choice == auto:
         return True
     if choice == none:
@@ -135,7 +136,7 @@ def calls_allowed(choice: object, none: object, auto: object) -> bool:
 
 
 def json_text(value: object, where: str) -> str:
-    """The value as compact JSON."""
+    """Return the value as compact JSON."""
     try:
         return orjson.dumps(value).decode()
     except TypeError:  # too many levels
@@ -143,22 +144,22 @@ def json_text(value: object, where: str) -> str:
 
 
 def check_depth(value: object, where: str) -> None:
-    """Raises BadRequest for a value that could not be written as part of another document."""
+    """Raise BadRequest for a value that is nested too deeply to become part of another document."""
     for _ in range(SPARE_LEVELS):
         value = [value]
     json_text(value, where)
 
 
 class KnownTools(Generic[Parsed]):
-    """What descriptions of tools were parsed to, by their spelling: an agent sends the same ones with every request,
-    and thousands of agents send them at once. `parse` gives what nobody changes; what it raises is not kept."""
+    """Cache of parsed tool descriptions: an agent sends the same ones with every request, and thousands of agents send
+    them at once. The result of `parse` must not be changed; its errors are not cached."""
 
     def __init__(self, parse: Callable[[object], Parsed]) -> None:
         self._parse = parse
         self._known: BoundedCache[bytes, Parsed] = BoundedCache(_KNOWN_TOOLS_BYTES)
 
     def of(self, value: object) -> Parsed:
-        """What is parsed from the `tools` of a request."""
+        """Return the parsed `tools` of a request."""
         try:
             spelled = orjson.dumps(value)
         except TypeError:  # too many levels
@@ -178,7 +179,7 @@ def tool_name(tool: JsonObject, where: str) -> str:
 
 
 def tool_parameters(value: object, where: str) -> JsonObject:
-    """A JSON schema; a tool without one takes no arguments."""
+    """Return the JSON schema of a tool; one without a schema has no arguments."""
     if value is None:
         return {"type": "object", "properties": {}}
     schema = as_object(value, where)
@@ -187,7 +188,7 @@ def tool_parameters(value: object, where: str) -> JsonObject:
 
 
 def part_text(part: JsonObject, where: str) -> str:
-    """The text of a content part; "" for one of a type we do not know. Raises BadRequest for media."""
+    """Return the text of a content part; "" for an unknown type. Raises BadRequest for media."""
     kind = string(part, "type", where)
     if kind in _MEDIA:
         raise BadRequest(f"{where}: {NO_MEDIA}", where)
@@ -200,7 +201,7 @@ def part_text(part: JsonObject, where: str) -> str:
 
 
 def texts(content: object, where: str) -> tuple[Text, ...]:
-    """The texts of a content that is a string or a list of parts, empty ones left out."""
+    """Return the non-empty texts of a content that is a string or a list of parts."""
     if content is None or content == "":
         return ()
     if isinstance(content, str):
@@ -216,29 +217,26 @@ def texts(content: object, where: str) -> tuple[Text, ...]:
 
 
 def result_text(content: object, where: str) -> str:
-    """What a tool gave, as one string. A picture that the policy asked for cannot be shown to it, and ending the agent
-    for that would be harsher than to say so."""
+    """Return the result of a tool as one string."""
     if not isinstance(content, list):
         return joined(content, where)
-    shown = [
-        {"type": "text", "text": MEDIA_LEFT_OUT} if isinstance(part, dict) and _is_media(part.get("type")) else part
-        for part in content
-    ]
+    shown = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        # An image that the policy requested cannot be shown to it; a note is milder than ending the agent.
+        is_media = isinstance(kind, str) and kind in _MEDIA
+        shown.append({"type": "text", "text": MEDIA_LEFT_OUT} if is_media else part)
     return joined(shown, where)
 
 
-def _is_media(kind: object) -> bool:
-    return isinstance(kind, str) and kind in _MEDIA
-
-
 def joined(content: object, where: str, separator: str = "\n") -> str:
-    """The same as one string."""
+    """Return the `texts` of a content as one string."""
     return separator.join(block.text for block in texts(content, where))
 
 
 def checked(messages: Iterable[Message], where: str, *, prefill: bool = False) -> tuple[Message, ...]:
-    """A whole conversation: consecutive tool results stand in one message, and unless `prefill` the policy speaks
-    next."""
+    """Return the whole conversation, with consecutive tool results in one message. Raises BadRequest when it is empty
+    or, unless `prefill`, when it ends with a message of the assistant."""
     whole: list[Message] = []
     for message in messages:
         if message.role is Role.TOOL and whole and whole[-1].role is Role.TOOL:
@@ -253,9 +251,9 @@ def checked(messages: Iterable[Message], where: str, *, prefill: bool = False) -
 
 
 def header(headers: Mapping[str, str], name: str) -> str:
-    """A header by its lower-case name, whatever the mapping makes of case; "" when it is missing."""
+    """Return a header by its lower-case name, in a mapping of any case; "" when it is missing."""
     value = headers.get(name)
     if value is None:
         value = next((other for key, other in headers.items() if key.lower() == name), "")
-    # Servers hand over bytes that are no UTF-8 as surrogates, which nothing can encode later.
+    # Servers return bytes that are not valid UTF-8 as surrogates, which cannot be encoded later.
     return value.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""What the two wires of OpenAI share: error bodies and the list of models."""
+"""The error bodies and the model list that OpenAI's two APIs share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def status(failure: WireError) -> int:
-    """Clients try 500 and 503 again, at other intervals."""
+    # Clients retry 503 and 500, at different intervals.
     if isinstance(failure, InfraError) and not isinstance(failure, GatewayBroken):
         return 503
     return failure.status
@@ -24,14 +24,15 @@ def error(failure: WireError) -> dict[str, object]:
 
 
 def sentence(failure: WireError) -> str:
-    """Some clients know a full context by OpenAI's wording alone, not by its code."""
+    """Return the message for the agent."""
     if isinstance(failure, ContextExceeded):
+        # Some clients recognise an exceeded context by OpenAI's wording only, not by its code.
         tokens = max(failure.tokens or 0, failure.limit + 1)
         return (
             f"This model's maximum context length is {failure.limit} tokens. However, your messages resulted in "
             f"{tokens} tokens. Please reduce the length of the messages."
         )
-    return failure.told
+    return failure.public_message
 
 
 def models(created_s: int) -> dict[str, object]:

@@ -1,12 +1,12 @@
-"""OpenAI's Responses, both ways: `POST /v1/responses`, streamed and not.
+"""The dialect of OpenAI's Responses API: `POST /v1/responses`, streamed and not.
 
 Invariants:
-- Consecutive items of the assistant are one message; where their marks tell two sampled turns apart, two.
-- The turn's id comes back by `encrypted_content` of a reasoning item, or by the ids of our items
-  (`msg_<turn id>.<number>`), which agents echo as well; ids of others leave no trace.
-- A tool inside a `namespace` is called `<namespace>__<name>` by the policy, and goes out as Codex wants it: name and
-  namespace apart. A `custom` tool has the one argument `input`.
-- Nothing is stored here: what refers to an earlier response is refused.
+- Consecutive items of the assistant are one message, or two if their ids distinguish two sampled turns.
+- The turn's id is echoed as `encrypted_content` of a reasoning item, or in the ids of our items
+  (`msg_<turn id>.<number>`), which agents echo as well; other ids are ignored.
+- The policy calls a tool inside a `namespace` `<namespace>__<name>`; Codex gets name and namespace separately. A
+  `custom` tool has the single argument `input`.
+- No response is stored: a request that refers to an earlier response is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 METADATA = "x-codex-turn-metadata"
 SUBAGENT = "x-openai-subagent"
 COMPACTING_SUBAGENT = "compact"
-"""Older Codex marks a compaction so; newer ones say `request_kind`."""
+"""Subagent label of a compaction in older versions of Codex; newer ones send `request_kind`."""
 
 _ROLES = {
     "assistant": Role.ASSISTANT,
@@ -53,7 +53,7 @@ _ROLES = {
     "system": Role.SYSTEM,
     "user": Role.USER,
 }
-# A dot stands in no turn id, and in no id of another provider.
+# Neither our turn ids nor the ids of other providers contain a dot.
 _OUR_ID = re.compile(r"(?:rs|msg|fc|ctc)_([A-Za-z0-9_-]+)\.[0-9]+")
 _FREEFORM_PARAMETERS: JsonObject = {
     "type": "object",
@@ -61,7 +61,7 @@ _FREEFORM_PARAMETERS: JsonObject = {
     "required": ["input"],
 }
 _GROWING = ("arguments", "content", "input", "summary")
-"""Fields of an item that are empty when it is announced."""
+"""Fields of an item that are empty in its `added` event."""
 _STORED = {
     "previous_response_id": "previous_response_id: responses are not stored here; send the whole conversation.",
     "conversation": "conversation: conversations are not stored here; send the whole conversation as input.",
@@ -70,11 +70,11 @@ _STORED = {
 
 
 class Responses:
-    """`POST /v1/responses`."""
+    """Dialect of `POST /v1/responses`."""
 
     @property
     def ping(self) -> bytes:
-        # Codex ends a stream without an event for 300 s, and comments are none to it. This one is OpenAI's own.
+        # Codex ends a stream without an event for 300 s, not counting comments. This event is OpenAI's own.
         return events.event({"type": "keepalive", "sequence_number": 0})
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> WireRequest:
@@ -114,21 +114,25 @@ class Responses:
         return b"".join(writer.parts)
 
     def status(self, failure: WireError) -> int:
-        # Codex tries 413 again five times.
+        # Codex retries 413 five times.
         return 400 if isinstance(failure, BodyTooLarge) else openai.status(failure)
 
     def error(self, failure: WireError) -> dict[str, object]:
         return openai.error(failure)
 
     def refuses_in_stream(self, failure: WireError) -> bool:
-        # Of Codex's releases only the newer ones know it by the status 400 too.
+        # Only newer releases of Codex recognise this failure by the status 400 too.
         return isinstance(failure, ContextExceeded)
 
     def stream_error(self, request: WireRequest, failure: WireError) -> bytes:
         writer = _EventWriter()
         response = _response(request, "resp_failed", 0)
         writer.write("response.created", response=response)
-        error = {"code": _stream_code(failure), "message": openai.sentence(failure)}
+        # Codex retries `server_error` and stops at the other codes.
+        code = "server_error" if isinstance(failure, InfraError) else "invalid_prompt"
+        if isinstance(failure, ContextExceeded):
+            code = failure.code
+        error = {"code": code, "message": openai.sentence(failure)}
         writer.write("response.failed", response=response | {"status": "failed", "error": error})
         return b"".join(writer.parts)
 
@@ -136,17 +140,10 @@ class Responses:
         return openai.models(created_s)
 
 
-def _stream_code(failure: WireError) -> str:
-    """Codex tries again at `server_error` and stops at the others."""
-    if isinstance(failure, ContextExceeded):
-        return failure.code
-    return "server_error" if isinstance(failure, InfraError) else "invalid_prompt"
-
-
 def _codex(document: JsonObject, headers: Mapping[str, str]) -> tuple[str, Purpose]:
-    """Which of Codex's threads asks ("" for the main one), and what for."""
-    client = _inner(document.get("client_metadata"))
-    metadata = _inner(fields.header(headers, METADATA) or client.get(METADATA))
+    """Return the Codex thread that sent the request ("" for the main one), and its purpose."""
+    client = _object_in(document.get("client_metadata"))
+    metadata = _object_in(fields.header(headers, METADATA) or client.get(METADATA))
     label = fields.header(headers, SUBAGENT) or _word(client, SUBAGENT)
     compacts = metadata.get("request_kind") == Purpose.COMPACTION.value or label == COMPACTING_SUBAGENT
     child = metadata.get("thread_source") == "subagent" or metadata.get("parent_thread_id")
@@ -156,8 +153,8 @@ def _codex(document: JsonObject, headers: Mapping[str, str]) -> tuple[str, Purpo
     return agent[: fields.MAX_AGENT_CHARACTERS], Purpose.COMPACTION if compacts else Purpose.TURN
 
 
-def _inner(value: object) -> JsonObject:
-    """An object, or the text of one; whatever else is an empty one."""
+def _object_in(value: object) -> JsonObject:
+    """Return an object that is given as such or as JSON text; an empty one for anything else."""
     if isinstance(value, str):
         try:
             value = orjson.loads(value)
@@ -178,7 +175,7 @@ def _flat_name(namespace: str, name: str) -> str:
 
 
 def _tools(value: object) -> tuple[tuple[ToolSpec, ...], dict[str, CallShape]]:
-    """The tools the policy is offered, and those of them whose calls are no plain functions on the wire."""
+    """Return the tools for the policy, and the shapes of those whose calls are not plain functions on the wire."""
     specs: list[ToolSpec] = []
     shapes: dict[str, CallShape] = {}
     for namespace, tool, where in _flat_tools(value):
@@ -189,8 +186,10 @@ def _tools(value: object) -> tuple[tuple[ToolSpec, ...], dict[str, CallShape]]:
         flat = _flat_name(namespace, name)
         description = fields.string(tool, "description", where)
         if kind == "custom":
-            description = "\n\n".join(filter(None, (description, _grammar(tool.get("format")))))
-            parameters = _FREEFORM_PARAMETERS
+            form, parameters = tool.get("format"), _FREEFORM_PARAMETERS
+            if isinstance(form, dict) and isinstance(form.get("definition"), str):
+                grammar = f"The input follows this grammar ({form.get('syntax')}):\n{form['definition']}"
+                description = f"{description}\n\n{grammar}" if description else grammar
         else:
             parameters = fields.tool_parameters(tool.get("parameters"), f"{where}.parameters")
         specs.append(ToolSpec(flat, description, parameters))
@@ -203,7 +202,7 @@ _KNOWN_TOOLS = fields.KnownTools(_tools)
 
 
 def _flat_tools(value: object) -> Iterator[tuple[str, JsonObject, str]]:
-    """Namespace, tool, path."""
+    """Yield namespace, tool and path of every tool."""
     for index, entry in enumerate(fields.as_list(value, "tools")):
         where = f"tools[{index}]"
         tool = fields.as_object(entry, where)
@@ -216,15 +215,8 @@ def _flat_tools(value: object) -> Iterator[tuple[str, JsonObject, str]]:
             yield namespace, fields.as_object(member, path), path
 
 
-def _grammar(form: object) -> str:
-    """What the policy must know of a free form, in words."""
-    if not isinstance(form, dict) or not isinstance(form.get("definition"), str):
-        return ""
-    return f"The input follows this grammar ({form.get('syntax')}):\n{form['definition']}"
-
-
 def _conversation(document: JsonObject) -> Iterator[Message]:
-    """All system messages before the first other one become one, after `instructions`."""
+    """Yield the messages; the system messages before the first other one are joined to `instructions`."""
     value = document.get("input")
     messages: Iterable[Message] = (say(Role.USER, value),) if value and isinstance(value, str) else _messages(value)
     head = [fields.string(document, "instructions")]
@@ -247,8 +239,8 @@ def _system(texts: list[str]) -> Iterator[Message]:
 
 
 @dataclass(slots=True)
-class _Spoken:
-    """The assistant's items since the last other one; `turn_id` is the mark they carry, if any."""
+class _AssistantItems:
+    """Items of the assistant since the last other one; `turn_id` is the turn that their ids name, if any."""
 
     turn_id: str = ""
     begun: bool = False
@@ -270,17 +262,21 @@ class _Spoken:
 
 
 def _messages(value: object) -> Iterator[Message]:
-    spoken = _Spoken()
+    spoken = _AssistantItems()
     for index, entry in enumerate(fields.as_list(value, "input")):
         where = f"input[{index}]"
         item = fields.as_object(entry, where)
-        kind = fields.string(item, "type", where) or "message"
-        role = _role(item, where) if kind == "message" else None
-        if role is Role.ASSISTANT or (role is None and kind in _SPOKEN):
-            turn_id = _mark(item)
+        kind, role = fields.string(item, "type", where) or "message", None
+        if kind == "message":
+            name = item.get("role")
+            role = _ROLES.get(name) if isinstance(name, str) else None
+            if role is None:
+                raise BadRequest(f"{where}.role must be one of {', '.join(_ROLES)}.", f"{where}.role")
+        if role is Role.ASSISTANT or (role is None and kind in _ASSISTANT_ITEMS):
+            turn_id = _turn_id_of(item)
             if turn_id and spoken.turn_id and turn_id != spoken.turn_id:
                 yield from spoken.end()
-            spoken.add(turn_id, _SPOKEN[kind](item, where))
+            spoken.add(turn_id, _ASSISTANT_ITEMS[kind](item, where))
         elif role is Role.SYSTEM:
             yield from spoken.end()
             yield from _system([fields.joined(item.get("content"), f"{where}.content", "\n\n")])
@@ -289,36 +285,30 @@ def _messages(value: object) -> Iterator[Message]:
             yield Message(Role.USER, fields.texts(item.get("content"), f"{where}.content"))
         elif kind.endswith("_output"):
             yield from spoken.end()
-            yield Message(Role.TOOL, (ToolResult(fields.string(item, "call_id", where), _output(item, where)),))
+            output, path = item.get("output"), f"{where}.output"
+            text = fields.json_text(output, path) if isinstance(output, dict) else fields.result_text(output, path)
+            yield Message(Role.TOOL, (ToolResult(fields.string(item, "call_id", where), text),))
         elif kind == "item_reference":
             raise BadRequest(f"{where}: items are not stored here; send the item itself.", where)
     yield from spoken.end()
 
 
-def _role(item: JsonObject, where: str) -> Role:
-    name = item.get("role")
-    role = _ROLES.get(name) if isinstance(name, str) else None
-    if role is None:
-        raise BadRequest(f"{where}.role must be one of {', '.join(_ROLES)}.", f"{where}.role")
-    return role
-
-
-def _mark(item: JsonObject) -> str:
-    """The turn an item of the assistant belongs to, as far as it tells."""
+def _turn_id_of(item: JsonObject) -> str:
+    """Return the turn id of an assistant item, or "" when it has none."""
     if item.get("type") == "reasoning" and (sealed := _word(item, "encrypted_content")):
         return sealed
     ours = _OUR_ID.fullmatch(_word(item, "id"))
     return ours[1] if ours else ""
 
 
-def _said(item: JsonObject, where: str) -> tuple[Block, ...]:
+def _message(item: JsonObject, where: str) -> tuple[Block, ...]:
     return fields.texts(item.get("content"), f"{where}.content")
 
 
-def _thought(item: JsonObject, where: str) -> tuple[Block, ...]:
+def _reasoning(item: JsonObject, where: str) -> tuple[Block, ...]:
     text = fields.joined(item.get("content"), f"{where}.content")
     text = text or fields.joined(item.get("summary"), f"{where}.summary")
-    signature = _mark(item)
+    signature = _turn_id_of(item)
     return (Reasoning(text, signature),) if text or signature else ()
 
 
@@ -343,26 +333,18 @@ def _shell_call(item: JsonObject, where: str) -> tuple[Block, ...]:
     return (ToolCall(call_id, "local_shell", fields.json_text(item.get("action"), f"{where}.action")),)
 
 
-_SPOKEN: dict[str, Callable[[JsonObject, str], tuple[Block, ...]]] = {
-    "message": _said,
-    "reasoning": _thought,
+_ASSISTANT_ITEMS: dict[str, Callable[[JsonObject, str], tuple[Block, ...]]] = {
+    "message": _message,
+    "reasoning": _reasoning,
     "function_call": _function_call,
     "custom_tool_call": _custom_call,
     "local_shell_call": _shell_call,
 }
 
 
-def _output(item: JsonObject, where: str) -> str:
-    output = item.get("output")
-    return (
-        fields.json_text(output, f"{where}.output")
-        if isinstance(output, dict)
-        else fields.result_text(output, f"{where}.output")
-    )
-
-
 def _response(request: WireRequest, response_id: str, created_s: int) -> dict[str, object]:
-    """A response nothing was sampled for yet. What the session decides (sampling, tools) is not echoed."""
+    """Return the response before anything was sampled. Parameters that the session decides (sampling, tools) are not
+    echoed."""
     return {
         "id": response_id,
         "object": "response",
@@ -410,14 +392,20 @@ def _finished(
 
 
 def _item(request: WireRequest, turn: TurnAnswer, index: int) -> dict[str, Any]:
-    """A finished item of the output."""
+    """Return a finished item of the output."""
     block, mark = turn.blocks[index], f"{turn.turn_id}.{index}"
     if isinstance(block, Reasoning):
-        # As a summary: every release of every client shows it and echoes it.
+        # As a summary, which every release of every client shows and echoes.
         summary = [{"type": "summary_text", "text": block.text}] if block.text else []
         return {"id": f"rs_{mark}", "type": "reasoning", "summary": summary, "encrypted_content": turn.turn_id}
     if isinstance(block, ToolCall):
-        return _call_item(request, block, mark)
+        shape = request.call_shapes.get(block.name, CallShape(name=block.name))
+        head = {"status": "completed", "call_id": block.id, "name": shape.name}
+        if shape.namespace:
+            head["namespace"] = shape.namespace
+        if shape.freeform:
+            return {"id": f"ctc_{mark}", "type": "custom_tool_call"} | head | {"input": _free_input(block.arguments)}
+        return {"id": f"fc_{mark}", "type": "function_call"} | head | {"arguments": block.arguments}
     assert isinstance(block, Text)
     content = [{"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}]
     cut = turn.end is TurnEnd.LENGTH and index == len(turn.blocks) - 1
@@ -425,18 +413,8 @@ def _item(request: WireRequest, turn: TurnAnswer, index: int) -> dict[str, Any]:
     return {"id": f"msg_{mark}", "type": "message", "status": status, "role": "assistant", "content": content}
 
 
-def _call_item(request: WireRequest, call: ToolCall, mark: str) -> dict[str, Any]:
-    shape = request.call_shapes.get(call.name, CallShape(name=call.name))
-    head = {"status": "completed", "call_id": call.id, "name": shape.name}
-    if shape.namespace:
-        head["namespace"] = shape.namespace
-    if shape.freeform:
-        return {"id": f"ctc_{mark}", "type": "custom_tool_call"} | head | {"input": _free_input(call.arguments)}
-    return {"id": f"fc_{mark}", "type": "function_call"} | head | {"arguments": call.arguments}
-
-
 def _free_input(arguments: str) -> str:
-    """The one argument of a free-form tool; arguments that are not of that form go out as they are."""
+    """Return the single argument of a free-form tool; arguments of another form are returned unchanged."""
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
@@ -447,7 +425,7 @@ def _free_input(arguments: str) -> str:
 
 @dataclass(slots=True)
 class _EventWriter:
-    """Numbers the events."""
+    """Events of one stream, numbered."""
 
     parts: list[bytes] = field(default_factory=list)
 
@@ -461,9 +439,18 @@ def _write_item(writer: _EventWriter, index: int, item: dict[str, Any]) -> None:
     opened = item | empty | ({"status": "in_progress"} if "status" in item else {})
     writer.write("response.output_item.added", output_index=index, item=opened)
     if item["type"] == "reasoning":
-        _write_summary(writer, place, item["summary"])
+        for number, part in enumerate(item["summary"]):
+            here = place | {"summary_index": number}
+            writer.write("response.reasoning_summary_part.added", **here, part=part | {"text": ""})
+            writer.write("response.reasoning_summary_text.delta", **here, delta=part["text"])
+            writer.write("response.reasoning_summary_text.done", **here, text=part["text"])
+            writer.write("response.reasoning_summary_part.done", **here, part=part)
     elif item["type"] == "message":
-        _write_text(writer, place | {"content_index": 0}, item["content"][0])
+        part, here = item["content"][0], place | {"content_index": 0}
+        writer.write("response.content_part.added", **here, part=part | {"text": ""})
+        writer.write("response.output_text.delta", **here, delta=part["text"], logprobs=[])
+        writer.write("response.output_text.done", **here, text=part["text"], logprobs=[])
+        writer.write("response.content_part.done", **here, part=part)
     elif item["type"] == "function_call":
         writer.write("response.function_call_arguments.delta", **place, delta=item["arguments"])
         done = {"name": item["name"], "arguments": item["arguments"]}
@@ -472,19 +459,3 @@ def _write_item(writer: _EventWriter, index: int, item: dict[str, Any]) -> None:
         writer.write("response.custom_tool_call_input.delta", **place, delta=item["input"])
         writer.write("response.custom_tool_call_input.done", **place, input=item["input"])
     writer.write("response.output_item.done", output_index=index, item=item)
-
-
-def _write_summary(writer: _EventWriter, place: dict[str, Any], summary: list[dict[str, str]]) -> None:
-    for number, part in enumerate(summary):
-        here = place | {"summary_index": number}
-        writer.write("response.reasoning_summary_part.added", **here, part=part | {"text": ""})
-        writer.write("response.reasoning_summary_text.delta", **here, delta=part["text"])
-        writer.write("response.reasoning_summary_text.done", **here, text=part["text"])
-        writer.write("response.reasoning_summary_part.done", **here, part=part)
-
-
-def _write_text(writer: _EventWriter, place: dict[str, Any], part: dict[str, Any]) -> None:
-    writer.write("response.content_part.added", **place, part=part | {"text": ""})
-    writer.write("response.output_text.delta", **place, delta=part["text"], logprobs=[])
-    writer.write("response.output_text.done", **place, text=part["text"], logprobs=[])
-    writer.write("response.content_part.done", **place, part=part)

@@ -1,1 +1,1 @@
-"""The gateway: sessions of agents over engines, its routes, clients and clocks."""
+"""The gateway: session-aware model API for agents, its routes, clients and deadlines."""

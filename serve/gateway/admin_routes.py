@@ -1,8 +1,8 @@
-"""The routes of whoever runs agents: open sessions, finish them, forget them. JSON both ways, one or many at once.
+"""The HTTP routes for workers: open, finish and delete sessions, one or many per request, in JSON.
 
 Invariants:
 - Every route needs the admin token, compared in constant time.
-- Opening is all or nothing. Finishing tells for each session what it left, or that it is unknown.
+- Opening is all or nothing. Finishing returns for each session its report, or that it is unknown.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ if TYPE_CHECKING:
     from headrace.serve.capture.session import SessionSpec
     from headrace.serve.gateway.agent_routes import Handler
     from headrace.serve.gateway.sessions import SessionTable
-    from headrace.serve.gateway.turns import LiveSession
 
 logger = logging.getLogger(__name__)
 
 
 class AdminRoutes:
-    """Handlers over the sessions of one gateway. `base_url` gives the base of the URLs handed to agents, `decode` the
-    text of ids."""
+    """Handlers for the sessions of one gateway. `base_url` returns the base of the URLs handed to agents, `decode` the
+    text of token ids."""
 
     def __init__(
         self,
@@ -80,39 +79,40 @@ class AdminRoutes:
 
     def _opened(self, specs: Sequence[SessionSpec]) -> list[dict[str, str]]:
         if len({spec.session_id for spec in specs}) < len(specs):
-            raise BadRequest("session_id must differ within a request.", "sessions")
+            raise BadRequest("duplicate session_id in one request; use each id once.", "sessions")
+        limit = self._max_context_tokens
         for spec in specs:
-            self._check_context(spec)
-        return [self._describe(live) for live in self._sessions.open(specs)]
-
-    def _check_context(self, spec: SessionSpec) -> None:
-        most, asked = self._max_context_tokens, spec.budgets.max_context_tokens
-        if most is not None and asked > most:
-            raise BadRequest(
-                f"max_context_tokens {asked} is above what the engines take, {most} (gateway.max_context_tokens).",
-                "budgets.max_context_tokens",
-            )
-
-    def _describe(self, live: LiveSession) -> dict[str, str]:
-        return {"session_id": live.core.spec.session_id, "base_url": f"{self._base_url()}/s/{live.token}"}
+            requested = spec.budgets.max_context_tokens
+            if limit is not None and requested > limit:
+                raise BadRequest(
+                    f"max_context_tokens {requested} exceeds the engines' context length {limit} "
+                    "(gateway.max_context_tokens); request less.",
+                    "budgets.max_context_tokens",
+                )
+        base_url = self._base_url()
+        return [
+            {"session_id": live.core.spec.session_id, "base_url": f"{base_url}/s/{live.token}"}
+            for live in self._sessions.open(specs)
+        ]
 
     async def _finish_many(self, request: web.Request) -> web.StreamResponse:
         form = codec.read_form(codec.FinishForm, await self._body(request))
-        ids = form.session_ids
-        async with asyncio.TaskGroup() as group:
-            closing = {name: group.create_task(self._report(name, form)) for name in dict.fromkeys(ids)}
-        return json_response({"reports": [closing[name].result() for name in ids]})
 
-    async def _report(self, name: str, form: codec.FinishForm) -> dict[str, object]:
-        """What a session left, or why it cannot be told: the others of the request are told all the same."""
-        try:
-            finished = await self._sessions.finish(SessionId(name))
-        except LogBroken as error:
-            logger.error("session %s: %s", name, error)
-            return {"error": error.code, "session_id": name}
-        if finished is None:
-            return {"error": SessionUnknown.code, "session_id": name}
-        return codec.write_report(finished.with_conversation(self._decode) if form.conversation else finished.report)
+        async def report(name: str) -> dict[str, object]:
+            # Errors are values: the reports of the other sessions in this request must not be lost.
+            try:
+                finished = await self._sessions.finish(SessionId(name))
+            except LogBroken as error:
+                logger.error("session %s: %s", name, error)
+                return {"error": error.code, "session_id": name}
+            if finished is None:
+                return {"error": SessionUnknown.code, "session_id": name}
+            with_text = finished.with_conversation(self._decode) if form.conversation else finished.report
+            return codec.write_report(with_text)
+
+        async with asyncio.TaskGroup() as group:
+            closing = {name: group.create_task(report(name)) for name in dict.fromkeys(form.session_ids)}
+        return json_response({"reports": [closing[name].result() for name in form.session_ids]})
 
     async def _finish(self, request: web.Request) -> web.StreamResponse:
         form = codec.read_form(codec.FinishOneForm, await self._body(request) or b"{}")
@@ -133,7 +133,9 @@ class AdminRoutes:
     def _guarded(self, handler: Handler) -> Handler:
         async def guarded(request: web.Request) -> web.StreamResponse:
             try:
-                self._check_token(request)
+                given = bearer_of(request).encode("utf-8", "surrogateescape")
+                if not hmac.compare_digest(given, self._admin_token):
+                    raise AdminDenied("This route needs Authorization: Bearer <admin token>.")
                 return await handler(request)
             except WireError as error:
                 failure = error
@@ -141,18 +143,13 @@ class AdminRoutes:
                 failure = BodyTooLarge(f"The body is larger than {self._max_body_bytes} bytes.")
             except Exception:
                 logger.exception("admin request %s failed", request.method)
-                failure = GatewayBroken("The gateway failed; see its log.")
+                failure = GatewayBroken("Internal error of the gateway; see its log.")
             reason = {"message": str(failure), "type": failure.code, "param": failure.field, "code": failure.code}
             return json_response({"error": reason}, failure.status)
 
         return guarded
 
-    def _check_token(self, request: web.Request) -> None:
-        given = bearer_of(request).encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._admin_token):
-            raise AdminDenied("This route needs Authorization: Bearer <admin token>.")
-
 
 def refusal_of(reason: str) -> bytes:
-    """The body of a failure that belongs to no route."""
+    """Return the response body of a failure outside the routes."""
     return orjson.dumps({"error": {"message": reason, "type": "invalid_request_error", "param": None, "code": None}})

@@ -1,16 +1,17 @@
-"""The routes of agents: three wires, for a session named in the path, by a bearer token or by an API key.
+"""The HTTP routes for agents: three dialects, with the session token in the path, as bearer token or as API key.
 
 Invariants:
-- Every failure becomes the wire's own error body and status; an infra failure marks its session before a byte of it
-  leaves.
-- Nothing is served without a session but the signs of life; an unknown or closed session is 400 at once, so that no
-  agent retries.
+- Every failure becomes the dialect's own error body and status; an infra failure marks its session before the response
+  is sent.
+- Everything but the health routes needs a session; an unknown or closed session is refused with 400 at once, so that
+  no agent retries.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -28,13 +29,13 @@ from headrace.serve.errors import (
     SessionUnknown,
     WireError,
 )
+from headrace.serve.gateway.config import ModelUse
 from headrace.serve.gateway.delivery import Delivery, json_response
-from headrace.serve.model_use import ModelUse
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from headrace.serve.conversation import TurnAnswer, TurnRequest
+    from headrace.serve.conversation import TurnAnswer
     from headrace.serve.dialects.dialect import Dialect
     from headrace.serve.gateway.sessions import SessionTable
     from headrace.serve.gateway.turns import LiveSession, Turns
@@ -43,12 +44,12 @@ logger = logging.getLogger(__name__)
 
 Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 
-_DEFECT = "The gateway failed; see its log."
+_DEFECT = "Internal error of the gateway; see its log."
 _ANTHROPIC, _CHAT, _RESPONSES = AnthropicMessages(), ChatCompletions(), Responses()
 
 
 class AgentRoutes:
-    """Handlers over the sessions and turns of one gateway. `model_policy` pairs patterns of model names with uses."""
+    """Handlers for the sessions and turns of one gateway. `model_policy` pairs patterns of model names with uses."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class AgentRoutes:
         self._started_s = int(time.time())
 
     def add_to(self, app: web.Application) -> None:
-        """Every route twice: with the session in the path, and with it in a header."""
+        """Add every route twice: with the session token in the path, and with it in a header."""
         app.router.add_get("/healthz", alive)
         for prefix in ("", "/s/{token}"):
             app.router.add_get(prefix or "/", alive)
@@ -80,45 +81,34 @@ class AgentRoutes:
 
     def _turn_on(self, dialect: Dialect) -> Handler:
         async def turn(request: web.Request) -> web.StreamResponse:
-            return await self._turn(request, dialect)
+            live = self._live(request)
+            asked = dialect.parse(await read_body(request, self._max_body_bytes), request.headers)
+            uses = (use for pattern, use in self._model_policy if fnmatchcase(asked.turn.model, pattern))
+            use = next(uses, ModelUse.TRAIN)
+            if use is ModelUse.REFUSE:
+                raise BadRequest(f"The model {asked.turn.model!r} is not served here (gateway.model_policy).", "model")
+
+            async def answer() -> TurnAnswer:
+                # Raises only WireError, since a stream that has begun cannot report anything else.
+                try:
+                    return await self._turns.answer(live, asked.turn, untrained=use is ModelUse.SERVE)
+                except WireError:
+                    raise
+                except Exception:
+                    logger.exception("a turn failed")
+                    raise GatewayBroken(_DEFECT) from None
+
+            delivery = Delivery(
+                dialect=dialect,
+                asked=asked,
+                ping_s=self._ping_s,
+                created_s=int(time.time()),
+                delivered=lambda answer: self._turns.delivered(live, answer),
+                failed=lambda failure: mark(live, failure),
+            )
+            return await delivery.run(request, answer())
 
         return self._guarded(dialect, turn)
-
-    async def _turn(self, request: web.Request, dialect: Dialect) -> web.StreamResponse:
-        live = self._live(request)
-        asked = dialect.parse(await read_body(request, self._max_body_bytes), request.headers)
-
-        def delivered(answer: TurnAnswer) -> None:
-            self._turns.delivered(live, answer)
-
-        delivery = Delivery(
-            dialect=dialect,
-            asked=asked,
-            ping_s=self._ping_s,
-            created_s=int(time.time()),
-            delivered=delivered,
-            failed=lambda failure: mark(live, failure),
-        )
-        untrained = self._use_of(asked.turn) is ModelUse.SERVE
-        return await delivery.run(request, self._answer(live, asked.turn, untrained=untrained))
-
-    async def _answer(self, live: LiveSession, turn: TurnRequest, *, untrained: bool) -> TurnAnswer:
-        """Raises WireError only: a stream that has begun can tell nothing else."""
-        try:
-            return await self._turns.answer(live, turn, untrained=untrained)
-        except WireError:
-            raise
-        except Exception:
-            logger.exception("a turn failed")
-            raise GatewayBroken(_DEFECT) from None
-
-    def _use_of(self, turn: TurnRequest) -> ModelUse:
-        for pattern, use in self._model_policy:
-            if fnmatchcase(turn.model, pattern):
-                if use is ModelUse.REFUSE:
-                    raise BadRequest(f"The model {turn.model!r} is not served here (gateway.model_policy).", "model")
-                return use
-        return ModelUse.TRAIN
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
@@ -135,7 +125,7 @@ class AgentRoutes:
         return await self._guarded(dialect, models)(request)
 
     def _guarded(self, dialect: Dialect, handler: Handler) -> Handler:
-        """Where failures are classified."""
+        """Wrap a handler so that its failures are classified and answered in the dialect."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             try:
@@ -145,12 +135,13 @@ class AgentRoutes:
             except web.HTTPRequestEntityTooLarge:
                 failure = BodyTooLarge(f"The body is larger than {self._max_body_bytes} bytes.")
             except ConnectionError:
-                # The agent is gone: nobody reads an answer.
+                # The agent has disconnected, so nobody reads this response.
                 return web.Response(status=499)
             except Exception:
                 logger.exception("request %s failed", request.path.rsplit("/", 1)[-1])
                 failure = GatewayBroken(_DEFECT)
-            mark(self._session_of(request), failure)
+            with suppress(LogBroken):
+                mark(self._sessions.by_token(token_of(request)), failure)
             return json_response(dialect.error(failure), dialect.status(failure))
 
         return guarded
@@ -161,39 +152,33 @@ class AgentRoutes:
             raise SessionUnknown("This session is unknown or closed.")
         return live
 
-    def _session_of(self, request: web.Request) -> LiveSession | None:
-        try:
-            return self._sessions.by_token(token_of(request))
-        except LogBroken:
-            return None
-
 
 def mark(live: LiveSession | None, failure: WireError) -> None:
-    """Remember an infra failure that is about to reach the agent of a session."""
+    """Record an infra failure that is about to reach the agent of a session."""
     if live is not None and isinstance(failure, InfraError):
         live.fail(f"{failure.code}: {failure}")
 
 
 def token_of(request: web.Request) -> str:
-    """The session's token: in the path, else a bearer token, else an API key; "" when there is none."""
+    """Return the session token: from the path, else the bearer token, else the API key; "" when there is none."""
     return request.match_info.get("token", "") or bearer_of(request) or request.headers.get("x-api-key", "")
 
 
 def bearer_of(request: web.Request) -> str:
-    """The bearer token; "" when there is none. The scheme's case does not matter (RFC 9110, 11.1)."""
+    """Return the bearer token; "" when there is none. The scheme is case-insensitive (RFC 9110, 11.1)."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
 async def read_body(request: web.Request, max_bytes: int) -> bytes:
-    """Raises BodyTooLarge, BadRequest."""
-    # Refused by its declared length before a byte is read; a body without one is cut off by aiohttp while reading.
+    """Read the request body. Raises BodyTooLarge, BadRequest."""
+    # Refused by its declared length before a byte is read; aiohttp limits a body without one while reading.
     if (request.content_length or 0) > max_bytes:
         raise BodyTooLarge(f"The body is larger than {max_bytes} bytes.")
     try:
         return await request.read()
     except web.RequestPayloadError as error:
-        # The sender's own broken encoding: as a failure of ours it would turn a rollout into infra.
+        # The sender's encoding is broken. Classified as our failure it would make the rollout infra.
         raise BadRequest(f"The body cannot be decoded: {' '.join(str(error).split())}") from None
 
 

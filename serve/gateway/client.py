@@ -1,9 +1,9 @@
-"""The worker's side of the admin routes: open and finish sessions in batches, over plain HTTP.
+"""The worker's client of the admin routes: opens and finishes sessions in batches.
 
 Invariants:
 - One pooled HTTP session for the life of the client; every call has a deadline.
-- A session the gateway does not know (it restarted) is a value in the result of `finish`, not an exception: the other
-  sessions of the batch keep their trajectories.
+- A session that the gateway does not know (after a restart) is a value in the result of `finish`, not an exception, so
+  that the other sessions of the batch keep their trajectories.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedSession:
-    """`base_url` is what the agent gets; OpenAI clients append `/v1` to it."""
+    """Session that was opened. The agent gets `base_url`; OpenAI clients append `/v1` to it."""
 
     session_id: SessionId
     base_url: str
 
 
 class GatewayClient:
-    """Speaks to one gateway's admin routes. Use as an async context manager."""
+    """Client of one gateway's admin routes, an async context manager."""
 
     def __init__(self, url: str, admin_token: str, *, timeout_s: float = 30.0) -> None:
         self._url = url
@@ -55,8 +55,8 @@ class GatewayClient:
             await self._http.close()
 
     async def open(self, specs: Sequence[SessionSpec]) -> list[OpenedSession]:
-        """Open all or none, in order. Raises GatewayUnreachable, also when the gateway refuses (id in use, wrong
-        token, bad spec)."""
+        """Open all sessions or none, in order. Raises GatewayUnreachable, also when the gateway refuses (id in use,
+        wrong token, bad spec)."""
         answer = await self._post("/sessions", codec.open_body(specs))
         return [
             OpenedSession(session_id=SessionId(entry["session_id"]), base_url=entry["base_url"])
@@ -66,11 +66,17 @@ class GatewayClient:
     async def finish(
         self, session_ids: Sequence[SessionId], *, conversation: bool = False
     ) -> list[SessionReport | SessionUnknown]:
-        """Close the sessions and take what they left, in order; with every turn as text if `conversation`. Raises
+        """Close the sessions and return their reports, in order; with every turn as text if `conversation`. Raises
         GatewayUnreachable."""
         body: dict[str, object] = {"session_ids": list(session_ids), "conversation": conversation}
         answer = await self._post("/sessions/finish", body)
-        return [_report(entry) for entry in answer["reports"]]
+        unknown = "the gateway does not know session {} (it was closed, or lost in a restart)"
+        return [
+            SessionUnknown(unknown.format(entry["session_id"]))
+            if "error" in entry
+            else codec.ReportForm.model_validate(entry).to_report()
+            for entry in answer["reports"]
+        ]
 
     async def _post(self, path: str, body: dict[str, object]) -> dict[str, list[dict[str, str]]]:
         if self._http is None:
@@ -87,11 +93,3 @@ class GatewayClient:
             )
         answer: dict[str, list[dict[str, str]]] = orjson.loads(data)
         return answer
-
-
-def _report(entry: dict[str, str]) -> SessionReport | SessionUnknown:
-    if "error" in entry:
-        return SessionUnknown(
-            f"the gateway does not know session {entry['session_id']} (closed, or lost with a restart)"
-        )
-    return codec.ReportForm.model_validate(entry).to_report()

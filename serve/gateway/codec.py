@@ -1,9 +1,9 @@
-"""JSON forms of the admin routes, shared by gateway and client.
+"""The JSON forms of the admin routes, shared by gateway and client.
 
 Invariants:
-- Arrays travel as base64 of their little-endian bytes: int32 ids, float32 log-probabilities, mask bits packed (numpy
-  `packbits`).
-- Reading checks what it reads: wrong keys or types are a BadRequest that names the key.
+- Arrays are encoded as base64 of their little-endian bytes: int32 ids, float32 log-probabilities, packed mask bits
+  (numpy `packbits`).
+- Input is validated: unknown keys or wrong types raise a BadRequest that names the key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from headrace.buffer.types import Row, Trajectory, VersionSpan
 from headrace.buffer.versions import PolicyVersion
 from headrace.serve.capture.events import Exhausted
-from headrace.serve.capture.rows import Lineage, Masked, SaidTurn, SessionReport
+from headrace.serve.capture.rows import Lineage, Masked, SessionReport, TranscriptTurn
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling, SessionId, SessionSpec
 from headrace.serve.errors import BadRequest
 
@@ -32,11 +32,11 @@ _STRICT = ConfigDict(frozen=True, extra="forbid")
 _MOST: Final = 2**31 - 1
 """Positions and ids are int32."""
 _MOST_OF_A_KEY: Final = 200
-"""So many characters of a key that nobody knows are said back."""
+"""Number of characters of an unknown key that an error repeats."""
 
 
 class SamplingForm(BaseModel):
-    """As `Sampling`."""
+    """Form of `Sampling`."""
 
     model_config = _STRICT
     temperature: float = Field(default=1.0, ge=0, le=10)
@@ -45,7 +45,7 @@ class SamplingForm(BaseModel):
 
 
 class BudgetsForm(BaseModel):
-    """As `Budgets`."""
+    """Form of `Budgets`."""
 
     model_config = _STRICT
     max_turns: int = Field(default=64, ge=1, le=_MOST)
@@ -56,16 +56,16 @@ class BudgetsForm(BaseModel):
     final_text: str = Field(default=FINAL_TEXT, max_length=4096)
 
     def to_budgets(self, most_context: int | None, context: int | None = None) -> Budgets:
-        """Where neither `context` nor the form says how much context a session may have, it may have `most_context`
-        (None: our default)."""
+        """Return the budgets. When neither `context` nor the form sets the context length of the session, it is
+        `most_context` (None: our default)."""
         fields = self.model_dump()
-        said = fields["max_context_tokens"] if "max_context_tokens" in self.model_fields_set else None
+        given = fields["max_context_tokens"] if "max_context_tokens" in self.model_fields_set else None
         default = most_context or fields["max_context_tokens"]
-        return Budgets(**fields | {"max_context_tokens": context or said or default})
+        return Budgets(**fields | {"max_context_tokens": context or given or default})
 
 
 class SpecForm(BaseModel):
-    """As `SessionSpec`."""
+    """Form of `SessionSpec`."""
 
     model_config = _STRICT
     session_id: _Name
@@ -75,7 +75,7 @@ class SpecForm(BaseModel):
     train_truncated: bool = True
 
     def to_spec(self, most_context: int | None = None) -> SessionSpec:
-        """`most_context`: what the engines take, where that is known."""
+        """Return the spec; `most_context` is the context length of the engines, if known."""
         return SessionSpec(
             session_id=SessionId(self.session_id),
             sampling=Sampling(**self.sampling.model_dump()),
@@ -86,7 +86,7 @@ class SpecForm(BaseModel):
 
 
 class OpenOneForm(BaseModel):
-    """Body of `POST /sessions` for one session; `max_context_tokens` is short for that of the budgets."""
+    """Body of `POST /sessions` for one session; `max_context_tokens` is a short form of the budgets' key."""
 
     model_config = _STRICT
     session_id: _Name | None = None
@@ -97,7 +97,7 @@ class OpenOneForm(BaseModel):
     train_truncated: bool = True
 
     def to_spec(self, default_id: SessionId, most_context: int | None = None) -> SessionSpec:
-        """`most_context`: what the engines take, where that is known."""
+        """Return the spec; `most_context` is the context length of the engines, if known."""
         return SessionSpec(
             session_id=SessionId(self.session_id or default_id),
             sampling=Sampling(**self.sampling.model_dump()),
@@ -108,7 +108,7 @@ class OpenOneForm(BaseModel):
 
 
 class OpenForm(BaseModel):
-    """Body of `POST /sessions`."""
+    """Body of `POST /sessions` for many sessions."""
 
     model_config = _STRICT
     sessions: list[SpecForm] = Field(min_length=1, max_length=4096)
@@ -130,7 +130,7 @@ class FinishOneForm(BaseModel):
 
 
 def opens_many(body: bytes) -> bool:
-    """Whether a body of `POST /sessions` is an OpenForm."""
+    """Return whether a body of `POST /sessions` is an OpenForm."""
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -139,7 +139,7 @@ def opens_many(body: bytes) -> bool:
 
 
 def read_form(form: type[FormT], body: bytes) -> FormT:
-    """Parse and check a body. Raises BadRequest that names the first wrong key."""
+    """Parse and validate a body. Raises a BadRequest that names the first invalid key."""
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
@@ -149,26 +149,24 @@ def read_form(form: type[FormT], body: bytes) -> FormT:
 
 
 def open_body(specs: Sequence[SessionSpec]) -> dict[str, object]:
-    return {"sessions": [_spec(spec) for spec in specs]}
-
-
-def _spec(spec: SessionSpec) -> dict[str, object]:
-    return {
-        "session_id": spec.session_id,
-        "sampling": asdict(spec.sampling),
-        "budgets": asdict(spec.budgets),
-        "traceparent": spec.traceparent,
-        "train_truncated": spec.train_truncated,
-    }
+    return {"sessions": [asdict(spec) for spec in specs]}
 
 
 def write_report(report: SessionReport) -> dict[str, object]:
-    """As the workers read it: arrays in base64."""
+    """Return the report in the workers' form, with arrays in base64."""
     trajectory = report.trajectory
     return {
         "session_id": report.session_id,
         "temperature": trajectory.temperature if trajectory else None,
-        "rows": [_write_row(row) for row in trajectory.rows] if trajectory else [],
+        "rows": [
+            {
+                "tokens": _encode(row.tokens_T.astype("<i4").tobytes()),
+                "loss_mask": _encode(np.packbits(row.loss_mask_T).tobytes()),
+                "logprobs": _encode(row.logprobs_T.astype("<f4").tobytes()),
+                "versions": [[span.start, span.end, str(span.version), span.stale_kv] for span in row.versions],
+            }
+            for row in (trajectory.rows if trajectory else ())
+        ],
         "lineages": [asdict(lineage) for lineage in report.lineages],
         "conversation": [turn.to_json() for turn in report.conversation],
         **_counts(report),
@@ -176,7 +174,7 @@ def write_report(report: SessionReport) -> dict[str, object]:
 
 
 def write_plain_report(report: SessionReport) -> dict[str, object]:
-    """As people and other programs read it: plain numbers."""
+    """Return the report in the form for people and other programs, with plain numbers."""
     rows = report.trajectory.rows if report.trajectory else ()
     return {
         "session_id": report.session_id,
@@ -210,21 +208,12 @@ def _counts(report: SessionReport) -> dict[str, object]:
     }
 
 
-def _write_row(row: Row) -> dict[str, object]:
-    return {
-        "tokens": _encode(row.tokens_T.astype("<i4").tobytes()),
-        "loss_mask": _encode(np.packbits(row.loss_mask_T).tobytes()),
-        "logprobs": _encode(row.logprobs_T.astype("<f4").tobytes()),
-        "versions": [[span.start, span.end, str(span.version), span.stale_kv] for span in row.versions],
-    }
-
-
 def _encode(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
 class RowForm(BaseModel):
-    """As `_write_row` writes it."""
+    """Form of a row in `write_report`."""
 
     model_config = _STRICT
     tokens: str
@@ -246,38 +235,15 @@ class RowForm(BaseModel):
         )
 
 
-class LineageForm(BaseModel):
-    """As `Lineage`."""
-
-    model_config = _STRICT
-    name: str
-    truncated: bool
-
-
-class SaidTurnForm(BaseModel):
-    """As `SaidTurn`."""
-
-    model_config = _STRICT
-    turn_id: str
-    parent: str
-    lineage: str
-    prompt: str
-    answer: str
-    sampled_tokens: int
-    status: str
-    masked: str
-    versions: tuple[str, ...]
-
-
 class ReportForm(BaseModel):
-    """As `write_report` writes it."""
+    """Form of `write_report`."""
 
     model_config = _STRICT
     session_id: str
     temperature: float | None
     rows: list[RowForm]
-    lineages: list[LineageForm]
-    conversation: list[SaidTurnForm] = []
+    lineages: list[Lineage]
+    conversation: list[TranscriptTurn] = []
     turns: int
     sampled_tokens: int
     trained_tokens: int
@@ -300,8 +266,8 @@ class ReportForm(BaseModel):
             rerendered=self.rerendered,
             exhausted=self.exhausted,
             failures=tuple(self.failures),
-            lineages=tuple(Lineage(name=entry.name, truncated=entry.truncated) for entry in self.lineages),
+            lineages=tuple(self.lineages),
             drift=self.drift,
             lost_calls=self.lost_calls,
-            conversation=tuple(SaidTurn(**entry.model_dump()) for entry in self.conversation),
+            conversation=tuple(self.conversation),
         )

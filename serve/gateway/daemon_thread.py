@@ -1,11 +1,11 @@
-"""One thread for calls that take seconds, which the end of the process does not wait for.
+"""A daemon thread for calls that take seconds and must not delay the exit of the process.
 
 Invariants:
-- Calls run one at a time, in the order in which they came.
-- A call whose waiter was cancelled before it began does not run; one that has begun cannot be stopped, and its result
-  is dropped.
-- The thread is a daemon: an executor's threads are joined when the interpreter exits, so that a call that never ends
-  would keep the process alive after SIGTERM.
+- Calls run one at a time, in the order of submission.
+- A call whose waiter is cancelled before it begins does not run; one that has begun cannot be stopped, and its result
+  is discarded.
+- The thread is a daemon: an executor joins its threads when the interpreter exits, so that a call that never ends would
+  keep the process alive after SIGTERM.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class DaemonThread:
         self._thread.start()
 
     async def run(self, function: Callable[[], T]) -> T:
-        """The result of the function, or what it raises."""
+        """Return the result of the function, or raise its exception."""
         future: Future[T] = Future()
         self._calls.put((future, function))
         return await asyncio.wrap_future(future)
 
     def stop(self) -> None:
-        """End after the call under way, without waiting for it; calls that have not begun are cancelled."""
-        # Not by `empty`: the thread may take the last one in between, and this would wait for another for ever.
+        """End the thread after the current call, without waiting for it; calls that have not begun are cancelled."""
+        # Not with `empty()`: the thread may take the last call in between, and `get` would block for ever.
         with suppress(queue.Empty):
             while True:
                 if (call := self._calls.get_nowait()) is not None:

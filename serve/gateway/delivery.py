@@ -1,11 +1,11 @@
-"""From an answer to bytes on the agent's connection.
+"""The delivery of answers on the agents' connections, whole or as a stream with pings.
 
 Invariants:
-- A turn is held whole: no byte of its content leaves before it is sampled to its end, so an engine failure is always
-  before content. Meanwhile a stream gets a ping at least every `ping_s`.
-- Until the first ping is due not even the status has left: what fails early fails with the wire's own status.
-- A stream ends with the wire's terminator or with its error event: never with a clean end that an agent could take for
-  an answer.
+- A turn is buffered: no content is sent before it is sampled to its end, so that an engine failure always precedes
+  content. Meanwhile a stream gets a ping at least every `ping_s`.
+- Nothing, not even the status, is sent before the first ping is due: an early failure has the dialect's own status.
+- A stream ends with the dialect's terminator or with its error event, never with a clean end that an agent could take
+  for an answer.
 - An answer counts as delivered when its last byte was handed to the connection.
 """
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """How one request is answered. `delivered` is called with the answer once its last byte has left; `failed` with a
-    failure before its first byte does."""
+    """Delivery of the answer to one request. `delivered` is called with the answer once its last byte was sent;
+    `failed` with a failure before its first byte is sent."""
 
     dialect: Dialect
     asked: WireRequest
@@ -40,58 +40,41 @@ class Delivery:
     failed: Callable[[WireError], None]
 
     async def run(self, request: web.Request, work: Awaitable[TurnAnswer]) -> web.StreamResponse:
-        """Answer with what `work` gives. Raises what it raises where nothing was sent yet."""
-        return await (self._stream(request, work) if self.asked.stream else self._whole(request, work))
-
-    async def _whole(self, request: web.Request, work: Awaitable[TurnAnswer]) -> web.StreamResponse:
-        answer = await work
-        document = self.dialect.answer(self.asked, answer, created_s=self.created_s)
-        response = json_response(document)
-        await response.prepare(request)
-        await response.write_eof()
-        self.delivered(answer)
-        return response
-
-    async def _stream(self, request: web.Request, work: Awaitable[TurnAnswer]) -> web.StreamResponse:
+        """Send the answer that `work` returns. An error of `work` is raised if nothing was sent yet."""
+        if not self.asked.stream:
+            answer = await work
+            whole = json_response(self.dialect.answer(self.asked, answer, created_s=self.created_s))
+            await whole.prepare(request)
+            await whole.write_eof()
+            self.delivered(answer)
+            return whole
         response = web.StreamResponse(headers=_STREAM_HEADERS)
         try:
-            answer = await self._hold(request, response, work)
+            async with _own_task(work) as task:
+                while not (await asyncio.wait({task}, timeout=self.ping_s))[0]:
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write(self.dialect.ping)
+                answer = await task
         except WireError as failure:
             if not response.prepared and not self.dialect.refuses_in_stream(failure):
                 raise
-            return await self._break(request, response, failure)
+            self.failed(failure)
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(self.dialect.stream_error(self.asked, failure))
+            # The stream ends in order: agents take a cut after the error event for another fault, and retry.
+            await response.write_eof()
+            return response
         stream = self.dialect.stream(self.asked, answer, created_s=self.created_s)
         if response.prepared:
             await response.write(stream)
         else:
-            # Head and events in one write.
+            # Sends head and events in one write.
             response = web.Response(body=stream, headers=_STREAM_HEADERS)
             await response.prepare(request)
         await response.write_eof()
         self.delivered(answer)
-        return response
-
-    async def _hold(
-        self, request: web.Request, response: web.StreamResponse, work: Awaitable[TurnAnswer]
-    ) -> TurnAnswer:
-        """Wait for the answer, with pings."""
-        async with _own_task(work) as task:
-            while not (await asyncio.wait({task}, timeout=self.ping_s))[0]:
-                if not response.prepared:
-                    await response.prepare(request)
-                await response.write(self.dialect.ping)
-            return await task
-
-    async def _break(
-        self, request: web.Request, response: web.StreamResponse, failure: WireError
-    ) -> web.StreamResponse:
-        """Say what failed in the stream. It ends in order: agents take a cut after the error event for another fault,
-        and ask again."""
-        self.failed(failure)
-        if not response.prepared:
-            await response.prepare(request)
-        await response.write(self.dialect.stream_error(self.asked, failure))
-        await response.write_eof()
         return response
 
 
@@ -99,7 +82,7 @@ _STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cac
 
 
 class _own_task:
-    """`async with _own_task(work) as task`: the work as a task that does not outlive the block."""
+    """Context manager that runs `work` as a task which does not outlive the block."""
 
     def __init__(self, work: Awaitable[TurnAnswer]) -> None:
         self._task = asyncio.ensure_future(work)
@@ -112,7 +95,7 @@ class _own_task:
             self._task.cancel()
             await asyncio.wait({self._task})
         if not self._task.cancelled():
-            # Seen also where the block was left for another reason.
+            # Marks the exception as retrieved when the block was left for another reason.
             self._task.exception()
 
 

@@ -1,14 +1,14 @@
-"""The way from a turn to an engine: admission, one retry elsewhere, continuation after an engine's own abort, and
-aborts.
+"""The engine pool of a gateway: admission of turns, one retry on another engine, continuation and aborts.
 
 Invariants:
-- A turn waits, bounded, while no engine serves; a closed gate never fails a turn that another engine could serve.
-- Time in which a push has an engine counts neither against a turn that waits for one nor against a call that the push
-  holds up: a push has deadlines of its own, and its gates open by themselves when it is gone.
-- An engine failure resamples the turn once; nothing of the failed call is kept. Tokens an engine handed over with an
-  abort of its own are kept, and sampling goes on from them: the version spans tell who sampled what.
-- Whoever leaves a running call (agent gone, budget over, deadline) aborts it on its engine. Aborts sent while the gate
-  is closed are sent again when it opens: SGLang loses those that arrive for a request which came in during a pause.
+- A turn waits, for a bounded time, while no engine is available; a closed gate never fails a turn that another engine
+  could serve.
+- Time in which a push holds an engine counts neither against a turn that waits for it nor against a call that the push
+  delays: a push has its own deadlines, and its gates open by themselves when it is gone.
+- An engine failure resamples the turn once and discards the failed call. Tokens that an engine returns with an abort of
+  its own are retained, and sampling resumes after them; the version spans record which weights sampled which tokens.
+- A call that is given up (agent gone, budget spent, deadline) is aborted on its engine. Aborts sent while the gate is
+  closed are repeated when it opens: SGLang loses an abort of a request that arrived during a pause.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headrace.serve.observing import span_names
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Tracer
     from opentelemetry.util.types import AttributeValue
 
     from headrace.policies.engine import Engine, EngineId, GenerateRequest
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 MAX_FAILURES = 1
 MAX_CONTINUATIONS = 16
 DOWN_S = 1.0
-"""How long an engine at whose address nobody listens is left alone."""
+"""Time for which an engine is skipped after a refused connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDeadlines:
-    """`gate_wait_s`: how long a turn waits while no engine serves. `call_s`: one generate call. `abort_grace_s`: how
-    long an aborted call may take to hand over its partial tokens. Closed gates stop the first two."""
+    """Deadlines of a turn: `gate_wait_s` for the wait while no engine is available, `call_s` for one generate call,
+    `abort_grace_s` for the partial tokens of an aborted call. Closed gates stop the first two clocks."""
 
     gate_wait_s: float
     call_s: float
@@ -60,7 +60,7 @@ class _Client:
 
 
 class EnginePool:
-    """The engines of one gateway. `connect` makes the client of a route; `clock` is monotonic, in seconds."""
+    """Engines of one gateway. `connect` creates the client of a route; `clock` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class EnginePool:
         self._tracer = tracer
         self._clients: dict[EngineId, _Client] = {}
         self.silent: Counter[EngineId] = Counter()
-        """Calls in a row that an engine answered neither in time nor when they were aborted: one that only takes longer
-        than `call_s` hands over what it has."""
+        """Consecutive calls per engine that were answered neither in time nor after their abort. (An engine that is
+        merely slower than `call_s` returns its partial tokens on abort.)"""
         self._changed = asyncio.Event()
 
     async def replace_table(self, table: RoutingTable) -> bool:
-        """Take a newer table and connect to its engines; False, and nothing done, when the table is not newer."""
+        """Adopt a newer table and connect to its engines; return False, with no effect, when it is not newer."""
         if not self.router.replace(table):
             return False
         urls = {route.engine_id: route.url for route in table.engines}
@@ -102,20 +102,27 @@ class EnginePool:
     def close_gate(self, engine_id: EngineId, lease_s: float) -> None:
         now = self._clock()
         self.router.close_gate(engine_id, now + lease_s, now)
-        # The clocks of those that wait for an engine stop here.
+        # Wakes the turns that wait for an engine: their clocks stop while a push holds one.
         self._notify()
 
     async def open_gate(self, engine_id: EngineId, cache_namespace: str | None) -> None:
-        """Let turns through again, and repeat the aborts asked for meanwhile, all at once: whoever opens waits only for
-        seconds. What was not sent by then is sent at the next opening."""
+        """Let turns through again and repeat the aborts requested while the gate was closed."""
         self.router.open_gate(engine_id, self._clock(), cache_namespace)
         self._notify()
         client = self._clients.get(engine_id)
         if client is None:
             return
+
+        async def repeat(request_id: RequestId) -> None:
+            # An abort that fails here is repeated when the gate opens the next time.
+            with suppress(EngineError):
+                await client.engine.abort(request_id)
+                client.aborts_to_repeat.discard(request_id)
+
+        # Concurrently, since the caller waits for seconds only.
         async with asyncio.TaskGroup() as tasks:
             for request_id in client.aborts_to_repeat:
-                tasks.create_task(self._repeat_abort(client, request_id))
+                tasks.create_task(repeat(request_id))
 
     async def aclose(self) -> None:
         clients, self._clients = list(self._clients.values()), {}
@@ -123,21 +130,34 @@ class EnginePool:
             await client.engine.aclose()
 
     async def sample(self, lineage: Lineage, ask: GenerateRequest, pieces: list[Completion]) -> Completion:
-        """Sample one turn. Completions, whole or partial, are appended to `pieces` as they come, so that the caller
-        knows what was sampled also when this raises.
+        """Sample one turn. Completions, whole or partial, are appended to `pieces` as they arrive, so that the caller
+        has the sampled tokens even when this raises.
 
         Raises:
-            NoEngineOpen: no engine served.
-            InfraError: engines failed twice.
+            NoEngineOpen: no engine was available in time.
+            InfraError: engines failed the turn twice.
         """
         failures, avoid = 0, None
         deadline = self._clock() + self._deadlines.gate_wait_s
         while True:
             engine_id, deadline = await self._admission(lineage, avoid, deadline)
-            request = replace(_continue(ask, pieces, failures), cache_namespace=self.router.namespace(engine_id))
-            outcome = await self._call(engine_id, request, pieces)
+            done = array("i", (token for piece in pieces for token in piece.output_ids))
+            # A continuation or a retry is a request of its own to the engine.
+            suffix = f"-{len(pieces)}-{failures}" if pieces or failures else ""
+            request = replace(
+                ask,
+                request_id=RequestId(ask.request_id + suffix),
+                input_ids=array("i", ask.input_ids) + done if done else ask.input_ids,
+                max_new_tokens=ask.max_new_tokens - len(done),
+                cache_namespace=self.router.namespace(engine_id),
+            )
+            self.router.begin(engine_id)
+            try:
+                outcome = await self._call(engine_id, request, pieces)
+            finally:
+                self.router.end(engine_id)
             if isinstance(outcome, EngineDown) and self._clock() < deadline:
-                # It never got the request, so this is no try of the turn: wait for an engine that is there.
+                # The engine never received the request, so this does not count as an attempt.
                 self.router.mark_down(engine_id, self._clock() + DOWN_S)
                 continue
             deadline = self._clock() + self._deadlines.gate_wait_s
@@ -155,7 +175,7 @@ class EnginePool:
                 raise InfraError(f"engine {engine_id} aborted the turn {len(pieces)} times")
 
     async def _admission(self, lineage: Lineage, avoid: EngineId | None, deadline: float) -> tuple[EngineId, float]:
-        """The engine, and the deadline of this wait, later by the time in which a push had one."""
+        """Wait for an available engine; return it with the deadline, extended by the time in which a push held one."""
         while True:
             now = self._clock()
             engine_id = self.router.choose(lineage, now, avoid)
@@ -183,18 +203,26 @@ class EnginePool:
     async def _call(
         self, engine_id: EngineId, request: GenerateRequest, pieces: list[Completion]
     ) -> Completion | EngineError:
-        self.router.begin(engine_id)
-        try:
-            attributes: dict[str, AttributeValue] = {
-                span_names.ENGINE_ID: str(engine_id),
-                span_names.INPUT_TOKENS: len(request.input_ids),
-            }
-            with self._tracer.start_as_current_span(span_names.ENGINE, attributes=attributes) as span:
-                outcome = await self._call_or_abort(self._clients[engine_id], engine_id, request, pieces)
-                _describe(span, outcome)
-                return outcome
-        finally:
-            self.router.end(engine_id)
+        """Call the engine and describe the outcome in a span."""
+        attributes: dict[str, AttributeValue] = {
+            span_names.ENGINE_ID: str(engine_id),
+            span_names.INPUT_TOKENS: len(request.input_ids),
+        }
+        with self._tracer.start_as_current_span(span_names.ENGINE, attributes=attributes) as span:
+            outcome = await self._call_or_abort(self._clients[engine_id], engine_id, request, pieces)
+            if isinstance(outcome, EngineError):
+                span.record_exception(outcome)
+            elif span.is_recording():
+                span.set_attributes(
+                    {
+                        span_names.OUTPUT_TOKENS: len(outcome.output_ids),
+                        span_names.CACHED_TOKENS: outcome.cached_tokens,
+                        span_names.RETRACTIONS: outcome.retractions,
+                        span_names.VERSIONS: [str(part.version) for part in outcome.spans],
+                        span_names.FINISH_REASONS: [outcome.finish.value],
+                    }
+                )
+            return outcome
 
     async def _call_or_abort(
         self, client: _Client, engine_id: EngineId, request: GenerateRequest, pieces: list[Completion]
@@ -202,14 +230,23 @@ class EnginePool:
         async with asyncio.TaskGroup() as group:
             call = group.create_task(_outcome(client.engine, request))
             try:
-                await self._until_answered_or_late(engine_id, call)
-                if not call.done():
-                    await self._abort_late(client, engine_id, request.request_id, call)
-                    return EngineError(f"no answer within gateway.turn_timeout_s = {self._deadlines.call_s:g}")
+                began, closed_s = self._clock(), self.router.closed_s(engine_id, self._clock())
+                while not call.done():
+                    # The call may take `call_s`, not counting the time in which the engine's gate is closed.
+                    now = self._clock()
+                    held_s = self.router.closed_s(engine_id, now) - closed_s
+                    left_s = self._deadlines.call_s - (now - began - held_s)
+                    if left_s <= 0:
+                        if await self._abort(client, engine_id, request.request_id, call) is None:
+                            self.silent[engine_id] += 1
+                        else:
+                            self.silent.pop(engine_id, None)
+                        return EngineError(f"no answer within gateway.turn_timeout_s = {self._deadlines.call_s:g}")
+                    await asyncio.wait({call}, timeout=left_s + self.router.opens_in_s(engine_id, now))
                 outcome = call.result()
             except asyncio.CancelledError:
-                # The session may be finished, or its wall time end, while its agent leaves: the tokens count all the
-                # same.
+                # The session may be finished, or its wall time may end, while its agent leaves: the sampled tokens
+                # count all the same.
                 abort = group.create_task(self._abort(client, engine_id, request.request_id, call))
                 await outlast(abort)
                 partial = abort.result()
@@ -221,60 +258,32 @@ class EnginePool:
             self.router.note(engine_id, outcome.spans)
         return outcome
 
-    async def _until_answered_or_late(self, engine_id: EngineId, call: asyncio.Task[Completion | EngineError]) -> None:
-        """Wait for the call, `call_s` at most; the time of closed gates does not count."""
-        began, closed_s = self._clock(), self.router.closed_s(engine_id, self._clock())
-        while not call.done():
-            now = self._clock()
-            held_s = self.router.closed_s(engine_id, now) - closed_s
-            left_s = self._deadlines.call_s - (now - began - held_s)
-            if left_s <= 0:
-                return
-            await asyncio.wait({call}, timeout=left_s + self.router.opens_in_s(engine_id, now))
-
-    async def _abort_late(
-        self,
-        client: _Client,
-        engine_id: EngineId,
-        request_id: RequestId,
-        call: asyncio.Task[Completion | EngineError],
-    ) -> None:
-        """End a call that took too long. Counts those of engines that do not answer that either."""
-        if await self._abort(client, engine_id, request_id, call) is None:
-            self.silent[engine_id] += 1
-        else:
-            self.silent.pop(engine_id, None)
-
     async def _abort(
         self, client: _Client, engine_id: EngineId, request_id: RequestId, call: asyncio.Task[Completion | EngineError]
     ) -> Completion | None:
-        """End a running call on its engine; what it had sampled, if it says so in time."""
+        """Abort a running call on its engine; return its partial completion if that arrives in time."""
         if self.router.is_closed(engine_id, self._clock()):
             client.aborts_to_repeat.add(request_id)
+
+        async def send() -> None:
+            # An engine that does not take the abort is dead, or the EngineGroup's own probes will quarantine it.
+            with suppress(EngineError):
+                await client.engine.abort(request_id)
+
         try:
             async with asyncio.TaskGroup() as group:
-                telling = group.create_task(self._send_abort(client.engine, request_id))
+                sending = group.create_task(send())
                 # Not asyncio.timeout: aiohttp swallows its cancellation when a timeout of its own is due with it.
-                await asyncio.wait({telling, call}, timeout=self._deadlines.abort_grace_s)
-                telling.cancel()
+                await asyncio.wait({sending, call}, timeout=self._deadlines.abort_grace_s)
+                sending.cancel()
             outcome = call.result() if call.done() else None
         finally:
             call.cancel()
         return outcome if isinstance(outcome, Completion) else None
 
-    async def _repeat_abort(self, client: _Client, request_id: RequestId) -> None:
-        with suppress(EngineError):
-            await client.engine.abort(request_id)
-            client.aborts_to_repeat.discard(request_id)
-
-    async def _send_abort(self, engine: Engine, request_id: RequestId) -> None:
-        # An engine that cannot be told is dead or will be quarantined by the EngineGroup, which asks it itself.
-        with suppress(EngineError):
-            await engine.abort(request_id)
-
 
 async def _outcome(engine: Engine, request: GenerateRequest) -> Completion | EngineError:
-    """The completion, or the error as a value: a raised one would cancel the group that waits for it."""
+    """Return the completion, or the error as a value, since a raised one would cancel the task group of the call."""
     try:
         completion = await engine.generate(request)
     except EngineError as error:
@@ -286,20 +295,8 @@ async def _outcome(engine: Engine, request: GenerateRequest) -> Completion | Eng
     return completion
 
 
-def _continue(ask: GenerateRequest, pieces: list[Completion], failures: int) -> GenerateRequest:
-    """The request for what is still missing of the turn, under an id of its own."""
-    done = array("i", (token for piece in pieces for token in piece.output_ids))
-    suffix = f"-{len(pieces)}-{failures}" if pieces or failures else ""
-    return replace(
-        ask,
-        request_id=RequestId(ask.request_id + suffix),
-        input_ids=array("i", ask.input_ids) + done if done else ask.input_ids,
-        max_new_tokens=ask.max_new_tokens - len(done),
-    )
-
-
 def join_pieces(pieces: list[Completion]) -> Completion:
-    """One completion out of consecutive ones; the prompt is the first one's."""
+    """Join consecutive completions of one turn; the prompt figures are those of the first."""
     if len(pieces) == 1:
         return pieces[0]
     spans, offset = [], 0
@@ -316,19 +313,3 @@ def join_pieces(pieces: list[Completion]) -> Completion:
         cached_tokens=pieces[0].cached_tokens,
         retractions=sum(piece.retractions for piece in pieces),
     )
-
-
-def _describe(span: Span, outcome: Completion | EngineError) -> None:
-    if isinstance(outcome, EngineError):
-        span.record_exception(outcome)
-        return
-    if span.is_recording():
-        span.set_attributes(
-            {
-                span_names.OUTPUT_TOKENS: len(outcome.output_ids),
-                span_names.CACHED_TOKENS: outcome.cached_tokens,
-                span_names.RETRACTIONS: outcome.retractions,
-                span_names.VERSIONS: [str(part.version) for part in outcome.spans],
-                span_names.FINISH_REASONS: [outcome.finish.value],
-            }
-        )

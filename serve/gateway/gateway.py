@@ -1,12 +1,11 @@
-"""The gateway: what agents in sandboxes talk to, and what workers open and close sessions on. One plain class, aiohttp
-inside.
+"""The gateway server: model API for the agents in sandboxes, session API for the workers.
 
 Invariants:
-- A session's token is unguessable and opens that session's routes only; admin routes need the admin token, compared in
-  constant time.
+- A session's token is unguessable and grants access to that session's routes only; admin routes need the admin token,
+  compared in constant time.
 - A failure that reaches an agent is marked in its session before the answer is written.
-- An unknown or closed session is refused at once with 400. With a log folder sessions survive a restart.
-- A session whose wall budget ended `expire_grace_s` ago is closed: its worker is dead.
+- An unknown or closed session is refused at once with 400. With a log folder, sessions survive a restart.
+- A session whose wall budget ended `expire_grace_s` ago is closed, because its worker is dead.
 - All engine traffic goes through `EnginePool`; nothing here renders, samples or counts tokens.
 """
 
@@ -18,13 +17,11 @@ import secrets
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import aiohttp
 from aiohttp import web
 from opentelemetry import trace
-from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.policies.sglang.client import SGLangConfig, SGLangEngine
 from headrace.serve.capture.session_log import SessionLog
@@ -33,7 +30,6 @@ from headrace.serve.gateway.agent_routes import AgentRoutes
 from headrace.serve.gateway.engines import EngineDeadlines, EnginePool
 from headrace.serve.gateway.sessions import SessionTable
 from headrace.serve.gateway.turns import Turns
-from headrace.serve.model_use import ModelUse
 from headrace.serve.parsing.parser_choice import choose_parser
 from headrace.serve.rendering.template_renderer import load_renderer
 
@@ -43,73 +39,23 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
     from headrace.policies.engine import Engine, EngineId
+    from headrace.serve.gateway.config import GatewayConfig
     from headrace.serve.gateway.routing import EngineRoute, RoutingTable
-    from headrace.serve.parsing.base import OutputParser
     from headrace.serve.rendering.render import Renderer
 
 logger = logging.getLogger(__name__)
 
 CLIENT_TIMEOUT_S = 7 * 86400.0
-"""Of a client's generate call: beyond every deadline of the pool."""
-
-
-class GatewayConfig(BaseModel):
-    """What a gateway needs to know at start."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    tokenizer_dir: Path | None = None
-    """Directory with tokenizer.json and the chat template of the policy. None when a renderer is passed in."""
-    vocab_size: int | None = Field(default=None, ge=1)
-    """Ids the model has (which padding may make more than the tokenizer's). None: `vocab_size` of the config.json
-    beside the tokenizer; the tokenizer's where there is none. An id outside is never sent."""
-    advertise_url: str | None = None
-    """Base of the URLs handed out, for agents that do not run on this host; the bound address when None."""
-    session_log_dir: Path | None = None
-    """Where sessions are kept, so that a gateway that is killed comes back with them. None: they die with it."""
-    parser: str = "auto"
-    """How tool calls and reasoning are read: auto (by the chat template), hermes, qwen3_coder, none, or sglang:NAME
-    with a parser of SGLang's."""
-    model_policy: tuple[tuple[str, ModelUse], ...] = ()
-    """Pairs of a pattern (`*haiku*`) and a use (train, serve, refuse); the first that fits the name an agent asks for
-    decides, and every other name is trained."""
-    ping_s: float = Field(default=10.0, gt=0)
-    """How often a stream that waits for its turn gets a ping; below 15 s, or some agents give up."""
-    max_context_tokens: int | None = Field(default=None, ge=1)
-    """What the engines can take, prompt and output together; no session may have more."""
-    foreign_version: str | None = None
-    """What a weight version of an engine that is not `epoch.step` is read as; None fails the turn."""
-    in_place_pushes: bool = False
-    """Pushes leave running requests their keys and values: what is sampled on stale ones is flagged."""
-    gate_wait_s: float = Field(default=60.0, gt=0)
-    """How long a turn waits while no engine serves before the agent gets an infra error. Time in which a push has an
-    engine does not count."""
-    turn_timeout_s: float = Field(default=300.0, gt=0)
-    """How long one engine call may take before it is aborted and tried elsewhere. Time in which a push has the engine
-    does not count."""
-    held_after_s: float = Field(default=10.0, gt=0)
-    """A turn that is broken off after so long without one sampled token marks its session: infra, not a spent
-    budget."""
-    abort_grace_s: float = Field(default=2.0, gt=0)
-    """How long an aborted engine call may take to hand over its partial tokens."""
-    expire_grace_s: float = Field(default=60.0, gt=0)
-    """How long after the end of its wall budget a session may still be finished; then it is forgotten."""
-    finished_grace_s: float = Field(default=600.0, ge=0)
-    """How long a finished session may be finished again, with the same report (its first answer was lost); needs
-    session_log_dir."""
-    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
-    """Largest request body; larger ones are refused with 413."""
-    max_imbalance: int = Field(default=8, ge=0)
-    """A session leaves its usual engine when that one has this many more requests in flight than the least busy one."""
+"""Timeout of an engine client's generate call, beyond every deadline of the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayStats:
-    """A snapshot for progress lines and metrics. `tokens_by_version` counts recorded tokens since the start, keys are
-    `epoch.step`; `turns` counts recorded turns since the start; `lost_calls` counts call markup that gave no call;
-    `parser_fails`: of many such turns in a row none gave one, so the parser does not fit the model; `silent` counts the
-    calls in a row that an engine did not answer in time; `closed` are engines whose gate is closed; `table_version` is
-    that of the routing table, -1 before the first one."""
+    """Snapshot of a gateway for progress lines and metrics. `tokens_by_version` counts recorded tokens since the start
+    by `epoch.step`; `turns` counts recorded turns since the start; `lost_calls` counts call markup that could not be
+    parsed; `parser_fails` means that many turns in a row had such markup and no call, so that the parser does not fit
+    the model; `silent` counts the consecutive calls that an engine did not answer in time; `closed` are the engines
+    whose gate is closed; `table_version` is that of the routing table, -1 before the first one."""
 
     sessions: int
     turns_in_flight: dict[str, int]
@@ -124,10 +70,10 @@ class GatewayStats:
 
 
 class Gateway:
-    """Serves agents over HTTP. All public methods are async: it runs in an actor or inline.
+    """HTTP server for agents and workers. All public methods are async, so that it runs in an actor or inline.
 
-    `renderer`, `connect` and `tracer` replace what the config would make: the tokenizer's renderer, SGLang clients,
-    the global tracer.
+    `renderer`, `connect` and `tracer` replace the defaults: the tokenizer's renderer, SGLang clients, the global
+    tracer.
     """
 
     def __init__(
@@ -150,32 +96,59 @@ class Gateway:
         self._base_url = ""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listen; the base URL (`http://host:port`). Comes before all other calls; a restart passes the port of before.
+        """Listen, and return the base URL (`http://host:port`). Call this first; a restart passes the earlier port.
 
         Raises OSError when the port is taken, TokenizerInvalid when the tokenizer cannot be used, ParserUnknown.
         """
-        renderer = self._renderer or self._load_renderer()
-        parser = choose_parser(self._config.parser, renderer.template)
+        renderer = self._renderer
+        if renderer is None:
+            if self._config.tokenizer_dir is None:
+                raise ValueError("gateway.tokenizer_dir is not set; set it to the directory of the policy's tokenizer")
+            renderer = load_renderer(self._config.tokenizer_dir)
         try:
             async with AsyncExitStack() as stack:
                 connector = aiohttp.TCPConnector(limit=0)
                 self._http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-                self._make_parts(renderer, parser, await stack.enter_async_context(asyncio.TaskGroup()), stack)
-                self._base_url = await self._listen(host, port, stack)
+                await self._make_parts(renderer, stack)
+                stack.push_async_callback(self._sessions.end_turns)
+                app = self._application(renderer)
+                # Cancelling the handler of an agent that is gone stops its engine call.
+                runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
+                await runner.setup()
+                stack.push_async_callback(runner.cleanup)
+                await web.TCPSite(runner, host, port, backlog=4096).start()
+                if self._config.session_log_dir is None:
+                    # Agents that get an answer before the listener closes give up at once. Those of logged sessions are
+                    # cut off as by a crash: they retry, and the restarted gateway answers.
+                    stack.push_async_callback(self._sessions.end_turns)
+                self._base_url = f"http://{host}:{runner.addresses[0][1]}"
                 self._stack = stack.pop_all()
         except ExceptionGroup as group:
-            # The task group's, which has no tasks yet: it wraps the one error of this block.
+            # From the task group, which has no tasks yet: it wraps the one error of this block.
             raise group.exceptions[0] from None
         return self._base_url
 
-    def _make_parts(
-        self, renderer: Renderer, parser: OutputParser, tasks: asyncio.TaskGroup, stack: AsyncExitStack
-    ) -> None:
-        config, self._decode = self._config, renderer.decode
+    async def _make_parts(self, renderer: Renderer, stack: AsyncExitStack) -> None:
+        config = self._config
+        parser = choose_parser(config.parser, renderer.template)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
         deadlines = EngineDeadlines(
             gate_wait_s=config.gate_wait_s, call_s=config.turn_timeout_s, abort_grace_s=config.abort_grace_s
         )
-        connect = self._connect or self._connector(renderer)
+        connect = self._connect
+        if connect is None:
+            client_config = SGLangConfig(
+                vocab_size=config.vocab_size or renderer.vocab_size,
+                # The pool ends calls: it knows how long a push delayed them, and aborts them first.
+                generate_timeout_s=CLIENT_TIMEOUT_S,
+                abort_timeout_s=config.abort_grace_s,
+                foreign_version=config.foreign_version,
+                in_place=config.in_place_pushes,
+            )
+
+            def connect(route: EngineRoute) -> Engine:
+                return SGLangEngine(route.engine_id, route.url, self._http, client_config)
+
         self._pool = EnginePool(deadlines, connect, time.monotonic, self._tracer, max_imbalance=config.max_imbalance)
         stack.push_async_callback(self._pool.aclose)
         self._turns = Turns(
@@ -197,21 +170,8 @@ class Gateway:
             finished_grace_s=config.finished_grace_s,
         )
 
-    async def _listen(self, host: str, port: int, stack: AsyncExitStack) -> str:
-        stack.push_async_callback(self._sessions.end_turns)
-        # Cancellation of handlers is how a gone agent stops its engine call.
-        runner = web.AppRunner(self._application(), handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
-        await runner.setup()
-        stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, host, port, backlog=4096).start()
-        if self._config.session_log_dir is None:
-            # Told before the listener closes, agents give up at once. Those of sessions that are kept are cut off as by
-            # a crash: they ask again, and a successor answers.
-            stack.push_async_callback(self._sessions.end_turns)
-        return f"http://{host}:{runner.addresses[0][1]}"
-
     async def stop(self) -> None:
-        """Refuse new turns, end running ones, close engine clients. Idempotent."""
+        """Refuse new turns, cancel running ones and close the engine clients. Idempotent."""
         stack, self._stack = self._stack, None
         if stack is not None:
             await stack.aclose()
@@ -225,20 +185,20 @@ class Gateway:
         await self.stop()
 
     async def set_engines(self, table: RoutingTable) -> bool:
-        """Replace the routing table; False when the one here is as new."""
+        """Replace the routing table; return False when it is not newer."""
         return await self._pool.replace_table(table)
 
     async def close_gate(self, engine_id: EngineId, lease_s: float) -> None:
-        """No new turn goes to the engine until `open_gate`, or until the lease ends by itself."""
+        """Send no new turn to the engine until `open_gate`, or until the lease expires."""
         self._pool.close_gate(engine_id, lease_s)
 
     async def open_gate(self, engine_id: EngineId, cache_namespace: str | None = None) -> None:
-        """Let turns through again; their requests carry the namespace as long as the engine may have prefixes of older
-        weights cached (None: it has none)."""
+        """Let turns through again. Their requests carry the namespace, which is None when the engine caches no prefixes
+        of older weights."""
         await self._pool.open_gate(engine_id, cache_namespace)
 
     async def in_flight(self) -> GatewayStats:
-        """What is going on; sessions that nobody finished in time are forgotten on the way."""
+        """Return current statistics, after closing the sessions that were not finished in time."""
         await self._sessions.expire()
         return GatewayStats(
             sessions=len(self._sessions),
@@ -253,25 +213,9 @@ class Gateway:
             table_version=self._pool.router.table.version,
         )
 
-    def _load_renderer(self) -> Renderer:
-        if self._config.tokenizer_dir is None:
-            raise ValueError("gateway.tokenizer_dir is not set: name the directory of the policy's tokenizer")
-        return load_renderer(self._config.tokenizer_dir)
-
-    def _connector(self, renderer: Renderer) -> Callable[[EngineRoute], Engine]:
-        config = SGLangConfig(
-            vocab_size=self._config.vocab_size or renderer.vocab_size,
-            # The pool ends calls: it knows how long a push has held them up, and aborts them first.
-            generate_timeout_s=CLIENT_TIMEOUT_S,
-            abort_timeout_s=self._config.abort_grace_s,
-            foreign_version=self._config.foreign_version,
-            in_place=self._config.in_place_pushes,
-        )
-        return lambda route: SGLangEngine(route.engine_id, route.url, self._http, config)
-
-    def _application(self) -> web.Application:
+    def _application(self, renderer: Renderer) -> web.Application:
         config = self._config
-        app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_boundary])
+        app = web.Application(client_max_size=config.max_body_bytes, middlewares=[_json_errors])
         AgentRoutes(
             self._sessions,
             self._turns,
@@ -283,7 +227,7 @@ class Gateway:
             self._sessions,
             self._admin_token,
             lambda: config.advertise_url or self._base_url,
-            decode=self._decode,
+            decode=renderer.decode,
             max_body_bytes=config.max_body_bytes,
             max_context_tokens=config.max_context_tokens,
         ).add_to(app)
@@ -291,10 +235,10 @@ class Gateway:
 
 
 @web.middleware
-async def _boundary(
+async def _json_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """What no route knows is told in JSON too."""
+    """Answer errors outside the routes (404, 405) in JSON too."""
     try:
         return await handler(request)
     except web.HTTPException as error:

@@ -1,11 +1,11 @@
-"""Which engine gets a turn: a pure state machine over a versioned routing table.
+"""The router of turns to engines, a pure state machine with a versioned routing table.
 
 Invariants:
-- A table is replaced as a whole, and only by a newer one: who makes them counts them, no clock does.
+- A table is replaced as a whole, and only by one with a larger version, which its maker counts up.
 - A gate is a lease: it opens by itself when the lease ends, so a dead EngineGroup cannot close an engine for ever.
-- An engine that is down gets nothing for a moment; the table says whether it stays.
-- A lineage stays with its engine (its prefix is cached there) while that engine is open and at most `max_imbalance`
-  requests busier than the least busy one. Among the least busy ones the newest weights are taken.
+- An engine that is down gets no turn for a moment; the table decides whether it remains.
+- A lineage stays on its engine (where its prefix is cached) while that engine is open and at most `max_imbalance`
+  requests busier than the least busy one. Among the least busy ones, the engine with the newest weights is chosen.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRoute:
-    """`admitted` is false for an engine that must get no traffic (quarantined, not caught up). `cache_namespace` goes
-    with every request: the engine's version, where pushes come in place."""
+    """Address of an engine. `admitted` is false for an engine that must get no traffic (quarantined, not caught up).
+    `cache_namespace` is part of every request: the engine's version, if pushes are in place."""
 
     engine_id: EngineId
     url: str
@@ -34,14 +34,14 @@ class EngineRoute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingTable:
-    """All engines at once. `version` grows with every change."""
+    """Routes of all engines. `version` grows with every change."""
 
     version: int
     engines: tuple[EngineRoute, ...]
 
 
 class Lineage(NamedTuple):
-    """A conversation of a session: turns with the same `head` share a prefix."""
+    """Key of a conversation within a session: turns with the same `head` share a prefix."""
 
     session: SessionId
     head: bytes = b""
@@ -49,7 +49,7 @@ class Lineage(NamedTuple):
 
 @dataclass(slots=True)
 class Router:
-    """`now` is a monotonic clock in seconds."""
+    """Routing state of one gateway. `now` is a monotonic clock in seconds."""
 
     max_imbalance: int = 8
     table: RoutingTable = field(default_factory=lambda: RoutingTable(version=-1, engines=()))
@@ -57,14 +57,14 @@ class Router:
     _closed_until: dict[EngineId, float] = field(default_factory=dict)
     _closed_since: dict[EngineId, float] = field(default_factory=dict)
     _closed_s: dict[EngineId, float] = field(default_factory=dict)
-    """Of the closings that are over."""
+    """Total seconds of the earlier closings."""
     _down_until: dict[EngineId, float] = field(default_factory=dict)
     _affinity: dict[SessionId, dict[bytes, EngineId]] = field(default_factory=dict)
     _versions: dict[EngineId, PolicyVersion] = field(default_factory=dict)
     _namespaces: dict[EngineId, str | None] = field(default_factory=dict)
 
     def replace(self, table: RoutingTable) -> bool:
-        """Take a newer table; False when the one here is as new."""
+        """Adopt a newer table; return False when it is not newer."""
         if table.version <= self.table.version:
             return False
         self.table = table
@@ -77,9 +77,9 @@ class Router:
         return True
 
     def close_gate(self, engine_id: EngineId, until: float, now: float) -> None:
-        """Close it, or renew its lease."""
+        """Close the gate, or renew its lease."""
         if not self.is_closed(engine_id, now):
-            # A lease that ran out is a closing of its own.
+            # An expired lease was a closing of its own.
             self._closed_s[engine_id] = self.closed_s(engine_id, now)
             self._closed_since[engine_id] = now
         self._closed_until[engine_id] = until
@@ -91,47 +91,52 @@ class Router:
         self._namespaces[engine_id] = cache_namespace
 
     def closed_s(self, engine_id: EngineId, now: float) -> float:
-        """How long its gate has been closed so far, all closings together."""
+        """Return how long the engine's gate has been closed so far, all closings together."""
         seconds, since = self._closed_s.get(engine_id, 0.0), self._closed_since.get(engine_id)
         return seconds if since is None else seconds + min(now, self._closed_until[engine_id]) - since
 
     def opens_in_s(self, engine_id: EngineId, now: float) -> float:
-        """Seconds until its gate opens by itself; 0 for an open one."""
+        """Return the seconds until the engine's gate opens by itself; 0 for an open one."""
         return max(0.0, self._closed_until.get(engine_id, now) - now)
 
     def namespace(self, engine_id: EngineId) -> str | None:
-        """What new requests to this engine carry as their cache namespace."""
+        """Return the cache namespace for new requests to this engine."""
         return self._namespaces.get(engine_id)
 
     def mark_down(self, engine_id: EngineId, until: float) -> None:
-        """Nothing listens there: choose it no more until then."""
+        """Do not choose the engine before `until`, since it refused a connection."""
         self._down_until[engine_id] = until
 
     def is_closed(self, engine_id: EngineId, now: float) -> bool:
         return self._closed_until.get(engine_id, now) > now
 
     def closed(self, now: float) -> tuple[EngineId, ...]:
-        """The engines whose gate is closed."""
+        """Return the engines whose gate is closed."""
         return tuple(engine for engine, until in self._closed_until.items() if until > now)
 
     def next_opening(self, now: float) -> float | None:
-        """When the first of the closed gates opens by itself, or a down engine is tried again; None when none is."""
+        """Return when the first closed gate opens by itself, or a down engine is tried again; None when there is
+        none."""
         ends = [*self._closed_until.values(), *self._down_until.values()]
         return min((until for until in ends if until > now), default=None)
 
     def note(self, engine_id: EngineId, spans: Sequence[TokenSpan]) -> None:
-        """An engine answered with these spans: the last one tells its version."""
+        """Record the version of an engine that answered with these spans."""
         if spans:
             self._versions[engine_id] = spans[-1].version
 
     def choose(self, lineage: Lineage, now: float, avoid: EngineId | None = None) -> EngineId | None:
-        """The engine for the next turn of a lineage, None when every gate is closed or every engine down.
+        """Return the engine for the next turn of a lineage, None when every gate is closed or every engine down.
 
-        `avoid` is the engine that just failed this turn: it is taken again only when the table admits no other one.
+        `avoid` is the engine that just failed this turn: it is chosen again only when the table admits no other one.
         """
         admitted = [route.engine_id for route in self.table.engines if route.admitted]
         others = [engine for engine in admitted if engine != avoid]
-        candidates = [engine for engine in others or admitted if self._is_open(engine, now)]
+        candidates = [
+            engine
+            for engine in others or admitted
+            if not self.is_closed(engine, now) and self._down_until.get(engine, now) <= now
+        ]
         if not candidates:
             return None
         least_load = min(map(self._load, candidates))
@@ -145,9 +150,6 @@ class Router:
     def _version(self, engine_id: EngineId) -> tuple[int, int]:
         version = self._versions.get(engine_id)
         return (version.epoch, version.step) if version else (-1, -1)
-
-    def _is_open(self, engine_id: EngineId, now: float) -> bool:
-        return not self.is_closed(engine_id, now) and self._down_until.get(engine_id, now) <= now
 
     def _load(self, engine_id: EngineId) -> int:
         return self.in_flight.get(engine_id, 0)

@@ -1,9 +1,9 @@
-"""The sessions of one gateway: opened, found by token, finished once, forgotten; back after a restart.
+"""The session table of a gateway: opens, finds, finishes and forgets sessions, and restores them after a restart.
 
 Invariants:
-- A session id is open once; its token is random and finds this session only.
-- After a restart the sessions of the log are there under their tokens; each is read when it is first needed.
-- A finished session gives the same report again for `finished_grace_s`, where there is a log.
+- A session id is open at most once; its token is random and identifies this session only.
+- After a restart the logged sessions are available under their tokens; each is read when it is first needed.
+- A finished session returns the same report again for `finished_grace_s`, if there is a log.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from headrace.buffer.primitives.single_flight import SingleFlight
 from headrace.serve.capture.rows import conversation_of, report_of, tree_of
 from headrace.serve.capture.session import Session
 from headrace.serve.capture.session_log import Opened
 from headrace.serve.errors import LogBroken, SessionExists
-from headrace.serve.gateway.joining import Joined
 from headrace.serve.gateway.turns import LiveSession
 
 if TYPE_CHECKING:
@@ -35,24 +35,24 @@ SWEEP_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Finished:
-    """What a session left."""
+class FinishedSession:
+    """A session that was closed, with its report."""
 
     report: SessionReport
     session: Session
 
     @property
     def tree(self) -> list[dict[str, object]]:
-        """Its trie as JSON."""
+        """The session's trie as JSON."""
         return tree_of(self.session)
 
     def with_conversation(self, decode: Callable[[Sequence[int]], str]) -> SessionReport:
-        """The report with every sampled turn as text."""
+        """Return the report with every sampled turn as text."""
         return replace(self.report, conversation=conversation_of(self.session, decode))
 
 
 class SessionTable:
-    """`clock` is monotonic; `tasks` holds the turns in flight."""
+    """Open sessions by id and token. `clock` is monotonic; `tasks` holds the turns in flight."""
 
     def __init__(
         self,
@@ -71,94 +71,88 @@ class SessionTable:
         self._expire_grace_s = expire_grace_s
         self._finished_grace_s = finished_grace_s
         self._live: dict[SessionId, LiveSession] = {}
-        self._asleep: dict[SessionId, Opened] = {}
+        self._unread: dict[SessionId, Opened] = {}
+        """Logged sessions of an earlier process that nobody has needed yet."""
         self._ids: dict[str, SessionId] = {}
         self._sweep_at = 0.0
         if log is not None:
-            self._recall(log)
-
-    def _recall(self, log: SessionLog) -> None:
-        """The sessions of the log; those of before the host's last start ended with it."""
-        now = self._clock()
-        for opened in list(log.known()):
-            if opened.opened_at > now:
-                log.remove(opened.spec.session_id)
-                continue
-            self._asleep[opened.spec.session_id] = opened
-            self._ids[opened.token] = opened.spec.session_id
+            now = clock()
+            for opened in list(log.known()):
+                if opened.opened_at > now:
+                    # The clock restarts with the host: this session was opened before the last boot and ended with it.
+                    log.remove(opened.spec.session_id)
+                    continue
+                self._unread[opened.spec.session_id] = opened
+                self._ids[opened.token] = opened.spec.session_id
 
     def __len__(self) -> int:
         return len(self._ids)
 
     def open(self, specs: Sequence[SessionSpec]) -> list[LiveSession]:
-        """Open all or none. Raises SessionExists, LogBroken."""
+        """Open all sessions or none. Raises SessionExists, LogBroken."""
         for spec in specs:
-            if spec.session_id in self._live or spec.session_id in self._asleep:
-                raise SessionExists(f"session {spec.session_id} is open already; nothing was opened.", "session_id")
+            if spec.session_id in self._live or spec.session_id in self._unread:
+                raise SessionExists(f"session {spec.session_id} is already open; no session was opened.", "session_id")
         now = self._clock()
         opened = [Opened(spec=spec, token=secrets.token_urlsafe(24), opened_at=now) for spec in specs]
-        self._keep(opened)
+        if self._log is not None:
+            try:
+                for one in opened:
+                    self._log.remove(one.spec.session_id)
+                    self._log.open(one)
+            except LogBroken:
+                for one in opened:
+                    self._log.remove(one.spec.session_id)
+                raise
         return [self._enter(one, Session(one.spec, one.opened_at)) for one in opened]
 
-    def _keep(self, opened: Sequence[Opened]) -> None:
-        if self._log is None:
-            return
-        try:
-            for one in opened:
-                self._log.remove(one.spec.session_id)
-                self._log.open(one)
-        except LogBroken:
-            for one in opened:
-                self._log.remove(one.spec.session_id)
-            raise
-
     def _enter(self, opened: Opened, core: Session) -> LiveSession:
-        live = LiveSession(core=core, token=opened.token, log=self._log, running=Joined(self._tasks))
+        live = LiveSession(core=core, token=opened.token, log=self._log, running=SingleFlight(self._tasks))
         self._live[opened.spec.session_id] = live
         self._ids[opened.token] = opened.spec.session_id
         return live
 
     def by_token(self, token: str) -> LiveSession | None:
-        """None when no open session has it. Raises LogBroken when its log cannot be read."""
+        """Return the session with this token, or None. Raises LogBroken when its log cannot be read."""
         session_id = self._ids.get(token)
         return self.get(session_id) if session_id is not None else None
 
     def get(self, session_id: SessionId) -> LiveSession | None:
-        """As `by_token`, by its id."""
+        """Return the session with this id, or None. Raises LogBroken when its log cannot be read."""
         live = self._live.get(session_id)
-        if live is None and self._log is not None and (opened := self._asleep.get(session_id)) is not None:
+        if live is None and self._log is not None and (opened := self._unread.get(session_id)) is not None:
             live = self._enter(opened, self._log.load(session_id))
-            del self._asleep[session_id]
+            del self._unread[session_id]
         return live
 
-    async def finish(self, session_id: SessionId) -> Finished | None:
-        """Close a session and report; the same again for one that was finished a moment ago; None when it is
-        unknown. Raises LogBroken."""
+    async def finish(self, session_id: SessionId) -> FinishedSession | None:
+        """Close a session and return its report, also for one that was finished recently; None when it is unknown.
+        Raises LogBroken."""
         live = self.get(session_id)
         if live is None:
             known = self._log.load_finished(session_id) if self._log else None
-            return Finished(report_of(known), known) if known else None
-        # It stays in the table until it has ended: whoever asked may be gone by then, and ask again.
+            return FinishedSession(report_of(known), known) if known else None
+        # The session stays in the table until its turns have ended: the caller may disconnect before that, and retry.
         report = await self._turns.close(live)
         if self._drop(live) and self._log is not None:
             self._log.finish(session_id)
-        return Finished(report, live.core)
+        return FinishedSession(report, live.core)
 
     async def forget(self, session_id: SessionId) -> bool:
-        """End a session without a report; False when there is none."""
-        known = session_id in self._live or session_id in self._asleep
+        """Close a session without a report; return False when it is unknown."""
+        known = session_id in self._live or session_id in self._unread
         if (live := self._live.get(session_id)) is not None:
             await self._turns.close(live)
             if not self._drop(live):
                 return known
-        elif (opened := self._asleep.pop(session_id, None)) is not None:
+        elif (opened := self._unread.pop(session_id, None)) is not None:
             del self._ids[opened.token]
         if self._log is not None:
             self._log.remove(session_id)
         return known
 
     def _drop(self, live: LiveSession) -> bool:
-        """False when somebody else did it."""
+        """Remove the session from the table; return False when it was removed already."""
         session_id = live.core.spec.session_id
         if self._live.get(session_id) is not live:
             return False
@@ -166,16 +160,16 @@ class SessionTable:
         return True
 
     async def expire(self) -> None:
-        """Forget what nobody finished (its worker is dead), and old reports."""
+        """Forget old reports, and the sessions that were not finished in time because their worker is dead."""
         now = self._clock()
         ends = {session_id: live.core.wall_left_s(now) for session_id, live in self._live.items()}
         ends |= {
             session_id: opened.opened_at + opened.spec.budgets.wall_s - now
-            for session_id, opened in self._asleep.items()
+            for session_id, opened in self._unread.items()
         }
         expired = [session_id for session_id, left_s in ends.items() if left_s < -self._expire_grace_s]
         if expired:
-            logger.warning("%d sessions were never finished and are closed", len(expired))
+            logger.warning("closing %d sessions that were never finished", len(expired))
         for session_id in expired:
             await self.forget(session_id)
         if self._log is not None and now >= self._sweep_at:
@@ -183,7 +177,7 @@ class SessionTable:
             self._log.remove_finished(self._finished_grace_s)
 
     async def end_turns(self) -> None:
-        """Close every session, for the end of the gateway; their logs stay."""
+        """Close every session when the gateway stops; their logs remain."""
         async with asyncio.TaskGroup() as group:
             for live in self._live.values():
                 group.create_task(self._turns.close(live))

@@ -1,15 +1,15 @@
-"""One turn of an agent: budgets, prompt, engine, record. The thin async shell around the session core.
+"""The execution of one agent turn: budgets, prompt, engine and record, an async shell around the session core.
 
 Invariants:
-- A finished turn is in the session's log before anybody is answered with it; a turn is recorded whole, or as what was
-  sampled before it was cut.
-- The same request of one session is one turn: asked again while it runs it waits for the same answer, asked again
-  because the answer was lost it gets the same answer.
-- A turn that nobody waits for any more is aborted on its engine. Turns of one session run side by side, a bounded
-  number of them.
-- A turn that is broken off (wall, agent gone, session closed) after `held_after_s` without one sampled token was held
-  up by us: the session is marked, so that its outcome is infra and never a budget that the agent used up.
-- Closing a session ends its running turns and aborts them on their engines before the report is made.
+- A finished turn is in the session's log before anybody receives its answer. It is recorded whole, or as the part that
+  was sampled before it was cut.
+- The same request of one session is one turn: repeated while it runs, it waits for the same answer; repeated because
+  the answer was lost, it gets the same answer.
+- A turn that nobody waits for any more is aborted on its engine. A bounded number of turns of one session run
+  concurrently.
+- When a turn is interrupted (wall time, agent gone, session closed) after `held_after_s` without a sampled token, the
+  delay is ours: the session is marked, so that its outcome is infra and never a budget that the agent used up.
+- Closing a session cancels its running turns and aborts them on their engines before the report is made.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from headrace.policies.engine import FinishReason, GenerateRequest, RequestId
 from headrace.policies.tokens.tokenizer_errors import TemplateRefused
 from headrace.serve.capture.events import Delivered, Exhausted, Failed, Spent
-from headrace.serve.capture.matching import wishes_of
+from headrace.serve.capture.matching import options_digest
 from headrace.serve.capture.rows import report_of
 from headrace.serve.capture.trie import path
 from headrace.serve.errors import BadRequest, ContextExceeded, LogBroken, SessionUnknown
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from opentelemetry.context import Context
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Tracer
 
+    from headrace.buffer.primitives.single_flight import SingleFlight
     from headrace.policies.engine import Completion
     from headrace.serve.capture.events import Event, Recorded
     from headrace.serve.capture.rows import SessionReport
@@ -48,80 +49,81 @@ if TYPE_CHECKING:
     from headrace.serve.capture.trie import Match
     from headrace.serve.conversation import TurnAnswer, TurnRequest
     from headrace.serve.gateway.engines import EnginePool
-    from headrace.serve.gateway.joining import Joined
     from headrace.serve.parsing.base import OutputParser
     from headrace.serve.rendering.render import Renderer, TokenIds
 
 MAX_RUNNING_TURNS = 64
-FAILURES_KEPT = 100
-"""Of one session. One decides about its outcome; an agent that asks a dead engine for ever need not fill the disk."""
-VERSIONS_KEPT = 64
+MAX_FAILURES = 100
+"""Failures recorded per session. One decides its outcome; an agent that retries a dead engine for ever must not fill
+the disk."""
+MAX_VERSIONS = 64
 LONG_TEXT_CHARACTERS = 16_384
-"""Longer new text, and descriptions of tools, are rendered in a thread: it takes milliseconds that all would wait."""
+"""Longer new text and tool descriptions are rendered in a thread: rendering takes milliseconds, which would block all
+sessions."""
 
 
 class TurnKey(NamedTuple):
-    """What makes two requests the same turn."""
+    """Identity of a turn: requests of one session with equal keys are the same turn."""
 
     parent: str
     parts: tuple[bytes, ...]
-    wishes: str
+    options: str
     untrained: bool
 
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """A session and what the shell needs beside it: its log, its trace context and its running turns. `unkept` are
-    events that happened while nothing could be written; they are written, in order, as soon as anything can be.
-    `rendering`: of the one thread for long texts a session has one place at a time."""
+    """A session with its log, its trace context and its running turns. `unlogged` are events that could not be written;
+    they are written, in order, as soon as the log works again. `rendering` lets a session use the one thread for long
+    texts once at a time."""
 
     core: Session
     token: str
     log: SessionLog | None
-    running: Joined[TurnAnswer]
+    running: SingleFlight[TurnAnswer]
     closed: bool = False
-    unkept: list[Event] = field(default_factory=list)
+    unlogged: list[Event] = field(default_factory=list)
     rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
     context: Context = field(init=False)
 
     def __post_init__(self) -> None:
         self.context = context_from(self.core.spec.traceparent)
 
-    def happened(self, event: Event) -> None:
-        """Keep an event, then apply it. Raises LogBroken, with nothing applied."""
-        self.keep_unkept()
+    def record(self, event: Event) -> None:
+        """Log an event, then apply it. Raises LogBroken, with nothing applied."""
+        self.flush()
         if self.log is not None:
             self.log.append(self.core.spec.session_id, event)
         self.core.apply(event)
 
-    def keep_unkept(self) -> None:
-        """Raises LogBroken: some are still not written."""
-        while self.unkept and self.log is not None:
-            self.log.append(self.core.spec.session_id, self.unkept[0])
-            del self.unkept[0]
+    def flush(self) -> None:
+        """Write the unlogged events. Raises LogBroken when some are still not written."""
+        while self.unlogged and self.log is not None:
+            self.log.append(self.core.spec.session_id, self.unlogged[0])
+            del self.unlogged[0]
 
     def fail(self, failure: str) -> None:
-        """Remember a failure that reaches the agent, unless there are plenty."""
-        if len(self.core.failures) < FAILURES_KEPT:
-            self.noted(Failed(failure=failure))
+        """Record a failure that reaches the agent, up to `MAX_FAILURES`."""
+        if len(self.core.failures) < MAX_FAILURES:
+            self.record_anyway(Failed(failure=failure))
 
-    def noted(self, event: Event) -> None:
-        """As `happened`, but in memory alone while nothing can be written."""
+    def record_anyway(self, event: Event) -> None:
+        """Record an event like `record`, but in memory only while the log cannot be written."""
         try:
-            self.happened(event)
+            self.record(event)
         except LogBroken:
-            self.unkept.append(event)
+            self.unlogged.append(event)
             self.core.apply(event)
 
     def exhaust(self, budget: Exhausted) -> None:
         if not self.core.exhausted:
-            self.happened(Spent(budget=budget))
+            self.record(Spent(budget=budget))
 
 
 class Turns:
-    """Runs turns over an engine pool. `recorded` counts turns and `sampled_tokens` every recorded token since the
-    start, `tokens_by_version` those of the last `VERSIONS_KEPT` versions seen, `lost_calls` call markup that gave no
-    call."""
+    """Runs turns on an engine pool. `recorded` counts turns and `sampled_tokens` every recorded token since the start,
+    `tokens_by_version` those of the latest `MAX_VERSIONS` versions, `lost_calls` call markup that could not be
+    parsed."""
 
     def __init__(
         self,
@@ -149,57 +151,16 @@ class Turns:
         self._thread = DaemonThread("render")
 
     def aclose(self) -> None:
-        """After the last session was closed. Does not wait for a render under way."""
+        """Stop the thread, after the last session was closed, without waiting for a render in progress."""
         self._thread.stop()
 
     async def answer(self, live: LiveSession, request: TurnRequest, *, untrained: bool) -> TurnAnswer:
-        """The agent's answer.
+        """Return the answer for the agent.
 
         Raises:
             ContextExceeded, SessionUnknown, BadRequest: for the agent.
-            InfraError: for the agent; the boundary above marks the session.
+            InfraError: for the agent; the caller marks the session.
         """
-        match = self._match(live, request, untrained=untrained)
-        key = TurnKey(
-            parent=match.parent.turn_id if match.parent else "",
-            parts=match.parts,
-            wishes=wishes_of(request),
-            untrained=untrained,
-        )
-        if (known := self._known(live, key, match, request)) is not None:
-            return known
-        try:
-            return await live.running(key, lambda: self._run(live, match, request))
-        except asyncio.CancelledError:
-            if live.closed and not _current_task().cancelling():
-                raise SessionUnknown("This session was closed while the turn was running.") from None
-            raise
-
-    def _known(self, live: LiveSession, key: TurnKey, match: Match, request: TurnRequest) -> TurnAnswer | None:
-        """An answer for which no engine is asked: one that was lost on its way, or the final one."""
-        if key in live.running:
-            return None
-        if (node := live.core.replay(match, request, self._clock())) is not None:
-            return node.answer
-        if (budget := live.core.spent(self._clock(), running=len(live.running))) is not Exhausted.NONE:
-            live.exhaust(budget)
-            return live.core.final_answer()
-        if len(live.running) >= MAX_RUNNING_TURNS:
-            raise BadRequest(f"This session has {MAX_RUNNING_TURNS} requests running already.")
-        return None
-
-    async def count_tokens(self, live: LiveSession, request: TurnRequest) -> int:
-        """How long the prompt of this request would be. Raises BadRequest, SessionUnknown."""
-        match = live.core.match(request)
-        match, delta = await self._render(live, match, request)
-        return len(live.core.trie.prompt_ids(match, delta))
-
-    def delivered(self, live: LiveSession, answer: TurnAnswer) -> None:
-        """The last byte of the answer has left. The final answer is nobody's turn: an agent may ask for it for ever."""
-        if not live.closed and live.core.trie.by_turn(answer.turn_id) is not None:
-            live.noted(Delivered(turn_id=answer.turn_id, at=self._clock()))
-
-    def _match(self, live: LiveSession, request: TurnRequest, *, untrained: bool) -> Match:
         if live.closed:
             raise SessionUnknown("This session is closed.")
         try:
@@ -208,39 +169,84 @@ class Turns:
             live.exhaust(Exhausted.CONTEXT)
             raise
         for event in live.core.accepted(match):
-            live.happened(event)
-        return match
+            live.record(event)
+        key = TurnKey(
+            parent=match.parent.turn_id if match.parent else "",
+            parts=match.parts,
+            options=options_digest(request),
+            untrained=untrained,
+        )
+        if key not in live.running:
+            # Answers that need no engine: one that was lost on its way to the agent, or the final one.
+            node = live.core.replay(match, request, self._clock())
+            if node is not None and node.answer is not None:
+                return node.answer
+            if (budget := live.core.spent(self._clock(), running=len(live.running))) is not Exhausted.NONE:
+                live.exhaust(budget)
+                return live.core.final_answer()
+            if len(live.running) >= MAX_RUNNING_TURNS:
+                raise BadRequest(f"This session already has {MAX_RUNNING_TURNS} running requests.")
+        try:
+            return await live.running(key, lambda: self._run(live, match, request))
+        except asyncio.CancelledError:
+            # Cancelled through the single flight by `close`, not as the task of this request.
+            task = asyncio.current_task()
+            if live.closed and task is not None and not task.cancelling():
+                raise SessionUnknown("This session was closed while the turn was running.") from None
+            raise
+
+    async def count_tokens(self, live: LiveSession, request: TurnRequest) -> int:
+        """Return the prompt length of a request, in tokens. Raises BadRequest, SessionUnknown."""
+        match = live.core.match(request)
+        match, delta = await self._render(live, match, request)
+        return len(live.core.trie.prompt_ids(match, delta))
+
+    def delivered(self, live: LiveSession, answer: TurnAnswer) -> None:
+        """Record that the last byte of the answer was sent."""
+        # The final answer belongs to no turn: an agent may request it for ever.
+        if not live.closed and live.core.trie.by_turn(answer.turn_id) is not None:
+            live.record_anyway(Delivered(turn_id=answer.turn_id, at=self._clock()))
 
     async def _run(self, live: LiveSession, match: Match, request: TurnRequest) -> TurnAnswer:
         if live.closed:
-            # While this waited for the end of the same turn, which its agent had left.
+            # Closed while this call waited for an abandoned run of the same turn to end.
             raise SessionUnknown("This session is closed.")
-        turn_id = live.core.next_turn_id()
+        turn_id, core = live.core.next_turn_id(), live.core
         with self._tracer.start_as_current_span(span_names.TURN, context=live.context) as span:
             with self._tracer.start_as_current_span(span_names.RENDER):
-                plan = await self._plan(live, match, request)
+                try:
+                    match, delta = await self._render(live, match, request)
+                    plan = core.plan(match, request, delta)
+                except ContextExceeded:
+                    live.exhaust(Exhausted.CONTEXT)
+                    raise
             completion = await self._sample(live, turn_id, plan)
             if completion is None:
-                return live.core.final_answer()
-            event = live.core.recorded(turn_id, plan, completion, self._renderer, self._parser)
-            live.happened(event)
+                return core.final_answer()
+            event = core.recorded(turn_id, plan, completion, self._renderer, self._parser)
+            live.record(event)
             if plan.spends and completion.finish is FinishReason.LENGTH:
                 live.exhaust(Exhausted.TOKENS)
             self._count(completion, event)
-            _describe(span, live, plan, event.answer)
+            if span.is_recording():
+                span.set_attributes(
+                    {
+                        span_names.OPERATION: "chat",
+                        span_names.CONVERSATION_ID: str(core.spec.session_id),
+                        span_names.TURN_NUMBER: core.turns,
+                        span_names.INPUT_TOKENS: event.answer.prompt_tokens,
+                        span_names.OUTPUT_TOKENS: event.answer.completion_tokens,
+                        span_names.MAX_TOKENS: plan.max_new_tokens,
+                        span_names.TEMPERATURE: core.spec.sampling.temperature,
+                        span_names.FINISH_REASONS: [event.answer.end.value],
+                        span_names.RERENDERED: plan.match.parent is None and core.turns > 1,
+                    }
+                )
             return event.answer
 
-    async def _plan(self, live: LiveSession, match: Match, request: TurnRequest) -> TurnPlan:
-        try:
-            match, delta = await self._render(live, match, request)
-            return live.core.plan(match, request, delta)
-        except ContextExceeded:
-            live.exhaust(Exhausted.CONTEXT)
-            raise
-
     async def _render(self, live: LiveSession, match: Match, request: TurnRequest) -> tuple[Match, TokenIds]:
-        """What is new of the request, as ids. A history that the template cannot continue is rendered again, as a row
-        of its own."""
+        """Return the new ids of the request. A history that the template cannot continue is rendered again, as a row of
+        its own."""
         if match.parent is not None and match.prompt is None:
             if self._renderer.bridges:
                 with suppress(TemplateRefused):
@@ -260,40 +266,37 @@ class Turns:
         return live.core.delta(match, request, self._renderer)
 
     async def _sample(self, live: LiveSession, turn_id: str, plan: TurnPlan) -> Completion | None:
-        """The completion; None when the wall budget ended meanwhile."""
+        """Return the completion, or None when the wall budget ended first."""
+        spec, parent = live.core.spec, plan.match.parent
+        request = GenerateRequest(
+            request_id=RequestId(f"{spec.session_id}-{self._incarnation}-{turn_id}"),
+            input_ids=plan.prompt_ids,
+            max_new_tokens=plan.max_new_tokens,
+            temperature=spec.sampling.temperature,
+            top_p=spec.sampling.top_p,
+            top_k=spec.sampling.top_k,
+            stop=plan.request.stop,
+            stop_token_ids=self._renderer.stop_ids,
+        )
+        # The prefix is cached per conversation, not per session: conversations of one session share little.
+        root = path(parent)[0][0].parts if parent else plan.match.parts
+        lineage = Lineage(session=spec.session_id, head=root[0])
         pieces: list[Completion] = []
-        recorded, asked_at = False, self._clock()
+        completed, started_at = False, self._clock()
         try:
             async with asyncio.timeout(live.core.wall_left_s(self._clock())):
-                completion = await self._pool.sample(_lineage(live, plan.match), self._ask(live, turn_id, plan), pieces)
-            recorded = True
+                completion = await self._pool.sample(lineage, request, pieces)
+            completed = True
             return completion
         except TimeoutError:
             live.exhaust(Exhausted.WALL)
             return None
         finally:
-            if not recorded:
-                self._cut(live, turn_id, plan, pieces, held_s=self._clock() - asked_at)
-
-    def _cut(self, live: LiveSession, turn_id: str, plan: TurnPlan, pieces: list[Completion], *, held_s: float) -> None:
-        """A turn was broken off: keep what was sampled, and say whose doing it was."""
-        if any(piece.output_ids for piece in pieces):
-            live.noted(live.core.aborted(turn_id, plan, join_pieces(pieces)))
-        elif held_s >= self._held_after_s:
-            live.fail(f"held: no engine sampled a token of the turn in {held_s:.1f} s")
-
-    def _ask(self, live: LiveSession, turn_id: str, plan: TurnPlan) -> GenerateRequest:
-        sampling = live.core.spec.sampling
-        return GenerateRequest(
-            request_id=RequestId(f"{live.core.spec.session_id}-{self._incarnation}-{turn_id}"),
-            input_ids=plan.prompt_ids,
-            max_new_tokens=plan.max_new_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop=plan.request.stop,
-            stop_token_ids=self._renderer.stop_ids,
-        )
+            held_s = self._clock() - started_at
+            if not completed and any(piece.output_ids for piece in pieces):
+                live.record_anyway(live.core.aborted(turn_id, plan, join_pieces(pieces)))
+            elif not completed and held_s >= self._held_after_s:
+                live.fail(f"held: no engine sampled a token of the turn in {held_s:.1f} s")
 
     def _count(self, completion: Completion, event: Recorded) -> None:
         for span in completion.spans:
@@ -302,45 +305,15 @@ class Turns:
         self.sampled_tokens += len(completion.output_ids)
         self.lost_calls += event.lost_calls
         self.parser_alarm.saw(calls=len(event.answer.calls), lost_calls=event.lost_calls)
-        while len(self.tokens_by_version) > VERSIONS_KEPT:
+        while len(self.tokens_by_version) > MAX_VERSIONS:
             del self.tokens_by_version[next(iter(self.tokens_by_version))]
 
     async def close(self, live: LiveSession) -> SessionReport:
-        """End the running turns, if any, and report."""
+        """Cancel the running turns, if any, and return the session's report."""
         live.closed = True
         live.running.cancel_all()
         await live.running.ended()
         with suppress(LogBroken):
-            live.keep_unkept()
+            live.flush()
         self._pool.router.forget(live.core.spec.session_id)
         return report_of(live.core)
-
-
-def _lineage(live: LiveSession, match: Match) -> Lineage:
-    """Where the turn's prefix is cached: the conversations of one session share little."""
-    root = path(match.parent)[0][0].parts if match.parent else match.parts
-    return Lineage(session=live.core.spec.session_id, head=root[0])
-
-
-def _current_task() -> asyncio.Task[object]:
-    task = asyncio.current_task()
-    if task is None:
-        raise RuntimeError("not in a task")
-    return task
-
-
-def _describe(span: Span, live: LiveSession, plan: TurnPlan, answer: TurnAnswer) -> None:
-    if span.is_recording():
-        span.set_attributes(
-            {
-                span_names.OPERATION: "chat",
-                span_names.CONVERSATION_ID: str(live.core.spec.session_id),
-                span_names.TURN_NUMBER: live.core.turns,
-                span_names.INPUT_TOKENS: answer.prompt_tokens,
-                span_names.OUTPUT_TOKENS: answer.completion_tokens,
-                span_names.MAX_TOKENS: plan.max_new_tokens,
-                span_names.TEMPERATURE: live.core.spec.sampling.temperature,
-                span_names.FINISH_REASONS: [answer.end.value],
-                span_names.RERENDERED: plan.match.parent is None and live.core.turns > 1,
-            }
-        )

@@ -1,1 +1,1 @@
-"""What people see of a run: spans, metrics, progress, plots."""
+"""Telemetry of a run: spans, retention, progress and plots."""

@@ -1,14 +1,15 @@
-"""The picture of a run: what it learned, how stale its data was, where the time went.
+"""The plot of a run: success, staleness of its data, and a breakdown of its time.
 
-Invariant: the picture is a function of the metrics records alone, so that `reward.png` can be drawn again from
+Invariant: the plot is a function of the metrics records alone, so that `reward.png` can be drawn again from
 metrics.jsonl.
 
 A record is a mapping with "kind" and, by kind:
 - "evaluation": `step`, `success` (share in [0, 1]), `answers` (how many); the one with the lowest step is the base.
 - "step": `step`, `reward`, `staleness` (mapping of staleness, as text or number, to trajectories) and the seconds
   `step_s`, `idle_s`, `push_s` of the learner.
-- "rollout_phases": mean seconds a rollout spent in `boot` (with its wait for a place), `prepare`, `agent`, `evaluate`.
-Other kinds and fields are left alone.
+- "rollout_phases": mean seconds a rollout spent in `boot` (including the wait for a slot), `prepare`, `agent`,
+  `evaluate`.
+Other kinds and fields are ignored.
 """
 
 from __future__ import annotations
@@ -46,24 +47,33 @@ def reward_png(metrics: Sequence[Record], out: Path) -> None:
     draw_staleness(stale, metrics)
     draw_time(time, metrics)
     for axes in (learned, stale, time):
-        _tidy(axes)
+        axes.set_title(axes.get_title(), loc="left", fontsize=13, fontweight="bold", color=INK, pad=12)
+        axes.title.set_text("")
+        if len(axes.get_xticks()):
+            axes.grid(axis="y", color=MIST, linewidth=0.9)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=INK, length=0, labelsize=10)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.spines["bottom"].set_color(STONE)
     time.spines["bottom"].set_visible(False)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
 
 
 def draw_success(axes: Any, metrics: Sequence[Record]) -> None:
-    """Held-out success over steps with its 95 % interval (Wilson 1927), the base as a dashed line, training reward
-    behind."""
+    """Draw held-out success over steps with its 95 % interval (Wilson 1927), the base as a dashed line, and the
+    training reward behind it."""
     steps = sorted(_of_kind(metrics, "step"), key=lambda record: record["step"])
     points = sorted(_of_kind(metrics, "evaluation"), key=lambda record: record["step"])
     if steps:
         xs, ys = [record["step"] for record in steps], [record["reward"] for record in steps]
-        # Rewards are any numbers: those that do not fit the scale of a share get one of their own.
+        # Rewards may be any numbers: those outside [0, 1] get a scale of their own.
         fits = min(ys) >= 0 and max(ys) <= 1
         rewards = axes if fits else axes.twinx()
         rewards.plot(xs, ys, color=STONE, alpha=0.35, linewidth=1)
-        rewards.plot(xs, _smooth(ys), color=STONE, linewidth=1.6)
+        means = [sum(ys[max(0, i - 4) : i + 1]) / min(5, i + 1) for i in range(len(ys))]
+        rewards.plot(xs, means, color=STONE, linewidth=1.6)
         label = "training reward (mean of 5 steps)" if fits else "training reward (mean of 5 steps, right scale)"
         axes.plot([], [], color=STONE, linewidth=1.6, label=label)
     if points:
@@ -95,7 +105,7 @@ def draw_success(axes: Any, metrics: Sequence[Record]) -> None:
 
 
 def draw_staleness(axes: Any, metrics: Sequence[Record]) -> None:
-    """How many trained trajectories had which staleness."""
+    """Draw the distribution of the staleness of trained trajectories."""
     counts: Counter[int] = Counter()
     for record in _of_kind(metrics, "step"):
         for staleness, number in record.get("staleness", {}).items():
@@ -116,7 +126,7 @@ def draw_staleness(axes: Any, metrics: Sequence[Record]) -> None:
 
 
 def draw_time(axes: Any, metrics: Sequence[Record]) -> None:
-    """Mean seconds per rollout and per learner step, each as one stacked bar with its parts as shares."""
+    """Draw the mean seconds per rollout and per learner step, each as one stacked bar of shares."""
     rollout = _means(_of_kind(metrics, "rollout_phases"), {phase: phase for phase in ROLLOUT_PHASES})
     learner = _means(_of_kind(metrics, "step"), {phase: f"{phase}_s" for phase in LEARNER_PHASES})
     axes.set(xlim=(0, 1), ylim=(-0.6, 1.5), title="Where the time went")
@@ -124,28 +134,22 @@ def draw_time(axes: Any, metrics: Sequence[Record]) -> None:
     for y, name, parts in ((1, "rollout", rollout), (0, "learner step", learner)):
         total = sum(parts.values())
         labels.append(f"{name}\n{total:.2f} s" if total else f"{name}\nno data")
-        _stack(axes, y, parts)
+        if not total:
+            continue
+        left, small = 0.0, []
+        for phase, seconds in parts.items():
+            share, middle = seconds / total, left + seconds / total / 2
+            axes.barh(y, share, left=left, height=0.46, color=PHASE_COLORS[phase], edgecolor="white", linewidth=1.5)
+            if share >= 0.12:
+                color = INK if phase in ("idle", "boot", "push") else "white"
+                axes.text(middle, y, f"{phase}\n{share:.0%}", ha="center", va="center", color=color, fontsize=9)
+            else:
+                small.append(f"{phase} {share:.0%}")
+            left += share
+        note = "also: " + ", ".join(small) if small else ""
+        axes.text(0, y - 0.36, note, color=INK, alpha=0.7, fontsize=9, va="center")
     axes.set_yticks([1, 0], labels, color=INK)
     axes.set_xticks([])
-
-
-def _stack(axes: Any, y: float, parts: Mapping[str, float]) -> None:
-    total, left = sum(parts.values()), 0.0
-    if not total:
-        return
-    entries = []
-    for phase, seconds in parts.items():
-        share = seconds / total
-        axes.barh(y, share, left=left, height=0.46, color=PHASE_COLORS[phase], edgecolor="white", linewidth=1.5)
-        if share >= 0.12:
-            color = INK if phase in ("idle", "boot", "push") else "white"
-            axes.text(left + share / 2, y, f"{phase}\n{share:.0%}", ha="center", va="center", color=color, fontsize=9)
-        else:
-            entries.append(f"{phase} {share:.0%}")
-        left += share
-    axes.text(
-        0, y - 0.36, "also: " + ", ".join(entries) if entries else "", color=INK, alpha=0.7, fontsize=9, va="center"
-    )
 
 
 def _of_kind(metrics: Sequence[Record], kind: str) -> list[Record]:
@@ -157,12 +161,8 @@ def _means(records: Sequence[Record], fields: Mapping[str, str]) -> dict[str, fl
     return {name: total / len(records) for name, total in sums.items()} if records else {}
 
 
-def _smooth(values: Sequence[float], window: int = 5) -> list[float]:
-    return [sum(values[max(0, i - window + 1) : i + 1]) / min(window, i + 1) for i in range(len(values))]
-
-
 def _wilson(share: float, answers: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % interval of a share (E. B. Wilson, J. Am. Stat. Assoc. 22, 1927, p. 209)."""
+    """Return the 95 % interval of a share (E. B. Wilson, J. Am. Stat. Assoc. 22, 1927, p. 209)."""
     if answers < 1:
         return share, share
     scale = 1 + z * z / answers
@@ -174,15 +174,3 @@ def _wilson(share: float, answers: int, z: float = 1.96) -> tuple[float, float]:
 def _legend(axes: Any, drawn: Sequence[object], place: str) -> None:
     if drawn:
         axes.legend(loc=place, frameon=False, fontsize=9, labelcolor=INK)
-
-
-def _tidy(axes: Any) -> None:
-    axes.set_title(axes.get_title(), loc="left", fontsize=13, fontweight="bold", color=INK, pad=12)
-    axes.title.set_text("")
-    if len(axes.get_xticks()):
-        axes.grid(axis="y", color=MIST, linewidth=0.9)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=INK, length=0, labelsize=10)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(STONE)

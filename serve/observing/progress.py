@@ -1,9 +1,8 @@
-"""The live progress of a run: a frozen snapshot and two ways to show it.
+"""The live progress display of a run: a frozen snapshot, shown as a panel or as log lines.
 
 Invariants:
 - Rendering reads nothing but the snapshot.
-- On a terminal a panel is redrawn in place; without one a plain line is written at most every `plain_interval_s`
-  seconds.
+- On a terminal a panel is redrawn in place; otherwise a plain line is written at most every `plain_interval_s` seconds.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One moment of a run. Shares are in [0, 1]; None means not known yet. `rewards` are mean rewards of the steps so
-    far; `parser_fails`: of the last turns that wrote tool calls, none was read; `held_up_by`: the station that is
-    full."""
+    """Snapshot of a run. Shares are in [0, 1]; None means not known yet. `rewards` are the mean rewards of the steps so
+    far; `parser_fails`: no tool call of the last turns with call markup could be parsed; `held_up_by`: the station that
+    is full."""
 
     phase: str
     step: int
@@ -53,7 +52,7 @@ class Progress:
 
 
 def plain_line(progress: Progress) -> str:
-    """One line for a log: `name value` pairs, always in the same order."""
+    """Return one line for a log: `name value` pairs, always in the same order."""
     parts = [
         f"{_clock(progress.elapsed_s)} {progress.phase}",
         f"step {progress.step}/{progress.total_steps}",
@@ -76,7 +75,7 @@ def plain_line(progress: Progress) -> str:
 
 
 def panel(progress: Progress) -> RenderableType:
-    """Two lines for a terminal: a bar with reward and version, then the state of the machine."""
+    """Return two lines for a terminal: a progress bar with reward and version, then the state of the run."""
     top = Table.grid(padding=(0, 2))
     top.add_row(
         Text(progress.phase, style="bold cyan"),
@@ -107,7 +106,7 @@ def panel(progress: Progress) -> RenderableType:
 
 
 def sparkline(values: tuple[float, ...], width: int = 16) -> str:
-    """The last `width` values as bars, on a scale from 0 to 1, or wider where they need it."""
+    """Return the last `width` values as bars, on a scale from 0 to 1, or wider if the values need it."""
     shown = values[-width:]
     low, high = min((0.0, *shown)), max((1.0, *shown))
     return "".join(BARS[min(len(BARS) - 1, int((value - low) / (high - low) * len(BARS)))] for value in shown)
@@ -131,7 +130,7 @@ def _clock(elapsed_s: float) -> str:
 
 
 class ProgressDisplay:
-    """Shows snapshots on standard error. Use as a context manager and call `show` as often as you like."""
+    """Display of snapshots on standard error, a context manager. `show` may be called at any rate."""
 
     def __init__(self, console: Console | None = None, *, plain_interval_s: float = 10.0) -> None:
         self._console = console or Console(stderr=True)
@@ -150,7 +149,7 @@ class ProgressDisplay:
             self._live.stop()
 
     def show(self, progress: Progress) -> None:
-        """Redraw; without a terminal, write a line when the last one is `plain_interval_s` of `elapsed_s` ago."""
+        """Redraw the panel; without a terminal, write a line if `plain_interval_s` of `elapsed_s` have passed."""
         if self._live is not None:
             self._live.update(panel(progress), refresh=True)
         elif self._last_plain_s is None or progress.elapsed_s - self._last_plain_s >= self._plain_interval_s:
@@ -160,13 +159,13 @@ class ProgressDisplay:
 
 @contextmanager
 def starting(what: str, *, quiet: bool = False, console: Console | None = None) -> Iterator[None]:
-    """Say that something starts for as long as the block takes: a spinner on a terminal, else one line."""
+    """Report during the block that something starts: with a spinner on a terminal, else with one line."""
     screen, line = console or Console(stderr=True), f"starting {what} ..."
     if quiet:
         yield
     elif screen.is_terminal and not screen.is_dumb_terminal:
         with Live(Spinner("dots", text=line), console=screen, transient=True) as live:
-            # At once: the thread that redraws may have to wait for an import.
+            # Now, since the thread that redraws may have to wait for an import.
             live.refresh()
             yield
     else:

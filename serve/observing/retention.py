@@ -1,10 +1,10 @@
-"""How much of a run's own records is kept: files that grow are renamed at a size, and the oldest are removed.
+"""The retention of a run's records: growing files are rotated at a size, and the oldest are removed.
 
 Invariants:
 - `NAME.jsonl` is the newest file; `NAME-000001.jsonl`, `NAME-000002.jsonl`, ... are older ones, oldest first.
-- Several processes may append to one file (each write is a single O_APPEND) and rename it: one at a time does, and the
-  others go on with the new file. (The standard library's rotating handlers are for one process.)
-- Only what was renamed is removed, never the file that is written.
+- Several processes may append to one file (each write is a single O_APPEND) and rotate it: one at a time does, and the
+  others continue with the new file. (The standard library's rotating handlers support one process only.)
+- Only rotated files are removed, never the one that is being written.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ OLDER = re.compile(r"-\d{6,}$")
 
 
 class RetentionConfig(BaseModel):
-    """What is kept of metrics, pushes, spans, logs and evaluations. The ledger, its trajectories and checkpoints have
-    their own rules (`buffer.keep_trajectories`, `learner.keep_checkpoints`)."""
+    """Limits for metrics, pushes, spans, logs and evaluations. The ledger, its trajectories and checkpoints have their
+    own (`buffer.keep_trajectories`, `learner.keep_checkpoints`)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     file_bytes: int = Field(default=64 * 2**20, ge=4096)
-    """Size at which `metrics.jsonl`, `engines/pushes.jsonl` and the logs of engines and senders begin a new file."""
+    """Size at which `metrics.jsonl`, `engines/pushes.jsonl` and the logs of engines and senders are rotated."""
     metrics_bytes: int = Field(default=2**30, ge=4096)
-    """Sum of the older files of `metrics.jsonl`; beyond it the oldest are removed. `report` and the picture tell of
-    what is left; nothing else needs them."""
+    """Total size of the older files of `metrics.jsonl`; beyond it the oldest are removed. Only `report` and the plot
+    use them, and then cover the rest."""
     log_bytes: int = Field(default=2**28, ge=4096)
-    """Sum of the older files of each log, and of `engines/pushes.jsonl`."""
+    """Total size of the older files of each log, and of `engines/pushes.jsonl`."""
     spans_bytes: int = Field(default=2**30, ge=4096)
-    """Sum of the files in `spans`; beyond it those that nobody writes any more are removed, the oldest first."""
+    """Total size of the files in `spans`; beyond it the oldest of those that are no longer written are removed."""
     evaluations_bytes: int = Field(default=2**33, ge=4096)
-    """Sum of the folders of evaluations that have ended; beyond it the conversations and patches of the oldest are
-    removed. Their results and summaries stay."""
+    """Total size of the folders of finished evaluations; beyond it the conversations and patches of the oldest are
+    removed. Their results and summaries remain."""
     days: float = Field(default=365.0, gt=0)
     """Age at which any of these is removed, whatever its size."""
 
 
 class RotatingFile:
-    """A file to append to. Without a `retention` it grows for ever."""
+    """File to append to, rotated by size. Without a `retention` it grows without limit. `keep_bytes` limits the older
+    files; None means `metrics_bytes`."""
 
     def __init__(self, path: Path, retention: RetentionConfig | None, *, keep_bytes: int | None = None) -> None:
-        """`keep_bytes` for the older files; None takes `metrics_bytes`."""
         self._path, self._retention = path, retention
         self._keep_bytes = keep_bytes
 
     def append(self, line: bytes) -> None:
-        """One write. Raises OSError."""
+        """Append a line in one write. Raises OSError."""
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             os.write(descriptor, line)
@@ -67,12 +67,12 @@ class RotatingFile:
             self.rotate()
 
     def rotate(self) -> None:
-        """Begin a new file if this one has its size, and remove what is too much or too old. Raises OSError."""
+        """Start a new file if this one is full, and remove older files beyond the limits. Raises OSError."""
         assert self._retention is not None
         lock = os.open(self._path.with_name(f".{self._path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # Another process may have been faster.
+            # Another process may have rotated it in the meantime.
             if self._path.exists() and self._path.stat().st_size >= self._retention.file_bytes:
                 self._path.rename(next_older_file(self._path))
             keep_bytes = self._retention.metrics_bytes if self._keep_bytes is None else self._keep_bytes
@@ -82,7 +82,7 @@ class RotatingFile:
 
 
 def older_files(path: Path) -> list[Path]:
-    """The files that were renamed, oldest first."""
+    """Return the rotated files, oldest first."""
     numbered = re.compile(re.escape(path.stem) + r"-(\d{6,})")
     found = path.parent.glob(f"{path.stem}-*{path.suffix}") if path.parent.is_dir() else ()
     matches = ((numbered.fullmatch(each.stem), each) for each in found)
@@ -90,24 +90,24 @@ def older_files(path: Path) -> list[Path]:
 
 
 def is_older_file(path: Path) -> bool:
-    """Whether it was renamed from another."""
+    """Return whether the path is that of a rotated file."""
     return OLDER.search(path.stem) is not None
 
 
 def next_older_file(path: Path) -> Path:
-    """The name that the file at `path` gets when it is renamed."""
+    """Return the name for the file at `path` when it is rotated."""
     older = older_files(path)
     number = int(older[-1].stem.rpartition("-")[2]) + 1 if older else 1
     return path.with_name(f"{path.stem}-{number:06d}{path.suffix}")
 
 
 def kept_files(path: Path) -> list[Path]:
-    """All files, oldest first; the newest is the one at `path`."""
+    """Return all files, oldest first; the newest is the one at `path`."""
     return [*older_files(path), *([path] if path.exists() else [])]
 
 
 def remove_oldest(paths: Iterable[Path], keep_bytes: int, keep_days: float) -> tuple[Path, ...]:
-    """Remove of these files, given oldest first, what is older than `keep_days` and what is beyond `keep_bytes`."""
+    """Remove those of the files, given oldest first, that are older than `keep_days` or beyond `keep_bytes`."""
     removed = []
     left_bytes, since_s = keep_bytes, time.time() - keep_days * DAY_S
     for path in reversed(list(paths)):

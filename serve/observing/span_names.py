@@ -1,7 +1,7 @@
-"""Names of spans and attributes, in one place.
+"""The names of spans and their attributes.
 
 The tree: rollout > sandbox.boot > agent > turn (render, engine) > tool > evaluate > buffer.offer. Attributes follow
-the OpenTelemetry conventions for generative AI (`gen_ai.*`) where these have a word, `headrace.*` otherwise.
+the OpenTelemetry conventions for generative AI (`gen_ai.*`) if these define one, and are `headrace.*` otherwise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ VERSIONS: Final = "headrace.versions"
 CACHED_TOKENS: Final = "headrace.engine.cached_tokens"
 RETRACTIONS: Final = "headrace.engine.retractions"
 RERENDERED: Final = "headrace.turn.rerendered"
-EXHAUSTED: Final = "headrace.budget.exhausted"
 SAMPLED_TOKENS: Final = "headrace.session.sampled_tokens"
 TRAINED_TOKENS: Final = "headrace.session.trained_tokens"
 MASKED_TOKENS: Final = "headrace.session.masked_tokens"

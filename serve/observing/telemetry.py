@@ -1,7 +1,7 @@
-"""The OpenTelemetry SDK is set up here and nowhere else.
+"""The set-up of the OpenTelemetry SDK.
 
 Invariants:
-- Ending a span never blocks: it goes into a bounded queue; a full queue drops spans, and a full disk drops batches.
+- Ending a span never blocks: it is put in a bounded queue; a full queue drops spans, and a full disk drops batches.
 - The span file of a process is JSON lines, at most `max_file_bytes` plus one earlier file (`.1`) of the same size.
 - Root spans started by `tracing.start_rollout_span` get the trace id derived from their rollout attempt.
 """
@@ -34,25 +34,25 @@ logger = logging.getLogger(__name__)
 
 
 class TelemetryConfig(BaseModel):
-    """Where spans go."""
+    """Destinations and limits of spans."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool = True
-    """False leaves the API without an SDK: spans cost next to nothing and go nowhere."""
+    """False leaves the API without an SDK: spans cost next to nothing and are not recorded."""
     otlp_endpoint: str | None = None
     """Full URL of an OTLP/HTTP trace receiver (`http://collector:4318/v1/traces`); None sends nothing."""
     max_file_bytes: int = Field(default=64 * 2**20, ge=4096)
-    """Size at which the span file is renamed to `.1`, replacing the one before."""
+    """Size at which the span file is renamed to `.1`, replacing the previous one."""
     max_queue_spans: int = Field(default=16384, ge=512)
     """Spans waiting for export; further ones are dropped."""
     flush_interval_s: float = Field(default=1.0, gt=0)
-    """How long a finished span may wait in memory."""
+    """Longest time that a finished span waits in memory."""
 
     @field_validator("otlp_endpoint")
     @classmethod
     def _full_url(cls, value: str | None) -> str | None:
-        """The exporter takes what it gets and logs, per batch, that it could not send: nobody sees that of an actor."""
+        # The exporter accepts any URL and logs a failure for each batch, which nobody sees in an actor.
         if value is None:
             return None
         split = urlsplit(value)
@@ -61,22 +61,22 @@ class TelemetryConfig(BaseModel):
         host = (split.hostname if "//" in value else value.partition("/")[0].rpartition(":")[0]) or "localhost"
         raise ValueError(
             f"{value!r} is not the full URL of an OTLP/HTTP trace receiver; set it to one like "
-            f'"http://{host}:4318/v1/traces" (4317 is the port of OTLP/gRPC, which is not spoken)'
+            f'"http://{host}:4318/v1/traces" (4317 is the port of OTLP/gRPC, which is not supported)'
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryHandle:
-    """What `configure` set up."""
+    """Handle of the set-up that `configure` made."""
 
     provider: TracerProvider | None
 
     def tracer(self, name: str) -> Tracer:
-        """A tracer of this set-up, also when it is not installed as the global one."""
+        """Return a tracer of this set-up, even if it is not installed as the global one."""
         return self.provider.get_tracer(name) if self.provider else trace.NoOpTracer()
 
     def flush(self, timeout_s: float = 5.0) -> bool:
-        """Write what is queued; False when that took too long."""
+        """Write the queued spans; return False when that took too long."""
         return self.provider is None or self.provider.force_flush(int(timeout_s * 1000))
 
     def shutdown(self) -> None:
@@ -96,7 +96,7 @@ def configure(
     """Set up the SDK for this process: spans to `spans_dir/<process>.jsonl` and, when configured, to an OTLP receiver.
 
     `install` makes it the global provider, which a process can do once. Raises OSError when the directory cannot be
-    made.
+    created.
     """
     if not config.enabled:
         return TelemetryHandle(provider=None)
@@ -112,7 +112,9 @@ def configure(
         spans_dir.mkdir(parents=True, exist_ok=True)
         exporters.append(JsonLinesExporter(spans_dir / f"{process}.jsonl", config.max_file_bytes))
     if config.otlp_endpoint is not None:
-        exporters.append(_otlp(config.otlp_endpoint))
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        exporters.append(OTLPSpanExporter(endpoint=config.otlp_endpoint))
     for exporter in exporters:
         provider.add_span_processor(
             BatchSpanProcessor(
@@ -127,21 +129,15 @@ def configure(
     return TelemetryHandle(provider=provider)
 
 
-def _otlp(endpoint: str) -> SpanExporter:
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-    return OTLPSpanExporter(endpoint=endpoint)
-
-
 class RolloutIdGenerator(RandomIdGenerator):
-    """Random ids, but for the root span of a rollout attempt (tracing.py says which)."""
+    """Generator of random ids, except for the root span of a rollout attempt (tracing.py)."""
 
     def generate_trace_id(self) -> int:
         return root_trace_id.get() or super().generate_trace_id()
 
 
 class JsonLinesExporter(SpanExporter):
-    """Appends spans to a file, from the batch processor's thread."""
+    """Exporter that appends spans to a file, in the batch processor's thread."""
 
     def __init__(self, path: Path, max_file_bytes: int) -> None:
         self._path = path
@@ -157,20 +153,21 @@ class JsonLinesExporter(SpanExporter):
                 file.write(data)
         except OSError:
             if not self._failed:
-                logger.exception("spans are lost: %s cannot be written", self._path)
+                logger.exception("spans are lost: cannot write %s", self._path)
             self._failed = True
             return SpanExportResult.FAILURE
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
-        """Nothing is held open."""
+        """Do nothing, since no file is held open."""
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         return True
 
 
 def span_record(span: ReadableSpan) -> dict[str, object]:
-    """One line of the span file: ids in hexadecimal, times in nanoseconds since 1970, `parent_id` "" for a root."""
+    """Return one line of the span file: ids in hexadecimal, times in nanoseconds since 1970, `parent_id` "" for a
+    root."""
     context = span.context
     return {
         "name": span.name,

@@ -1,10 +1,9 @@
-"""Trace context as an explicit argument, on the OpenTelemetry API alone.
+"""The trace context of rollouts as an explicit argument, using the OpenTelemetry API only.
 
 Invariants:
-- Without a configured SDK everything here works and costs next to nothing: spans are not recorded, `traceparent_of` is
-  "".
-- The trace id of a rollout attempt is a function of its id and attempt number: whoever knows the rollout finds the
-  trace.
+- Without a configured SDK everything here works and costs next to nothing: spans are not recorded, and
+  `traceparent_of` returns "".
+- The trace id of a rollout attempt is a function of its id and attempt number, by which its trace can be found.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ root_trace_id: ContextVar[int | None] = ContextVar("headrace_root_trace_id", def
 
 
 def trace_id_for(rollout_id: str, attempt: int) -> int:
-    """128-bit trace id of one attempt; never 0."""
+    """Return the 128-bit trace id of one attempt; never 0."""
     digest = hashlib.sha256(f"{rollout_id} {attempt}".encode()).digest()
     return int.from_bytes(digest[:16], "big") or 1
 
 
 def traceparent_of(span: Span) -> str:
-    """W3C trace context header of `span`; "" when it is not recorded (https://www.w3.org/TR/trace-context/, section
-    3.2)."""
+    """Return the W3C trace context header of `span`; "" when it is not recorded
+    (https://www.w3.org/TR/trace-context/, section 3.2)."""
     context = span.get_span_context()
     if not context.is_valid:
         return ""
@@ -45,7 +44,7 @@ def traceparent_of(span: Span) -> str:
 
 
 def context_from(traceparent: str) -> Context:
-    """The context whose current span is the remote one; an empty context when the text is empty or malformed."""
+    """Return the context of the remote span; an empty context when the header is empty or malformed."""
     parts = traceparent.split("-")
     if [len(part) for part in parts] != [2, 32, 16, 2]:
         return Context()
@@ -60,7 +59,7 @@ def context_from(traceparent: str) -> Context:
 def start_rollout_span(
     tracer: Tracer, rollout_id: str, attempt: int, attributes: Mapping[str, AttributeValue] | None = None
 ) -> Span:
-    """The root span of one attempt, under `trace_id_for(rollout_id, attempt)`. The caller ends it."""
+    """Start the root span of one attempt, with `trace_id_for(rollout_id, attempt)`. The caller ends it."""
     token = root_trace_id.set(trace_id_for(rollout_id, attempt))
     try:
         return tracer.start_span(

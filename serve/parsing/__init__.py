@@ -1,1 +1,1 @@
-"""What the policy meant: reasoning, text and tool calls read out of sampled text."""
+"""Parsers of sampled text: reasoning, text and tool calls."""

@@ -1,9 +1,9 @@
-"""The contract of an output parser.
+"""The interface of an output parser.
 
 Invariants:
-- A parser is a view: whatever it makes of a text, the sampled ids stay what they are.
-- What is no well-formed call stays text, in its place; nothing of the sampled text is lost or invented but blanks
-  around markup.
+- A parser is a view: its result never changes the sampled ids.
+- Anything but a well-formed call remains text, in its place; nothing of the sampled text is lost or invented but
+  whitespace around markup.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A call without an id yet. `arguments` is JSON text of an object."""
+    """Call that has no id yet. `arguments` is the JSON text of an object."""
 
     name: str
     arguments: str
@@ -32,18 +32,18 @@ ParsedBlock: TypeAlias = Text | Reasoning | ParsedCall
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """`blocks` in the order sampled, none of them empty. A well-formed call of a tool nobody offered is a call: agents
-    tell the policy so themselves. `lost_calls` counts call markup that gave no call (broken, cut): the alarm for a
-    parser that does not fit its model."""
+    """Parsed output: `blocks` in the order sampled, none of them empty. A well-formed call of an unknown tool is a
+    call, since agents report that to the policy themselves. `lost_calls` counts call markup that is malformed or cut,
+    for the alarm about a parser that does not fit its model."""
 
     blocks: tuple[ParsedBlock, ...]
     lost_calls: int = 0
 
 
 class OutputParser(Protocol):
-    """Stateless."""
+    """Stateless parser of sampled outputs."""
 
     def parse(self, text: str, tools: Sequence[ToolSpec], *, in_reasoning: bool) -> ParsedOutput:
-        """Read a whole output (without its stop token). Without `tools` calls stay text. `in_reasoning`: the prompt
-        opened the reasoning already."""
+        """Parse a whole output (without its stop token). Without `tools`, calls remain text. `in_reasoning`: the prompt
+        already opened the reasoning."""
         ...

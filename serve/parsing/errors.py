@@ -1,8 +1,8 @@
 """Errors of the folder `parsing`.
 
 ServeError
-└── ParserUnknown            no parser of this name; the message lists those there are
-    └── ParserMissing        it is one of SGLang's, which is not installed here
+└── ParserUnknown            no parser of this name; the message lists the known ones
+    └── ParserMissing        the parser is one of SGLang's, which is not installed here
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from headrace.serve.errors import ServeError
 
 
 class ParserUnknown(ServeError):
-    """Knob: gateway.parser."""
+    """No parser has this name. Knob: gateway.parser."""
 
 
 class ParserMissing(ParserUnknown):
-    """A parser of SGLang's without SGLang. Knobs: gateway.parser, or install it beside the gateway."""
+    """The parser needs SGLang, which is not installed. Knobs: gateway.parser, or install SGLang beside the gateway."""

@@ -1,6 +1,6 @@
-"""Calls as Hermes, Qwen2.5 and Qwen3 write them: a JSON object between <tool_call> and </tool_call>.
+"""The parser of the calls of Hermes, Qwen2.5 and Qwen3: a JSON object between <tool_call> and </tool_call>.
 
-Invariant: the arguments of a call are the very text that was sampled.
+Invariant: the arguments of a call are exactly the text that was sampled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from headrace.serve.conversation import ToolSpec
     from headrace.serve.parsing.base import ParsedOutput
-    from headrace.serve.parsing.json_spans import Value
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
@@ -34,7 +33,6 @@ class HermesParser:
         return scan(text, self if tools else None, in_reasoning=in_reasoning)
 
     def read(self, text: str, start: int) -> Found | None:
-        """A call that lacks its closing tag counts when its JSON is whole and nothing but the next call follows."""
         found = read_object(text, after_blanks(text, start + len(OPENING)))
         if found is None:
             return None
@@ -43,19 +41,15 @@ class HermesParser:
         if text.startswith(CLOSING, edge):
             end = edge + len(CLOSING)
         elif edge < len(text) and not text.startswith(OPENING, edge):
+            # A call without its closing tag is valid only at the end, or directly before the next call.
             return None
-        call = _call_of(fields)
-        return Found((call,), end) if call else None
-
-
-def _call_of(fields: dict[str, Value]) -> ParsedCall | None:
-    name = fields["name"].value if "name" in fields else None
-    given = fields.get("arguments") or fields.get("parameters")
-    arguments: str | None = "{}"
-    if given is not None and given.value is not None:
-        arguments = given.text if isinstance(given.value, dict) else None
-        if isinstance(given.value, str):
-            arguments = object_text(given.value)
-    if not isinstance(name, str) or not name or arguments is None or not encodable(name + arguments):
-        return None
-    return ParsedCall(name, arguments)
+        name = fields["name"].value if "name" in fields else None
+        given = fields.get("arguments") or fields.get("parameters")
+        arguments: str | None = "{}"
+        if given is not None and given.value is not None:
+            arguments = given.text if isinstance(given.value, dict) else None
+            if isinstance(given.value, str):
+                arguments = object_text(given.value)
+        if not isinstance(name, str) or not name or arguments is None or not encodable(name + arguments):
+            return None
+        return Found((ParsedCall(name, arguments),), end)

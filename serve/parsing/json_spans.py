@@ -1,6 +1,6 @@
-"""JSON objects inside a text, with the places of their values.
+"""The reader of JSON objects inside a text, with the text of each value.
 
-Invariant: what is read here is JSON by the standard: no NaN, no bare line ends in strings, no trailing comma.
+Invariant: only standard JSON is accepted: no NaN, no bare line ends in strings, no trailing comma.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _unread(number: str) -> int:
-    """Nobody computes with numbers here, and an int of 5,000 digits would be an error."""
+    """Return 0 for every number: they are not used, and an int of 5,000 digits would raise an error."""
     del number
     return 0
 
@@ -28,7 +28,7 @@ _DECODER = json.JSONDecoder(parse_int=_unread, parse_float=_unread, parse_consta
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value (numbers are 0) and its text."""
+    """JSON value (numbers are 0) with its text."""
 
     value: Any
     text: str
@@ -40,7 +40,7 @@ def after_blanks(text: str, start: int) -> int:
 
 
 def read_object(text: str, start: int) -> tuple[dict[str, Value], int] | None:
-    """The fields of the object that begins at `start` and where it ends; None when there is no whole object."""
+    """Return the fields of the object that begins at `start`, and its end; None when there is no complete object."""
     if text[start : start + 1] != "{":
         return None
     fields: dict[str, Value] = {}
@@ -67,7 +67,7 @@ def read_object(text: str, start: int) -> tuple[dict[str, Value], int] | None:
 
 
 def object_text(text: str) -> str | None:
-    """The text without blanks around it when it is one JSON object."""
+    """Return the text without surrounding whitespace if it is a JSON object, else None."""
     start = after_blanks(text, 0)
     found = read_object(text, start)
     if found is None or after_blanks(text, found[1]) != len(text):
@@ -76,7 +76,7 @@ def object_text(text: str) -> str | None:
 
 
 def encodable(text: str) -> bool:
-    """Whether a wire can carry it: escapes in JSON can spell half a surrogate."""
+    """Return whether the text can be sent as UTF-8: JSON escapes can contain a lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:

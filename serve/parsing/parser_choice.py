@@ -1,4 +1,4 @@
-"""Which parser reads the outputs of a model."""
+"""The choice of the parser for the outputs of a model."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ from typing import TYPE_CHECKING
 
 from headrace.serve.parsing.errors import ParserUnknown
 from headrace.serve.parsing.hermes import HermesParser
-from headrace.serve.parsing.plain import PlainParser
 from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
+from headrace.serve.parsing.scanner import scan
 from headrace.serve.parsing.sglang_parsers import SGLANG, SGLangParser
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from headrace.serve.parsing.base import OutputParser
+    from headrace.serve.conversation import ToolSpec
+    from headrace.serve.parsing.base import OutputParser, ParsedOutput
+
+
+class PlainParser:
+    """Parser of outputs without calls, which finds reasoning and text only. Implements `base.OutputParser`."""
+
+    def parse(self, text: str, tools: Sequence[ToolSpec], *, in_reasoning: bool) -> ParsedOutput:
+        del tools
+        return scan(text, None, in_reasoning=in_reasoning)
+
 
 _OURS: dict[str, Callable[[], OutputParser]] = {
     "hermes": HermesParser,
@@ -38,21 +48,22 @@ _SIGNS = (
     (r"<\|python_tag\|>|ipython", f"{SGLANG}llama3"),
     (r"\[TOOL_CALLS\]", f"{SGLANG}mistral"),
 )
-"""What a template's text shows of its calls, the first that is found."""
+"""Patterns in a template's text that identify its call markup; the first match decides."""
 
 
 def choose_parser(name: str, template_text: str) -> OutputParser:
-    """`name`: auto (by what the chat template says of calls), hermes, qwen3_coder, none, or sglang:NAME. A template
-    that says nothing of calls is shown tools in the form of Hermes (template_messages.py), so auto is hermes there.
+    """Return the parser for `name`: auto (by the call markup in the chat template), hermes, qwen3_coder, none, or
+    sglang:NAME. A template without calls gets tools in the form of Hermes (template_messages.py), so that auto means
+    hermes for it.
 
     Raises:
-        ParserUnknown: no such parser.
-        ParserMissing: SGLang's, and it is not installed.
+        ParserUnknown: there is no such parser.
+        ParserMissing: the parser is one of SGLang's, which is not installed.
     """
     if name == "auto":
         name = next((parser for sign, parser in _SIGNS if re.search(sign, template_text, re.DOTALL)), "hermes")
     if name.startswith(SGLANG):
         return SGLangParser(name.removeprefix(SGLANG))
     if name not in _OURS:
-        raise ParserUnknown(f"gateway.parser: no parser {name!r}; there are auto, {', '.join(_OURS)} and {SGLANG}NAME")
+        raise ParserUnknown(f"gateway.parser: no parser {name!r}; set it to auto, {', '.join(_OURS)} or {SGLANG}NAME")
     return _OURS[name]()

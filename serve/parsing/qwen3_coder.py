@@ -1,8 +1,8 @@
-"""Calls as Qwen3-Coder writes them: <function=NAME> with <parameter=KEY> elements, inside <tool_call> or without it.
+"""The parser of Qwen3-Coder's calls: <function=NAME> with <parameter=KEY> elements, inside <tool_call> or without it.
 
 Invariants:
-- A value is what stands between its tags, without the one line end beside each. What type it has, the tool's schema
-  says; a value that is not of its type stays a string, so that the agent can say what is wrong with it.
+- A value is the text between its tags, without one line end beside each. Its type comes from the tool's schema; a value
+  that does not have that type remains a string, so that the agent can report the mistake.
 - Tags inside a value are text as long as the value's own closing tag is followed by the next element.
 """
 
@@ -39,7 +39,7 @@ class Qwen3CoderParser:
 
 
 class _Markup:
-    """Implements `scanning.CallMarkup` for the tools of one request."""
+    """Implements `scanner.CallMarkup` for the tools of one request."""
 
     opening = r"<tool_call>\s*(?:<function=)?|<function="
     closing = r"</tool_call>"
@@ -47,7 +47,11 @@ class _Markup:
     begins = r"[^<>\n]+>|\s*<function="
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
-        self._types = {tool.name: _types_of(tool.parameters) for tool in tools}
+        self._types: dict[str, dict[str, frozenset[str]]] = {}
+        for tool in tools:
+            properties = tool.parameters.get("properties")
+            known = properties.items() if isinstance(properties, Mapping) else ()
+            self._types[tool.name] = {str(key): frozenset(_types(value) or {"string"}) for key, value in known}
 
     def read(self, text: str, start: int) -> Found | None:
         opened = _FUNCTION.match(text, start)
@@ -60,29 +64,19 @@ class _Markup:
             found = _VALUE_END.search(text, element.end()) or _UNCLOSED_END.search(text, element.end())
             if found is None:
                 return None
-            arguments[key] = _typed(_value(text[element.end() : found.start()]), types.get(key, frozenset({"string"})))
+            value = text[element.end() : found.start()].removeprefix("\n").removesuffix("\n")
+            arguments[key] = _typed(value, types.get(key, frozenset({"string"})))
             position = found.end()
         closed = _FUNCTION_END.match(text, position)
         if closed is None or not name:
             return None
-        return Found((ParsedCall(name, _json(arguments)),), closed.end())
-
-
-def _value(text: str) -> str:
-    text = text.removeprefix("\n")
-    return text.removesuffix("\n")
-
-
-def _types_of(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
-    """JSON types by parameter."""
-    properties = schema.get("properties")
-    if not isinstance(properties, Mapping):
-        return {}
-    return {str(key): frozenset(_types(value)) or frozenset({"string"}) for key, value in properties.items()}
+        spelled = json.dumps(arguments, ensure_ascii=False)
+        # Lone surrogates, which the dialects cannot send, remain escaped.
+        return Found((ParsedCall(name, spelled if encodable(spelled) else json.dumps(arguments)),), closed.end())
 
 
 def _types(schema: object) -> set[str]:
-    """Types that a schema allows; none where it does not say."""
+    """Return the types that a schema allows; an empty set if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
@@ -107,34 +101,25 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _typed(text: str, types: frozenset[str]) -> Any:
-    """The value that the text spells in one of the types; the text itself where it spells none."""
+    """Return the value of the text in one of the types; the text itself if it has none of them."""
     wanted = types - {"string"}
     if not wanted:
         return text
     spelled = text.strip()
+    value: Any = spelled
     if spelled.lower() in {"true", "false", "null", "none"}:
-        value: Any = {"true": True, "false": False}.get(spelled.lower())
+        value = {"true": True, "false": False}.get(spelled.lower())
     else:
-        value = _spelled(spelled, literals=bool(wanted & {"object", "array"}))
+        # JSON, or for containers a Python literal as well.
+        for read in (json.loads, ast.literal_eval) if wanted & {"object", "array"} else (json.loads,):
+            try:
+                found = read(spelled)
+                json.dumps(found, allow_nan=False)
+            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+                continue
+            value = found
+            break
     fits = any(type(value) in _KINDS.get(name, ()) for name in wanted)
     if value is None:
         fits = "string" not in types or "null" in types
     return value if fits else text
-
-
-def _spelled(text: str, *, literals: bool) -> Any:
-    """What JSON, or for containers a Python literal as well, makes of a text; the text where it is neither."""
-    for read in (json.loads, ast.literal_eval) if literals else (json.loads,):
-        try:
-            value = read(text)
-            json.dumps(value, allow_nan=False)
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            continue
-        return value
-    return text
-
-
-def _json(arguments: dict[str, Any]) -> str:
-    """JSON text; half surrogates, which the wires do not take, stay escaped."""
-    text = json.dumps(arguments, ensure_ascii=False)
-    return text if encodable(text) else json.dumps(arguments)

@@ -1,10 +1,10 @@
-"""From left to right through an output: reasoning, text and calls, in the order sampled.
+"""The scanner of sampled outputs, which finds reasoning, text and calls in the order sampled.
 
 Invariants:
-- Only what became reasoning or a call leaves the text; of the rest nothing is lost but blanks beside such markup.
-- Calls inside reasoning are no calls, and tags of reasoning inside a call are its arguments.
+- Only reasoning and calls are removed from the text; nothing else is lost but whitespace beside such markup.
+- Calls inside reasoning do not count, and reasoning tags inside a call are part of its arguments.
 - Reasoning that is never closed was cut: all that follows is reasoning. A closing tag without an opening one closes
-  what the prompt opened unknown to us: all before it is reasoning.
+  reasoning that the prompt opened without our knowledge: all before it is reasoning.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ THINK, END_THINK = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Calls that one piece of markup holds, and where it ends in the text."""
+    """Calls in one piece of markup, and its end in the text."""
 
     calls: Sequence[ParsedCall]
     end: int
 
 
 class CallMarkup(Protocol):
-    """How a family writes calls. `opening`, `closing` and `wrapping` are patterns: of tags that begin and end a call,
-    and of tags around several calls (`NOTHING` where there are none). `begins` matches what follows an opening tag that
-    means a call; else the tag is only talked about."""
+    """Markup of calls in one model family. `opening`, `closing` and `wrapping` are patterns of tags that begin and end
+    a call, and of tags around several calls (`NOTHING` for none). `begins` matches the text after an opening tag of a
+    call; otherwise the tag is only mentioned."""
 
     @property
     def opening(self) -> str: ...
@@ -50,7 +50,7 @@ class CallMarkup(Protocol):
     def begins(self) -> str: ...
 
     def read(self, text: str, start: int) -> Found | None:
-        """The call whose opening tag is at `start`; None when it is broken, or cut before it was complete."""
+        """Return the call whose opening tag is at `start`; None when it is malformed, or cut before its end."""
         ...
 
 
@@ -58,7 +58,7 @@ NOTHING = r"(?!)"
 
 
 def scan(text: str, markup: CallMarkup | None, *, in_reasoning: bool) -> ParsedOutput:
-    """Read a whole output. Without `markup` calls stay text."""
+    """Parse a whole output. Without `markup`, calls remain text."""
     return _Scan(text, markup).run(in_reasoning=in_reasoning)
 
 
@@ -67,34 +67,36 @@ class _Scan:
     text: str
     markup: CallMarkup | None
     parts: list[tuple[int, int, Sequence[ParsedBlock]]] = field(default_factory=list)
-    """Start, end and blocks of what is no text."""
+    """Start, end and blocks of the parts that are not text."""
     wraps: list[tuple[int, int, Sequence[ParsedBlock]]] = field(default_factory=list)
     lost_calls: int = 0
     reasoned: bool = False
 
     def run(self, *, in_reasoning: bool) -> ParsedOutput:
-        tags = re.compile(_tags_of(self.markup))
+        tags, markup = f"(?P<think>{THINK})|(?P<end_think>{END_THINK})", self.markup
+        if markup is not None:
+            tags += f"|(?P<opening>{markup.opening})|(?P<closing>{markup.closing})|(?P<wrapping>{markup.wrapping})"
+        pattern = re.compile(tags)
         position = self._reason(0, 0) if in_reasoning else 0
-        while found := tags.search(self.text, position):
-            position = self._at(found)
+        while found := pattern.search(self.text, position):
+            position = found.end()
+            match found.lastgroup:
+                case "think":
+                    position = self._reason(*found.span())
+                case "end_think":
+                    if not self.reasoned:
+                        thought = self.text[: found.start()].strip()
+                        self.parts, self.wraps = [(0, position, (Reasoning(thought),) if thought else ())], []
+                        self.lost_calls, self.reasoned = 0, True
+                case "opening":
+                    position = self._call(found)
+                case "wrapping":
+                    self.wraps.append((*found.span(), ()))
+                case _:
+                    self.lost_calls += 1
         if any(isinstance(block, ParsedCall) for _, _, blocks in self.parts for block in blocks):
             self.parts = sorted((*self.parts, *self.wraps), key=lambda part: part[:2])
         return ParsedOutput(tuple(self._blocks()), self.lost_calls)
-
-    def _at(self, found: re.Match[str]) -> int:
-        """What a tag begins; returns where it ends."""
-        match found.lastgroup:
-            case "think":
-                return self._reason(*found.span())
-            case "end_think":
-                return self._end_unopened(*found.span())
-            case "opening":
-                return self._call(found)
-            case "wrapping":
-                self.wraps.append((*found.span(), ()))
-            case _:
-                self.lost_calls += 1
-        return found.end()
 
     def _reason(self, start: int, inside: int) -> int:
         closing = self.text.find(END_THINK, inside)
@@ -104,24 +106,15 @@ class _Scan:
         self.reasoned = True
         return end
 
-    def _end_unopened(self, start: int, end: int) -> int:
-        if not self.reasoned:
-            thought = self.text[:start].strip()
-            self.parts, self.wraps = [(0, end, (Reasoning(thought),) if thought else ())], []
-            self.lost_calls, self.reasoned = 0, True
-        return end
-
     def _call(self, found: re.Match[str]) -> int:
-        assert self.markup is not None
-        if call := self.markup.read(self.text, found.start()):
+        """Read the call at an opening tag; return its end."""
+        markup, start = self.markup, found.end()
+        assert markup is not None
+        if call := markup.read(self.text, found.start()):
             self.parts.append((found.start(), call.end, call.calls))
             return call.end
         self.lost_calls += 1
-        return self._past_broken(self.markup, found.end())
-
-    def _past_broken(self, markup: CallMarkup, start: int) -> int:
-        """The end of a broken call, which may be where the next one begins; `start`, if its tag was only talked
-        about."""
+        # A malformed call ends at its closing tag or at the next opening tag. A tag that is only mentioned ends itself.
         edge = re.compile(f"(?P<opening>{markup.opening})|{markup.closing}").search(self.text, start)
         closes = edge is not None and edge.lastgroup is None
         inside = self.text[start : edge.start() if edge else len(self.text)]
@@ -142,10 +135,3 @@ class _Scan:
             blocks.extend(found or ())
             position = end
         return blocks
-
-
-def _tags_of(markup: CallMarkup | None) -> str:
-    think = f"(?P<think>{THINK})|(?P<end_think>{END_THINK})"
-    if markup is None:
-        return think
-    return f"{think}|(?P<opening>{markup.opening})|(?P<closing>{markup.closing})|(?P<wrapping>{markup.wrapping})"

@@ -1,10 +1,10 @@
-"""SGLang's own parsers, for the families we have none for.
+"""The adapter of SGLang's parsers, for model families without a parser of ours.
 
 Invariants:
-- SGLang is imported when a parser of it is asked for, never before.
-- Its parsers read one call at a time wherever we know how the family marks one: they drop what follows a call, and
-  what they cannot read. What they lose stays text, in its place.
-- Reasoning between <think> tags is read by us; families with other tags leave it to SGLang.
+- SGLang is imported only when one of its parsers is requested.
+- Its parsers read one call at a time if we know the tags of the family, since they drop text after a call, and text
+  that they cannot read. The text that they lose remains text, in its place.
+- Reasoning between <think> tags is parsed by us; for families with other tags it is parsed by SGLang.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from headrace.serve.parsing.base import ParsedBlock
 
 SGLANG = "sglang:"
-"""What names of SGLang's parsers begin with in `gateway.parser`."""
+"""Prefix of SGLang's parsers in `gateway.parser`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """Around one call, and around several."""
+    """Tags around one call, and around several."""
 
     opening: str
     closing: str
@@ -40,7 +40,7 @@ class _Tags:
     after: str = ""
 
 
-_BAR, _GAP = "\uff5c", "\u2581"  # DeepSeek's tokens are spelled with these
+_BAR, _GAP = "\uff5c", "\u2581"  # characters in DeepSeek's tokens
 
 
 def _deepseek(name: str, edge: str) -> str:
@@ -56,13 +56,13 @@ _TAGS = {"glm": _GLM, "glm45": _GLM, "glm47": _GLM, "deepseekv3": _DEEPSEEK, "de
 
 
 class SGLangParser:
-    """Implements `base.OutputParser` over `FunctionCallParser` and `ReasoningParser`. `name` is one of SGLang's
-    `--tool-call-parser`; where its family has reasoning tags of its own, its `--reasoning-parser` of the same name is
-    used as well.
+    """Implements `base.OutputParser` with SGLang's `FunctionCallParser` and `ReasoningParser`. `name` is a value of
+    `--tool-call-parser`; if its family has reasoning tags of its own, the `--reasoning-parser` of the same name is used
+    as well.
 
     Raises:
         ParserMissing: SGLang cannot be imported; the message says how to install it.
-        ParserUnknown: it has no parser of this name.
+        ParserUnknown: SGLang has no parser of this name.
     """
 
     def __init__(self, name: str) -> None:
@@ -78,9 +78,6 @@ class SGLangParser:
             blocks.extend([Text(rest)] if rest else [])
         else:
             blocks = list(scan(text, None, in_reasoning=in_reasoning).blocks)
-        return self._with_calls(blocks, tools)
-
-    def _with_calls(self, blocks: Sequence[ParsedBlock], tools: Sequence[ToolSpec]) -> ParsedOutput:
         found: list[ParsedBlock] = []
         lost = 0
         for block in blocks:
@@ -94,7 +91,7 @@ class SGLangParser:
 
 
 class _Markup:
-    """Implements `scanning.CallMarkup` for the tools of one request."""
+    """Implements `scanner.CallMarkup` for the tools of one request."""
 
     begins = ""
 
@@ -115,7 +112,7 @@ class _Markup:
 
 
 class _SGLang:
-    """The imported parsers. Their detectors keep state, so each text gets new ones."""
+    """SGLang's imported parsers. Their detectors have state, so each text gets new ones."""
 
     def __init__(self, name: str) -> None:
         try:
@@ -136,11 +133,13 @@ class _SGLang:
         self._tool, self._function = Tool, Function
         self._calls, self._reasoning = FunctionCallParser, ReasoningParser
         self._unknown_tools = getattr(envs, "SGLANG_FORWARD_UNKNOWN_TOOLS", None)
-        self.reasons = name in ReasoningParser.DetectorMap and _opening_of(ReasoningParser(name)) != THINK
-        """Whether the family has reasoning tags of its own."""
+        self.reasons = name in ReasoningParser.DetectorMap and (
+            str(getattr(ReasoningParser(name).detector, "think_start_token", THINK)) != THINK
+        )
+        """True when the family has reasoning tags of its own."""
 
     def reasoning(self, text: str, *, in_reasoning: bool) -> tuple[str, str]:
-        """Reasoning, and the rest."""
+        """Return the reasoning, and the rest of the text."""
         try:
             parser = self._reasoning(self._name, force_reasoning=True) if in_reasoning else self._reasoning(self._name)
             thought, rest = parser.parse_non_stream(text)
@@ -149,8 +148,8 @@ class _SGLang:
         return (thought or "").strip(), rest or ""
 
     def calls(self, text: str, tools: Sequence[ToolSpec]) -> tuple[str, list[ParsedCall]]:
-        """What is left of the text, and the well-formed calls in it; those of unknown tools too, where this SGLang
-        lets them pass."""
+        """Return the rest of the text, and the well-formed calls in it; calls of unknown tools too, if this SGLang
+        supports that."""
         parser = self._calls([self._offered(tool) for tool in tools], self._name)
         with self._unknown_tools.override(True) if self._unknown_tools is not None else nullcontext():
             try:
@@ -165,8 +164,8 @@ class _SGLang:
         return rest or "", [call for call in calls if encodable(call.arguments)]
 
     def whole(self, text: str, tools: Sequence[ToolSpec]) -> ParsedOutput:
-        """Text and calls of a family whose calls we cannot tell apart: text first, then calls, then what follows the
-        last mark of a call and is in neither."""
+        """Return text and calls for a family whose call tags we do not know: text, calls, then the text after the last
+        call tag that is in neither."""
         detector = self._calls([self._offered(tool) for tool in tools], self._name).detector
         rest, calls = self.calls(text, tools)
         if not calls:
@@ -182,7 +181,3 @@ class _SGLang:
     def _offered(self, tool: ToolSpec) -> Any:
         function = self._function(name=tool.name, description=tool.description, parameters=dict(tool.parameters))
         return self._tool(type="function", function=function)
-
-
-def _opening_of(parser: Any) -> str:
-    return str(getattr(parser.detector, "think_start_token", THINK))

@@ -1,1 +1,1 @@
-"""From messages to token ids."""
+"""Rendering of conversations to token ids."""

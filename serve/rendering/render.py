@@ -1,11 +1,12 @@
-"""From messages to token ids: what a session needs of a tokenizer and its chat template, and nothing more.
+"""The renderer interface: a tokenizer and its chat template, as far as a session needs them.
 
 Invariants:
-- `render` ends where the policy begins to speak.
+- The output of `render` ends with the opening of the policy's turn.
 - `bridge` closes the sampled turn if it did not close itself, renders only the new messages and opens the next turn:
-  history plus bridge is what the session sends, and history is never rendered again.
+  the session sends history plus bridge, and never renders history again.
 - Contents are text: markup inside a message never becomes a control token.
-- System messages after the first are folded the same way every time: a conversation that grows only appends tokens.
+- System messages after the first are always merged in the same manner, so that a growing conversation only appends
+  tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ TokenIds: TypeAlias = "array[int]"
 
 
 class Renderer(Protocol):
-    """Pure functions of their arguments (caches aside). Ids, also those that the policy may sample, are in
-    `[0, vocab_size)`; `stop_ids` end a turn of the policy."""
+    """Renderer of one model. Its methods are pure functions of their arguments (except caches). All ids, also those
+    that the policy may sample, are in `[0, vocab_size)`; `stop_ids` end a turn of the policy."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -34,37 +35,37 @@ class Renderer(Protocol):
 
     @property
     def template(self) -> str:
-        """The chat template's own text."""
+        """The text of the chat template."""
         ...
 
     @property
     def bridges(self) -> bool:
-        """Whether the template's turns can be appended to a history that is not rendered again (probed at start)."""
+        """True when the template's turns can be appended to a history without rendering it again (probed at start)."""
         ...
 
     @property
     def opens_reasoning(self) -> bool:
-        """Whether the generation prompt itself opens the reasoning (`<think>`), so that an output begins inside it."""
+        """True when the generation prompt opens the reasoning (`<think>`), so that an output begins inside it."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> TokenIds:
-        """All ids of the conversation up to where the policy speaks. Raises TemplateRefused."""
+        """Return all ids of the conversation up to the policy's turn. Raises TemplateRefused."""
         ...
 
     def bridge(self, last_id: int, calls: Sequence[ToolCall], messages: Sequence[Message]) -> TokenIds:
-        """Ids between the last sampled id (`last_id`; a stop id, unless the turn was cut) and the next one. `calls`
-        are those of the sampled turn, for templates that name them beside the results. Only where `bridges`. Raises
-        TemplateRefused."""
+        """Return the ids between the last sampled id (`last_id`; a stop id, unless the turn was cut) and the next one.
+        `calls` are those of the sampled turn, for templates that repeat them with the results. Requires `bridges`.
+        Raises TemplateRefused."""
         ...
 
     def count_tokens(self, texts: Iterable[str], *, stop_at: int) -> int:
-        """Tokens of the texts alone, without a template; counting ends at about `stop_at`."""
+        """Return the number of tokens of the texts alone, without a template; counting stops at about `stop_at`."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text with special tokens as they are spelled; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text with spelled-out special tokens; bytes that are not valid UTF-8 become U+FFFD."""
         ...
 
     def visible(self, text: str) -> str:
-        """Text without the spelling of special tokens."""
+        """Return the text without spelled-out special tokens."""
         ...

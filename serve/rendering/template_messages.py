@@ -1,10 +1,10 @@
-"""From the conversation model to the messages and tools that chat templates take.
+"""The conversion of conversations to the messages and tools that chat templates accept.
 
 Invariants:
-- Contents are data: every text of a message, a call or a tool is broken up where it spells a control token.
-- What a message becomes depends on it and on the template alone, so that a conversation that grows only appends.
-- Nothing is dropped. What the template cannot show is folded into what it can: system messages after the first into
-  messages of the user; tools, calls and results that it has no place for into text in the form of Hermes.
+- Contents are data: every text of a message, a call or a tool is split at the spelling of a control token.
+- The result for a message depends on it and on the template alone, so that a growing conversation only appends.
+- Nothing is dropped. Content that the template cannot render is converted: system messages after the first to user
+  messages; unsupported tools, calls and results to text in the form of Hermes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TOOLS_AFTER = (
 
 
 class TemplateMessages:
-    """Shows messages and tools to one template."""
+    """Converter of messages and tools for one template."""
 
     def __init__(self, shape: TemplateShape, control: ControlTokens) -> None:
         self._shape = shape
@@ -46,11 +46,19 @@ class TemplateMessages:
         self._tools: BoundedCache[bytes, list[SharedTool]] = BoundedCache(_TOOLS_BYTES)
 
     def tools(self, tools: Sequence[ToolSpec]) -> list[SharedTool]:
-        """Tools with equal descriptions are the same objects from one request to the next."""
-        key = _key(tools)
+        """Return the converted tools; equal descriptions give the same objects in every request."""
+        described = [(tool.name, tool.description, tool.parameters) for tool in tools]
+        try:
+            key = orjson.dumps(described, default=dict, option=orjson.OPT_NON_STR_KEYS)
+        except TypeError:
+            # Too deeply nested for a key; converted anew each time.
+            key = b""
         shown = self._tools.get(key) if key else None
         if shown is None:
-            shown = [self._tool(tool) for tool in tools]
+            shown = []
+            for tool in tools:
+                function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+                shown.append(SharedTool({"type": "function", "function": self._data(function)}))
             if key:
                 self._tools.put(key, shown, 10 * len(key))
         return shown
@@ -58,7 +66,7 @@ class TemplateMessages:
     def whole(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> tuple[list[TemplateMessage], list[SharedTool]]:
-        """A conversation from its beginning."""
+        """Return the messages and tools of a conversation from its beginning."""
         first = next((i for i, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
         lead = [self._as_data(message.text) for message in messages[:first]]
         shown_tools = self.tools(tools)
@@ -75,8 +83,8 @@ class TemplateMessages:
     def after(
         self, calls: Sequence[ToolCall], messages: Sequence[Message]
     ) -> tuple[list[dict[str, Any]], list[TemplateMessage]]:
-        """Calls of a sampled turn and the messages that follow it. Results of calls that no parser found get calls of
-        their own, since templates refuse results of nothing."""
+        """Return the calls of a sampled turn and the messages that follow it. Results of calls that no parser found get
+        calls of their own, since templates refuse results without calls."""
         names = {call.id: call.name for call in calls}
         shown = self._joined(list(self._following(messages, names)))
         if not (shown and shown[0]["role"] == "tool" and self._shape.calls):
@@ -87,7 +95,7 @@ class TemplateMessages:
         return [self._shape.call(call_id, "unknown", {}) for call_id in lone], shown
 
     def _following(self, messages: Sequence[Message], names: dict[str, str]) -> Iterator[TemplateMessage]:
-        """`names` are those of the calls so far."""
+        """Convert the messages; `names` are the tool names of the calls so far, by call id."""
         for message in messages:
             if message.role is Role.ASSISTANT:
                 names.update((call.id, call.name) for call in message.calls)
@@ -142,14 +150,10 @@ class TemplateMessages:
         return f"<tool_call>\n{self._as_data(text)}\n</tool_call>"
 
     def _call_id(self, call_id: str) -> str:
-        """Mistral's templates take ids of nine letters or digits."""
         if self._shape.short_ids:
+            # Mistral's templates accept only ids of nine letters or digits.
             return blake2b(call_id.encode(errors="replace"), digest_size=5).hexdigest()[:9]
         return self._as_data(call_id)
-
-    def _tool(self, tool: ToolSpec) -> SharedTool:
-        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        return SharedTool({"type": "function", "function": self._data(function)})
 
     def _data(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -161,8 +165,8 @@ class TemplateMessages:
         return value
 
     def _joined(self, shown: list[TemplateMessage], *, among_first: bool = False) -> list[TemplateMessage]:
-        """Neighbouring messages of the user as one, where the template takes no two in a row; else only the system
-        message that stands in the user's place and the first message."""
+        """Join consecutive user messages if the template refuses them; otherwise only a system message in the user's
+        role with the first message."""
         joined: list[TemplateMessage] = []
         for number, message in enumerate(shown):
             joins = not self._shape.repeated_users or (among_first and number == 1)
@@ -174,18 +178,9 @@ class TemplateMessages:
 
 
 def _object_of(arguments: str) -> dict[str, Any] | None:
-    """The object that the arguments spell; None when they spell none."""
+    """Return the object in the arguments; None if they are not a JSON object."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _key(tools: Sequence[ToolSpec]) -> bytes:
-    """What the tools are known by; b"" for those that are not worth it or cannot be spelled."""
-    described = [(tool.name, tool.description, tool.parameters) for tool in tools]
-    try:
-        return orjson.dumps(described, default=dict, option=orjson.OPT_NON_STR_KEYS)
-    except TypeError:
-        return b""

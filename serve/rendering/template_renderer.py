@@ -1,6 +1,6 @@
 """The renderer of a model directory: its tokenizer and its chat template.
 
-Invariants: those of render.Renderer; what was tokenized once is not tokenized again, within the tokenizer's cache.
+Invariants: those of render.Renderer; text in the tokenizer's cache is not tokenized again.
 """
 
 from __future__ import annotations
@@ -71,5 +71,5 @@ class TemplateRenderer:
 
 
 def load_renderer(tokenizer_dir: Path) -> Renderer:
-    """The renderer of a model directory. Raises TokenizerInvalid that names the file."""
+    """Return the renderer of a model directory. Raises a TokenizerInvalid that names the file."""
     return TemplateRenderer(ChatTokenizer(tokenizer_dir))

@@ -31,7 +31,7 @@ from headrace.policies.engine import EngineId
 from headrace.sandboxes.base import SandboxSpec
 from headrace.sandboxes.pool.pool import PoolConfig
 from headrace.serve.capture.session import Budgets, Sampling
-from headrace.serve.gateway.gateway import GatewayConfig
+from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.observing.telemetry import TelemetryConfig
 

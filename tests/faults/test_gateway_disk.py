@@ -1,4 +1,5 @@
-"""The disk of the session logs is full: no answer leaves that a successor would not know, and nothing else breaks."""
+"""A full disk of the session logs: no answer is sent that a restarted gateway would not know, and nothing else
+fails."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """One of a megabyte."""
+    """Mount a disk of one megabyte."""
     folder = tmp_path / "disk"
     folder.mkdir()
     syscalls.mount("tmpfs", str(folder), "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=1m,mode=700")
@@ -46,7 +47,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def full(disk: Path) -> Iterator[None]:
-    """Not one page is left on it."""
+    """Fill the disk completely."""
     other = disk / "of somebody else"
     with other.open("wb", buffering=0) as file, suppress(OSError):
         while file.write(b"x" * 4096):
@@ -69,7 +70,9 @@ def trained(report: SessionReport) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_turn_that_cannot_be_kept_is_not_told(model_dir: Path, disk: Path, wire: Wire, stream: bool) -> None:
+async def test_a_turn_that_cannot_be_logged_is_not_answered(
+    model_dir: Path, disk: Path, wire: Wire, stream: bool
+) -> None:
     async with world(model_dir, count, session_log_dir=disk / "state") as w:
         client = await w.client(wire, stream=stream)
         await client.say("go")
@@ -87,7 +90,7 @@ async def test_a_turn_that_cannot_be_kept_is_not_told(model_dir: Path, disk: Pat
         assert (await w.finish()).failures == report.failures, "and from the log, which was told later"
 
 
-async def test_the_gateway_and_its_other_sessions_outlive_a_full_disk(model_dir: Path, disk: Path) -> None:
+async def test_the_gateway_and_its_other_sessions_survive_a_full_disk(model_dir: Path, disk: Path) -> None:
     async with world(model_dir, count, session_log_dir=disk / "state") as w:
         client, other = await w.client(), await w.client(session_id="other")
         await client.say("go")
@@ -104,7 +107,7 @@ async def test_the_gateway_and_its_other_sessions_outlive_a_full_disk(model_dir:
         assert len((await w.finish()).failures) == 1
 
 
-async def test_marks_that_could_not_be_kept_are_kept_with_the_next_line_that_can(model_dir: Path, disk: Path) -> None:
+async def test_unlogged_failures_are_written_before_the_next_line(model_dir: Path, disk: Path) -> None:
     logs = disk / "state"
     async with world(model_dir, count, session_log_dir=logs) as w:
         client = await w.client()
@@ -120,7 +123,7 @@ async def test_marks_that_could_not_be_kept_are_kept_with_the_next_line_that_can
         assert (report.turns, len(report.failures)) == (2, REFUSALS)
 
 
-async def test_the_end_of_a_session_keeps_them_too(model_dir: Path, disk: Path) -> None:
+async def test_unlogged_failures_are_written_at_the_end_of_a_session(model_dir: Path, disk: Path) -> None:
     logs = disk / "state"
     async with world(model_dir, count, session_log_dir=logs) as w:
         client = await w.client()
@@ -134,6 +137,6 @@ async def test_the_end_of_a_session_keeps_them_too(model_dir: Path, disk: Path) 
 
 
 def kept(logs: Path) -> int:
-    """How many failures a successor would know."""
+    """Return the number of failures that a restarted gateway would know."""
     [log] = logs.iterdir()
     return log.read_bytes().count(b'{"failed":')

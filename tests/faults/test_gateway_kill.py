@@ -1,5 +1,5 @@
-"""A gateway that is killed with -9 under living agents: every agent ends as if nothing had happened, and every answer
-that was finished is trained once, with the ids that the engine sampled."""
+"""A gateway that is killed during the work of agents: every agent ends normally, and every finished answer is trained
+once, with the ids that the engine sampled."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(kw_only=True)
 class UnevenEngine(Engine):
-    """Every turn takes another time."""
+    """Engine whose turns have different durations."""
 
     chance: random.Random = field(default_factory=random.Random)
 
@@ -132,8 +132,8 @@ class Storm:
 
 
 def recorded_in(logs: Path, *, untold: bool = False) -> Iterator[tuple[int, ...]]:
-    """The ids of every finished turn, open sessions and finished ones; with `untold`, of those not known to have been
-    delivered."""
+    """Return the ids of every finished turn, of open and finished sessions; with `untold`, of those not known to have
+    been delivered."""
     for path in logs.iterdir():
         events = [orjson.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
         told = {event.get("delivered") or event.get("accepted") for event in events} if untold else set()
@@ -146,7 +146,7 @@ def recorded_in(logs: Path, *, untold: bool = False) -> Iterator[tuple[int, ...]
 
 
 def trained_in(report: SessionReport) -> list[Turn]:
-    """Every trained turn with all that stands before it in its row."""
+    """Return every trained turn with its prefix in the row."""
     assert report.trajectory is not None
     rows = [(tuple(row.tokens_T.tolist()), segments(row.loss_mask_T)) for row in report.trajectory.rows]
     return [(tokens[:start], tokens[start:end]) for tokens, turns in rows for start, end in turns]
@@ -234,11 +234,11 @@ async def test_agents_of_a_killed_gateway_finish_and_no_token_is_lost_or_doubled
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(2, 22))
-async def test_nor_with_other_moments(model_dir: Path, tmp_path: Path, seed: int) -> None:
+async def test_no_token_is_lost_with_kills_at_other_moments(model_dir: Path, tmp_path: Path, seed: int) -> None:
     await storm(model_dir, tmp_path, seed=seed, kills=1 + seed % 6)
 
 
-async def test_an_answer_that_was_on_its_way_is_told_again_not_sampled_again(tmp_path: Path) -> None:
+async def test_an_answer_in_transit_is_replayed_not_resampled(tmp_path: Path) -> None:
     """Killed between the first byte of an answer and its last."""
     model_dir = FAT.write(tmp_path / "model")
     async with AsyncExitStack() as stack:

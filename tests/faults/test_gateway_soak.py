@@ -1,4 +1,4 @@
-"""Sessions that come and go, in good ways and bad, leave nothing behind in the gateway."""
+"""Sessions that end in any way leave nothing behind in the gateway."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def as_told(ask: Ask) -> str | Fault:
 
 
 async def lives(w: World, number: int) -> None:
-    """One session for each way to end."""
+    """Run one session for each kind of end."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=GUARD_S)) as http:
 
         async def begin(name: str) -> Client:
@@ -83,7 +83,7 @@ def tasks() -> set[str]:
     return {name for name in names if name != "RequestHandler.start"}
 
 
-async def test_whatever_ends_a_session_leaves_no_task_and_no_log(model_dir: Path, tmp_path: Path) -> None:
+async def test_every_end_of_a_session_leaves_no_task_and_no_log(model_dir: Path, tmp_path: Path) -> None:
     async with world(model_dir, as_told, session_log_dir=tmp_path, finished_grace_s=0.0) as w:
         before = tasks()
         for number in range(6):

@@ -24,7 +24,7 @@ from headrace.actors.runtime.runtime import RayRuntime
 from headrace.policies.push.contract import PushConfig
 from headrace.policies.push.machine import Phase, Step
 from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.gateway.gateway import GatewayConfig
+from headrace.serve.gateway.config import GatewayConfig
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable

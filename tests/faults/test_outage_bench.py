@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_outages_are_charged_to_nobody_else(tmp_path: Path) -> None:
+def test_outages_are_not_charged_to_tasks(tmp_path: Path) -> None:
     directory = RunDirectory(path=tmp_path / "outage")
     config = prepare_outage(directory)
     outages = Outages(gate_wait_s=config.engines.simulated.gate_wait_s)

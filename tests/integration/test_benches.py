@@ -1,4 +1,4 @@
-"""What the benches print stays inside its bounds. Slow: half a minute each, the control some."""
+"""Figures of the benches are within bounds. Slow: half a minute each, the control some minutes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bench(name: str, *options: str) -> dict[str, Any]:
     return result
 
 
-def test_a_sandbox_costs_little() -> None:
+def test_sandbox_costs_are_within_bounds() -> None:
     figures = bench("sandbox")
     assert figures["create_destroy_cpu_ms"] <= 15
     assert figures["idle_memory_mb"] <= 4
@@ -31,7 +31,7 @@ def test_a_sandbox_costs_little() -> None:
     assert figures["peers"].keys() == {"bwrap", "runc"}
 
 
-def test_what_a_rollout_costs_is_told_by_its_parts() -> None:
+def test_the_cost_of_a_rollout_is_reported_by_part() -> None:
     figures = bench("rollout", "--rollouts", "200")
     assert sum(figures["parts_ms"].values()) == pytest.approx(figures["cpu_ms_per_rollout"])
     # The machine's own count is of another source, and of the few processes that are not the run's too.
@@ -43,7 +43,7 @@ def test_what_a_rollout_costs_is_told_by_its_parts() -> None:
     assert figures["commands_per_rollout"]["train.write"] == pytest.approx(1.0, abs=0.2)
 
 
-def test_orchestration_costs_little() -> None:
+def test_orchestration_costs_are_within_bounds() -> None:
     result = bench("orchestration")
     assert result["rollouts"] >= 2000
     assert result["ray_cpu_ms_per_rollout"] <= 3
@@ -71,7 +71,7 @@ def test_real_time_agrees_with_virtual_time(slots: int, max_staleness: int, leas
     assert result["real"]["max_staleness_seen"] <= max_staleness
 
 
-def test_a_gateway_costs_little() -> None:
+def test_gateway_costs_are_within_bounds() -> None:
     """Bytes, and ratios within the run; times of its own are in the README, measured on a machine that does nothing
     else."""
     figures = bench("gateway")
@@ -83,13 +83,13 @@ def test_a_gateway_costs_little() -> None:
     assert figures["loop_block_max_ms"] <= figures["full_rerender_ms_per_turn"] * 3
 
 
-def test_shuffled_rewards_teach_nothing() -> None:
+def test_a_run_with_shuffled_rewards_does_not_learn() -> None:
     result = bench("control")
     assert result["steps"] == 30
     assert result["final_success"] <= result["base_success"] + 0.05
 
 
-def test_agents_of_half_an_hour_end_neither_run_nor_rollouts() -> None:
+def test_half_hour_agents_cause_no_stall_and_no_infra_failure() -> None:
     """A short form: three steps, small evaluations."""
     figures = bench("longagents", "--steps", "3", "--answers", "16")
     assert (figures["completed"], figures["stalls"], figures["infra"], figures["problems"]) == (True, 0, 0, [])

@@ -1,4 +1,4 @@
-"""Cheating patches earn nothing, honest ones that look alike earn 1, and those known to be open are paid."""
+"""Cheating patches get no reward, similar honest ones get 1, and known open cheats are rewarded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ DEFAULT = {
         if (known := (pair[1].name, pair[0].name) in DEFAULT) or pair[0].name == "module_fixture_with_port_and_file"
     ],
 )
-async def test_a_cheat_earns_nothing_and_its_honest_twin_is_paid(
+async def test_a_cheat_gets_no_reward_and_its_honest_twin_does(
     bench: CheatBench, repository: CheatRepository, cheat: Cheat
 ) -> None:
     pair = await bench.pair(repository, cheat)
@@ -55,7 +55,7 @@ async def test_a_cheat_earns_nothing_and_its_honest_twin_is_paid(
     assert pair.honest.verdict.reward == 1.0, pair.honest.verdict
 
 
-async def test_a_test_that_another_name_of_the_patch_lets_run_cannot_be_dropped(bench: CheatBench) -> None:
+async def test_a_test_that_runs_under_another_name_cannot_be_dropped(bench: CheatBench) -> None:
     """The untouched module of tests cannot be imported, so that only its source names what must run."""
     tests = PLAIN.replace("import last, mean", "import NEW, last, mean")
     repository = CheatRepository(name="new", grader=Command(command=RUN), tests={"tests/test_calc.py": tests})
@@ -67,7 +67,7 @@ async def test_a_test_that_another_name_of_the_patch_lets_run_cannot_be_dropped(
 
 
 @pytest.mark.slow
-async def test_an_untouched_repository_that_ends_the_session_still_says_what_must_run(bench: CheatBench) -> None:
+async def test_an_untouched_repository_that_ends_the_session_still_lists_its_tests(bench: CheatBench) -> None:
     repository = CheatRepository(
         name="ends",
         grader=Command(command=RUN),
@@ -101,7 +101,7 @@ def pytest_collect_file(file_path, parent):
 """
 
 
-async def test_what_has_no_twin_in_the_untouched_repository_counts_and_is_named(bench: CheatBench) -> None:
+async def test_tests_missing_in_the_untouched_repository_count_and_are_named(bench: CheatBench) -> None:
     repository = CheatRepository(
         name="lines",
         grader=Command(command=RUN),
@@ -117,7 +117,7 @@ async def test_what_has_no_twin_in_the_untouched_repository_counts_and_is_named(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("each", KNOWN_OPEN, ids=lambda each: each.name)
-async def test_a_cheat_that_is_known_to_be_open_is_paid(bench: CheatBench, each: OpenCheat) -> None:
-    """Fails once the cheat is stopped: then it belongs to the others, and its row out of docs/attacks.md."""
+async def test_a_known_open_cheat_is_rewarded(bench: CheatBench, each: OpenCheat) -> None:
+    """Fails once the cheat is stopped: then move it to the others, and remove its row from docs/attacks.md."""
     verdict = (await bench.grade(each.repository, each.cheat.branch, each.cheat.prefix)).verdict
     assert verdict.reward == 1.0, verdict

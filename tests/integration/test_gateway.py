@@ -1,34 +1,34 @@
-"""The gateway over real HTTP and its engines: what is captured, who is asked, what happens when an engine fails.
+"""Gateway over real HTTP with its engines: capture, routing and failures of engines.
 
-Which test shows which behaviour of a gateway for agents' programs (G: here, D: test_gateway_delivery.py, S:
+Tests by the behaviour of a gateway for agents (G: here, D: test_gateway_delivery.py, S:
 test_gateway_sessions.py, W: test_gateway_wires.py, H: test_gateway_histories.py, B: test_gateway_bad_input.py, A:
 test_gateway_standalone.py, K: tests/faults/test_gateway_kill.py, P: tests/properties/test_gateway_fuzz.py):
 
- 1 signs of life without a session              S signs_of_life_need_no_session_and_open_none
+ 1 health routes without a session              S health_routes_need_no_session
  2 session by Bearer, x-api-key or path         S a_session_is_found_by_*, an_unknown_or_closed_session_is_400_at_once
- 3 three wires, stream or not: same tokens      W the_same_engine_gives_the_same_tokens_on_every_wire
- 4 what is unknown never breaks a run           W what_nobody_knows_breaks_nothing, a_model_name_may_be_*
+ 3 three APIs, stream or not: same tokens       W the_same_engine_gives_the_same_tokens_in_every_dialect
+ 4 unknown input never breaks a run             W unknown_fields_and_headers_are_ignored, a_model_name_may_be_*
  5 count_tokens is the rendered length          W count_tokens_*
- 6 usage is true                                W usage_counts_what_the_engine_saw_and_sampled
+ 6 usage is correct                             W usage_counts_the_engines_prompt_and_sampled_tokens
  7 exact when the agent only appends            G a_conversation_is_captured_token_for_token, W the_same_engine_*
- 8 exact under rewritten echoes                 H an_echo_that_was_rewritten_loses_nothing
- 9 what is volatile never matters               H what_changes_from_request_to_request_matters_not
+ 8 exact under rewritten echoes                 H a_rewritten_echo_loses_no_token
+ 9 volatile fields are ignored                  H volatile_request_fields_are_ignored
 10 system messages in the middle                H system_messages_in_the_middle_only_append
-11 reasoning echoed, stripped, summarised       H reasoning_stays_in_the_tokens_whatever_comes_back
+11 reasoning echoed, stripped, summarised       H reasoning_remains_in_the_tokens_whatever_is_echoed
 12 parallel calls                               H parallel_calls_*
-13 two subagents and their parent               H subagents_are_lineages_of_their_own
+13 two subagents and their parent               H subagents_have_their_own_lineages
 14 compaction                                   H a_compaction_*
 15 dropped turns                                H a_turn_that_the_agent_dropped_*
-16 retries are one turn                         D the_same_request_in_flight_*, an_answer_*_replayed_*
-17 finished, delivered, accepted, abandoned     H the_tree_tells_what_became_of_every_turn
-18 held whole, with pings                       D a_held_stream_gets_pings_and_no_byte_of_content
-19 no clean end without the terminator          D a_failure_*, a_defect_of_ours_*
-20 max tokens clamped, then the wire's refusal  W a_full_context_*, what_is_left_of_the_context_*
-21 how a turn ended                             W every_end_has_the_word_of_its_wire, a_stop_string_*
-22 a client that leaves aborts its engine call  D a_client_that_leaves_*, a_sandbox_that_dies_*, G an_abort_goes_to_*
-23 weight update in a turn                      G a_weight_update_within_a_turn_is_told_token_by_token
+16 retries are one turn                         D the_same_request_in_flight_*, an_answer_*_replayed, a_sent_answer_*
+17 finished, delivered, accepted, abandoned     H the_tree_reports_the_status_of_every_turn
+18 buffered, with pings                         D a_waiting_stream_gets_pings_and_no_content
+19 no clean end without the terminator          D a_failure_*, an_internal_error_*
+20 max tokens clamped, then the API's refusal   W context_exceeded_*, the_rest_of_the_context_*
+21 how a turn ended                             W every_turn_end_has_the_dialects_stop_reason, a_stop_string_*
+22 a disconnect aborts the engine call          D a_client_that_disconnects_*, a_connection_reset_*, G an_abort_is_*
+23 weight update in a turn                      G a_weight_update_within_a_turn_is_recorded_per_token
 24 budgets end an agent normally                W a_spent_budget_*, the_end_of_the_wall_*
-25 kill -9, spans                               K, G turn_spans_hang_below_the_rollout; routing G a_conversation_stays_*
+25 kill -9, spans                               K, G turn_spans_are_children_of_the_rollout; routing G a_conversation_*
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ from tests.scripted_engine import Ask, Fault, check_exact
 from headrace.policies.engine import EngineId
 from headrace.serve.capture.session import Budgets, Sampling
 from headrace.serve.errors import SERVER_FAILED
-from headrace.serve.gateway.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.config import GatewayConfig
+from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 from headrace.serve.observing.telemetry import TelemetryConfig, configure
 from headrace.serve.observing.tracing import start_rollout_span, trace_id_for, traceparent_of
@@ -108,7 +109,7 @@ async def test_a_conversation_is_captured_token_for_token(model_dir: Path) -> No
         assert report.trajectory.temperature == 0.5
 
 
-async def test_turns_of_one_session_run_side_by_side(model_dir: Path) -> None:
+async def test_turns_of_one_session_run_concurrently(model_dir: Path) -> None:
     async with world(model_dir) as w:
         [engine] = w.engines
         engine.may_answer.clear()
@@ -154,7 +155,7 @@ async def test_two_engine_failures_reach_the_agent_and_mark_the_session(model_di
         assert report.failures[0].startswith("engine_failed")
 
 
-async def test_a_weight_update_within_a_turn_is_told_token_by_token(model_dir: Path) -> None:
+async def test_a_weight_update_within_a_turn_is_recorded_per_token(model_dir: Path) -> None:
     """The engine gives the turn up after a token; it goes on from there, under another version."""
 
     def script(ask: Ask) -> str | Fault:
@@ -181,7 +182,7 @@ async def test_a_weight_update_within_a_turn_is_told_token_by_token(model_dir: P
         assert sum(row["loss_mask"]) == document["sampled_tokens"] == document["trained_tokens"]
 
 
-async def test_an_engine_that_gives_up_for_ever_is_a_failure_with_its_tokens_kept(model_dir: Path) -> None:
+async def test_an_engine_that_aborts_for_ever_is_a_failure_and_its_tokens_are_recorded(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.ABORT)) as w:
         reply = await (await w.client()).say("go")
         assert (reply.status, reply.error["code"]) == (503, "engine_failed")
@@ -190,7 +191,7 @@ async def test_an_engine_that_gives_up_for_ever_is_a_failure_with_its_tokens_kep
         assert (report.turns, set(report.masked), len(report.failures)) == (0, {"aborted"}, 1)
 
 
-async def test_an_engine_that_stays_silent_is_aborted_and_replaced(model_dir: Path) -> None:
+async def test_a_call_to_a_silent_engine_is_aborted_and_retried_elsewhere(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.HANG), LS, turn_timeout_s=2.0) as w:
         assert (await (await w.client()).say("go")).status == 200
         [silent, _] = w.engines
@@ -199,7 +200,7 @@ async def test_an_engine_that_stays_silent_is_aborted_and_replaced(model_dir: Pa
         assert (report.turns, report.failures) == (1, ())
 
 
-async def test_an_id_outside_of_the_vocabulary_is_never_sent(model_dir: Path) -> None:
+async def test_ids_outside_the_vocabulary_are_never_sent(model_dir: Path) -> None:
     """One of them kills an SGLang server."""
     async with world(model_dir, vocab_size=300) as w:
         reply = await (await w.client()).say("go")
@@ -212,7 +213,7 @@ async def test_an_id_outside_of_the_vocabulary_is_never_sent(model_dir: Path) ->
 # Which engine.
 
 
-async def test_a_conversation_stays_with_its_engine_and_another_goes_where_there_is_room(model_dir: Path) -> None:
+async def test_a_conversation_stays_with_its_engine_and_another_takes_the_idle_one(model_dir: Path) -> None:
     async with world(model_dir, LS, LS) as w:
         first, second = w.engines
         first.may_answer.clear()
@@ -233,7 +234,7 @@ async def test_a_conversation_stays_with_its_engine_and_another_goes_where_there
         assert not any('"agent"' in one.prompt for one in second.sampled)
 
 
-async def test_an_abort_goes_to_the_engine_that_has_the_turn(model_dir: Path) -> None:
+async def test_an_abort_is_sent_to_the_engine_that_runs_the_turn(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.HANG), Lines(Fault.HANG)) as w:
         first, second = w.engines
         clients = [await w.client(session_id=f"r-{number}") for number in range(2)]
@@ -312,7 +313,7 @@ async def test_no_engine_in_routing_past_the_deadline_is_an_infra_failure(model_
         assert w.engines[0].requests == []
 
 
-async def test_an_abort_during_a_push_is_sent_again_when_the_gate_opens(model_dir: Path) -> None:
+async def test_an_abort_during_a_push_is_repeated_when_the_gate_opens(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.HANG)) as w:
         [engine] = w.engines
         client = await w.client()
@@ -335,7 +336,7 @@ async def test_an_abort_during_a_push_is_sent_again_when_the_gate_opens(model_di
         assert not w.gateway._pool._clients[EngineId("e0")].aborts_to_repeat
 
 
-async def test_aborts_are_sent_again_all_at_once_and_each_only_until_it_arrived(model_dir: Path) -> None:
+async def test_aborts_are_repeated_concurrently_until_each_has_arrived(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.HANG, Fault.HANG), abort_grace_s=100.0) as w:
         [engine] = w.engines
         clients = [await w.client(), await w.client(session_id="another")]
@@ -370,7 +371,7 @@ async def test_aborts_are_sent_again_all_at_once_and_each_only_until_it_arrived(
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.name)
-async def test_a_wall_that_ends_while_no_engine_answers_is_infra_not_a_budget(model_dir: Path, wire: Wire) -> None:
+async def test_wall_time_that_ends_without_an_engine_is_infra_not_a_spent_budget(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir, held_after_s=0.01) as w:
         await w.gateway.close_gate(EngineId("e0"), lease_s=60)
         reply = await (await w.client(wire, spec={"budgets": Budgets(wall_s=2)})).say("go")
@@ -378,7 +379,7 @@ async def test_a_wall_that_ends_while_no_engine_answers_is_infra_not_a_budget(mo
         assert (await w.finish()).failures[0].startswith("held")
 
 
-async def test_an_agent_that_gives_up_on_a_held_turn_leaves_the_mark(model_dir: Path) -> None:
+async def test_an_agent_that_leaves_a_held_turn_marks_the_session(model_dir: Path) -> None:
     async with world(model_dir, held_after_s=0.1) as w:
         await w.gateway.close_gate(EngineId("e0"), lease_s=60)
         client = await w.client()
@@ -388,7 +389,7 @@ async def test_an_agent_that_gives_up_on_a_held_turn_leaves_the_mark(model_dir: 
         assert (await w.finish()).failures[0].startswith("held")
 
 
-async def test_an_agent_that_gives_up_at_once_leaves_none(model_dir: Path) -> None:
+async def test_an_agent_that_leaves_at_once_does_not_mark_the_session(model_dir: Path) -> None:
     async with world(model_dir, held_after_s=60) as w:
         await w.gateway.close_gate(EngineId("e0"), lease_s=60)
         client = await w.client()
@@ -402,7 +403,7 @@ async def test_an_agent_that_gives_up_at_once_leaves_none(model_dir: Path) -> No
 # Telling.
 
 
-async def test_turn_spans_hang_below_the_rollout(model_dir: Path, tmp_path: Path) -> None:
+async def test_turn_spans_are_children_of_the_rollout(model_dir: Path, tmp_path: Path) -> None:
     telemetry = configure(TelemetryConfig(), process="gateway", spans_dir=tmp_path, install=False)
     tracer = telemetry.tracer("test")
     async with world(model_dir, Lines(Fault.ERROR), LS, tracer=tracer) as w:
@@ -424,7 +425,7 @@ async def test_turn_spans_hang_below_the_rollout(model_dir: Path, tmp_path: Path
     assert engines[0]["events"][0]["name"] == "exception"
 
 
-async def test_a_trace_context_that_is_none_breaks_nothing(model_dir: Path) -> None:
+async def test_an_invalid_trace_context_is_ignored(model_dir: Path) -> None:
     async with world(model_dir) as w:
         assert (await (await w.client(spec={"traceparent": "00-zz-\n"})).say("go")).status == 200
 
@@ -434,7 +435,7 @@ async def test_a_short_admin_token_is_refused() -> None:
         Gateway(GatewayConfig(), "short")
 
 
-async def test_a_gateway_that_cannot_start_says_why(model_dir: Path) -> None:
+async def test_a_gateway_that_cannot_start_reports_the_reason(model_dir: Path) -> None:
     gateway = Gateway(GatewayConfig(tokenizer_dir=model_dir), ADMIN)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The gateway actor: its address outlives it."""
+"""Gateway actor, whose address survives a restart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from headrace.actors.engine_group.gate import tell_gateway
 from headrace.actors.places.gateway import GatewayActor
 from headrace.actors.record.actor_telemetry import ActorTelemetry
-from headrace.serve.gateway.gateway import GatewayConfig
+from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.observing.telemetry import TelemetryConfig
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def gateway_of(folder: Path) -> GatewayActor:
     )
 
 
-async def test_a_restarted_gateway_has_the_address_of_before(tmp_path: Path) -> None:
+async def test_a_restarted_gateway_has_the_same_address(tmp_path: Path) -> None:
     async with gateway_of(tmp_path) as first:
         address = await first.address()
     async with gateway_of(tmp_path) as second:
@@ -43,7 +43,7 @@ async def test_no_outgoing_connection_can_take_the_port(tmp_path: Path) -> None:
     assert not FIRST <= port <= LAST
 
 
-async def test_the_engines_go_on_when_the_gateway_does_not_come_up(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_engines_keep_running_when_the_gateway_does_not_start(caplog: pytest.LogCaptureFixture) -> None:
     async def entering_fails() -> None:
         raise OSError("the address is in use")
 

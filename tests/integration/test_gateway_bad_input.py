@@ -1,4 +1,4 @@
-"""What an agent does wrong is refused in its wire's own words, costs nothing and marks nothing."""
+"""Invalid requests of agents are refused in the form of their API, use no budget and do not mark the session."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ CASES: dict[Wire, list[tuple[dict[str, Any], str]]] = {
         ({"tools": [{"input_schema": {}}]}, "tools[0].name must be the name of the tool."),
         ({"tools": {"name": "bash"}}, "tools must be a list."),
         ({"stop_sequences": 5}, "stop_sequences must be a string or a list"),
-        ({"stop_sequences": [5]}, "a stop string has 1 to 256 characters"),
-        ({"stop_sequences": [""]}, "a stop string has 1 to 256 characters"),
-        ({"stop_sequences": ["x" * 257]}, "a stop string has 1 to 256 characters"),
+        ({"stop_sequences": [5]}, "a stop string must have 1 to 256 characters"),
+        ({"stop_sequences": [""]}, "a stop string must have 1 to 256 characters"),
+        ({"stop_sequences": ["x" * 257]}, "a stop string must have 1 to 256 characters"),
         ({"stop_sequences": ["x"] * 17}, "a list of at most 16 strings"),
         ({"stream": "yes"}, "stream must be true or false."),
         ({"model": 7}, "model must be a string."),
@@ -72,7 +72,7 @@ CASES: dict[Wire, list[tuple[dict[str, Any], str]]] = {
         ({"n": "1"}, "n must be 1: one answer per request."),
         ({"stop": 5}, "stop must be a string or a list"),
         ({"stop": {"a": 1}}, "stop must be a string or a list"),
-        ({"stop": ["a", None]}, "a stop string has 1 to 256 characters"),
+        ({"stop": ["a", None]}, "a stop string must have 1 to 256 characters"),
         ({"stream": 1}, "stream must be true or false."),
     ],
     RESPONSES: [
@@ -108,7 +108,7 @@ async def refused(client: Client, body: bytes, status: int = 400) -> str:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(("wire", "fields", "sentence"), spelled())
-async def test_what_cannot_be_honoured_is_refused_in_a_plain_sentence(
+async def test_unsupported_parameters_are_refused_with_a_plain_message(
     model_dir: Path, wire: Wire, fields: dict[str, Any], sentence: str, stream: bool
 ) -> None:
     async with world(model_dir) as w:
@@ -122,7 +122,7 @@ async def test_what_cannot_be_honoured_is_refused_in_a_plain_sentence(
 
 
 @EVERY
-async def test_what_is_no_json_object_is_refused(model_dir: Path, wire: Wire) -> None:
+async def test_bodies_that_are_not_json_objects_are_refused(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir) as w:
         client = await w.client(wire)
         for body in NO_JSON:
@@ -134,7 +134,7 @@ async def test_what_is_no_json_object_is_refused(model_dir: Path, wire: Wire) ->
 
 
 @EVERY
-async def test_limits_that_are_none_are_refused(model_dir: Path, wire: Wire) -> None:
+async def test_invalid_limits_are_refused(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir) as w:
         client = await w.client(wire)
         client.history += wire.user("go")
@@ -151,7 +151,7 @@ TOO_LARGE = {"anthropic": 413, "chat": 413, "responses": 400}
 
 
 def filled(client: Client, size: int) -> bytes:
-    """A good body of exactly so many bytes."""
+    """Return a valid body of exactly this number of bytes."""
     least = len(json.dumps(client.body(padding="")))
     return json.dumps(client.body(padding="x" * (size - least))).encode()
 
@@ -163,7 +163,7 @@ async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
 
 @EVERY
 @pytest.mark.parametrize("chunked", [False, True], ids=["with a length", "in chunks"])
-async def test_a_body_of_the_most_bytes_is_read_and_one_more_is_too_large(
+async def test_a_body_of_the_size_limit_is_accepted_and_a_larger_one_refused(
     model_dir: Path, wire: Wire, chunked: bool
 ) -> None:
     async with world(model_dir, max_body_bytes=MOST) as w:
@@ -183,7 +183,7 @@ async def test_a_body_of_the_most_bytes_is_read_and_one_more_is_too_large(
 @EVERY
 @pytest.mark.parametrize("chunked", [False, True], ids=["with a length", "in chunks"])
 async def test_64_megabytes_are_refused(model_dir: Path, wire: Wire, chunked: bool) -> None:
-    """By the default limit, to a client that sends them all before it reads."""
+    """Uses the default limit, and a client that sends everything before it reads."""
     async with world(model_dir) as w:
         client = await w.client(wire)
         body = b'{"messages": [{"role": "user", "content": "' + b"x" * 2**26

@@ -1,4 +1,4 @@
-"""Gateway and a real engine process: what is captured is what the model sampled, position by position."""
+"""Gateway with a real engine process: the captured tokens are those that the model sampled, position by position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from headrace.policies.processes.engine_process import EngineProcess, EngineProc
 from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId, SessionSpec
 from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.gateway.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.config import GatewayConfig
+from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:

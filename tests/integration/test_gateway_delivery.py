@@ -1,4 +1,4 @@
-"""From an answer to bytes: turns are held whole, told once, replayed when they were lost, ended when nobody waits."""
+"""Delivery of answers: turns are buffered, sent once, replayed when lost, and aborted when nobody waits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def asked(w: World, client: Client, text: str) -> AsyncIterator[tuple[asyncio.StreamReader, Any]]:
-    """A question on a connection of its own, nothing of whose answer was read."""
+    """Send a request on a connection of its own, without reading the answer."""
     body = json.dumps(client.wire.body(client.wire.user(text), client.tools, client.system) | {"stream": client.stream})
     path = client.base_url.removeprefix(w.url) + client.wire.path
     reader, writer = await asyncio.open_connection(*address_of(w.url))
@@ -68,7 +68,7 @@ async def read_until(reader: asyncio.StreamReader, mark: bytes) -> bytes:
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:
-    """What comes until the body ends in order."""
+    """Read the rest of the body until its regular end."""
     return await read_until(reader, b"\r\n0\r\n\r\n")
 
 
@@ -81,7 +81,7 @@ def only_log(folder: Path) -> bytes:
 
 
 @EVERY
-async def test_a_held_stream_gets_pings_and_no_byte_of_content(model_dir: Path, wire: Wire) -> None:
+async def test_a_waiting_stream_gets_pings_and_no_content(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir, Lines("the content"), **HASTY) as w:
         [engine] = w.engines
         engine.may_answer.clear()
@@ -102,7 +102,7 @@ async def test_a_held_stream_gets_pings_and_no_byte_of_content(model_dir: Path, 
 
 
 @EVERY
-async def test_an_answer_that_needs_no_ping_is_one_burst(model_dir: Path, wire: Wire) -> None:
+async def test_an_answer_without_pings_is_sent_in_one_write(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir, **PATIENT) as w:
         client = await w.client(wire, stream=True)
         reply = await client.say("go")
@@ -117,7 +117,7 @@ STATUSES = {"anthropic": 529, "chat": 503, "responses": 503}
 
 @EVERY
 @EITHER
-async def test_a_failure_before_the_first_ping_has_the_status_of_the_wire(
+async def test_a_failure_before_the_first_ping_has_the_dialects_status(
     model_dir: Path, wire: Wire, stream: bool
 ) -> None:
     async with world(model_dir, Lines(Fault.ERROR, Fault.ERROR, "fine"), **PATIENT) as w:
@@ -132,7 +132,9 @@ async def test_a_failure_before_the_first_ping_has_the_status_of_the_wire(
 
 
 @EVERY
-async def test_a_failure_after_a_ping_is_an_error_event_and_an_orderly_end(model_dir: Path, wire: Wire) -> None:
+async def test_a_failure_after_a_ping_is_an_error_event_and_ends_the_stream_cleanly(
+    model_dir: Path, wire: Wire
+) -> None:
     async with world(model_dir, Lines(Fault.ERROR), **HASTY) as w:
         [engine] = w.engines
         engine.may_answer.clear()
@@ -148,8 +150,8 @@ async def test_a_failure_after_a_ping_is_an_error_event_and_an_orderly_end(model
         assert len((await w.finish()).failures) == 1
 
 
-async def test_a_session_is_marked_before_a_byte_of_the_failure_leaves(model_dir: Path, tmp_path: Path) -> None:
-    """The log says so when the first byte is here: the file is read without asking the gateway anything."""
+async def test_a_session_is_marked_before_the_failure_is_sent(model_dir: Path, tmp_path: Path) -> None:
+    """The mark is in the log when the first byte arrives; the file is read without a call to the gateway."""
     async with world(model_dir, Lines(Fault.ERROR), session_log_dir=tmp_path, **PATIENT) as w:
         client = await w.client()
         async with asked(w, client, "go") as (reader, _):
@@ -159,14 +161,14 @@ async def test_a_session_is_marked_before_a_byte_of_the_failure_leaves(model_dir
 
 
 class BrokenDecoder(ByteChat):
-    """A defect of ours: what was sampled cannot be read."""
+    """Renderer with a bug: sampled ids cannot be decoded."""
 
     def decode(self, ids: Sequence[int]) -> str:
         raise RuntimeError("a defect")
 
 
 @EVERY
-async def test_a_defect_of_ours_after_a_ping_is_an_error_event_too(model_dir: Path, wire: Wire) -> None:
+async def test_an_internal_error_after_a_ping_is_an_error_event_too(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir, Lines(""), renderer=BrokenDecoder(), vocab_size=512, **HASTY) as w:
         [engine] = w.engines
         engine.may_answer.clear()
@@ -184,7 +186,7 @@ async def test_a_defect_of_ours_after_a_ping_is_an_error_event_too(model_dir: Pa
 
 
 @EITHER
-async def test_a_client_that_leaves_ends_its_turn_at_once(model_dir: Path, stream: bool) -> None:
+async def test_a_client_that_disconnects_ends_its_turn_at_once(model_dir: Path, stream: bool) -> None:
     async with world(model_dir, Lines(Fault.HANG, "later"), **PATIENT) as w:
         [engine] = w.engines
         client = await w.client(stream=stream)
@@ -198,7 +200,7 @@ async def test_a_client_that_leaves_ends_its_turn_at_once(model_dir: Path, strea
         assert (await w.gateway.in_flight()).turns_in_flight == {}
 
 
-async def test_a_client_that_leaves_between_pings_ends_its_turn_before_the_next(model_dir: Path) -> None:
+async def test_a_client_that_disconnects_between_pings_ends_its_turn_before_the_next(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.HANG), ping_s=0.3) as w:
         [engine] = w.engines
         client = await w.client(ANTHROPIC, stream=True)
@@ -208,7 +210,7 @@ async def test_a_client_that_leaves_between_pings_ends_its_turn_before_the_next(
         assert (await w.finish()).masked == {"aborted": 1}
 
 
-async def test_a_sandbox_that_dies_with_a_reset_is_a_client_that_left(model_dir: Path) -> None:
+async def test_a_connection_reset_counts_as_a_disconnected_client(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.HANG), **PATIENT) as w:
         [engine] = w.engines
         async with asked(w, await w.client(), "go") as (_, writer):
@@ -219,7 +221,7 @@ async def test_a_sandbox_that_dies_with_a_reset_is_a_client_that_left(model_dir:
         assert (await w.finish()).masked == {"aborted": 1}
 
 
-async def test_partial_tokens_are_kept_when_the_session_is_finished_as_its_agent_leaves(model_dir: Path) -> None:
+async def test_partial_tokens_are_recorded_when_the_session_finishes_as_its_agent_disconnects(model_dir: Path) -> None:
     """A worker kills the agent and finishes the session in one go: the abort on the engine is under way, and is not
     broken off. Without its tokens the turn would look as if we had held it up."""
     async with world(model_dir, Lines(Fault.HANG), held_after_s=0.01, abort_grace_s=10.0, **PATIENT) as w:
@@ -261,14 +263,14 @@ async def test_the_same_request_in_flight_is_one_turn_whatever_its_stream_flag(m
 
 
 async def all_here(w: World, asking: Sequence[asyncio.Task[Reply]]) -> None:
-    """Every request that was sent before this has been read by the gateway: they came earlier, and are read in turn."""
+    """Wait until the gateway has read all requests sent before, which it reads in order."""
     assert not any(task.done() for task in asking)
     for _ in range(3):
         async with w.http.get(f"{w.url}/healthz") as response:
             assert response.status == 200
 
 
-async def test_a_second_client_keeps_the_turn_alive_when_the_first_leaves(model_dir: Path) -> None:
+async def test_a_turn_continues_for_a_second_client_when_the_first_disconnects(model_dir: Path) -> None:
     async with world(model_dir, Lines("kept"), **PATIENT) as w:
         [engine] = w.engines
         engine.may_answer.clear()
@@ -286,8 +288,8 @@ async def test_a_second_client_keeps_the_turn_alive_when_the_first_leaves(model_
         assert (report.turns, report.masked, len(engine.requests)) == (1, {}, 1)
 
 
-async def test_a_client_that_comes_back_while_its_turn_is_being_ended_gets_an_answer(model_dir: Path) -> None:
-    """It must not share the end of the turn that it left a moment ago."""
+async def test_a_client_that_retries_while_its_turn_is_being_aborted_gets_an_answer(model_dir: Path) -> None:
+    """The retry must not share the abort of the turn that the client just left."""
     async with world(model_dir, Lines(Fault.HANG, "second try"), abort_grace_s=10.0, **PATIENT) as w:
         [engine] = w.engines
         engine.may_abort.clear()
@@ -311,7 +313,7 @@ def fat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @EITHER
-async def test_an_answer_whose_last_byte_never_left_is_replayed(fat_dir: Path, stream: bool) -> None:
+async def test_an_answer_whose_last_byte_was_not_sent_is_replayed(fat_dir: Path, stream: bool) -> None:
     budgets = Budgets(max_tokens_per_turn=10**6, max_context_tokens=2 * 10**6)
     async with world(fat_dir, Lines(LONG * 24_000, "sampled again"), **PATIENT) as w:
         [engine] = w.engines
@@ -327,10 +329,8 @@ async def test_an_answer_whose_last_byte_never_left_is_replayed(fat_dir: Path, s
 
 
 @EITHER
-async def test_an_answer_that_left_is_replayed_a_few_times_and_then_sampled_again(
-    model_dir: Path, stream: bool
-) -> None:
-    """An agent that asks the very same again for ever wants another answer, not the same one."""
+async def test_a_sent_answer_is_replayed_a_few_times_and_then_resampled(model_dir: Path, stream: bool) -> None:
+    """An agent that repeats the same request for ever wants a new answer."""
     async with world(model_dir, Lines("first", "second"), **PATIENT) as w:
         client = await w.client(stream=stream)
         body = client.body(messages=client.wire.user("go"))
@@ -342,8 +342,8 @@ async def test_an_answer_that_left_is_replayed_a_few_times_and_then_sampled_agai
         assert (report.turns, set(report.masked)) == (2, {"abandoned"})
 
 
-async def test_a_replayed_answer_is_the_same_tokens_where_history_is_rendered_again(tmp_path: Path) -> None:
-    """Chat templates that cannot be continued make every turn a root of its own: found again all the same."""
+async def test_a_replayed_answer_has_the_same_tokens_after_a_full_render(tmp_path: Path) -> None:
+    """With templates without bridges every turn is a root of its own, and is still replayed."""
     folder = DEEPSEEK3_LEAKY.write(tmp_path)
     async with world(folder, Lines("one", "two", "three"), end=DEEPSEEK3_LEAKY.eos, parser="none", **PATIENT) as w:
         [engine] = w.engines

@@ -1,5 +1,5 @@
-"""What agents do to their histories, over real HTTP with a template of Qwen3's shape: no sampled token is lost or
-trained twice, and rows are the conversations there truly were."""
+"""Changes that agents make to their histories, over real HTTP with a template like Qwen3's: no sampled token is lost or
+trained twice, and rows are the real conversations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def finished(w: World, *, masked: set[str] = frozenset(), lineages: int = 1) -> SessionReport:  # type: ignore[assignment]
-    """The report, checked against what the engine saw."""
+    """Return the report after checking it against the engine's requests."""
     report = await w.finish()
     check_exact(report, w.engines)
     assert set(report.masked) == set(masked)
@@ -40,7 +40,7 @@ async def finished(w: World, *, masked: set[str] = frozenset(), lineages: int = 
 
 
 def is_one_conversation(w: World) -> bool:
-    """Each prompt begins with prompt and output of the turn before."""
+    """Return whether each prompt begins with prompt and output of the previous turn."""
     sampled = w.engines[0].sampled
     return all(
         after.prompt_ids[: len(before.prompt_ids + before.output_ids)] == before.prompt_ids + before.output_ids
@@ -101,7 +101,7 @@ REWRITTEN: dict[str, tuple[str, Callable[[list[Any]], list[Any]]]] = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("kind", REWRITTEN)
-async def test_an_echo_that_was_rewritten_loses_nothing(model_dir: Path, kind: str, stream: bool) -> None:
+async def test_a_rewritten_echo_loses_no_token(model_dir: Path, kind: str, stream: bool) -> None:
     said, rewrite = REWRITTEN[kind]
     async with world(model_dir, Lines(said, said, "Done.")) as w:
         client = await w.client(ANTHROPIC, stream=stream, tools=TOOLS)
@@ -128,7 +128,7 @@ def reasoning_renamed(message: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [arguments_compact, fields_added, reasoning_renamed])
-async def test_an_echo_of_another_openai_client_loses_nothing(
+async def test_an_echo_of_another_openai_client_loses_no_token(
     model_dir: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
     said = "<think>\nhm\n</think>\n\n" + call_text("bash", command="echo é", n=1)
@@ -142,7 +142,7 @@ async def test_an_echo_of_another_openai_client_loses_nothing(
         assert (await finished(w)).rerendered == 0
 
 
-async def test_what_changes_from_request_to_request_matters_not(model_dir: Path) -> None:
+async def test_volatile_request_fields_are_ignored(model_dir: Path) -> None:
     """Cache marks that move, a billing line that counts, ids of items, provider fields."""
     async with world(model_dir, Lines("a", "b", "c")) as w:
         client = await w.client(ANTHROPIC, tools=TOOLS)
@@ -160,7 +160,7 @@ async def test_what_changes_from_request_to_request_matters_not(model_dir: Path)
         await finished(w)
 
 
-async def test_ids_of_items_matter_not(model_dir: Path) -> None:
+async def test_changed_item_ids_are_ignored(model_dir: Path) -> None:
     async with world(model_dir, Lines("<think>\nhm\n</think>\n\na", "b", "c")) as w:
         client = await w.client(RESPONSES, tools=TOOLS)
         for number in range(3):
@@ -203,7 +203,7 @@ def summarised(blocks: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("change", [list, stripped, summarised], ids=["echoed", "stripped", "summarised"])
-async def test_reasoning_stays_in_the_tokens_whatever_comes_back(
+async def test_reasoning_remains_in_the_tokens_whatever_is_echoed(
     model_dir: Path, change: Callable[[list[Any]], list[Any]]
 ) -> None:
     async with world(model_dir, Lines("<think>\nlong thoughts\n</think>\n\nWell.", "Done.")) as w:
@@ -235,7 +235,7 @@ def doubled(ids: list[str]) -> list[str]:
 
 @EVERY
 @pytest.mark.parametrize("change", [in_order, reordered, doubled])
-async def test_parallel_calls_keep_order_and_ids_however_the_results_come(
+async def test_parallel_calls_keep_order_and_ids_for_results_in_any_order(
     model_dir: Path, wire: Wire, change: Callable[[list[str]], list[str]]
 ) -> None:
     async with world(model_dir, Lines(THREE, "Done.", "Bye.")) as w:
@@ -257,9 +257,7 @@ async def test_parallel_calls_keep_order_and_ids_however_the_results_come(
 
 @EVERY
 @pytest.mark.parametrize("dropped", [0, 1, 2])
-async def test_parallel_calls_without_all_their_results_are_found_all_the_same(
-    model_dir: Path, wire: Wire, dropped: int
-) -> None:
+async def test_parallel_calls_with_missing_results_are_matched(model_dir: Path, wire: Wire, dropped: int) -> None:
     async with world(model_dir, Lines(THREE, "Done.", "Bye.")) as w:
         client = await w.client(wire, tools=TOOLS)
         ids = [call_id for call_id, _, _ in (await client.say("go")).calls]
@@ -290,8 +288,8 @@ async def test_parallel_calls_echoed_as_several_messages_are_one_turn(model_dir:
 # Several conversations.
 
 
-async def test_subagents_are_lineages_of_their_own(model_dir: Path) -> None:
-    """A parent calls two; they run side by side, and it goes on as if nothing had been."""
+async def test_subagents_have_their_own_lineages(model_dir: Path) -> None:
+    """A parent starts two subagents that run concurrently, and continues afterwards."""
     script = Parts(
         {
             "You explore A": [call_text("bash", command="A"), "A is so."],
@@ -320,7 +318,7 @@ async def test_subagents_are_lineages_of_their_own(model_dir: Path) -> None:
 
 
 async def test_a_side_call_is_masked(model_dir: Path) -> None:
-    """A title for the session, asked beside the first turn, without tools."""
+    """The side call requests a title for the session during the first turn, without tools."""
     async with world(model_dir, Parts({"title": ["Repairs"], "": ["one", "two"]})) as w:
         client = await w.client(ANTHROPIC, tools=TOOLS)
         side = Client(w.http, client.base_url, ANTHROPIC, system="Write a title.")
@@ -351,7 +349,7 @@ async def test_a_compaction_continues_on_a_new_root_and_is_trained(model_dir: Pa
         assert (report.turns, report.trained_tokens) == (4, report.sampled_tokens)
 
 
-async def test_a_compaction_that_the_wire_names_is_told_in_its_lineage(model_dir: Path) -> None:
+async def test_a_reported_compaction_is_named_in_its_lineage(model_dir: Path) -> None:
     """As Codex does it: no tools, another user item, and a word in its metadata."""
     script = Parts({"CHECKPOINT": ["Summary: fine."], "Summary: fine": ["Done."], "": ["one", "two"]})
     async with world(model_dir, script) as w:
@@ -367,7 +365,7 @@ async def test_a_compaction_that_the_wire_names_is_told_in_its_lineage(model_dir
         assert any(lineage.name.endswith("compaction") for lineage in report.lineages)
 
 
-async def test_a_summary_without_tools_is_no_side_call_when_it_quotes_our_turns(model_dir: Path) -> None:
+async def test_a_summary_without_tools_that_quotes_our_turns_is_not_a_side_call(model_dir: Path) -> None:
     async with world(model_dir, Parts({"Summarise": ["All is well."], "": ["one", "two"]})) as w:
         client = await w.client(CHAT, tools=TOOLS)
         await client.say("mend it")
@@ -379,7 +377,7 @@ async def test_a_summary_without_tools_is_no_side_call_when_it_quotes_our_turns(
 
 
 @EVERY
-async def test_tools_that_change_begin_another_row(model_dir: Path, wire: Wire) -> None:
+async def test_changed_tools_begin_a_new_row(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir, Lines("a", "b")) as w:
         client = await w.client(wire, tools=("bash",))
         await client.say("go")
@@ -394,7 +392,7 @@ async def test_tools_that_change_begin_another_row(model_dir: Path, wire: Wire) 
 
 @EVERY
 async def test_a_turn_that_the_agent_dropped_is_abandoned_and_masked(model_dir: Path, wire: Wire) -> None:
-    """No visible output: its message is left out, and what comes next stands where it stood."""
+    """The turn has no visible output, so that the agent drops its message and continues from before it."""
     look = call_text("bash", command="look")
     async with world(model_dir, Lines(look, "<think>\nhm\n</think>\n\n", "Done.", "Bye.")) as w:
         client = await w.client(wire, tools=TOOLS)
@@ -421,7 +419,7 @@ async def test_a_nudge_inside_the_last_message_branches_below_the_result(model_d
         assert report.rerendered == 0
 
 
-async def test_a_malformed_turn_that_is_left_out_is_never_merged(model_dir: Path) -> None:
+async def test_a_dropped_malformed_turn_is_never_merged(model_dir: Path) -> None:
     """As mini-swe-agent does it: only an error of the user is appended."""
     async with world(model_dir, Lines("no call at all", call_text("bash", command="ls"), "Done.")) as w:
         client = await w.client(CHAT, tools=TOOLS)
@@ -434,7 +432,7 @@ async def test_a_malformed_turn_that_is_left_out_is_never_merged(model_dir: Path
         assert report.turns == 3
 
 
-async def test_an_assistants_turn_that_somebody_made_up_is_never_trained(model_dir: Path) -> None:
+async def test_a_fabricated_assistant_turn_is_never_trained(model_dir: Path) -> None:
     async with world(model_dir, Lines("a", "b")) as w:
         client = await w.client(CHAT)
         client.history += [*CHAT.user("context"), {"role": "assistant", "content": "Got it. Thanks for the context!"}]
@@ -444,7 +442,7 @@ async def test_an_assistants_turn_that_somebody_made_up_is_never_trained(model_d
 
 
 @EVERY
-async def test_an_edited_history_is_a_row_of_its_own(model_dir: Path, wire: Wire) -> None:
+async def test_an_edited_history_is_a_separate_row(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir, Lines("a", "b", "c")) as w:
         client = await w.client(wire)
         await client.say("one")
@@ -455,7 +453,7 @@ async def test_an_edited_history_is_a_row_of_its_own(model_dir: Path, wire: Wire
         assert report.rerendered == 1
 
 
-async def test_a_rewind_is_a_branch_that_shares_its_beginning(model_dir: Path) -> None:
+async def test_a_rewind_is_a_branch_with_a_shared_prefix(model_dir: Path) -> None:
     async with world(model_dir, Lines("a", "b", "c", "d")) as w:
         client = await w.client(CHAT)
         await client.say("one")
@@ -468,7 +466,7 @@ async def test_a_rewind_is_a_branch_that_shares_its_beginning(model_dir: Path) -
         assert (report.rerendered, report.trained_tokens) == (0, report.sampled_tokens)
 
 
-async def test_the_tree_tells_what_became_of_every_turn(model_dir: Path) -> None:
+async def test_the_tree_reports_the_status_of_every_turn(model_dir: Path) -> None:
     def script(ask: Ask) -> str | Fault:
         return Fault.HANG if "hang" in ask.prompt else f"answer {ask.number}"
 

@@ -1,4 +1,4 @@
-"""Engines that answer nonsense: a failure that is not the agent's, nothing of it trained, and the next turn works."""
+"""Engines with invalid answers: an infra failure, no trained token, and the next turn works."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(kw_only=True)
 class LyingEngine(Engine):
-    """`lie` changes an answer and its `meta_info`, in place or by giving another; None: it tells the truth."""
+    """Engine whose `lie` changes an answer and its `meta_info`, in place or by returning another; None for valid
+    answers."""
 
     lie: Callable[[dict[str, Any], dict[str, Any]], Any] | None = None
 
@@ -104,7 +105,7 @@ LIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_a_lie_is_a_failure_that_is_not_the_agents(model_dir: Path, lie: str) -> None:
+async def test_an_invalid_engine_answer_is_an_infra_failure(model_dir: Path, lie: str) -> None:
     budgets = Budgets(max_tokens_per_turn=32)
     async with world(model_dir, Lines(SAID), engine_type=LyingEngine) as w:
         [engine] = w.engines
@@ -126,7 +127,7 @@ async def test_a_lie_is_a_failure_that_is_not_the_agents(model_dir: Path, lie: s
 
 
 async def silent(w: World) -> asyncio.Server:
-    """In place of the engine: takes every connection, and never says a word."""
+    """Server in place of the engine that accepts every connection and never answers."""
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
@@ -139,8 +140,8 @@ async def silent(w: World) -> asyncio.Server:
     return server
 
 
-async def test_an_engine_that_never_says_a_word_is_a_failure_in_time(model_dir: Path) -> None:
-    """Nor does it to the abort of the turn."""
+async def test_an_engine_that_never_answers_fails_the_turn_in_time(model_dir: Path) -> None:
+    """The engine does not answer the abort of the turn either."""
     async with world(model_dir, turn_timeout_s=0.2, abort_grace_s=0.1) as w, await silent(w):
         client = await w.client()
         reply = await client.say("go")
@@ -150,7 +151,7 @@ async def test_an_engine_that_never_says_a_word_is_a_failure_in_time(model_dir: 
         assert (await w.gateway.in_flight()).turns_in_flight == {}
 
 
-async def test_nor_does_it_hold_up_the_end_of_its_sessions(model_dir: Path) -> None:
+async def test_an_engine_that_never_answers_does_not_delay_the_end_of_its_sessions(model_dir: Path) -> None:
     budgets = Budgets(wall_s=2, final_text="over")
     async with world(model_dir, abort_grace_s=0.1, held_after_s=0.01) as w, await silent(w):
         walled = await w.client(spec={"budgets": budgets})

@@ -1,4 +1,4 @@
-"""Ends that meet: of sessions and turns, of turns and renders, of names that are trained and names that are not."""
+"""Races between the ends of sessions, turns and renders, and between trained and served model names."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.gateway_rig import ADMIN, ANTHROPIC, CHAT, GUARD_S, WIRES, Lines, Wir
 from tests.scripted_engine import Fault, check_exact
 
 from headrace.serve.capture.session import Budgets
-from headrace.serve.gateway.turns import FAILURES_KEPT
-from headrace.serve.model_use import ModelUse
+from headrace.serve.gateway.config import ModelUse
+from headrace.serve.gateway.turns import MAX_FAILURES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ async def delete(w: World, session_id: str) -> int:
 
 
 async def all_read(w: World) -> None:
-    """What was sent or closed before is known to the gateway: it reads in turn."""
+    """Wait until the gateway has seen everything sent or closed before, which it reads in order."""
     for _ in range(3):
         async with w.http.get(f"{w.url}/healthz") as response:
             assert response.status == 200
@@ -51,7 +51,7 @@ async def all_read(w: World) -> None:
 
 @EVERY
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_a_session_that_is_deleted_ends_its_running_turn(model_dir: Path, wire: Wire, stream: bool) -> None:
+async def test_deleting_a_session_ends_its_running_turn(model_dir: Path, wire: Wire, stream: bool) -> None:
     async with world(model_dir, Lines(Fault.HANG, "fine"), ping_s=60.0) as w:
         [engine] = w.engines
         client = await w.client(wire, stream=stream)
@@ -68,7 +68,7 @@ async def test_a_session_that_is_deleted_ends_its_running_turn(model_dir: Path, 
         assert (report.turns, report.masked, report.failures) == (1, {}, ())
 
 
-async def test_a_session_that_is_finished_and_deleted_at_once_is_gone(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_session_finished_and_deleted_concurrently_is_removed(model_dir: Path, tmp_path: Path) -> None:
     async with world(model_dir, Lines("said", Fault.HANG), session_log_dir=tmp_path) as w:
         [engine] = w.engines
         client = await w.client()
@@ -90,7 +90,7 @@ async def test_a_session_that_is_finished_and_deleted_at_once_is_gone(model_dir:
         assert (await w.gateway.in_flight()).sessions == 0
 
 
-async def test_an_agent_that_goes_on_after_its_final_answer_fills_no_disk(model_dir: Path, tmp_path: Path) -> None:
+async def test_requests_after_the_final_answer_do_not_grow_the_log(model_dir: Path, tmp_path: Path) -> None:
     async with world(model_dir, session_log_dir=tmp_path) as w:
         client = await w.client(spec={"budgets": Budgets(max_turns=1, final_text="over")})
         await client.say("go")
@@ -101,16 +101,16 @@ async def test_an_agent_that_goes_on_after_its_final_answer_fills_no_disk(model_
         assert size_of_logs(tmp_path) == before
 
 
-async def test_an_agent_that_asks_a_broken_engine_for_ever_fills_no_disk(model_dir: Path, tmp_path: Path) -> None:
+async def test_endless_requests_to_a_broken_engine_do_not_grow_the_log(model_dir: Path, tmp_path: Path) -> None:
     async with world(model_dir, Lines(Fault.ERROR), session_log_dir=tmp_path) as w:
         client = await w.client()
         client.history += client.wire.user("go")
-        for _ in range(FAILURES_KEPT):
+        for _ in range(MAX_FAILURES):
             assert (await client.send(client.body())).status == 503
         before = size_of_logs(tmp_path)
         assert (await client.send(client.body())).status == 503
         assert size_of_logs(tmp_path) == before
-        assert len((await w.finish()).failures) == FAILURES_KEPT
+        assert len((await w.finish()).failures) == MAX_FAILURES
 
 
 def size_of_logs(folder: Path) -> int:
@@ -121,7 +121,7 @@ def size_of_logs(folder: Path) -> int:
 
 
 class SlowRenderer:
-    """A renderer whose first conversation takes until it may go on: in its thread, as long ones do."""
+    """Renderer whose first conversation blocks in the render thread until it is released."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -140,7 +140,7 @@ class SlowRenderer:
         return self._renderer.render(messages, tools)
 
 
-async def test_a_session_that_ends_while_its_turn_is_rendered_asks_no_engine(model_dir: Path) -> None:
+async def test_a_session_that_ends_while_its_turn_is_rendered_calls_no_engine(model_dir: Path) -> None:
     renderer = SlowRenderer(renderer_of(model_dir))
     async with world(model_dir, renderer=renderer) as w:  # type: ignore[arg-type]
         client = await w.client(tools=("bash",))
@@ -157,7 +157,7 @@ async def test_a_session_that_ends_while_its_turn_is_rendered_asks_no_engine(mod
         assert len(w.engines[0].requests) == 1
 
 
-async def test_a_client_that_leaves_while_its_turn_is_rendered_may_ask_again(model_dir: Path) -> None:
+async def test_a_client_that_disconnects_while_its_turn_is_rendered_can_retry(model_dir: Path) -> None:
     renderer = SlowRenderer(renderer_of(model_dir))
     async with world(model_dir, renderer=renderer) as w:  # type: ignore[arg-type]
         client = await w.client(tools=("bash",))
@@ -178,7 +178,7 @@ async def test_a_client_that_leaves_while_its_turn_is_rendered_may_ask_again(mod
 
 
 @EVERY
-async def test_long_arguments_are_rendered_beside_the_event_loop(model_dir: Path, wire: Wire) -> None:
+async def test_long_arguments_are_rendered_outside_the_event_loop(model_dir: Path, wire: Wire) -> None:
     """The render waits for the test, which waits for the gateway: on the event loop neither would go on."""
     renderer = SlowRenderer(renderer_of(model_dir))
     async with world(model_dir, renderer=renderer) as w:  # type: ignore[arg-type]
@@ -198,7 +198,7 @@ async def test_long_arguments_are_rendered_beside_the_event_loop(model_dir: Path
 
 
 @EVERY
-async def test_arguments_far_longer_than_the_context_are_refused_unrendered(model_dir: Path, wire: Wire) -> None:
+async def test_arguments_far_longer_than_the_context_are_refused_before_rendering(model_dir: Path, wire: Wire) -> None:
     renderer = SlowRenderer(renderer_of(model_dir))
     async with world(model_dir, renderer=renderer, max_context_tokens=32768) as w:  # type: ignore[arg-type]
         client = await w.client(wire)
@@ -232,8 +232,8 @@ def history_with_call(wire: Wire, arguments: dict[str, Any]) -> list[Any]:
     return [*wire.user("go"), *called[wire.name]]
 
 
-async def test_a_session_that_asks_for_much_rendering_delays_others_by_one(model_dir: Path) -> None:
-    """Megabytes of tools take seconds each, in the one thread of all."""
+async def test_a_session_with_many_renders_delays_others_by_at_most_one(model_dir: Path) -> None:
+    """Megabytes of tools take seconds each, in the one render thread."""
     renderer = SlowRenderer(renderer_of(model_dir))
     async with world(model_dir, renderer=renderer) as w:  # type: ignore[arg-type]
         greedy, other = await w.client(tools=("bash",)), await w.client(session_id="other", tools=("bash",))
@@ -253,8 +253,8 @@ async def test_a_session_that_asks_for_much_rendering_delays_others_by_one(model
 
 
 @pytest.mark.parametrize("names", [("haiku", "opus"), ("opus", "haiku")], ids=lambda names: names[0])
-async def test_the_same_request_under_another_use_is_another_turn(model_dir: Path, names: tuple[str, str]) -> None:
-    """What is served and not trained must not be told, or masked, in place of what is trained."""
+async def test_the_same_request_with_another_model_use_is_another_turn(model_dir: Path, names: tuple[str, str]) -> None:
+    """A served turn must not be returned, or masked, in place of a trained one."""
     async with world(model_dir, Lines("one", "another"), **SIDE) as w:
         client = await w.client(ANTHROPIC)
         body = client.body(messages=client.wire.user("go"))
@@ -266,7 +266,7 @@ async def test_the_same_request_under_another_use_is_another_turn(model_dir: Pat
         assert (report.trained_tokens, report.masked) == (lengths["opus"], {"side": lengths["haiku"]})
 
 
-async def test_the_same_request_under_another_use_at_once_is_another_turn(model_dir: Path) -> None:
+async def test_the_same_request_with_another_model_use_concurrently_is_another_turn(model_dir: Path) -> None:
     async with world(model_dir, Lines("one", "another"), **SIDE) as w:
         [engine] = w.engines
         client = await w.client(CHAT)

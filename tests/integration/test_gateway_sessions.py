@@ -1,4 +1,4 @@
-"""Sessions over real HTTP: opened, reached by three ways, closed to all others, finished once, back after a restart."""
+"""Sessions over real HTTP: opening, three kinds of authentication, finishing once, and restarts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from headrace.serve.capture.rows import SessionReport
 from headrace.serve.capture.session import Budgets, Sampling, SessionId
 from headrace.serve.errors import SessionUnknown
 from headrace.serve.gateway.client import GatewayClient
-from headrace.serve.gateway.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.config import GatewayConfig
+from headrace.serve.gateway.gateway import Gateway
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -47,7 +48,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def successor(w: World, model_dir: Path, log: Path, **config: Any) -> AsyncIterator[World]:
-    """The gateway that comes back at the address of one that ended."""
+    """Start a gateway at the address of one that ended."""
     port = int(w.url.rsplit(":", 1)[1])
     settings = GatewayConfig(tokenizer_dir=model_dir, session_log_dir=log, abort_grace_s=10.0, **config)
     gateway = Gateway(settings, ADMIN, renderer=renderer_of(model_dir))
@@ -80,7 +81,7 @@ async def test_a_session_is_found_by_path_bearer_and_api_key(model_dir: Path, wi
         assert (await w.finish()).turns == 1
 
 
-async def test_the_path_outranks_whatever_key_a_client_makes_up(model_dir: Path) -> None:
+async def test_the_token_in_the_path_takes_precedence_over_an_api_key(model_dir: Path) -> None:
     async with world(model_dir) as w:
         client = await w.client(ANTHROPIC, headers={"Authorization": "Bearer sk-made-up", "x-api-key": "other"})
         assert (await client.say("go")).status == 200
@@ -107,7 +108,7 @@ async def test_an_unknown_or_closed_session_is_400_at_once(model_dir: Path, wire
         assert len(w.engines[0].requests) == 1
 
 
-async def test_signs_of_life_need_no_session_and_open_none(model_dir: Path) -> None:
+async def test_health_routes_need_no_session(model_dir: Path) -> None:
     async with world(model_dir) as w:
         for method in ("HEAD", "GET"):
             for path in ("/", "/healthz", "/s/anything", "/s/anything/"):
@@ -116,7 +117,7 @@ async def test_signs_of_life_need_no_session_and_open_none(model_dir: Path) -> N
         assert (await w.gateway.in_flight()).sessions == 0
 
 
-async def test_a_token_opens_its_own_session_and_nothing_else(model_dir: Path) -> None:
+async def test_a_token_grants_access_to_its_own_session_only(model_dir: Path) -> None:
     async with world(model_dir) as w:
         mine, other = await w.client(), await w.client(session_id="rollout-2")
         await mine.say("a secret")
@@ -178,7 +179,7 @@ async def test_opening_is_all_or_nothing(model_dir: Path, tmp_path: Path) -> Non
         (b'{"unknown": 1}', "unknown"),
     ],
 )
-async def test_a_wrong_opening_is_400_that_names_the_key(
+async def test_an_invalid_open_request_is_400_with_the_key(
     model_dir: Path, tmp_path: Path, body: bytes, key: str
 ) -> None:
     async with world(model_dir, session_log_dir=tmp_path) as w:
@@ -187,7 +188,7 @@ async def test_a_wrong_opening_is_400_that_names_the_key(
         assert (await w.gateway.in_flight()).sessions == 0
 
 
-async def test_sessions_may_be_called_sessions(model_dir: Path) -> None:
+async def test_a_session_id_may_contain_route_names(model_dir: Path) -> None:
     async with world(model_dir) as w:
         for name in ("sessions", "finish", "a/b", "a/finish", "..."):
             status, answer = await w.post("/sessions", {"session_id": name})
@@ -206,8 +207,8 @@ async def test_finishing_ends_running_turns_with_a_refusal(model_dir: Path) -> N
         assert (report.turns, report.masked, report.failures) == (0, {"aborted": 1}, ())
 
 
-async def test_a_worker_that_asks_for_the_end_again_gets_the_report(model_dir: Path, tmp_path: Path) -> None:
-    """Its first connection broke while a turn was being ended: nothing is lost with it."""
+async def test_finishing_a_session_again_returns_its_report(model_dir: Path, tmp_path: Path) -> None:
+    """The first connection broke while a turn was being ended, which loses nothing."""
     async with world(model_dir, Lines("said", Fault.HANG), session_log_dir=tmp_path, abort_grace_s=10.0) as w:
         [engine] = w.engines
         client = await w.client()
@@ -236,13 +237,13 @@ async def test_a_worker_that_asks_for_the_end_again_gets_the_report(model_dir: P
 
 
 def break_log_of(name: str, folder: Path) -> None:
-    """A line in its middle is no JSON."""
+    """Make a line in the middle of the log invalid."""
     [log] = [path for path in folder.iterdir() if f'"session_id":"{name}"'.encode() in path.read_bytes()]
     first, rest = log.read_bytes().split(b"\n", 1)
     log.write_bytes(first + b"\n{" + rest)
 
 
-async def test_a_session_whose_log_is_broken_takes_no_other_with_it(model_dir: Path, tmp_path: Path) -> None:
+async def test_a_session_with_a_broken_log_does_not_affect_others(model_dir: Path, tmp_path: Path) -> None:
     async with world(model_dir, session_log_dir=tmp_path) as w:
         good, bad = await w.client(session_id="good"), await w.client(session_id="bad")
         await good.say("go")
@@ -259,7 +260,7 @@ async def test_a_session_whose_log_is_broken_takes_no_other_with_it(model_dir: P
             assert found.turns == 2
 
 
-async def test_a_session_that_nobody_finishes_ends_after_its_wall(model_dir: Path, tmp_path: Path) -> None:
+async def test_an_unfinished_session_expires_after_its_wall_time(model_dir: Path, tmp_path: Path) -> None:
     async with world(model_dir, expire_grace_s=0.05, session_log_dir=tmp_path) as w:
         client = await w.client(spec={"budgets": Budgets(wall_s=0.05)})
         await w.open("stays")
@@ -281,7 +282,7 @@ def logs_in(folder: Path) -> list[Path]:
 
 
 @EVERY
-async def test_a_successor_continues_the_sessions_of_one_that_ended(
+async def test_a_restarted_gateway_continues_the_sessions_of_its_predecessor(
     model_dir: Path, tmp_path: Path, wire: Wire
 ) -> None:
     spec = {"sampling": Sampling(temperature=0.5), "budgets": Budgets(max_turns=3)}
@@ -301,10 +302,10 @@ async def test_a_successor_continues_the_sessions_of_one_that_ended(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_gateway_that_ends_in_order_cuts_its_agents_off_and_its_successor_answers(
+async def test_a_stopped_gateway_disconnects_its_agents_and_its_successor_answers(
     model_dir: Path, tmp_path: Path, stream: bool
 ) -> None:
-    """An answer, a refusal say, would end agents that the successor can still serve."""
+    """Any answer, such as a refusal, would end agents that the successor can still serve."""
     async with world(model_dir, Lines(Fault.HANG, "after"), session_log_dir=tmp_path, ping_s=0.05) as w:
         client = await w.client(ANTHROPIC, stream=stream)
         async with asyncio.TaskGroup() as group:
@@ -325,7 +326,7 @@ async def _cut_off(client: Client) -> bool:
     return True
 
 
-async def test_without_a_log_the_end_of_the_gateway_is_the_end_of_its_sessions(model_dir: Path) -> None:
+async def test_without_a_log_sessions_end_with_the_gateway(model_dir: Path) -> None:
     async with world(model_dir, Lines(Fault.HANG)) as w:
         client = await w.client()
         async with asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""Clients that read little, say little or come by the thousand: they hold up nobody but themselves."""
+"""Slow, silent and many clients, which must not delay others."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def much_or_little(ask: Ask) -> str:
 
 
 @EITHER
-async def test_clients_that_never_read_hold_up_nobody(fat_dir: Path, stream: bool) -> None:
+async def test_clients_that_never_read_do_not_delay_others(fat_dir: Path, stream: bool) -> None:
     async with world(fat_dir, much_or_little) as w, AsyncExitStack() as stack:
         client = await w.client(stream=stream, spec={"budgets": PLENTY})
         body = client.body(messages=client.wire.user("much"))
@@ -72,7 +72,7 @@ async def test_clients_that_never_read_hold_up_nobody(fat_dir: Path, stream: boo
 
 
 @EITHER
-async def test_a_client_that_reads_byte_by_byte_gets_the_whole(model_dir: Path, stream: bool) -> None:
+async def test_a_client_that_reads_byte_by_byte_gets_the_whole_answer(model_dir: Path, stream: bool) -> None:
     async with world(model_dir, Lines("a few words")) as w:
         client = await w.client(stream=stream)
         loop = asyncio.get_running_loop()
@@ -87,7 +87,7 @@ async def test_a_client_that_reads_byte_by_byte_gets_the_whole(model_dir: Path, 
 
 
 def is_whole(raw: bytes) -> bool:
-    """Whether an answer, headers and all, has come to its end."""
+    """Return whether an answer, including its headers, is complete."""
     head, _, body = raw.partition(b"\r\n\r\n")
     length = re.search(rb"Content-Length: (\d+)", head)
     return len(body) == int(length[1]) if length else body.endswith(b"\r\n0\r\n\r\n")
@@ -103,7 +103,7 @@ async def begin(url: str, *data: bytes) -> list[asyncio.StreamWriter]:
     return writers
 
 
-async def test_requests_that_never_end_hold_up_nobody_nor_the_end(model_dir: Path) -> None:
+async def test_requests_that_never_end_delay_neither_others_nor_the_shutdown(model_dir: Path) -> None:
     async with world(model_dir) as w:
         client, other = await w.client(), await w.client(session_id="other")
         client.history += client.wire.user("go")

@@ -1,4 +1,4 @@
-"""`headrace gateway` as its users start it: one line that says where, one line when it cannot, an end in order."""
+"""`headrace gateway` as its users start it: one line with its address, one line for an error, a clean shutdown."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def refusal(*options: str) -> tuple[int | None, str]:
     return process.returncode, said.decode()
 
 
-async def test_a_proxy_of_its_own_from_its_first_line_to_its_end(model_dir: Path, tmp_path: Path) -> None:
+async def test_the_standalone_gateway_serves_from_its_first_line_to_its_end(model_dir: Path, tmp_path: Path) -> None:
     token_file = tmp_path / "secrets" / "token"
     async with serving(Engine.of(model_dir, "<|im_end|>", Lines("Hello."))) as engine, aiohttp.ClientSession() as http:
         process = await start(
@@ -88,7 +88,7 @@ async def test_a_proxy_of_its_own_from_its_first_line_to_its_end(model_dir: Path
                 await process.wait()
 
 
-async def test_what_keeps_it_from_starting_is_one_line(model_dir: Path, tmp_path: Path) -> None:
+async def test_an_error_at_start_is_reported_in_one_line(model_dir: Path, tmp_path: Path) -> None:
     token = str(tmp_path / "token")
     async with serving(Engine.of(model_dir, "<|im_end|>", Lines("Hello."))) as engine:
         with socket.socket() as taken:

@@ -1,4 +1,4 @@
-"""Three wires before one session: the same tokens, true numbers, each wire's own words for how a turn ended."""
+"""Three dialects for one session: the same tokens, correct usage, and each dialect's own stop reasons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.scripted_engine import Fault, check_exact
 from tests.wires import read_events
 
 from headrace.serve.capture.session import FINAL_TEXT, Budgets, Sampling
-from headrace.serve.model_use import ModelUse
+from headrace.serve.gateway.config import ModelUse
 from headrace.serve.parsing.alarm import BATCH_TURNS
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def play(client: Client) -> None:
-    """Four turns, with a call, two calls at once, and words."""
+    """Play four turns, with a call, two parallel calls, and text."""
     reply = await client.say("mend it")
     assert [name for _, name, _ in reply.calls] == ["bash"]
     reply = await client.give((reply.calls[0][0], "a.txt"))
@@ -48,7 +48,7 @@ async def play(client: Client) -> None:
     assert (await client.say("go on")).text == "All of it."
 
 
-async def test_the_same_engine_gives_the_same_tokens_on_every_wire(model_dir: Path) -> None:
+async def test_the_same_engine_gives_the_same_tokens_in_every_dialect(model_dir: Path) -> None:
     seen = {}
     for wire in WIRES:
         for stream in (False, True):
@@ -74,7 +74,7 @@ async def test_the_same_engine_gives_the_same_tokens_on_every_wire(model_dir: Pa
 
 @EVERY
 @EITHER
-async def test_usage_counts_what_the_engine_saw_and_sampled(model_dir: Path, wire: Wire, stream: bool) -> None:
+async def test_usage_counts_the_engines_prompt_and_sampled_tokens(model_dir: Path, wire: Wire, stream: bool) -> None:
     async with world(model_dir, Lines(*TURNS)) as w:
         client = await w.client(wire, stream=stream, tools=("bash",))
         replies = [await client.say("mend it"), await client.say("on"), await client.say("and on")]
@@ -107,7 +107,7 @@ async def test_count_tokens_is_the_length_of_the_prompt_that_follows(model_dir: 
         assert (report.turns, report.rerendered, report.drift.get("text")) == (3, 0, None)
 
 
-async def test_count_tokens_takes_an_assistants_message_at_the_end(model_dir: Path) -> None:
+async def test_count_tokens_accepts_an_assistant_message_at_the_end(model_dir: Path) -> None:
     async with world(model_dir) as w:
         client = await w.client(ANTHROPIC)
         await client.say("go")
@@ -137,7 +137,7 @@ WORDS = {
 
 @EVERY
 @EITHER
-async def test_every_end_has_the_word_of_its_wire(model_dir: Path, wire: Wire, stream: bool) -> None:
+async def test_every_turn_end_has_the_dialects_stop_reason(model_dir: Path, wire: Wire, stream: bool) -> None:
     words = WORDS[wire.name]
     async with world(model_dir, Lines("Well.", call_text("bash", command="ls"), "much too long an answer")) as w:
         client = await w.client(wire, stream=stream, tools=("bash",))
@@ -160,7 +160,7 @@ async def test_every_end_has_the_word_of_its_wire(model_dir: Path, wire: Wire, s
 
 @pytest.mark.parametrize("wire", [ANTHROPIC, CHAT], ids=["anthropic", "chat"])
 @EITHER
-async def test_a_stop_string_is_trimmed_from_the_text_and_kept_in_the_ids(
+async def test_a_stop_string_is_trimmed_from_the_text_but_remains_in_the_ids(
     model_dir: Path, wire: Wire, stream: bool
 ) -> None:
     field = {"anthropic": "stop_sequences", "chat": "stop"}[wire.name]
@@ -178,7 +178,7 @@ async def test_a_stop_string_is_trimmed_from_the_text_and_kept_in_the_ids(
 
 
 @EVERY
-async def test_calls_that_are_not_allowed_stay_text(model_dir: Path, wire: Wire) -> None:
+async def test_calls_that_are_not_allowed_remain_text(model_dir: Path, wire: Wire) -> None:
     choice: Any = {"type": "none"} if wire is ANTHROPIC else "none"
     said = call_text("bash", command="ls")
     async with world(model_dir, Lines(said)) as w:
@@ -189,7 +189,7 @@ async def test_calls_that_are_not_allowed_stay_text(model_dir: Path, wire: Wire)
 
 
 @EVERY
-async def test_broken_markup_is_text_and_counted(model_dir: Path, wire: Wire) -> None:
+async def test_malformed_markup_remains_text_and_is_counted(model_dir: Path, wire: Wire) -> None:
     broken = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"\n</tool_call>'
     async with world(model_dir, Lines("Hm. " + broken, "sorry")) as w:
         client = await w.client(wire, tools=("bash",))
@@ -203,7 +203,7 @@ async def test_broken_markup_is_text_and_counted(model_dir: Path, wire: Wire) ->
         assert (report.lost_calls, report.masked, len(report.lineages)) == (1, {}, 1)
 
 
-async def test_a_parser_that_reads_no_calls_is_told_to_whoever_watches(model_dir: Path) -> None:
+async def test_a_parser_that_parses_no_calls_is_reported_in_the_statistics(model_dir: Path) -> None:
     async with world(model_dir, Lines("<tool_call>\n<name>bash</name>\n</tool_call>")) as w:
         client = await w.client(CHAT, tools=("bash",))
         for turn in range(BATCH_TURNS):
@@ -247,10 +247,10 @@ async def test_a_spent_budget_ends_the_agent_with_a_normal_answer(
 @EVERY
 @EITHER
 @pytest.mark.parametrize("final_text", [FINAL_TEXT, ""])
-async def test_a_turn_that_the_token_budget_cuts_is_the_normal_end(
+async def test_a_turn_cut_by_the_token_budget_ends_normally(
     model_dir: Path, wire: Wire, stream: bool, final_text: str
 ) -> None:
-    """Codex takes a cut answer for a failure, and ends with 1. Without a final text a spent budget is a cut answer."""
+    """Codex takes a truncated answer for a failure, and exits with 1. Without a final text a spent budget gives one."""
     async with world(model_dir, Lines("a long answer")) as w:
         budgets = Budgets(max_sampled_tokens=3, max_tokens_per_turn=3, final_text=final_text)
         client = await w.client(wire, stream=stream, spec={"budgets": budgets})
@@ -264,7 +264,7 @@ async def test_a_turn_that_the_token_budget_cuts_is_the_normal_end(
 
 @EVERY
 @EITHER
-async def test_a_final_text_may_be_empty(model_dir: Path, wire: Wire, stream: bool) -> None:
+async def test_the_final_text_may_be_empty(model_dir: Path, wire: Wire, stream: bool) -> None:
     async with world(model_dir) as w:
         client = await w.client(wire, stream=stream, spec={"budgets": Budgets(max_turns=1, final_text="")})
         await client.say("go")
@@ -274,7 +274,7 @@ async def test_a_final_text_may_be_empty(model_dir: Path, wire: Wire, stream: bo
 
 @EVERY
 @EITHER
-async def test_the_end_of_the_wall_ends_a_running_turn_normally_and_aborts_it(
+async def test_the_end_of_the_wall_time_ends_a_running_turn_normally_and_aborts_it(
     model_dir: Path, wire: Wire, stream: bool
 ) -> None:
     async with world(model_dir, Lines(Fault.HANG), ping_s=0.05) as w:
@@ -305,15 +305,13 @@ async def test_turns_in_flight_count_against_the_budget(model_dir: Path, wire: W
 
 
 def question(wire: Wire, text: str) -> dict[str, Any]:
-    """A conversation of one message, as fields of a body."""
+    """Return the body fields of a conversation with one message."""
     return {"input" if wire is RESPONSES else "messages": wire.user(text)}
 
 
 @EVERY
 @EITHER
-async def test_what_is_left_of_the_context_is_the_most_a_turn_may_sample(
-    model_dir: Path, wire: Wire, stream: bool
-) -> None:
+async def test_the_rest_of_the_context_limits_the_sampled_tokens(model_dir: Path, wire: Wire, stream: bool) -> None:
     async with world(model_dir, Lines("much too long an answer")) as w:
         probe = await w.client(wire, session_id="probe")
         prompt = (await probe.say("go")).input_tokens
@@ -326,7 +324,7 @@ async def test_what_is_left_of_the_context_is_the_most_a_turn_may_sample(
         assert (document["masked"]["truncated"], document["trained_tokens"]) == (0, 2)
 
 
-async def test_turns_that_the_context_cut_are_not_trained_where_the_session_says_so(model_dir: Path) -> None:
+async def test_turns_cut_by_the_context_are_not_trained_if_configured(model_dir: Path) -> None:
     async with world(model_dir, Lines("much too long an answer")) as w:
         prompt = (await (await w.client(session_id="probe")).say("go")).input_tokens
         budgets = Budgets(max_context_tokens=prompt + 2)
@@ -338,7 +336,7 @@ async def test_turns_that_the_context_cut_are_not_trained_where_the_session_says
 @EVERY
 @EITHER
 @pytest.mark.parametrize("length", [60, 40_000], ids=["rendered", "hopeless"])
-async def test_a_full_context_is_told_in_the_words_that_make_agents_compact(
+async def test_context_exceeded_is_worded_so_that_agents_compact(
     model_dir: Path, wire: Wire, stream: bool, length: int
 ) -> None:
     async with world(model_dir) as w:
@@ -374,7 +372,7 @@ async def test_a_full_context_is_told_in_the_words_that_make_agents_compact(
         assert (report.exhausted, report.trajectory, report.failures) == ("context", None, ())
 
 
-async def test_a_session_without_room_can_go_on_with_less(model_dir: Path) -> None:
+async def test_a_session_over_its_context_can_continue_with_a_shorter_history(model_dir: Path) -> None:
     """As after a compaction: the refusal of one request ends nothing."""
     async with world(model_dir) as w:
         client = await w.client(ANTHROPIC, spec={"budgets": Budgets(max_context_tokens=64)})
@@ -458,7 +456,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 
 @EVERY
 @EITHER
-async def test_what_nobody_knows_breaks_nothing(model_dir: Path, wire: Wire, stream: bool) -> None:
+async def test_unknown_fields_and_headers_are_ignored(model_dir: Path, wire: Wire, stream: bool) -> None:
     headers = {
         "anthropic-beta": "a-2099-01-01,b",
         "anthropic-version": "1999",
@@ -480,7 +478,7 @@ async def test_what_nobody_knows_breaks_nothing(model_dir: Path, wire: Wire, str
         assert (len(report.lineages), report.masked) == (1, {})
 
 
-async def test_models_are_listed_under_one_name_for_each_client(model_dir: Path) -> None:
+async def test_the_model_list_has_a_single_model_in_each_dialect(model_dir: Path) -> None:
     async with world(model_dir) as w:
         base = await w.open()
         async with w.http.get(f"{base}/v1/models") as response:
@@ -492,7 +490,7 @@ async def test_models_are_listed_under_one_name_for_each_client(model_dir: Path)
 
 
 @EVERY
-async def test_sampling_that_is_not_exact_is_masked(model_dir: Path, wire: Wire) -> None:
+async def test_turns_with_inexact_sampling_are_masked(model_dir: Path, wire: Wire) -> None:
     async with world(model_dir) as w:
         client = await w.client(wire, spec={"sampling": Sampling(top_p=0.9)})
         await client.say("go")
@@ -501,7 +499,7 @@ async def test_sampling_that_is_not_exact_is_masked(model_dir: Path, wire: Wire)
         assert (report.trained_tokens, report.masked) == (0, {"sampling": report.sampled_tokens})
 
 
-async def test_reasoning_that_the_prompt_opens_is_reasoning_on_the_wire(tmp_path: Path) -> None:
+async def test_reasoning_opened_by_the_prompt_is_sent_as_reasoning(tmp_path: Path) -> None:
     from tests.chat_templates import QWEN3_THINKING
 
     folder = QWEN3_THINKING.write(tmp_path)
@@ -517,8 +515,8 @@ async def test_reasoning_that_the_prompt_opens_is_reasoning_on_the_wire(tmp_path
             assert (report.masked, len(report.lineages)) == ({}, 1)
 
 
-async def test_one_session_speaks_all_wires_at_once(model_dir: Path) -> None:
-    """Agents of one session need not be of one kind."""
+async def test_one_session_serves_all_dialects_at_once(model_dir: Path) -> None:
+    """Agents of one session may use different APIs."""
     async with world(model_dir, Lines("ls")) as w:
         first = await w.client(ANTHROPIC)
         clients = [first, *(dataclasses.replace(first, wire=wire, history=[]) for wire in (CHAT, RESPONSES))]

@@ -1,4 +1,4 @@
-"""The yardstick of pushes carries what is in the file, and says so when it does not."""
+"""Baseline of pushes: it transfers the weights of the file, and reports any that differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def models(write_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     return [write_model(folder / str(seed), seed=seed) / "model.safetensors" for seed in range(2)]
 
 
-async def test_every_parameter_arrives_at_its_place(models: list[Path], tmp_path: Path) -> None:
+async def test_every_parameter_is_received(models: list[Path], tmp_path: Path) -> None:
     held = read_specs(models[0])
     assert list(held) != list(read_snapshot(models[0], None).specs), "the order would not matter"
     assert sum(spec.size_bytes for spec in held.values()) > 2 * BUCKET_BYTES
@@ -32,10 +32,10 @@ async def test_every_parameter_arrives_at_its_place(models: list[Path], tmp_path
         assert await pair.round_s() > 0
 
 
-async def test_what_is_not_in_the_file_is_told(models: list[Path], tmp_path: Path) -> None:
+async def test_parameters_that_differ_from_the_file_are_reported(models: list[Path], tmp_path: Path) -> None:
     snapshot = tmp_path / "model.safetensors"
     snapshot.write_bytes(models[0].read_bytes())
-    with pytest.raises(RuntimeError, match="brought other weights"):
+    with pytest.raises(RuntimeError, match="sent wrong weights"):
         async with open_pair(snapshot, tmp_path / "meeting", BUCKET_BYTES) as pair:
             await pair.round_s()
             snapshot.write_bytes(models[1].read_bytes())

@@ -1,5 +1,5 @@
-"""The benches over simulated parts, in short forms: a plan at scaled time over the real Ray, and the orchestration
-under load. Their long forms are `test_benches`."""
+"""Short forms of the benches with simulated parts: a plan in scaled time over Ray, and the orchestration under load.
+The long forms are in `test_benches`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ async def replay_over(runtime: RayRuntime, plan: SimulationPlan, directory: RunD
         await runtime.stop(service)
 
 
-def test_real_time_is_told_beside_virtual_time(ray_cluster: None, tmp_path: Path) -> None:
-    """Both sides are read from ledgers of their own; how near they are is for a quiet machine to say."""
+def test_real_and_virtual_time_are_both_reported(ray_cluster: None, tmp_path: Path) -> None:
+    """Both are read from their own ledgers; their agreement can be checked on an idle machine only."""
     plan = make_plan("swe64", {"slots": 16, "steps": 12, "max_staleness": 2, "batch_size": 16})
     directory = RunDirectory(path=tmp_path / "run")
     asyncio.run(replay_over(RayRuntime("replay-"), plan, directory))
@@ -62,8 +62,8 @@ def test_a_scaled_plan_is_the_same_plan() -> None:
     assert scaled(plan, 1.0) == plan
 
 
-def test_both_times_are_given_the_same_configs(tmp_path: Path) -> None:
-    """What the actors of the real service are made of is what the plan says."""
+def test_both_times_use_the_same_configs(tmp_path: Path) -> None:
+    """The actors of the real service get the plan's configuration."""
     plan = make_plan("swe64", {"slots": 48, "steps": 4, "seed": 3}, ["evaluate_s=2.5"])
     directory = RunDirectory(path=tmp_path / "run")
     config = prepare_plan(plan, directory)
@@ -80,7 +80,7 @@ def test_both_times_are_given_the_same_configs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("runtime", [InlineRuntime(), RayRuntime("load-")], ids=["inline", "ray"])
-def test_a_load_ends_once_and_is_counted(ray_cluster: None, tmp_path: Path, runtime: Any) -> None:
+def test_a_load_pass_ends_and_is_measured(ray_cluster: None, tmp_path: Path, runtime: Any) -> None:
     plan = load_plan(rollouts=128, in_flight=64, turn_s=0.02)
     loaded = asyncio.run(run_load(plan, runtime, RunDirectory(path=tmp_path / "run"), idle_s=0.2))
     assert loaded.measured.rollouts == 128

@@ -1,4 +1,4 @@
-"""Whatever bytes arrive, a dialect reads them or refuses them with BadRequest; what it wrote it reads again."""
+"""For any bytes, a dialect parses them or raises BadRequest; and it parses its own answers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def wires_fixture(load_support: Callable[[str], ModuleType]) -> ModuleType:
 
 @settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=BODIES, headers=HEADERS)
-def test_any_bytes_are_read_or_refused(wires: ModuleType, case: tuple[Dialect, bytes], headers: dict[str, str]) -> None:
+def test_any_bytes_are_parsed_or_refused(
+    wires: ModuleType, case: tuple[Dialect, bytes], headers: dict[str, str]
+) -> None:
     _check(wires, *case, headers)
 
 
@@ -82,14 +84,14 @@ def test_any_bytes_are_read_or_refused(wires: ModuleType, case: tuple[Dialect, b
 @pytest.mark.timeout(900)
 @settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=BODIES, headers=HEADERS)
-def test_ten_thousand_bodies_are_read_or_refused(
+def test_ten_thousand_bodies_are_parsed_or_refused(
     wires: ModuleType, case: tuple[Dialect, bytes], headers: dict[str, str]
 ) -> None:
     _check(wires, *case, headers)
 
 
 @pytest.mark.parametrize(("dialect", "body"), WIRES)
-def test_the_bodies_that_are_mutated_are_good(dialect: Dialect, body: dict[str, Any]) -> None:
+def test_the_bodies_before_mutation_are_valid(dialect: Dialect, body: dict[str, Any]) -> None:
     request = dialect.parse(orjson.dumps(body), {})
     assert {message.role for message in request.turn.messages} == set(Role)
     assert request.turn.tools
@@ -113,7 +115,7 @@ SPOKEN = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(blocks=SPOKEN)
-def test_an_echoed_turn_reads_as_it_was_sampled(wires: ModuleType, blocks: tuple[Any, ...]) -> None:
+def test_an_echoed_turn_is_parsed_as_it_was_sampled(wires: ModuleType, blocks: tuple[Any, ...]) -> None:
     turn = TurnAnswer(turn_id="t-9", blocks=blocks, end=TurnEnd.CALLS)
     for (dialect, body), echo in zip(WIRES, (_echo_anthropic, _echo_chat, _echo_responses), strict=True):
         request = dialect.parse(orjson.dumps(body), {})

@@ -1,4 +1,4 @@
-"""Whatever bytes arrive at a living gateway: never a 5xx, never its end, never a word in another's session."""
+"""Fuzzing of a running gateway: no request may cause a 5xx, end the gateway, or leak text into another session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parsers read anything, lose nothing, and find the calls that were written."""
+"""For any text, parsers lose nothing and find the calls that were written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headrace.serve.conversation import Reasoning, Text, ToolSpec
 from headrace.serve.parsing.base import OutputParser, ParsedBlock, ParsedCall, ParsedOutput
 from headrace.serve.parsing.hermes import HermesParser
-from headrace.serve.parsing.plain import PlainParser
+from headrace.serve.parsing.parser_choice import PlainParser
 from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
 
 PARSERS: dict[str, OutputParser] = {"hermes": HermesParser(), "coder": Qwen3CoderParser(), "plain": PlainParser()}
@@ -31,7 +31,7 @@ def without_blanks(text: str) -> str:
 
 
 def is_part(part: str, whole: str) -> bool:
-    """Whether the characters of `part` stand in `whole` in this order."""
+    """Return whether the characters of `part` occur in `whole` in this order."""
     rest = iter(whole)
     return all(character in rest for character in part)
 
@@ -43,7 +43,7 @@ def parse(name: str, text: str, *, in_reasoning: bool = False) -> ParsedOutput:
 @pytest.mark.parametrize("name", PARSERS)
 @patient
 @given(text=outputs, in_reasoning=st.booleans())
-def test_any_text_is_read_and_no_block_is_empty(name: str, text: str, in_reasoning: bool) -> None:
+def test_any_text_is_parsed_without_empty_blocks(name: str, text: str, in_reasoning: bool) -> None:
     parsed = parse(name, text, in_reasoning=in_reasoning)
     for block in parsed.blocks:
         assert block.name if isinstance(block, ParsedCall) else block.text
@@ -56,7 +56,7 @@ def test_any_text_is_read_and_no_block_is_empty(name: str, text: str, in_reasoni
 @pytest.mark.parametrize("name", ["hermes", "plain"])
 @patient
 @given(text=outputs, in_reasoning=st.booleans())
-def test_every_character_but_markup_is_in_a_block_in_its_place(name: str, text: str, in_reasoning: bool) -> None:
+def test_every_character_outside_markup_is_in_a_block_in_order(name: str, text: str, in_reasoning: bool) -> None:
     """What a block holds stands in the output in order, and what is left over is tags and the frame of calls."""
     parsed = parse(name, text, in_reasoning=in_reasoning)
     kept = without_blanks("".join(b.arguments if isinstance(b, ParsedCall) else b.text for b in parsed.blocks))
@@ -78,7 +78,7 @@ def test_every_character_but_markup_is_in_a_block_in_its_place(name: str, text: 
 
 @patient
 @given(text=outputs)
-def test_text_without_markup_is_itself(text: str) -> None:
+def test_text_without_markup_is_unchanged(text: str) -> None:
     for tag in (*MARKUP, "<function=bash>", "<function="):
         text = text.replace(tag, "")
     if any(tag in text for tag in (*MARKUP, "<function=")):
@@ -126,8 +126,8 @@ def spelled_for_coder(block: ParsedBlock) -> str:
 
 @patient
 @given(blocks=turns(values=json_values), opened=st.booleans())
-def test_hermes_reads_what_was_written(blocks: list[ParsedBlock], opened: bool) -> None:
-    """Arguments come back as the very text they were."""
+def test_hermes_calls_are_parsed_as_written(blocks: list[ParsedBlock], opened: bool) -> None:
+    """Arguments are returned as exactly the same text."""
     text = "\n".join(map(spelled, blocks))
     opened = opened and bool(blocks) and isinstance(blocks[0], Reasoning)
     text = text.removeprefix("<think>\n") if opened else text
@@ -136,7 +136,7 @@ def test_hermes_reads_what_was_written(blocks: list[ParsedBlock], opened: bool) 
 
 @patient
 @given(blocks=turns(values=st.one_of(plain, words)))
-def test_coder_reads_what_was_written(blocks: list[ParsedBlock]) -> None:
+def test_coder_calls_are_parsed_as_written(blocks: list[ParsedBlock]) -> None:
     expected = tuple(
         ParsedCall(block.name, json.dumps(json.loads(block.arguments), ensure_ascii=False))
         if isinstance(block, ParsedCall)
@@ -150,7 +150,7 @@ def test_coder_reads_what_was_written(blocks: list[ParsedBlock]) -> None:
 
 @patient
 @given(blocks=turns(values=json_values), cut=st.integers(0, 400))
-def test_a_cut_output_has_the_calls_that_were_whole(blocks: list[ParsedBlock], cut: int) -> None:
+def test_a_cut_output_has_its_complete_calls(blocks: list[ParsedBlock], cut: int) -> None:
     text = "\n".join(map(spelled, blocks))[:cut]
     parsed = parse("hermes", text)
     calls = [block for block in parsed.blocks if isinstance(block, ParsedCall)]

@@ -1,4 +1,4 @@
-"""Whole conversations, whatever stands in them, have the ids that transformers' apply_chat_template gives them."""
+"""For any conversation, the rendered ids equal those of transformers' apply_chat_template."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ tools = st.lists(st.builds(ToolSpec, st.sampled_from(["bash", "edit"]), contents
 
 @st.composite
 def conversations(draw: st.DrawFn, *, parallel: bool) -> list[Message]:
-    """Ends where the policy speaks."""
+    """Conversations that end before the policy's turn."""
     talk = [say(Role.SYSTEM, draw(contents))] if draw(st.booleans()) else []
     talk.append(say(Role.USER, draw(long)))
     for number in range(draw(st.integers(0, 4))):

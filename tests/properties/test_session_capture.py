@@ -1,5 +1,5 @@
-"""Whatever an engine samples and however an agent echoes it: rows are prompt, output, bridge, output, token for token,
-and each sampled token is trained once or masked for a reason."""
+"""For any sampled output and any echo: rows are prompt, output, bridge, output, token for token, and each sampled token
+is trained once or masked for a reason."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rig(sampling: Sampling | None = None, *, bridges: bool = True) -> Rig:
 
 
 def check(played: Rig) -> SessionReport:
-    """What every report shows, whatever happened."""
+    """Check the invariants of every report."""
     report = report_of(played.core)
     rows = report.trajectory.rows if report.trajectory else ()
     assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())
@@ -141,7 +141,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_nor_does_it_under_the_templates_of_the_families(
+def test_a_mutated_echo_never_loses_a_token_with_the_templates_of_model_families(
     model: tuple[Renderer, ChatTokenizer], data: st.DataObject
 ) -> None:
     renderer, tokenizer = model
@@ -163,7 +163,7 @@ def test_nor_does_it_under_the_templates_of_the_families(
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_whatever_agents_do_to_their_history_the_sums_are_right(data: st.DataObject) -> None:
+def test_token_sums_hold_for_any_change_of_history(data: st.DataObject) -> None:
     played = rig(bridges=data.draw(st.booleans()))
     histories: list[tuple[Message, ...]] = [(user("task"),)]
     for number in range(data.draw(st.integers(1, 8))):
@@ -193,7 +193,7 @@ def test_whatever_agents_do_to_their_history_the_sums_are_right(data: st.DataObj
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_a_repeated_request_is_answered_with_the_same_tokens_while_it_may_be_lost(data: st.DataObject) -> None:
+def test_a_repeated_request_gets_the_same_tokens_while_its_answer_may_be_lost(data: st.DataObject) -> None:
     played = rig()
     history: tuple[Message, ...] = (user("task"),)
     for number in range(data.draw(st.integers(1, 4))):
@@ -204,7 +204,7 @@ def test_a_repeated_request_is_answered_with_the_same_tokens_while_it_may_be_los
             found = played.core.replay(played.core.match(request), request, now=1.0)
             assert found is not None
             assert found.answer == answer
-            played.happened(Delivered(turn_id=answer.turn_id, at=0.5))
+            played.record(Delivered(turn_id=answer.turn_id, at=0.5))
         history += (data.draw(echoes(answer)), *data.draw(following(answer, number)))
     report = check(played)
     assert len(report.lineages) <= 1
@@ -212,7 +212,7 @@ def test_a_repeated_request_is_answered_with_the_same_tokens_while_it_may_be_los
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), temperature=st.sampled_from([0.0, 0.7, 1.0]), cut=st.integers(1, 50))
-def test_the_report_survives_the_wire(data: st.DataObject, temperature: float, cut: int) -> None:
+def test_a_report_survives_encoding_and_decoding(data: st.DataObject, temperature: float, cut: int) -> None:
     played = rig(Sampling(temperature=temperature))
     text, finish = data.draw(SAMPLED)
     played.turn(asks(user("x")), text, finish=finish)

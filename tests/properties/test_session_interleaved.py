@@ -1,5 +1,5 @@
-"""Turns of one session side by side, cut, repeated, rewritten and spelled in two ways, with a restart in between: what
-an engine is sent is always the path in the trie, and each token is trained once or masked for a reason."""
+"""Concurrent turns of one session that are cut, repeated or rewritten, with a restart in between: an engine is always
+sent the path in the trie, and each token is trained once or masked for a reason."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ class Interleaved(RuleBasedStateMachine):
 
     @rule(target=histories, history=histories, output=OUTPUTS, data=st.data(), blanks=st.sampled_from(["", " "]))
     def asks_twice_at_once(self, history: Spelled, output: str, data: st.DataObject, blanks: str) -> Any:
-        """The same in two spellings, with other wishes."""
+        """The same in two spellings, with other options."""
         last = history.messages[-1]
         spelled = (*history.messages[:-1], user(last.text + blanks) if last.role is Role.USER else last)
         requests = [
@@ -169,10 +169,10 @@ class Interleaved(RuleBasedStateMachine):
         turn_id = played.core.next_turn_id()
         event = played.core.recorded(turn_id, turn.plan, completion, played.renderer, played.parser)
         self.keep(turn_id, turn.plan, list(completion.output_ids))
-        played.happened(event)
+        played.record(event)
         if not data.draw(st.integers(0, 5)):
             return None
-        played.happened(Delivered(turn_id=turn_id, at=0.0))
+        played.record(Delivered(turn_id=turn_id, at=0.0))
         messages = (*turn.request.messages, rewritten(data.draw, event.answer))
         calls = [block.id for block in event.answer.blocks if isinstance(block, ToolCall)]
         given = [(call_id, "out") for call_id in calls if data.draw(st.booleans())]
@@ -184,7 +184,7 @@ class Interleaved(RuleBasedStateMachine):
         turn_id, ids = self.played.core.next_turn_id(), [65] * tokens
         self.keep(turn_id, asked[1].plan, ids)
         completion = self.played.completion(ids, FinishReason.ABORT)
-        self.played.happened(self.played.core.aborted(turn_id, asked[1].plan, completion))
+        self.played.record(self.played.core.aborted(turn_id, asked[1].plan, completion))
 
     def keep(self, turn_id: str, plan: TurnPlan, output: list[int]) -> None:
         self.ledger.whole[turn_id] = list(plan.prompt_ids) + output

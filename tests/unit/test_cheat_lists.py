@@ -1,4 +1,4 @@
-"""The cheats of `scripts/bench cheats`: how many there are, and which the documents name as open."""
+"""Lists of the cheats of `scripts/bench cheats`: their number, and the open ones named in the docs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from headrace.actors.errors import ConfigError
 from headrace.actors.run.launch import refuse_short_evaluations
 
 
-def test_the_bench_has_the_pairs_that_it_needs() -> None:
+def test_the_bench_has_all_pairs() -> None:
     pairs = all_pairs()
     assert len(pairs) >= 100
     assert len({repository.name for repository, _ in pairs}) >= 12
     assert len({(cheat.name, repository.name) for repository, cheat in pairs}) == len(pairs)
 
 
-def test_docs_list_every_cheat_that_is_known_to_be_open() -> None:
+def test_docs_list_every_known_open_cheat() -> None:
     text = (Path(__file__).parents[2] / "docs/attacks.md").read_text()
     [section] = re.findall(r"^## Known to be open$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     _, *rows = re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", section, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The thread that renders long requests: nobody waits for it at the end."""
+"""Daemon thread for long renders, which does not delay the exit of the process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ asyncio.run(main())
 """
 
 
-def test_a_process_ends_while_a_call_runs() -> None:
+def test_a_process_can_exit_while_a_call_runs() -> None:
     subprocess.run([sys.executable, "-c", ENDLESS_CALL], check=True, timeout=GUARD_S)
 
 
@@ -44,7 +44,7 @@ async def test_results_and_errors_reach_the_caller() -> None:
         thread.stop()
 
 
-async def test_a_call_that_nobody_waits_for_does_not_begin() -> None:
+async def test_a_call_whose_waiter_is_cancelled_does_not_begin() -> None:
     thread, may_end, ran = DaemonThread("render"), threading.Event(), []
     try:
         first = asyncio.ensure_future(thread.run(lambda: may_end.wait(GUARD_S)))
@@ -60,13 +60,13 @@ async def test_a_call_that_nobody_waits_for_does_not_begin() -> None:
 
 
 class LooksFull(SimpleQueue[Any]):
-    """The thread takes the last call just after somebody looked."""
+    """Queue from which the thread takes the last call just after a check of its size."""
 
     def empty(self) -> bool:
         return False
 
 
-def test_stopping_does_not_wait_for_a_call_that_the_thread_has_taken() -> None:
+def test_stop_does_not_wait_for_a_running_call() -> None:
     thread = DaemonThread("render")
     thread.stop()
     thread._thread.join(10)

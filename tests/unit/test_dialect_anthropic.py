@@ -1,4 +1,4 @@
-"""The Messages dialect: Claude Code's requests read, answers and streams as its client reads them."""
+"""Dialect of the Messages API: parsing of Claude Code's requests; answers and streams as its client parses them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def answered(blocks: tuple[Any, ...] = ALL_BLOCKS, end: TurnEnd = TurnEnd.CALLS,
     )
 
 
-def test_a_first_request_of_claude_code_is_read() -> None:
+def test_a_first_request_of_claude_code_is_parsed() -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
     request = parse(
         headers={"Anthropic-Version": "2023-06-01", "X-Stainless-Retry-Count": "0"},
@@ -120,15 +120,15 @@ def test_a_first_request_of_claude_code_is_read() -> None:
         [{"type": "text", "text": "You are Claude.", "cache_control": None, "citations": []}],
     ],
 )
-def test_the_billing_line_leaves_no_trace_wherever_it_stands(system: object) -> None:
+def test_the_billing_line_is_removed_at_any_position(system: object) -> None:
     assert messages(USER, system=system)[0].text.strip() == "You are Claude."
 
 
-def test_a_system_of_nothing_but_the_billing_line_is_none() -> None:
+def test_a_system_prompt_with_only_the_billing_line_is_dropped() -> None:
     assert messages(USER, system="x-anthropic-billing-header: a") == (say(Role.USER, "hello"),)
 
 
-def test_tool_results_stand_before_the_text_of_their_message_in_the_order_sent() -> None:
+def test_tool_results_precede_the_text_of_their_message_in_order() -> None:
     results = [
         {"type": "text", "text": "first"},
         {
@@ -147,7 +147,7 @@ def test_tool_results_stand_before_the_text_of_their_message_in_the_order_sent()
     )
 
 
-def test_assistant_blocks_are_read_in_order() -> None:
+def test_assistant_blocks_are_parsed_in_order() -> None:
     content = [
         {"type": "thinking", "thinking": "hm", "signature": "sig"},
         {"type": "redacted_thinking", "data": "opaque"},
@@ -177,7 +177,7 @@ def test_null_empty_and_missing_contents_are_equal() -> None:
         assert read == {(say(Role.USER, "hello"), Message(Role(role), ()), say(Role.USER, "hello"))}
 
 
-def test_consecutive_assistant_messages_stay_apart() -> None:
+def test_consecutive_assistant_messages_are_not_merged() -> None:
     said = {"role": "assistant", "content": "a"}
     assert len(messages(USER, said, said, USER)) == 4
 
@@ -200,16 +200,16 @@ def test_known_built_in_tools_get_their_schema_and_others_are_dropped() -> None:
 
 
 @pytest.mark.parametrize(("choice", "allowed"), [(None, True), ({"type": "auto"}, True), ({"type": "none"}, False)])
-def test_tool_choice_that_forces_nothing(choice: object, allowed: bool) -> None:
+def test_tool_choice_auto_and_none_are_accepted(choice: object, allowed: bool) -> None:
     assert parse(tool_choice=choice).turn.calls_allowed is allowed
 
 
-def test_a_subagent_is_named_whatever_the_case_of_its_header() -> None:
+def test_the_subagent_header_is_case_insensitive() -> None:
     assert parse(headers={"X-Claude-Code-Agent-Id": "agent-1"}).turn.agent == "agent-1"
     assert parse(headers={"x-claude-code-agent-id": "\udcff"}).turn.agent.encode() == b"?"
 
 
-def test_count_tokens_takes_what_a_turn_refuses() -> None:
+def test_count_tokens_accepts_a_final_assistant_message() -> None:
     body = orjson.dumps({"model": "m", "messages": [USER, {"role": "assistant", "content": "I"}]})
     assert DIALECT.parse_count(body, {}).turn.messages[-1] == say(Role.ASSISTANT, "I")
     assert DIALECT.count(12) == {"input_tokens": 12}
@@ -246,7 +246,7 @@ def test_count_tokens_takes_what_a_turn_refuses() -> None:
         ({"model": 3}, "model"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(wrong: dict[str, object], field: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(wrong: dict[str, object], field: str) -> None:
     with pytest.raises(BadRequest) as caught:
         parse(**wrong)
     assert caught.value.field == field
@@ -254,7 +254,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(wrong: dict[str, object], fi
     assert DIALECT.error(caught.value)["error"] == {"type": "invalid_request_error", "message": str(caught.value)}
 
 
-def test_the_answer_is_a_message() -> None:
+def test_the_answer_has_the_form_of_a_message() -> None:
     assert DIALECT.answer(parse(), answered(), created_s=0) == {
         "id": "msg_t-1_x",
         "type": "message",
@@ -291,14 +291,14 @@ def test_the_answer_is_a_message() -> None:
         (TurnEnd.LENGTH, "", "max_tokens"),
     ],
 )
-def test_the_stream_says_the_same_as_the_answer(wires: ModuleType, end: TurnEnd, stop_string: str, reason: str) -> None:
+def test_the_stream_equals_the_answer(wires: ModuleType, end: TurnEnd, stop_string: str, reason: str) -> None:
     request, turn = parse(), answered(end=end, stop_string=stop_string)
     folded = wires.fold_anthropic(DIALECT.stream(request, turn, created_s=0))
     assert folded == DIALECT.answer(request, turn, created_s=0)
     assert (folded["stop_reason"], folded["stop_sequence"]) == (reason, stop_string or None)
 
 
-def test_the_stream_opens_with_the_true_prompt_length(wires: ModuleType) -> None:
+def test_the_stream_begins_with_the_actual_prompt_length(wires: ModuleType) -> None:
     name, data = wires.read_events(DIALECT.ping + DIALECT.stream(parse(), answered(), created_s=0))[1]
     assert (name, data["message"]["usage"]["input_tokens"], data["message"]["content"]) == ("message_start", 70, [])
 
@@ -309,7 +309,7 @@ def test_an_answer_without_a_block_is_a_message_without_content(wires: ModuleTyp
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_the_client_echoes_is_what_was_sampled(wires: ModuleType, streamed: bool) -> None:
+def test_a_client_echo_equals_the_sampled_turn(wires: ModuleType, streamed: bool) -> None:
     request, turn = parse(), answered()
     if streamed:
         served = wires.fold_anthropic(DIALECT.stream(request, turn, created_s=0))
@@ -322,7 +322,7 @@ def test_what_the_client_echoes_is_what_was_sampled(wires: ModuleType, streamed:
 
 
 @pytest.mark.parametrize("arguments", ["", "[1]", "null", '{"a":' * 300 + "1" + "}" * 300, "NaN", '"\\ud800"'])
-def test_arguments_that_are_no_object_can_be_answered(arguments: str) -> None:
+def test_arguments_that_are_not_an_object_survive_the_round_trip(arguments: str) -> None:
     document = DIALECT.answer(parse(), answered(blocks=(ToolCall("1", "Bash", arguments),)), created_s=0)
     (block,) = orjson.loads(orjson.dumps(document))["content"]
     assert block["input"] == ({"__unparsedToolInput": {"raw": arguments, "len": len(arguments)}} if arguments else {})
@@ -343,7 +343,7 @@ SENTENCES = {"no": "no", "gone": "gone", "big": "big"} | dict.fromkeys(("engine"
         (GatewayBroken("bug"), 500, "api_error"),
     ],
 )
-def test_errors_are_worded_for_this_wire(wires: ModuleType, failure: WireError, status: int, kind: str) -> None:
+def test_errors_have_the_form_of_this_api(wires: ModuleType, failure: WireError, status: int, kind: str) -> None:
     body = {"type": "error", "error": {"type": kind, "message": SENTENCES[str(failure)]}}
     assert (DIALECT.status(failure), DIALECT.error(failure)) == (status, body)
     assert not DIALECT.refuses_in_stream(failure)
@@ -351,14 +351,14 @@ def test_errors_are_worded_for_this_wire(wires: ModuleType, failure: WireError, 
 
 
 @pytest.mark.parametrize(("tokens", "said"), [(70000, 70000), (None, 60001), (59999, 60001)])
-def test_a_full_context_is_told_so_that_claude_code_compacts(tokens: int | None, said: int) -> None:
+def test_context_exceeded_is_worded_so_that_claude_code_compacts(tokens: int | None, said: int) -> None:
     failure = ContextExceeded("too long", tokens=tokens, limit=60000)
     message = f"prompt is too long: {said} tokens > 60000 maximum"
     assert DIALECT.status(failure) == 400
     assert DIALECT.error(failure)["error"] == {"type": "invalid_request_error", "message": message}
 
 
-def test_the_list_of_models_has_anthropics_form() -> None:
+def test_the_model_list_has_anthropics_form() -> None:
     assert DIALECT.models(0) == {
         "data": [
             {"type": "model", "id": "policy", "display_name": "policy", "created_at": "1970-01-01T00:00:00+00:00"}
@@ -369,7 +369,7 @@ def test_the_list_of_models_has_anthropics_form() -> None:
     }
 
 
-def test_a_picture_in_a_result_is_left_out_and_said_so() -> None:
+def test_an_image_in_a_tool_result_is_replaced_by_a_note() -> None:
     result = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}
     body = orjson.dumps({"messages": [{"role": "user", "content": [result]}]})
     [message] = AnthropicMessages().parse(body, {}).turn.messages

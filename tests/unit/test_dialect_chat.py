@@ -1,4 +1,5 @@
-"""The Chat Completions dialect: requests of mini-swe-agent, qwen-code, opencode; answers as their clients read them."""
+"""Dialect of Chat Completions: requests of mini-swe-agent, qwen-code and opencode; answers as their clients parse
+them."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def answered(*blocks: Any, end: TurnEnd = TurnEnd.CALLS) -> TurnAnswer:
     return TurnAnswer(turn_id="t1", blocks=blocks, end=end, prompt_tokens=5, completion_tokens=2, cached_tokens=3)
 
 
-def test_a_tool_turn_of_mini_swe_agent_is_read() -> None:
+def test_a_tool_turn_of_mini_swe_agent_is_parsed() -> None:
     said = {
         "role": "assistant",
         "content": "I look.",
@@ -96,7 +97,7 @@ def test_a_tool_turn_of_mini_swe_agent_is_read() -> None:
     assert (request.stream, request.include_usage, request.turn.max_tokens) == (False, False, None)
 
 
-def test_a_streamed_request_of_qwen_code_is_read() -> None:
+def test_a_streaming_request_of_qwen_code_is_parsed() -> None:
     request = parse(
         messages=[
             {"role": "system", "content": "rules"},
@@ -114,13 +115,13 @@ def test_a_streamed_request_of_qwen_code_is_read() -> None:
     assert [message.role for message in request.turn.messages] == [Role.SYSTEM, Role.USER, Role.ASSISTANT, Role.USER]
 
 
-def test_a_side_call_of_opencode_without_tools_is_read() -> None:
+def test_a_side_call_of_opencode_without_tools_is_parsed() -> None:
     entries = [{"role": "system", "content": "title"}, USER, {"role": "user", "content": '"fix it"\n'}]
     request = parse(messages=entries, stream=True, tool_choice=None, tools=None)
     assert (request.turn.tools, len(request.turn.messages)) == ((), 3)
 
 
-def test_fields_of_a_request_are_read() -> None:
+def test_fields_of_a_request_are_parsed() -> None:
     request = parse(max_tokens=9, max_completion_tokens=7, stop="END", tool_choice="none", surprise={"x": 1})
     assert (request.turn.max_tokens, request.turn.stop, request.turn.calls_allowed) == (7, ("END",), False)
     assert (request.model, request.turn.model) == ("gpt-x", "gpt-x")
@@ -128,7 +129,7 @@ def test_fields_of_a_request_are_read() -> None:
     assert (unnamed.model, unnamed.turn.model, unnamed.turn.tools) == ("policy", "", ())
 
 
-def test_developer_and_later_system_messages_stay_in_place() -> None:
+def test_developer_and_later_system_messages_keep_their_places() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert messages({"role": "developer", "content": parts}, USER, {"role": "system", "content": "c"}) == (
         say(Role.SYSTEM, "a\n\nb"),
@@ -153,13 +154,13 @@ def test_null_empty_and_missing_contents_are_equal(content: dict[str, object]) -
         ({"arguments": {"a": 1}}, '{"a":1}'),
     ],
 )
-def test_arguments_are_taken_as_they_are(function: dict[str, object], arguments: str) -> None:
+def test_arguments_are_not_changed(function: dict[str, object], arguments: str) -> None:
     call = {"id": "1", "function": {"name": "bash"} | function}
     said = messages({"role": "assistant", "tool_calls": [call, {"type": "custom", "custom": {}}]}, USER)
     assert said[0].blocks == (ToolCall("1", "bash", arguments),)
 
 
-def test_reasoning_has_two_names() -> None:
+def test_reasoning_is_parsed_under_both_field_names() -> None:
     for extra in ({"reasoning_content": "hm"}, {"reasoning": "hm"}, {"reasoning_content": "hm", "reasoning": "other"}):
         assert messages({"role": "assistant", "content": "a"} | extra, USER)[0].blocks == (Reasoning("hm"), Text("a"))
     assert messages({"role": "assistant", "content": "a", "reasoning": {"x": 1}}, USER)[0].blocks == (Text("a"),)
@@ -200,7 +201,7 @@ def test_reasoning_has_two_names() -> None:
         ({"model": 3}, "model"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(wrong: dict[str, object], field: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(wrong: dict[str, object], field: str) -> None:
     with pytest.raises(BadRequest) as caught:
         parse(**wrong)
     assert caught.value.field == field
@@ -213,7 +214,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(wrong: dict[str, object], fi
     }
 
 
-def test_the_answer_is_a_chat_completion() -> None:
+def test_the_answer_has_the_form_of_a_chat_completion() -> None:
     turn = answered(Reasoning("hm"), Text("I look."), CALL)
     assert DIALECT.answer(parse(), turn, created_s=7) == {
         "id": "chatcmpl-t1",
@@ -263,9 +264,7 @@ def test_the_answer_is_a_chat_completion() -> None:
         (),
     ],
 )
-def test_the_stream_says_the_same_as_the_answer(
-    wires: ModuleType, blocks: tuple[Any, ...], end: TurnEnd, reason: str
-) -> None:
+def test_the_stream_equals_the_answer(wires: ModuleType, blocks: tuple[Any, ...], end: TurnEnd, reason: str) -> None:
     request, turn = parse(stream=True, stream_options={"include_usage": True}), answered(*blocks, end=end)
     folded = wires.fold_chat(DIALECT.ping + DIALECT.stream(request, turn, created_s=7))
     whole: Any = DIALECT.answer(request, turn, created_s=7)
@@ -275,7 +274,7 @@ def test_the_stream_says_the_same_as_the_answer(
     assert folded["usage"] == whole["usage"]
 
 
-def test_contents_of_answers_without_text() -> None:
+def test_content_is_null_or_empty_for_answers_without_text() -> None:
     def content(*blocks: Any) -> object:
         document: Any = DIALECT.answer(parse(), answered(*blocks), created_s=7)
         return document["choices"][0]["message"]["content"]
@@ -286,7 +285,7 @@ def test_contents_of_answers_without_text() -> None:
 
 
 @pytest.mark.parametrize("asked", [True, False, None])
-def test_usage_ends_a_stream_only_where_it_was_asked_for(wires: ModuleType, asked: bool | None) -> None:
+def test_a_stream_ends_with_usage_only_if_requested(wires: ModuleType, asked: bool | None) -> None:
     request = parse(stream=True, stream_options={"include_usage": asked})
     events = wires.read_events(DIALECT.stream(request, answered(Text("a")), created_s=7))
     chunks = [data for _, data in events[:-1]]
@@ -294,7 +293,7 @@ def test_usage_ends_a_stream_only_where_it_was_asked_for(wires: ModuleType, aske
     assert all(("usage" in chunk) is bool(asked) for chunk in chunks)
 
 
-def test_what_the_client_echoes_is_what_was_sampled(wires: ModuleType) -> None:
+def test_a_client_echo_equals_the_sampled_turn(wires: ModuleType) -> None:
     blocks = (Reasoning("hm"), Text("I look.\n"), CALL, ToolCall("call_2", "bash", '{"a'))
     request, turn = parse(stream=True), answered(*blocks)
     echo = wires.fold_chat(DIALECT.stream(request, turn, created_s=7))["message"]
@@ -316,7 +315,7 @@ SENTENCES = {"no": "no", "gone": "gone", "big": "big"} | dict.fromkeys(("engine"
         (GatewayBroken("bug"), 500, "server_error"),
     ],
 )
-def test_errors_are_worded_for_this_wire(wires: ModuleType, failure: WireError, status: int, kind: str) -> None:
+def test_errors_have_the_form_of_this_api(wires: ModuleType, failure: WireError, status: int, kind: str) -> None:
     error = {"message": SENTENCES[str(failure)], "type": kind, "param": failure.field, "code": failure.code}
     assert (DIALECT.status(failure), DIALECT.error(failure)) == (status, {"error": error})
     assert not DIALECT.refuses_in_stream(failure)
@@ -324,7 +323,7 @@ def test_errors_are_worded_for_this_wire(wires: ModuleType, failure: WireError, 
     assert wires.read_events(DIALECT.stream_error(parse(), failure)) == [("", {"error": error})]
 
 
-def test_a_full_context_has_openais_code_and_wording() -> None:
+def test_context_exceeded_has_openais_code_and_wording() -> None:
     failure = ContextExceeded("too long", tokens=70000, limit=60000)
     error: Any = DIALECT.error(failure)["error"]
     assert (DIALECT.status(failure), error["type"], error["code"]) == (
@@ -336,7 +335,7 @@ def test_a_full_context_has_openais_code_and_wording() -> None:
     assert "70000 tokens" in error["message"]
 
 
-def test_the_list_of_models_has_openais_form() -> None:
+def test_the_model_list_has_openais_form() -> None:
     assert DIALECT.models(7) == {
         "object": "list",
         "data": [{"id": "policy", "object": "model", "created": 7, "owned_by": "headrace"}],

@@ -1,4 +1,4 @@
-"""What all wires refuse and take alike: broken JSON, depth, odd strings; and that their errors travel."""
+"""Input handling common to all dialects: broken JSON, depth, unusual strings; and pickling of their errors."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ def nested(levels: int) -> dict[str, Any]:
     ],
     ids=lambda data: repr(data[:24]),
 )
-def test_a_body_that_says_nothing_is_refused(dialect: Dialect, data: bytes) -> None:
+def test_a_body_without_messages_is_refused(dialect: Dialect, data: bytes) -> None:
     with pytest.raises(BadRequest):
         dialect.parse(data, {})
 
 
 @pytest.mark.parametrize("kind", [[], {}, 7])
-def test_a_part_whose_type_is_no_text_is_refused(kind: object) -> None:
+def test_a_part_with_a_type_that_is_not_a_string_is_refused(kind: object) -> None:
     with pytest.raises(BadRequest, match=r"there\[0\]\.type must be a string"):
         fields.result_text([{"type": kind, "text": "out"}], "there")
 
 
 @pytest.mark.parametrize("dialect", WIRES)
-def test_a_schema_may_be_deep_but_not_deeper_than_it_can_be_written(dialect: Dialect) -> None:
+def test_schemas_too_deep_to_be_written_are_refused(dialect: Dialect) -> None:
     read = dialect.parse(orjson.dumps(body(dialect, schema=nested(DEEPEST_SCHEMA))), {})
     assert read.turn.tools[0].parameters == nested(DEEPEST_SCHEMA)
     with pytest.raises(BadRequest, match="nested too deeply"):
@@ -84,7 +84,7 @@ def test_a_schema_may_be_deep_but_not_deeper_than_it_can_be_written(dialect: Dia
 
 @pytest.mark.parametrize("dialect", WIRES)
 @pytest.mark.parametrize("text", ["\x00", "\u2028", "\U0001f600", " \n"])
-def test_odd_characters_are_kept(dialect: Dialect, text: str) -> None:
+def test_unusual_characters_are_preserved(dialect: Dialect, text: str) -> None:
     asked = dialect.parse(orjson.dumps(body(dialect, text)), {})
     assert asked.turn.messages == (say(Role.USER, text),)
     turn = TurnAnswer(turn_id="t", blocks=(Text(text),), end=TurnEnd.STOP)
@@ -93,7 +93,7 @@ def test_odd_characters_are_kept(dialect: Dialect, text: str) -> None:
 
 @pytest.mark.parametrize("dialect", WIRES)
 @pytest.mark.parametrize("number", [2**63, 2**64 - 1])
-def test_a_huge_wish_for_tokens_is_a_wish(dialect: Dialect, number: int) -> None:
+def test_a_huge_max_tokens_is_accepted(dialect: Dialect, number: int) -> None:
     wish = {"max_tokens": number, "max_output_tokens": number}
     assert dialect.parse(orjson.dumps(body(dialect) | wish), {}).turn.max_tokens == number
     with pytest.raises(BadRequest, match="whole number"):
@@ -102,13 +102,13 @@ def test_a_huge_wish_for_tokens_is_a_wish(dialect: Dialect, number: int) -> None
 
 @pytest.mark.parametrize("dialect", WIRES)
 @pytest.mark.parametrize("name", ["cache_control", "betas", "temperature", "logit_bias", "store", "service_tier"])
-def test_unknown_fields_leave_no_trace(dialect: Dialect, name: str) -> None:
+def test_unknown_fields_are_ignored(dialect: Dialect, name: str) -> None:
     plain = dialect.parse(orjson.dumps(body(dialect)), {})
     assert dialect.parse(orjson.dumps(body(dialect) | {name: {"x": [None]}}), {}) == plain
 
 
 @pytest.mark.parametrize("dialect", WIRES)
-def test_pings_are_no_part_of_the_turn(dialect: Dialect, load_support: Callable[[str], ModuleType]) -> None:
+def test_pings_are_not_part_of_the_turn(dialect: Dialect, load_support: Callable[[str], ModuleType]) -> None:
     wires = load_support("wires")
     for _, data in wires.read_events(dialect.ping + dialect.ping):
         assert data["type"] in ("ping", "keepalive")
@@ -118,7 +118,7 @@ def test_pings_are_no_part_of_the_turn(dialect: Dialect, load_support: Callable[
 @pytest.mark.parametrize(
     "failure", [BadRequest("no", "stop"), ContextExceeded("long", "messages", tokens=7, limit=5), NoEngineOpen("shut")]
 )
-def test_errors_read_the_same_after_pickling(dialect: Dialect, failure: WireError) -> None:
+def test_errors_are_unchanged_by_pickling(dialect: Dialect, failure: WireError) -> None:
     copy = pickle.loads(pickle.dumps(failure))
     assert type(copy) is type(failure)
     assert dialect.error(copy) == dialect.error(failure)
@@ -126,7 +126,7 @@ def test_errors_read_the_same_after_pickling(dialect: Dialect, failure: WireErro
 
 @pytest.mark.parametrize("dialect", WIRES)
 @pytest.mark.parametrize(("tokens", "said"), [(70, "70"), (None, "61"), (60, "61")])
-def test_a_full_context_is_never_told_as_one_that_fits(dialect: Dialect, tokens: int | None, said: str) -> None:
+def test_context_exceeded_never_reports_a_length_that_fits(dialect: Dialect, tokens: int | None, said: str) -> None:
     message = str(dialect.error(ContextExceeded("long", tokens=tokens, limit=60)))
     assert f"{said} tokens" in message
     assert "60" in message

@@ -1,4 +1,4 @@
-"""The Responses dialect: Codex's requests read, answers and streams as its client reads them."""
+"""Dialect of the Responses API: parsing of Codex's requests; answers and streams as its client parses them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def answered(*blocks: Any, end: TurnEnd = TurnEnd.CALLS) -> TurnAnswer:
     return TurnAnswer(turn_id=TURN_ID, blocks=blocks, end=end, prompt_tokens=5, completion_tokens=2, cached_tokens=3)
 
 
-def test_a_first_request_of_codex_is_read() -> None:
+def test_a_first_request_of_codex_is_parsed() -> None:
     request = parse(
         input=[
             item("developer", "You are Codex.", id="msg_44f8dece"),
@@ -124,7 +124,7 @@ def test_a_first_request_of_codex_is_read() -> None:
     assert (request.stream, turn.max_tokens, turn.agent, turn.purpose) == (True, None, "", Purpose.TURN)
 
 
-def test_instructions_come_before_the_leading_developer_messages() -> None:
+def test_instructions_precede_the_leading_developer_messages() -> None:
     head = [item("developer", "a"), {"role": "system", "content": "b"}]
     later = item("developer", "c", "d")
     assert messages(*head, USER, later, instructions="first") == (
@@ -136,7 +136,7 @@ def test_instructions_come_before_the_leading_developer_messages() -> None:
     assert messages(item("developer", "only")) == (say(Role.SYSTEM, "only"),)
 
 
-def test_items_of_one_turn_are_one_message_and_its_outputs_another() -> None:
+def test_items_of_one_turn_form_one_message_and_its_outputs_another() -> None:
     items = [
         USER,
         {
@@ -180,7 +180,7 @@ def test_items_of_one_turn_are_one_message_and_its_outputs_another() -> None:
     )
 
 
-def test_raw_reasoning_is_read_before_its_summary() -> None:
+def test_raw_reasoning_is_preferred_to_its_summary() -> None:
     thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}]}
     raw = {"content": [{"type": "reasoning_text", "text": "long"}]}
     assert messages(thought, USER)[0].blocks == (Reasoning("short"),)
@@ -196,18 +196,18 @@ def test_raw_reasoning_is_read_before_its_summary() -> None:
         [item("assistant", "I"), {"type": "reasoning", "encrypted_content": "t9", "summary": []}],
     ],
 )
-def test_the_turn_is_known_by_our_item_ids_too(items: list[dict[str, object]]) -> None:
+def test_the_turn_is_identified_by_our_item_ids_too(items: list[dict[str, object]]) -> None:
     blocks = messages(USER, *items, USER)[1].blocks
     assert Reasoning("", "t9") in blocks
     assert len(blocks) == 2
 
 
 @pytest.mark.parametrize("item_id", [None, "", "msg_abc", "msg_t9_0", "xyz_t9.0", "msg_t9.0\n", "msg_.0"])
-def test_item_ids_of_others_leave_no_trace(item_id: str | None) -> None:
+def test_foreign_item_ids_are_ignored(item_id: str | None) -> None:
     assert messages(USER, item("assistant", "I", id=item_id), USER)[1] == say(Role.ASSISTANT, "I")
 
 
-def test_two_turns_without_anything_between_them_stay_two_messages() -> None:
+def test_two_consecutive_turns_remain_two_messages() -> None:
     said = messages(USER, item("assistant", "a", id="msg_t1.0"), item("assistant", "b", id="msg_t2.0"), USER)
     assert [message.text for message in said] == ["hello", "a", "b", "hello"]
     merged = messages(USER, item("assistant", "a", id="msg_1"), item("assistant", "b", id="msg_2"), USER)
@@ -239,7 +239,7 @@ def metadata(**fields: object) -> str:
         ({"x-codex-turn-metadata": '["\udcff"]'}, [], "", Purpose.TURN),
     ],
 )
-def test_codex_tells_its_agents_and_its_compactions_apart(
+def test_codex_agents_and_compactions_are_distinguished(
     headers: dict[str, str], client: object, agent: str, purpose: Purpose
 ) -> None:
     turn = parse(headers, client_metadata=client).turn
@@ -276,14 +276,14 @@ def test_codex_tells_its_agents_and_its_compactions_apart(
         ({"model": []}, "model"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(wrong: dict[str, object], field: str) -> None:
+def test_unsupported_parameters_are_refused_by_name(wrong: dict[str, object], field: str) -> None:
     with pytest.raises(BadRequest) as caught:
         parse(**wrong)
     assert caught.value.field == field
     assert DIALECT.status(caught.value) == 400
 
 
-def test_the_answer_is_a_response() -> None:
+def test_the_answer_has_the_form_of_a_response() -> None:
     request = parse(tools=[EXEC, AGENTS, PATCH], max_output_tokens=9)
     document: Any = DIALECT.answer(request, answered(*ALL_BLOCKS), created_s=7)
     assert [document[name] for name in ("id", "object", "created_at", "status", "model", "max_output_tokens")] == [
@@ -335,13 +335,13 @@ def test_the_answer_is_a_response() -> None:
 
 @pytest.mark.parametrize("end", list(TurnEnd))
 @pytest.mark.parametrize("blocks", [ALL_BLOCKS, (Text("a\u2028"),), (Reasoning("", TURN_ID), Text("a")), ()])
-def test_the_stream_says_the_same_as_the_answer(wires: ModuleType, blocks: tuple[Any, ...], end: TurnEnd) -> None:
+def test_the_stream_equals_the_answer(wires: ModuleType, blocks: tuple[Any, ...], end: TurnEnd) -> None:
     request, turn = parse(tools=[EXEC, AGENTS, PATCH], stream=True), answered(*blocks, end=end)
     folded = wires.fold_responses(DIALECT.stream(request, turn, created_s=7))
     assert folded == DIALECT.answer(request, turn, created_s=7)
 
 
-def test_a_turn_that_was_cut_is_incomplete(wires: ModuleType) -> None:
+def test_a_truncated_turn_is_incomplete(wires: ModuleType) -> None:
     turn = answered(Text("a"), Text("b"), end=TurnEnd.LENGTH)
     (*_, (name, last)) = wires.read_events(DIALECT.stream(parse(), turn, created_s=7))
     response = last["response"]
@@ -350,7 +350,7 @@ def test_a_turn_that_was_cut_is_incomplete(wires: ModuleType) -> None:
     assert [part["status"] for part in response["output"]] == ["completed", "incomplete"]
 
 
-def test_an_item_is_announced_empty(wires: ModuleType) -> None:
+def test_an_item_is_empty_in_its_added_event(wires: ModuleType) -> None:
     stream = DIALECT.stream(parse(tools=[PATCH]), answered(*ALL_BLOCKS), created_s=7)
     added = [data["item"] for name, data in wires.read_events(stream) if name == "response.output_item.added"]
     grown = {name: value for part in added for name, value in part.items() if name in ("arguments", "content", "input")}
@@ -359,7 +359,7 @@ def test_an_item_is_announced_empty(wires: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_codex_echoes_is_what_was_sampled(wires: ModuleType, streamed: bool) -> None:
+def test_a_codex_echo_equals_the_sampled_turn(wires: ModuleType, streamed: bool) -> None:
     request, turn = parse(tools=[EXEC, AGENTS, PATCH]), answered(*ALL_BLOCKS)
     if streamed:
         served = wires.fold_responses(DIALECT.stream(request, turn, created_s=7))
@@ -372,7 +372,7 @@ def test_what_codex_echoes_is_what_was_sampled(wires: ModuleType, streamed: bool
 
 
 @pytest.mark.parametrize("arguments", ["", "{", "[1]", '{"input": 5}', '{"other": "x"}'])
-def test_a_free_form_call_of_another_form_goes_out_as_it_is(arguments: str) -> None:
+def test_a_free_form_call_with_other_arguments_is_sent_unchanged(arguments: str) -> None:
     turn = answered(ToolCall("1", "apply_patch", arguments))
     document: Any = DIALECT.answer(parse(tools=[PATCH]), turn, created_s=7)
     assert document["output"][0]["input"] == arguments
@@ -390,7 +390,7 @@ def test_a_free_form_call_of_another_form_goes_out_as_it_is(arguments: str) -> N
         (ContextExceeded("full"), 400, "invalid_request_error", "context_length_exceeded"),
     ],
 )
-def test_errors_are_worded_for_this_wire(
+def test_errors_have_the_form_of_this_api(
     wires: ModuleType, failure: WireError, status: int, kind: str, code: str
 ) -> None:
     error: Any = DIALECT.error(failure)["error"]
@@ -401,5 +401,5 @@ def test_errors_are_worded_for_this_wire(
     assert last["response"]["error"] == {"code": code, "message": error["message"]}
 
 
-def test_the_list_of_models_has_openais_form() -> None:
+def test_the_model_list_has_openais_form() -> None:
     assert DIALECT.models(7)["object"] == "list"

@@ -1,4 +1,4 @@
-"""The dialects read by the vendors' own SDKs over HTTP: what they send is parsed, what we answer they accept."""
+"""Dialects against the vendors' SDKs over HTTP: their requests are parsed, and they accept our answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROUTES: dict[str, Dialect] = {
 
 @dataclass(slots=True)
 class Provider:
-    """A server of one turn. `failure` is answered instead, in the stream if it was begun with pings."""
+    """Server of one turn. With `failure`, it sends the error instead, in the stream if that began with pings."""
 
     url: str = ""
     turn: TurnAnswer = TURN
@@ -111,7 +111,7 @@ ANTHROPIC: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_anthropics_sdk_reads_and_echoes_a_turn(provider: Provider, streamed: bool) -> None:
+async def test_anthropics_sdk_parses_and_echoes_a_turn(provider: Provider, streamed: bool) -> None:
     asked: list[Any] = [{"role": "user", "content": "hello"}]
     async with claude(provider) as client:
         if streamed:
@@ -133,7 +133,7 @@ CHAT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_openais_sdk_reads_and_echoes_a_completion(provider: Provider, streamed: bool) -> None:
+async def test_openais_sdk_parses_and_echoes_a_completion(provider: Provider, streamed: bool) -> None:
     asked: list[Any] = [{"role": "user", "content": "hello"}]
     async with gpt(provider) as client:
         if streamed:
@@ -160,7 +160,7 @@ RESPONSES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_openais_sdk_reads_and_echoes_a_response(provider: Provider, streamed: bool) -> None:
+async def test_openais_sdk_parses_and_echoes_a_response(provider: Provider, streamed: bool) -> None:
     # This helper, unlike the plain stream below, takes no event before the first of its own, OpenAI's pings neither.
     provider.pings = False
     asked: list[Any] = [{"role": "user", "content": "hello"}]
@@ -177,7 +177,7 @@ async def test_openais_sdk_reads_and_echoes_a_response(provider: Provider, strea
     assert provider.turns[1:] == (Message(Role.ASSISTANT, BLOCKS), RESULT)
 
 
-async def test_a_cut_turn_is_told_on_every_wire(provider: Provider) -> None:
+async def test_a_truncated_turn_is_reported_by_every_dialect(provider: Provider) -> None:
     provider.turn = TurnAnswer(turn_id="t2", blocks=(Text("half"),), end=TurnEnd.LENGTH)
     asked: Any = [{"role": "user", "content": "hello"}]
     async with claude(provider) as client, client.messages.stream(messages=asked, **ANTHROPIC) as stream:
@@ -198,7 +198,7 @@ async def test_a_cut_turn_is_told_on_every_wire(provider: Provider) -> None:
         (NoEngineOpen("shut"), SERVER_FAILED, anthropic.InternalServerError, openai.InternalServerError),
     ],
 )
-async def test_sdks_take_errors_for_what_they_are(
+async def test_sdks_raise_the_matching_error_types(
     provider: Provider, failure: WireError, told: str, ours: type[Exception], theirs: type[Exception]
 ) -> None:
     provider.failure, provider.begun = failure, False
@@ -213,7 +213,7 @@ async def test_sdks_take_errors_for_what_they_are(
                 await other.responses.create(input=asked, stream=stream, **RESPONSES)
 
 
-async def test_sdks_take_errors_out_of_streams_that_have_begun(provider: Provider) -> None:
+async def test_sdks_raise_errors_from_streams_that_have_begun(provider: Provider) -> None:
     provider.failure = NoEngineOpen("shut")
     asked: Any = [{"role": "user", "content": "hello"}]
     async with claude(provider) as client, gpt(provider) as other:
@@ -231,7 +231,7 @@ async def test_sdks_take_errors_out_of_streams_that_have_begun(provider: Provide
     assert last.response.error.code == "context_length_exceeded"
 
 
-async def test_sdks_read_the_list_of_models(provider: Provider) -> None:
+async def test_sdks_parse_the_model_list(provider: Provider) -> None:
     async with claude(provider) as client, gpt(provider) as other:
         assert [model.id async for model in client.models.list()] == ["policy"]
         assert [model.id async for model in other.models.list()] == ["policy"]

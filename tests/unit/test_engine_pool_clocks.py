@@ -1,4 +1,5 @@
-"""The clocks of a turn at the gateway's engines, in virtual time: pushes stop them, and slowness is not silence."""
+"""Clocks of a turn in the engine pool, in virtual time: pushes stop them, and a slow engine does not count as
+silent."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def completion(tokens: int, finish: FinishReason) -> Completion:
 
 
 class TimedEngine:
-    """Answers after `turn_s`. When aborted it hands over `partial` tokens, or nothing at all where that is None."""
+    """Engine that answers after `turn_s`. When aborted, it returns `partial` tokens, or nothing if that is None."""
 
     def __init__(self, turn_s: float, partial: int | None = 1) -> None:
         self._turn_s = turn_s
@@ -86,7 +87,7 @@ async def turn(pool: EnginePool) -> Completion:
 
 
 async def push(pool: EnginePool, seconds: float) -> None:
-    """Holds the gate with a lease that it renews, as a push does."""
+    """Hold the gate with a lease and renew it, as a push does."""
     lease_s = 6.0
     for _ in range(int(seconds / 2)):
         pool.close_gate(A, lease_s)
@@ -105,7 +106,7 @@ def test_a_push_longer_than_the_wait_for_an_engine_fails_no_turn() -> None:
     in_pool(TimedEngine(1.0), act)
 
 
-def test_a_turn_waits_its_time_for_an_engine_and_no_longer() -> None:
+def test_a_turn_waits_for_an_engine_until_its_deadline() -> None:
     async def act(pool: EnginePool) -> None:
         began = asyncio.get_running_loop().time()
         with pytest.raises(NoEngineOpen):
@@ -115,7 +116,7 @@ def test_a_turn_waits_its_time_for_an_engine_and_no_longer() -> None:
     in_pool(TimedEngine(1.0), act, admitted=False)
 
 
-def test_a_gate_that_nobody_renews_opens_and_the_turn_goes_on() -> None:
+def test_a_gate_opens_when_its_lease_expires_and_the_turn_continues() -> None:
     async def act(pool: EnginePool) -> None:
         pool.close_gate(A, 3 * GATE_WAIT_S)
         await turn(pool)
@@ -124,7 +125,7 @@ def test_a_gate_that_nobody_renews_opens_and_the_turn_goes_on() -> None:
     in_pool(TimedEngine(1.0), act)
 
 
-def test_after_a_push_the_rest_of_the_wait_is_left() -> None:
+def test_a_push_does_not_use_up_the_wait_for_an_engine() -> None:
     async def act(pool: EnginePool) -> None:
         began = asyncio.get_running_loop().time()
         async with asyncio.TaskGroup() as tasks:
@@ -136,7 +137,7 @@ def test_after_a_push_the_rest_of_the_wait_is_left() -> None:
     in_pool(TimedEngine(1.0), act, admitted=False)
 
 
-def test_a_push_stops_the_clock_of_the_call_that_it_holds_up() -> None:
+def test_a_push_stops_the_clock_of_the_call_that_it_delays() -> None:
     engine = TimedEngine(CALL_S - 1.0 + 100.0)
 
     async def act(pool: EnginePool) -> None:
@@ -151,8 +152,8 @@ def test_a_push_stops_the_clock_of_the_call_that_it_holds_up() -> None:
 
 
 @pytest.mark.parametrize(("partial", "silent"), [(1, 0), (0, 0), (None, 2)])
-def test_an_engine_that_answers_an_abort_is_slow_and_not_silent(partial: int | None, silent: int) -> None:
-    """Every turn takes longer than its clock; the engine is hung only if it does not even end them when told."""
+def test_an_engine_that_answers_an_abort_does_not_count_as_silent(partial: int | None, silent: int) -> None:
+    """Every turn exceeds its timeout; the engine is hung only if it does not end them when aborted either."""
 
     async def act(pool: EnginePool) -> None:
         with pytest.raises(InfraError, match="turn_timeout_s"):

@@ -1,4 +1,4 @@
-"""Progress lines and the picture of a run."""
+"""Progress display and plot of a run."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def progress(elapsed_s: float = 83.0) -> Progress:
     )
 
 
-def test_the_plain_line_says_everything_in_order() -> None:
+def test_the_plain_line_has_all_values_in_order() -> None:
     assert plain_line(progress()) == (
         "01:23 train  step 12/40  version 1.12  reward 0.62  held-out 50%  staleness 1.25  rollouts 96  sandboxes 12  "
         "tokens/s 1234  learner idle 7%"
     )
 
 
-def test_failures_stand_at_the_end() -> None:
+def test_failures_are_at_the_end_of_the_line() -> None:
     failing = replace(progress(), infra_failures=3, parser_fails=True)
     assert plain_line(failing) == f"{plain_line(progress())}  infra 3  parser reads no calls"
     out = io.StringIO()
@@ -52,13 +52,13 @@ def test_failures_stand_at_the_end() -> None:
     assert "parser reads no calls" in out.getvalue()
 
 
-def test_what_is_not_known_yet_is_a_dash() -> None:
+def test_unknown_values_are_shown_as_a_dash() -> None:
     line = plain_line(Progress(phase="start", step=0, total_steps=40, version="1.0", elapsed_s=3700.0))
     assert line.startswith("1:01:40 start")
     assert "reward -" in line
 
 
-def test_without_a_terminal_lines_come_at_intervals() -> None:
+def test_without_a_terminal_lines_are_written_at_intervals() -> None:
     out = io.StringIO()
     with ProgressDisplay(Console(file=out, force_terminal=False), plain_interval_s=10.0) as display:
         for elapsed_s in (0.0, 3.0, 9.9, 10.0, 12.0, 25.0):
@@ -66,7 +66,7 @@ def test_without_a_terminal_lines_come_at_intervals() -> None:
     assert [line.split()[0] for line in out.getvalue().splitlines()] == ["00:00", "00:10", "00:25"]
 
 
-def test_the_panel_shows_reward_and_machine() -> None:
+def test_the_panel_shows_reward_and_run_state() -> None:
     out = io.StringIO()
     Console(file=out, force_terminal=True, width=160).print(panel(progress()))
     text = out.getvalue()
@@ -74,7 +74,7 @@ def test_the_panel_shows_reward_and_machine() -> None:
     assert "learner idle" in text
 
 
-def test_a_terminal_is_redrawn_in_place() -> None:
+def test_the_panel_is_redrawn_in_place_on_a_terminal() -> None:
     out = io.StringIO()
     with ProgressDisplay(Console(file=out, force_terminal=True, width=160)) as display:
         display.show(progress())
@@ -82,14 +82,14 @@ def test_a_terminal_is_redrawn_in_place() -> None:
     assert "\x1b[1A" in out.getvalue()
 
 
-def test_sparklines_keep_the_last_values_within_the_bars() -> None:
+def test_sparklines_show_the_last_values_as_bars() -> None:
     assert sparkline((0.0, 0.5, 1.0)) == "▁▅█"
     assert sparkline((-1.0, 0.0, 0.5, 1.0, 2.0)) == "▁▃▅▆█"
     assert sparkline(()) == ""
     assert len(sparkline((0.5,) * 100)) == 16
 
 
-def test_rewards_that_are_no_shares_get_a_scale_of_their_own() -> None:
+def test_rewards_outside_0_to_1_get_their_own_scale() -> None:
     metrics = [{"kind": "step", "step": step, "reward": reward} for step, reward in ((1, -3.0), (2, 0.5), (3, 250.0))]
     metrics += [{"kind": "evaluation", "step": 0, "success": 0.25, "answers": 256}]
     figure = Figure()
@@ -100,7 +100,7 @@ def test_rewards_that_are_no_shares_get_a_scale_of_their_own() -> None:
     assert low <= -3.0 < 250.0 <= high
 
 
-def test_a_picture_is_drawn_from_any_part_of_the_metrics(tmp_path: Path) -> None:
+def test_a_plot_is_drawn_from_any_part_of_the_metrics(tmp_path: Path) -> None:
     metrics: list[dict[str, object]] = [
         {"kind": "evaluation", "step": 0, "success": 0.25, "answers": 256},
         {"kind": "step", "step": 1, "reward": 0.3, "staleness": {"0": 5, "2": 3}, "step_s": 2.0, "idle_s": 1.0},
@@ -117,7 +117,7 @@ def test_a_picture_is_drawn_from_any_part_of_the_metrics(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_start_is_said_before_it_is_over(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_is_reported_before_it_is_complete(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     out = io.StringIO()
     with starting("Ray", console=Console(file=out, force_terminal=terminal)):

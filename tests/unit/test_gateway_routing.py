@@ -1,4 +1,4 @@
-"""The router: gates are leases, affinity yields to load, a failed engine is avoided while there is another."""
+"""Router of the gateway: gate leases, affinity against load, and avoidance of a failed engine."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def test_a_failed_engine_is_avoided_only_while_another_is_admitted(router: Route
     assert router.choose(ONE, 0.0, avoid=A) == A
 
 
-def test_a_quarantined_engine_gets_nothing(router: Router) -> None:
+def test_a_quarantined_engine_gets_no_turn(router: Router) -> None:
     router.choose(ONE, 0.0)
     router.replace(table(2, A, B, refused=(A,)))
     assert router.choose(ONE, 0.0) == B
 
 
-def test_in_flight_counts_return_to_nothing(router: Router) -> None:
+def test_in_flight_counts_return_to_zero(router: Router) -> None:
     router.begin(A)
     router.begin(A)
     router.end(A)
@@ -91,7 +91,7 @@ def test_in_flight_counts_return_to_nothing(router: Router) -> None:
     assert router.in_flight == {}
 
 
-def test_lineages_of_one_session_stay_with_engines_of_their_own(router: Router) -> None:
+def test_each_lineage_of_a_session_stays_with_its_engine(router: Router) -> None:
     main, child = Lineage(ONE.session, b"main"), Lineage(ONE.session, b"child")
     assert router.choose(main, 0.0) == A
     router.begin(A)
@@ -101,7 +101,7 @@ def test_lineages_of_one_session_stay_with_engines_of_their_own(router: Router) 
     assert router.choose(main, 0.0) == B, "nothing is remembered of a closed session"
 
 
-def test_of_equally_busy_engines_the_newest_weights_are_taken(router: Router) -> None:
+def test_equally_busy_engines_are_chosen_by_newest_weights(router: Router) -> None:
     router.note(A, [TokenSpan(start=0, end=1, version=PolicyVersion(1, 4))])
     router.note(
         B,

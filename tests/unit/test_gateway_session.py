@@ -1,4 +1,4 @@
-"""The core of a session: budgets and sampling, and the token trie under all that agents do to their history."""
+"""Core of a session: budgets, sampling, and the token trie for every change that agents make to their history."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def rig(**spec: Any) -> Rig:
 
 
 def check(report: SessionReport) -> SessionReport:
-    """What holds for every report."""
+    """Check the invariants of every report."""
     rows = report.trajectory.rows if report.trajectory else ()
     assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())
     assert report.trained_tokens == sum(int(row.loss_mask_T.sum()) for row in rows)
@@ -59,7 +59,7 @@ def check(report: SessionReport) -> SessionReport:
 
 
 def trained(report: SessionReport) -> list[str]:
-    """The trained text of each row."""
+    """Return the trained text of each row."""
     rows = report.trajectory.rows if report.trajectory else ()
     return [bytes(int(item) for item in row.tokens_T[row.loss_mask_T] if item < 256).decode() for row in rows]
 
@@ -67,7 +67,7 @@ def trained(report: SessionReport) -> list[str]:
 # Budgets and sampling.
 
 
-def test_turns_end_the_agent() -> None:
+def test_the_turn_budget_ends_the_agent() -> None:
     played = Rig(session(max_turns=1))
     assert played.core.spent(0.0) is Exhausted.NONE
     assert played.core.spent(0.0, running=1) is Exhausted.TURNS, "a turn in flight counts"
@@ -75,7 +75,7 @@ def test_turns_end_the_agent() -> None:
     assert played.core.spent(0.0) is Exhausted.TURNS
 
 
-def test_sampled_tokens_end_the_agent_and_bound_its_last_turn() -> None:
+def test_the_token_budget_ends_the_agent_and_limits_its_last_turn() -> None:
     played = Rig(session(max_sampled_tokens=5))
     played.turn(asks(user("a")), "xy")
     assert played.plan(asks(user("b"))).max_new_tokens == 2
@@ -90,7 +90,7 @@ def test_wall_time_counts_from_the_opening() -> None:
     assert core.spent(110.0) is Exhausted.WALL
 
 
-def test_a_spent_budget_is_a_normal_answer_or_a_cut_one() -> None:
+def test_a_spent_budget_gives_the_final_text_or_a_truncated_answer() -> None:
     said = session(final_text="Enough.").final_answer()
     assert (said.text, said.end) == ("Enough.", TurnEnd.STOP)
     assert (session(final_text="").final_answer().blocks, session(final_text="").final_answer().end) == (
@@ -99,7 +99,7 @@ def test_a_spent_budget_is_a_normal_answer_or_a_cut_one() -> None:
     )
 
 
-def test_new_tokens_are_the_least_of_wish_budget_and_context() -> None:
+def test_max_new_tokens_is_the_minimum_of_request_budget_and_context() -> None:
     prompt = len(ByteChat().render([user("a")], ()))
     played = Rig(session(max_tokens_per_turn=20, max_context_tokens=prompt + 30))
     assert played.plan(asks(user("a"))).max_new_tokens == 20
@@ -109,7 +109,7 @@ def test_new_tokens_are_the_least_of_wish_budget_and_context() -> None:
     assert (tight.max_new_tokens, tight.truncates) == (3, True)
 
 
-def test_a_prompt_without_room_says_how_long_it_is() -> None:
+def test_a_prompt_that_exceeds_the_context_is_refused_with_its_length() -> None:
     prompt = len(ByteChat().render([user("a")], ()))
     with pytest.raises(ContextExceeded, match=f"maximum context length is {prompt} tokens") as refused:
         Rig(session(max_context_tokens=prompt)).plan(asks(user("a")))
@@ -117,7 +117,7 @@ def test_a_prompt_without_room_says_how_long_it_is() -> None:
 
 
 @pytest.mark.parametrize("messages", [["x" * 20 * 257], ["x"] * 21])
-def test_what_cannot_fit_is_refused_before_it_is_rendered(messages: list[str]) -> None:
+def test_messages_that_cannot_fit_are_refused_before_rendering(messages: list[str]) -> None:
     request = TurnRequest(messages=tuple(user(text) for text in messages))
     with pytest.raises(ContextExceeded, match="maximum context length is 20 tokens"):
         session(max_context_tokens=20).match(request)
@@ -136,7 +136,7 @@ def calling(arguments: str) -> Message:
     ],
     ids=["arguments", "description", "schema"],
 )
-def test_arguments_and_tools_count_towards_what_cannot_fit(request_: TurnRequest) -> None:
+def test_arguments_and_tools_count_towards_the_size_limit(request_: TurnRequest) -> None:
     with pytest.raises(ContextExceeded, match="maximum context length is 20 tokens"):
         session(max_context_tokens=20).match(request_)
 
@@ -147,7 +147,7 @@ class NeverRenders(ByteChat):
 
 
 @pytest.mark.parametrize("message", [user("x" * 1000), calling(json.dumps([[[0]]] * 100))], ids=["text", "arguments"])
-def test_messages_of_far_too_many_tokens_are_refused_unrendered(message: Message) -> None:
+def test_messages_with_far_too_many_tokens_are_refused_before_rendering(message: Message) -> None:
     core = session(max_context_tokens=50)
     request = TurnRequest(messages=(user("go"), message))
     match = core.match(request)
@@ -181,7 +181,7 @@ def test_only_exact_logprobs_are_trained(sampling: Sampling, exact: bool) -> Non
     assert report.trajectory.rows[0].versions, "also what is not trained says who sampled it"
 
 
-def test_a_turn_cut_by_the_context_is_flagged_and_masked_where_the_session_says_so() -> None:
+def test_a_turn_cut_by_the_context_is_flagged_and_masked_if_configured() -> None:
     prompt = len(ByteChat().render([user("a")], ()))
     for train, masked in ((True, {}), (False, {"truncated": 2})):
         played = rig(budgets=Budgets(max_context_tokens=prompt + 2), train_truncated=train)
@@ -224,7 +224,7 @@ def test_a_turn_cut_by_length_is_trained_and_closed_by_the_bridge() -> None:
     assert row.loss_mask_T[-1]
 
 
-def test_a_stop_string_is_trimmed_from_the_text_and_kept_in_the_ids() -> None:
+def test_a_stop_string_is_trimmed_from_the_text_but_remains_in_the_ids() -> None:
     played = rig()
     answer = played.turn(asks(user("a"), stop=("###", "YY")), [*b"ab###"])
     assert (answer.text, answer.end, answer.stop_string) == ("ab", TurnEnd.STOP_STRING, "###")
@@ -265,7 +265,7 @@ def other_ids(answer: TurnAnswer) -> Message:
 
 
 @pytest.mark.parametrize("mutate", [dropped_reasoning, rewritten_arguments, moved_text, dropped_text, other_ids])
-def test_a_mutated_echo_is_the_same_turn_and_loses_nothing(mutate: Any) -> None:
+def test_a_mutated_echo_matches_its_turn_and_loses_no_token(mutate: Any) -> None:
     played = rig()
     output = "THINK hm\n" + call("bash", command="ls -l") + "after\n"
     answer = played.turn(asks(user("a"), tools=TOOLS), output)
@@ -277,7 +277,7 @@ def test_a_mutated_echo_is_the_same_turn_and_loses_nothing(mutate: Any) -> None:
     assert (len(report.lineages), report.masked) == (1, {})
 
 
-def test_text_that_was_trimmed_or_reflowed_is_found_by_its_words() -> None:
+def test_trimmed_or_reflowed_text_is_matched_by_its_words() -> None:
     played = rig()
     played.turn(asks(user("a")), "  one\n two ")
     played.turn(asks(user("a"), say(Role.ASSISTANT, "one two"), user("b")), "c")
@@ -323,14 +323,14 @@ def test_parallel_calls_echoed_one_by_one_are_one_turn() -> None:
     assert bytes(item for item in played.prompts[1] if item < 256).count(b"CALL") == 2, "neither call stands twice"
 
 
-def test_a_message_that_went_missing_is_another_history() -> None:
+def test_a_missing_message_makes_another_history() -> None:
     played = rig()
     first = played.turn(asks(user("a"), user("b"), user("c")), "x")
     request = asks(user("a"), user("c"), echo(first), user("on"))
     assert played.core.match(request).parent is None
 
 
-def test_an_empty_echo_is_not_the_turn_that_was_cut() -> None:
+def test_an_empty_echo_does_not_match_an_aborted_turn() -> None:
     played = rig()
     played.cut(asks(user("a")), [*b"xy"])
     request = asks(user("a"), Message(Role.ASSISTANT, ()), user("on"))
@@ -352,7 +352,7 @@ def test_edited_history_is_a_new_row_and_each_token_is_trained_once() -> None:
     assert sum(text.count("CALL") for text in trained(report)) == 1
 
 
-def test_an_answer_that_the_agent_dropped_is_abandoned() -> None:
+def test_a_dropped_answer_is_abandoned() -> None:
     played = rig()
     first = played.turn(asks(user("a"), tools=TOOLS), call("bash", command="1"))
     result = results((first.blocks[0].id, "x"))  # type: ignore[union-attr]
@@ -363,14 +363,14 @@ def test_an_answer_that_the_agent_dropped_is_abandoned() -> None:
     assert len(report.lineages) == 1
 
 
-def test_a_first_answer_that_was_dropped_is_abandoned_too() -> None:
+def test_a_dropped_first_answer_is_abandoned_too() -> None:
     played = rig()
     played.turn(asks(SYSTEM, user("a")), "garbled")
     played.turn(asks(SYSTEM, user("a"), user("That was no call.")), "sorry")
     assert check(report_of(played.core)).masked == {"abandoned": len(b"garbled") + 1}
 
 
-def test_two_agents_of_the_same_kind_abandon_nothing_of_one_another() -> None:
+def test_agents_of_the_same_kind_do_not_abandon_turns_of_each_other() -> None:
     played = rig()
     for task in ("one", "two"):
         played.turn(asks(SYSTEM, user(task)), "done")
@@ -378,7 +378,7 @@ def test_two_agents_of_the_same_kind_abandon_nothing_of_one_another() -> None:
     assert (report.masked, len(report.lineages)) == ({}, 2)
 
 
-def test_subagents_are_rows_of_their_own_and_the_parent_goes_on() -> None:
+def test_subagents_get_their_own_rows_and_the_parent_continues() -> None:
     played = rig()
     parent = [SYSTEM, user("go")]
     asked = played.turn(asks(*parent, tools=TOOLS), call("bash", command="sub 1") + call("bash", command="sub 2"))
@@ -398,7 +398,7 @@ def test_subagents_are_rows_of_their_own_and_the_parent_goes_on() -> None:
     assert played.prompts[-1][: len(played.prompts[0])] == played.prompts[0]
 
 
-def test_compaction_is_a_branch_and_its_continuation_a_new_row() -> None:
+def test_a_compaction_is_a_branch_and_its_continuation_is_a_new_row() -> None:
     played = rig()
     messages = [SYSTEM, user("go")]
     answers = []
@@ -408,7 +408,7 @@ def test_compaction_is_a_branch_and_its_continuation_a_new_row() -> None:
         messages += [echo(answer), results((answer.blocks[0].id, f"out {number}"))]  # type: ignore[union-attr]
     # Refused for its length, so nothing is sampled; the last pair is then left out of the request for a summary.
     for event in played.core.accepted(played.core.match(asks(*messages, tools=TOOLS))):
-        played.happened(event)
+        played.record(event)
     played.turn(asks(*messages[:-2], user("CRITICAL: summarise"), tools=TOOLS), "summary")
     kept = (user("This is what happened: summary"), *messages[-2:])
     played.turn(asks(SYSTEM, *kept, tools=TOOLS), "going on")
@@ -418,7 +418,7 @@ def test_compaction_is_a_branch_and_its_continuation_a_new_row() -> None:
     assert sum(text.count("CALL") for text in trained(report)) == 2, "the kept turn is context in the new row"
 
 
-def test_what_rows_share_is_trained_in_the_longest() -> None:
+def test_tokens_shared_by_rows_are_trained_in_the_longest_row() -> None:
     played = rig()
     first = played.turn(asks(user("a")), "one ")
     shown = (user("a"), echo(first))
@@ -430,7 +430,7 @@ def test_what_rows_share_is_trained_in_the_longest() -> None:
     assert report.masked == {}
 
 
-def test_a_conversation_without_tools_that_quotes_ours_is_no_side_call() -> None:
+def test_a_conversation_without_tools_that_quotes_a_turn_is_not_a_side_call() -> None:
     played = rig()
     first = played.turn(asks(SYSTEM, user("go"), tools=TOOLS), call("bash", command="1"))
     shown = (user("go"), echo(first), results((first.blocks[0].id, "x")))  # type: ignore[union-attr]
@@ -438,7 +438,7 @@ def test_a_conversation_without_tools_that_quotes_ours_is_no_side_call() -> None
     assert check(report_of(played.core)).masked == {}
 
 
-def test_a_summary_asked_for_without_tools_is_trained_and_a_title_is_not() -> None:
+def test_a_summary_without_tools_is_trained_but_a_title_is_not() -> None:
     played = rig()
     played.turn(asks(say(Role.SYSTEM, "Name it."), user("go")), "A title")
     first = played.turn(asks(SYSTEM, user("go"), tools=TOOLS), call("bash", command="1"))
@@ -449,7 +449,7 @@ def test_a_summary_asked_for_without_tools_is_trained_and_a_title_is_not() -> No
     assert [lineage.name for lineage in report.lineages] == ["1", "2.compaction"]
 
 
-def test_a_model_that_is_served_is_not_trained() -> None:
+def test_turns_of_a_served_model_are_not_trained() -> None:
     played = rig()
     played.turn(asks(user("a")), "x", untrained=True)
     assert check(report_of(played.core)).masked == {"side": 2}
@@ -464,7 +464,7 @@ def test_a_fabricated_assistant_turn_is_context() -> None:
     assert (len(report.lineages), trained(report)) == (1, ["xy"])
 
 
-def test_a_template_that_cannot_be_continued_opens_a_row_a_turn() -> None:
+def test_a_template_without_bridges_opens_a_row_for_each_turn() -> None:
     played = Rig(Session(SessionSpec(session_id=SessionId("r-1")), 0.0), ByteChat(bridges=False))
     messages = [user("a")]
     for number in range(3):
@@ -477,7 +477,7 @@ def test_a_template_that_cannot_be_continued_opens_a_row_a_turn() -> None:
 # Cuts, retries and what was not delivered.
 
 
-def test_what_was_cut_is_kept_and_trained_nowhere() -> None:
+def test_tokens_of_an_aborted_turn_are_recorded_but_not_trained() -> None:
     played = rig()
     played.cut(asks(user("a")), [*b"xy"])
     played.turn(asks(user("a")), "whole")
@@ -485,7 +485,7 @@ def test_what_was_cut_is_kept_and_trained_nowhere() -> None:
     assert (report.masked, report.turns, len(report.lineages)) == ({"aborted": 2}, 1, 1)
 
 
-def test_an_answer_that_was_not_delivered_is_replayed_and_abandoned_otherwise() -> None:
+def test_an_undelivered_answer_is_replayed_or_else_abandoned() -> None:
     played = rig()
     request = asks(user("a"))
     answer = played.turn(request, "x", deliver=False)
@@ -495,7 +495,7 @@ def test_an_answer_that_was_not_delivered_is_replayed_and_abandoned_otherwise() 
     assert check(report_of(played.core)).masked == {"abandoned": 2}
 
 
-def test_a_delivered_answer_is_replayed_a_few_times_for_a_while() -> None:
+def test_a_delivered_answer_is_replayed_a_few_times_within_a_time_limit() -> None:
     played = rig()
     request = asks(user("a"))
     answer = played.turn(request, "x")
@@ -504,11 +504,11 @@ def test_a_delivered_answer_is_replayed_a_few_times_for_a_while() -> None:
     )
     for _ in range(MAX_REPLAYS):
         assert played.core.replay(played.core.match(request), request, now=1.0) is not None
-        played.happened(Delivered(turn_id=answer.turn_id, at=0.0))
+        played.record(Delivered(turn_id=answer.turn_id, at=0.0))
     assert played.core.replay(played.core.match(request), request, now=1.0) is None
 
 
-def test_an_agent_that_asks_again_for_more_tokens_gets_another_answer() -> None:
+def test_a_repeated_request_with_more_max_tokens_gets_a_new_answer() -> None:
     played = rig()
     played.turn(asks(user("a"), max_tokens=2), "xy", finish=FinishReason.LENGTH)
     more = asks(user("a"), max_tokens=50)
@@ -524,7 +524,7 @@ def test_an_accepted_answer_is_never_replayed() -> None:
     assert played.core.replay(played.core.match(asks(user("a"))), asks(user("a")), now=0.0) is None
 
 
-def test_of_two_answers_to_one_request_the_one_gone_on_with_is_trained() -> None:
+def test_of_two_answers_to_one_request_the_continued_one_is_trained() -> None:
     played = rig()
     request = asks(user("a"))
     first, second = played.turn(request, "first"), played.turn(request, "second")
@@ -534,7 +534,7 @@ def test_of_two_answers_to_one_request_the_one_gone_on_with_is_trained() -> None
     assert first.turn_id != second.turn_id
 
 
-def test_the_tree_names_every_turn_and_what_became_of_it() -> None:
+def test_the_tree_lists_every_turn_with_its_status() -> None:
     played = rig()
     played.cut(asks(user("a")), [*b"x"])
     answer = played.turn(asks(user("a"), tools=TOOLS), call("bash", command="1"))
@@ -554,6 +554,6 @@ def test_the_tree_names_every_turn_and_what_became_of_it() -> None:
         ({"session_id": "a", "budget": {}}, "budget"),
     ],
 )
-def test_wrong_specs_are_refused_by_key(spec: dict[str, object], where: str) -> None:
+def test_invalid_specs_are_refused_with_their_key(spec: dict[str, object], where: str) -> None:
     with pytest.raises(BadRequest, match=where):
         codec.read_form(codec.OpenForm, orjson.dumps({"sessions": [spec]}))

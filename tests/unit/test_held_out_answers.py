@@ -29,7 +29,7 @@ from headrace.actors.run.overlap import refuse_overlap
 from headrace.actors.training.replay import Evaluated
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
 from headrace.buffer.types import Cause, RolloutId
-from headrace.serve.capture.rows import SaidTurn
+from headrace.serve.capture.rows import TranscriptTurn
 from headrace.serve.gateway.codec import FinishForm
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ def test_folders_of_hostile_ids_stay_in_their_place(tmp_path: Path) -> None:
     assert len(list((tmp_path / "evaluations" / "base" / "rollouts").iterdir())) == len(HOSTILE)
 
 
-def said(text: str) -> SaidTurn:
-    return SaidTurn(
+def said(text: str) -> TranscriptTurn:
+    return TranscriptTurn(
         turn_id="t1",
         parent="",
         lineage="0",

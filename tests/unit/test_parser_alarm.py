@@ -13,7 +13,7 @@ def saw(alarm: ParserAlarm, turns: int, *, calls: int = 0, lost_calls: int = 1) 
         alarm.saw(calls=calls, lost_calls=lost_calls)
 
 
-def test_a_batch_without_one_call_that_was_read_raises_it_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_without_a_parsed_call_raises_the_alarm_and_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     alarm = ParserAlarm()
     saw(alarm, BATCH_TURNS - 1)
     saw(alarm, 10 * BATCH_TURNS, calls=0, lost_calls=0)
@@ -21,10 +21,10 @@ def test_a_batch_without_one_call_that_was_read_raises_it_and_is_told_once(caplo
     saw(alarm, 1)
     assert alarm.raised
     saw(alarm, BATCH_TURNS)
-    assert caplog.text.count("does not fit the model") == 1
+    assert caplog.text.count("set gateway.parser to") == 1
 
 
-def test_one_call_in_a_batch_is_enough_and_ends_it() -> None:
+def test_one_parsed_call_in_a_batch_ends_the_alarm() -> None:
     alarm = ParserAlarm()
     saw(alarm, 1, calls=1, lost_calls=0)
     saw(alarm, BATCH_TURNS - 1)

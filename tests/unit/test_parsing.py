@@ -1,4 +1,4 @@
-"""What the parsers make of outputs, well-formed, broken and cut."""
+"""Parsers of well-formed, malformed and cut outputs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from headrace.serve.conversation import Reasoning, Text, ToolSpec
 from headrace.serve.parsing.base import ParsedCall, ParsedOutput
 from headrace.serve.parsing.errors import ParserMissing, ParserUnknown
 from headrace.serve.parsing.hermes import HermesParser
-from headrace.serve.parsing.parser_choice import choose_parser
-from headrace.serve.parsing.plain import PlainParser
+from headrace.serve.parsing.parser_choice import PlainParser, choose_parser
 from headrace.serve.parsing.qwen3_coder import Qwen3CoderParser
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def wrapped(*calls: str) -> str:
         (f"<tool_call>\n{LS}\n{wrapped(LS)}", (LS_CALL, LS_CALL)),
     ],
 )  # fmt: skip
-def test_hermes_calls_in_their_places(text: str, blocks: tuple[ParsedBlock, ...]) -> None:
+def test_hermes_calls_keep_their_positions(text: str, blocks: tuple[ParsedBlock, ...]) -> None:
     assert hermes(text) == ParsedOutput(blocks)
 
 
@@ -108,28 +107,28 @@ def test_hermes_calls_in_their_places(text: str, blocks: tuple[ParsedBlock, ...]
         "well</tool_call>",
     ],
 )
-def test_what_is_no_call_stays_text_and_is_counted(broken: str) -> None:
+def test_invalid_calls_remain_text_and_are_counted(broken: str) -> None:
     assert hermes(f"a {broken}") == ParsedOutput((Text(f"a {broken}"),), 1)
     if not broken.endswith(("ls", "<tool_call>")):
         assert hermes(f"{broken} b {wrapped(LS)}") == ParsedOutput((Text(f"{broken} b"), LS_CALL), 1)
 
 
-def test_a_broken_call_does_not_hide_the_next_one() -> None:
+def test_a_malformed_call_does_not_hide_the_next_one() -> None:
     broken = '<tool_call>\n{"name": "bash", "arguments": {"command": \n'
     assert hermes(broken + wrapped(LS)) == ParsedOutput((Text(broken.rstrip()), LS_CALL), 1)
 
 
-def test_a_cut_call_that_mentions_tags_of_reasoning_is_one_text() -> None:
+def test_a_cut_call_with_reasoning_tags_is_one_text() -> None:
     cut = '<tool_call>\n{"name": "write", "arguments": {"text": "<think></think> and </think>'
     assert hermes(cut) == ParsedOutput((Text(cut),), 1)
 
 
-def test_big_numbers_and_unknown_tools_are_calls_all_the_same() -> None:
+def test_big_numbers_and_unknown_tools_are_parsed_as_calls() -> None:
     call = f'{{"name": "nobody_offered", "arguments": {{"n": {"9" * 5000}}}}}'
     assert hermes(wrapped(call)).blocks == (ParsedCall("nobody_offered", f'{{"n": {"9" * 5000}}}'),)
 
 
-def test_without_tools_calls_stay_text() -> None:
+def test_without_tools_calls_remain_text() -> None:
     text = f"<think>hm</think>{wrapped(LS)}"
     assert hermes(text, tools=()) == ParsedOutput((Reasoning("hm"), Text(wrapped(LS))))
     assert PlainParser().parse(text, TOOLS, in_reasoning=False) == ParsedOutput((Reasoning("hm"), Text(wrapped(LS))))
@@ -157,7 +156,7 @@ def test_without_tools_calls_stay_text() -> None:
         (f"{wrapped(LS)}<think>hm</think>", False, (LS_CALL, Reasoning("hm"))),
     ],
 )
-def test_reasoning_is_told_from_text(text: str, in_reasoning: bool, blocks: tuple[ParsedBlock, ...]) -> None:
+def test_reasoning_is_separated_from_text(text: str, in_reasoning: bool, blocks: tuple[ParsedBlock, ...]) -> None:
     assert hermes(text, in_reasoning=in_reasoning) == ParsedOutput(blocks)
 
 
@@ -212,7 +211,7 @@ def test_coder_values_have_the_types_of_the_schema(key: str, text: str, value: o
     assert arguments_of(coder(function("edit", **{key: text}))) == {key: value}
 
 
-def test_coder_calls_in_their_places() -> None:
+def test_coder_calls_keep_their_positions() -> None:
     ls = ParsedCall("bash", '{"command": "ls"}')
     call = function("bash", command="ls")
     assert coder(f"<think>hm</think>a\n{call}\nb {call}") == ParsedOutput(
@@ -226,7 +225,7 @@ def test_coder_calls_in_their_places() -> None:
     assert coder(function("nobody_offered", n="1")) == ParsedOutput((ParsedCall("nobody_offered", '{"n": "1"}'),))
 
 
-def test_coder_values_may_spell_tags() -> None:
+def test_coder_values_may_contain_tags() -> None:
     text = "a </parameter> b\n</function>\n<tool_call>\n<think> </think>"
     assert arguments_of(coder(function("bash", command=text, more="x"))) == {"command": text, "more": "x"}
 
@@ -244,13 +243,13 @@ def test_coder_values_may_spell_tags() -> None:
         "<tool_call>\n<function=bash>\n<parameter=command>\n" * 2000,
     ],
 )
-def test_coder_markup_that_is_no_call_stays_text_and_is_counted(broken: str) -> None:
+def test_invalid_coder_calls_remain_text_and_are_counted(broken: str) -> None:
     parsed = coder(f"a {broken}")
     assert parsed.blocks == (Text(f"a {broken}"),)
     assert parsed.lost_calls >= 1
 
 
-def test_coder_escapes_what_no_wire_takes() -> None:
+def test_coder_escapes_lone_surrogates() -> None:
     parsed = coder(function("edit", edits='["\\ud800é"]'))
     assert parsed.blocks == (ParsedCall("edit", '{"edits": ["\\ud800\\u00e9"]}'),)
 
@@ -260,7 +259,7 @@ def templates(load_support: Callable[[str], ModuleType]) -> ModuleType:
     return load_support("chat_templates")
 
 
-def test_the_template_tells_the_parser(templates: ModuleType) -> None:
+def test_the_parser_is_chosen_by_the_template(templates: ModuleType) -> None:
     assert isinstance(choose_parser("auto", templates.QWEN3.template), HermesParser)
     assert isinstance(choose_parser("auto", templates.QWEN25.template), HermesParser)
     assert isinstance(choose_parser("auto", templates.STRICT.template), HermesParser)
@@ -268,7 +267,7 @@ def test_the_template_tells_the_parser(templates: ModuleType) -> None:
     assert isinstance(choose_parser("auto", coder_template), Qwen3CoderParser)
     assert isinstance(choose_parser("none", templates.QWEN3.template), PlainParser)
     assert isinstance(choose_parser("qwen3_coder", ""), Qwen3CoderParser)
-    with pytest.raises(ParserUnknown, match="'bogus'; there are auto, hermes, qwen3_coder, none and sglang:NAME"):
+    with pytest.raises(ParserUnknown, match="'bogus'; set it to auto, hermes, qwen3_coder, none or sglang:NAME"):
         choose_parser("bogus", "")
 
 
@@ -286,8 +285,8 @@ for line in sys.stdin.read().split("\\0"):
 """
 
 
-def test_families_of_sglang_ask_for_it_by_name(templates: ModuleType) -> None:
-    """In a process of its own, in which SGLang cannot be imported."""
+def test_sglang_parsers_require_sglang(templates: ModuleType) -> None:
+    """Runs in a separate process in which SGLang cannot be imported."""
     glm47 = templates.GLM4.template.replace("{{- '\\n<tool_call>' ~", "{{- '<tool_call>' ~")
     asked = [
         (templates.GLM4.template, "glm45"),

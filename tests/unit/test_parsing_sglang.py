@@ -1,4 +1,4 @@
-"""The adapter over SGLang's own parsers. Needs SGLang (no GPU, no kernels): skipped where it cannot be imported."""
+"""Adapter of SGLang's parsers. Needs SGLang (no GPU, no kernels); skipped if it cannot be imported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse(name: str, text: str, *, in_reasoning: bool = False) -> ParsedOutput:
 
 
 def call(family: str, tool: str, command: str) -> str:
-    """One call in the family's markup, without what stands around several."""
+    """Return one call in the family's markup, without the tags around several calls."""
     bar, gap = "\uff5c", "\u2581"
     arguments = json.dumps({"command": command})
     begin, end = f"<{bar}tool{gap}call{gap}begin{bar}>", f"<{bar}tool{gap}call{gap}end{bar}>"
@@ -65,7 +65,7 @@ def parsed_call(command: str, tool: str = "bash") -> ParsedCall:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_calls_of_known_and_unknown_tools_stand_in_their_places(name: str) -> None:
+def test_calls_of_known_and_unknown_tools_keep_their_positions(name: str) -> None:
     calls = call(name, "bash", "ls") + call(name, "nobody_offered", "x")
     text = f"<think>hm {call(name, 'bash', 'no')}</think>I look.\n{section(name, calls)}\nDone."
     expected = (
@@ -79,7 +79,7 @@ def test_calls_of_known_and_unknown_tools_stand_in_their_places(name: str) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_cut_call_stays_text(name: str) -> None:
+def test_a_cut_call_remains_text(name: str) -> None:
     whole, cut = call(name, "bash", "ls"), call(name, "bash", "cat calc.py")[:-12]
     head = section(name, whole + cut).partition(cut)[0] + cut
     parsed = parse(name, head)
@@ -89,14 +89,14 @@ def test_a_cut_call_stays_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_text_alone_is_itself(name: str) -> None:
+def test_text_without_markup_is_unchanged(name: str) -> None:
     assert parse(name, " plain\ntext ") == ParsedOutput((Text(" plain\ntext "),))
     assert parse(name, "hm</think>x", in_reasoning=True) == ParsedOutput((Reasoning("hm"), Text("x")))
     without = choose_parser(f"sglang:{name}", "").parse(section(name, call(name, "bash", "ls")), (), in_reasoning=False)
     assert without == ParsedOutput((Text(section(name, call(name, "bash", "ls"))),))
 
 
-def test_families_whose_calls_have_no_tags_of_their_own() -> None:
+def test_calls_of_families_without_known_tags_are_parsed() -> None:
     assert parse("llama3", '{"name": "bash", "parameters": {"command": "ls"}}') == ParsedOutput((parsed_call("ls"),))
     listed = '[TOOL_CALLS] [{"name": "bash", "arguments": {"command": "ls"}}]'
     assert parse("mistral", f"Yes. {listed}").blocks[-1] == parsed_call("ls")
@@ -110,6 +110,6 @@ def test_families_whose_calls_have_no_tags_of_their_own() -> None:
     )
 
 
-def test_an_unknown_name_lists_those_there_are() -> None:
+def test_an_unknown_parser_name_lists_the_known_ones() -> None:
     with pytest.raises(ParserUnknown, match=r"has no parser 'bogus'; it has .*kimi_k2"):
         choose_parser("sglang:bogus", "")

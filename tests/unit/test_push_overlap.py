@@ -1,4 +1,4 @@
-"""How the throughput around a push is counted."""
+"""Throughput of a window with a push."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, cast
 
 from benches.push import overlap as push_overlap
-from benches.push.testbed import Floor
+from benches.push.testbed import PushTestbed
 
 from headrace.policies.learner import WeightsShard
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from headrace.policies.push.contract import PushReport
 
 
-async def test_a_push_that_outlasts_its_window_makes_the_window_longer(
+async def test_a_push_longer_than_its_window_extends_the_window(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(push_overlap, "WINDOW_S", 0.01)
     (tmp_path / "weights").touch()
     idle: Any = None
-    floor = Floor(engines=(), pool=idle, senders=idle, shard=WeightsShard.of(tmp_path / "weights"))
+    testbed = PushTestbed(engines=(), pool=idle, senders=idle, shard=WeightsShard.of(tmp_path / "weights"))
     lasted_s = 0.0
 
-    async def slow(floor: Floor) -> PushReport:
+    async def slow(testbed: PushTestbed) -> PushReport:
         nonlocal lasted_s
         started_s = time.monotonic()
         await asyncio.sleep(0.2)
-        floor.sampled_tokens += 1000
+        testbed.sampled_tokens += 1000
         lasted_s = time.monotonic() - started_s
         return cast("PushReport", None)
 
-    tokens_per_s, _ = await push_overlap.window(floor, slow)
+    tokens_per_s, _ = await push_overlap.window(testbed, slow)
     assert 0 < tokens_per_s <= 1000 / lasted_s

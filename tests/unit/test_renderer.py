@@ -1,4 +1,4 @@
-"""The renderer over the chat templates of well-known families, against transformers and case by case."""
+"""Renderer with the chat templates of well-known families, compared with transformers and case by case."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def bridged(renderer: Renderer, last: str, calls: list[ToolCall], *messages: Mes
 
 
 def conversation(templates: ModuleType, name: str) -> list[Message]:
-    """Everything the family takes without a fold."""
+    """Return a conversation with everything that the family's template supports."""
     if name == "strict":
         return [ASKED, templates.said("I look."), say(Role.USER, "  Well?\n")]
     calls = (LS,) if name == "llama3.1" else (LS, CAT)
@@ -151,7 +151,7 @@ BRIDGES = {
 
 
 @pytest.mark.parametrize("name", BRIDGES)
-def test_bridges_close_the_turn_once_and_show_what_is_new(renderers: dict[str, Renderer], name: str) -> None:
+def test_bridges_close_the_turn_once_and_render_the_new_messages(renderers: dict[str, Renderer], name: str) -> None:
     """After a turn that ended, after one with two calls, and after one that was cut."""
     said, called, cut = BRIDGES[name]
     renderer = renderers[name]
@@ -161,7 +161,7 @@ def test_bridges_close_the_turn_once_and_show_what_is_new(renderers: dict[str, R
     assert bridged(renderer, "", [], say(Role.USER, "And now?")) == cut
 
 
-def test_a_role_token_that_ended_the_turn_stands_once_unless_another_role_follows(
+def test_a_role_token_that_ended_the_turn_is_not_repeated_before_the_same_role(
     renderers: dict[str, Renderer],
 ) -> None:
     glm = renderers["glm4"]
@@ -170,7 +170,7 @@ def test_a_role_token_that_ended_the_turn_stands_once_unless_another_role_follow
     assert bridged(glm, "<|endoftext|>", [LS], DONE).startswith("<|observation|>\n")
 
 
-def test_results_of_calls_that_no_parser_found_are_shown_all_the_same(renderers: dict[str, Renderer]) -> None:
+def test_results_of_unparsed_calls_are_rendered(renderers: dict[str, Renderer]) -> None:
     for name in WITH_TOOLS:
         renderer = renderers[name]
         if renderer.bridges:
@@ -181,11 +181,11 @@ def test_a_template_whose_results_depend_on_earlier_ones_does_not_bridge(rendere
     assert not renderers["deepseek-v3-leaky"].bridges
 
 
-def test_only_a_prompt_that_opens_the_reasoning_says_so(renderers: dict[str, Renderer]) -> None:
+def test_opens_reasoning_is_set_only_for_prompts_that_open_it(renderers: dict[str, Renderer]) -> None:
     assert [name for name in NAMES if renderers[name].opens_reasoning] == ["qwen3-thinking"]
 
 
-def test_later_system_messages_are_said_by_the_user_and_the_first_ones_joined(renderers: dict[str, Renderer]) -> None:
+def test_leading_system_messages_are_joined_and_later_ones_become_user_messages(renderers: dict[str, Renderer]) -> None:
     messages = [say(Role.SYSTEM, "One."), say(Role.SYSTEM, "Two."), ASKED, say(Role.SYSTEM, "Three.")]
     same = [say(Role.SYSTEM, "One.\n\nTwo."), ASKED, say(Role.USER, "Three.")]
     for name in NAMES:
@@ -196,7 +196,7 @@ def test_later_system_messages_are_said_by_the_user_and_the_first_ones_joined(re
             )
 
 
-def test_a_template_with_two_roles_takes_everything(renderers: dict[str, Renderer]) -> None:
+def test_a_template_with_two_roles_renders_all_messages(renderers: dict[str, Renderer]) -> None:
     strict = renderers["strict"]
     turn = Message(Role.ASSISTANT, (Text("I look."), LS))
     shown = strict.decode(
@@ -212,14 +212,14 @@ def test_a_template_with_two_roles_takes_everything(renderers: dict[str, Rendere
     assert listed.endswith("</tool_call>\n\nRepair calc.py. [/INST]")
 
 
-def test_calls_that_a_template_takes_one_by_one_are_split(renderers: dict[str, Renderer]) -> None:
+def test_parallel_calls_are_split_for_templates_with_single_calls(renderers: dict[str, Renderer]) -> None:
     llama = renderers["llama3.1"]
     both = [ASKED, Message(Role.ASSISTANT, (LS, CAT)), Message(Role.TOOL, (OUT, MORE))]
     split = [ASKED, Message(Role.ASSISTANT, (LS,)), Message(Role.ASSISTANT, (CAT,)), Message(Role.TOOL, (OUT, MORE))]
     assert llama.render(both, []) == llama.render(split, [])
 
 
-def test_messages_a_template_cannot_show_are_refused(renderers: dict[str, Renderer]) -> None:
+def test_messages_that_a_template_cannot_render_are_refused(renderers: dict[str, Renderer]) -> None:
     with pytest.raises(TemplateRefused, match="must alternate"):
         renderers["strict"].render([Message(Role.ASSISTANT, (Text("Hello."),)), ASKED], [])
     with pytest.raises(TemplateRefused):
@@ -237,7 +237,9 @@ def test_messages_a_template_cannot_show_are_refused(renderers: dict[str, Render
 
 
 @pytest.mark.parametrize("arguments", ["{broken <|im_end|>", "[1]", '"{}"', "", "NaN", "[" * 5000, "9" * 5000])
-def test_arguments_that_are_no_object_are_shown_as_they_are(renderers: dict[str, Renderer], arguments: str) -> None:
+def test_arguments_that_are_not_an_object_are_rendered_unchanged(
+    renderers: dict[str, Renderer], arguments: str
+) -> None:
     messages = [ASKED, Message(Role.ASSISTANT, (ToolCall("c", "bash", arguments),)), DONE]
     for name in NAMES:
         shown = renderers[name].decode(renderers[name].render(messages, []))
@@ -275,13 +277,13 @@ def test_no_content_becomes_a_control_token(renderers: dict[str, Renderer], temp
         assert skeleton(spelling) == plain, spelling
 
 
-def test_half_a_surrogate_is_text(renderers: dict[str, Renderer]) -> None:
+def test_a_lone_surrogate_is_rendered_as_text(renderers: dict[str, Renderer]) -> None:
     qwen = renderers["qwen2.5"]
     assert "a\ufffdb" in qwen.decode(qwen.render([say(Role.USER, "a\ud800b")], []))
     assert "\U0001f600" in qwen.decode(qwen.render([say(Role.USER, "\ud83d\ude00")], []))
 
 
-def test_what_a_renderer_says_of_itself(renderers: dict[str, Renderer], folders: dict[str, Path]) -> None:
+def test_properties_of_a_renderer_match_its_tokenizer(renderers: dict[str, Renderer], folders: dict[str, Path]) -> None:
     glm = renderers["glm4"]
     assert [glm.decode([stop]) for stop in glm.stop_ids] == ["<|endoftext|>", "<|user|>", "<|observation|>"]
     assert glm.template == (folders["glm4"] / "chat_template.jinja").read_text()
@@ -302,7 +304,7 @@ NINE_LETTERS = """{%- for m in messages %}
 TEXT_ARGUMENTS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"  # noqa: E501
 
 
-def test_ids_and_arguments_are_given_as_the_template_takes_them(
+def test_call_ids_and_arguments_have_the_form_that_the_template_requires(
     templates: ModuleType, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = templates.STRICT.write(tmp_path)
@@ -328,7 +330,7 @@ def encoder_of(renderer: Renderer) -> PieceEncoder:
     return renderer._tokenizer._pieces
 
 
-def test_two_prompts_that_differ_in_a_line_share_the_rest(folders: dict[str, Path]) -> None:
+def test_prompts_that_differ_in_one_line_share_cached_tokens(folders: dict[str, Path]) -> None:
     renderer = load_renderer(folders["qwen2.5"])
     cache = encoder_of(renderer)._cache
     renderer.render([say(Role.SYSTEM, LONG), ASKED], [])
@@ -375,7 +377,7 @@ def test_threads_share_a_renderer(folders: dict[str, Path]) -> None:
         (r"\s*\S+\s*", False),
     ],
 )
-def test_text_is_cut_at_lines_only_where_words_end_there(templates: ModuleType, words: str, cuts_lines: bool) -> None:
+def test_text_is_split_at_lines_only_at_word_ends(templates: ModuleType, words: str, cuts_lines: bool) -> None:
     tokenizer = templates.byte_level(words)
     tokenizer.add_special_tokens(["<|end|>"])
     encoder = PieceEncoder(tokenizer)
@@ -383,7 +385,7 @@ def test_text_is_cut_at_lines_only_where_words_end_there(templates: ModuleType, 
     assert encoder.cuts_lines is cuts_lines
 
 
-def test_tokens_that_take_their_neighbours_with_them_cut_nothing(templates: ModuleType) -> None:
+def test_tokens_that_absorb_their_neighbours_do_not_split_text(templates: ModuleType) -> None:
     from tokenizers import AddedToken
 
     for flags in ({"rstrip": True}, {"lstrip": True}, {"single_word": True}):

@@ -1,4 +1,4 @@
-"""How the cost of a rollout is split, from readings made by hand."""
+"""Split of a rollout's cost, from handmade readings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def reading(time_s: float, rollouts: float, commands: dict[str, tuple[int, float
     )
 
 
-def test_the_parts_add_up_to_the_whole() -> None:
+def test_the_parts_add_up_to_the_total() -> None:
     start = reading(0.0, 0, {}, launcher=0.1, driver=2.0, sandboxes=0.0)
     warm_commands = {"train.write": (100, 0.1), "train.exec": (200, 1.0)}
     warm = reading(10.0, 100, warm_commands, launcher=1.0, driver=3.0, sandboxes=4.0)

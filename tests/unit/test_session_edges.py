@@ -1,4 +1,4 @@
-"""Where the core of a session could lose a token, train it twice, or show a row that no engine saw."""
+"""Edge cases in which a session could lose a token, train it twice, or report a row that no engine saw."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def result_of(answer: TurnAnswer, text: str) -> Message:
 
 
 def check(played: Rig) -> SessionReport:
-    """Rows are what engines saw, every token is accounted for, and the events give the same session again."""
+    """Check that rows are what engines saw, that every token is counted, and that the events restore the session."""
     report = report_of(played.core)
     rows = report.trajectory.rows if report.trajectory else ()
     assert report.sampled_tokens == report.trained_tokens + sum(report.masked.values())
@@ -63,7 +63,7 @@ def check(played: Rig) -> SessionReport:
         (asks(say(Role.SYSTEM, " s"), user("go")), asks(say(Role.SYSTEM, "s"), user("go"))),
     ],
 )
-def test_two_spellings_of_a_request_in_flight_are_two_prompts(one: Any, other: Any) -> None:
+def test_concurrent_requests_rendered_to_different_ids_are_two_prompts(one: Any, other: Any) -> None:
     played = rig()
     plans = [played.plan(one), played.plan(other)]
     for plan in plans:
@@ -71,12 +71,12 @@ def test_two_spellings_of_a_request_in_flight_are_two_prompts(one: Any, other: A
         played.prompts.append(list(plan.prompt_ids))
         played.outputs.append(list(completion.output_ids))
         turn_id = played.core.next_turn_id()
-        played.happened(played.core.recorded(turn_id, plan, completion, played.renderer, played.parser))
+        played.record(played.core.recorded(turn_id, plan, completion, played.renderer, played.parser))
     assert played.prompts[0] != played.prompts[1]
     check(played)
 
 
-def test_one_after_the_other_they_are_one_prompt() -> None:
+def test_the_same_requests_in_sequence_are_one_prompt() -> None:
     played = rig()
     played.turn(asks(user("go")), "x")
     played.turn(asks(user("go\n")), "y")
@@ -101,7 +101,7 @@ def test_the_model_of_each_turn_decides_whether_it_is_trained(untrained: tuple[b
 
 
 @pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH])
-def test_a_turn_of_no_tokens_can_be_continued(finish: FinishReason) -> None:
+def test_a_turn_without_tokens_can_be_continued(finish: FinishReason) -> None:
     played = rig()
     answer = played.turn(asks(user("go")), [], finish=finish)
     played.turn(asks(user("go"), echo(answer), user("on")), "x")
@@ -122,7 +122,7 @@ def without_calls(answer: TurnAnswer) -> Message:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("rewrite", [cut_short, without_calls])
-def test_a_turn_that_stands_rewritten_in_its_place_was_not_abandoned(rewrite: Any, depth: int) -> None:
+def test_a_turn_that_was_rewritten_in_place_is_not_abandoned(rewrite: Any, depth: int) -> None:
     played = rig()
     history: tuple[Message, ...] = (SYSTEM, user("go"))
     for number in range(depth):
@@ -137,7 +137,7 @@ def test_a_turn_that_stands_rewritten_in_its_place_was_not_abandoned(rewrite: An
     assert bytes(item for item in played.prompts[-1] if item < 256).count(b"CALL") == 0, "it is what the agent says"
 
 
-def test_another_answer_in_its_place_does_not_save_one_that_was_asked_for_again() -> None:
+def test_a_resampled_turn_is_abandoned_even_if_another_answer_is_in_its_place() -> None:
     played = rig()
     for text in ("first", "second"):
         played.turn(asks(user("go")), text)
@@ -145,7 +145,7 @@ def test_another_answer_in_its_place_does_not_save_one_that_was_asked_for_again(
     assert check(played).masked == {"abandoned": len(b"first") + 1}
 
 
-def test_ids_that_the_agent_gave_to_another_turn_do_not_hide_its_words() -> None:
+def test_a_turn_with_a_foreign_call_id_is_still_matched_by_its_words() -> None:
     played = rig()
     first = played.turn(asks(user("go"), tools=TOOLS), call("bash", command="1"))
     history = (user("go"), echo(first), result_of(first, "x"))
@@ -157,14 +157,14 @@ def test_ids_that_the_agent_gave_to_another_turn_do_not_hide_its_words() -> None
     assert (report.masked, len(report.lineages)) == ({}, 1)
 
 
-def test_text_on_both_sides_of_reasoning_is_no_drift() -> None:
+def test_joining_text_around_reasoning_is_not_drift() -> None:
     played = rig()
     played.turn(asks(user("go")), "one\nTHINK hm\ntwo\n")
     played.turn(asks(user("go"), say(Role.ASSISTANT, "one\ntwo\n"), user("on")), "x")
     assert check(played).drift == {}
 
 
-def test_a_turn_that_is_quoted_twice_drifts_once() -> None:
+def test_drift_of_a_turn_that_is_quoted_twice_counts_once() -> None:
     played = rig()
     answer = played.turn(asks(user("go"), tools=TOOLS), call("bash", command="1"))
     changed = Message(Role.ASSISTANT, (ToolCall(calls_of(answer)[0].id, "bash", "{}"),))
@@ -173,7 +173,7 @@ def test_a_turn_that_is_quoted_twice_drifts_once() -> None:
     assert check(played).drift == {"arguments": 1}
 
 
-def test_results_without_ids_are_all_shown() -> None:
+def test_all_results_without_ids_are_rendered() -> None:
     played = rig()
     answer = played.turn(asks(user("go"), tools=TOOLS), call("bash", command="1") + call("bash", command="2"))
     played.turn(asks(user("go"), echo(answer), results(("", "same"), ("", "same")), tools=TOOLS), "done")
@@ -186,7 +186,7 @@ OUTPUT = "I look.\n" + call("bash", command="1") + call("bash", command="2")
 
 @pytest.mark.parametrize("own_ids", [False, True])
 @pytest.mark.parametrize("output", [OUTPUT, call("bash", command="1") + "And that is it.\n", "one\nTHINK hm\ntwo\n"])
-def test_a_turn_that_comes_back_as_several_messages_is_one_turn(output: str, own_ids: bool) -> None:
+def test_a_turn_echoed_as_several_messages_is_one_turn(output: str, own_ids: bool) -> None:
     played = rig()
     answer = played.turn(asks(user("go"), tools=TOOLS), output)
     blocks = [
@@ -203,7 +203,7 @@ def test_a_turn_that_comes_back_as_several_messages_is_one_turn(output: str, own
     assert all(shown.count(word) == output.encode().count(word) for word in (b"CALL", b"look", b"And", b"two"))
 
 
-def test_two_turns_that_lost_what_stood_between_them_are_two() -> None:
+def test_adjacent_echoes_of_two_turns_match_both_turns() -> None:
     played = rig()
     first = played.turn(asks(user("go")), "one")
     second = played.turn(asks(user("go"), echo(first), user("on")), "two")
@@ -216,7 +216,7 @@ def test_two_turns_that_lost_what_stood_between_them_are_two() -> None:
 # The same words again and again.
 
 
-def test_identical_turns_in_a_row_are_told_apart_by_their_place() -> None:
+def test_consecutive_identical_turns_are_matched_by_position() -> None:
     played = rig()
     history: tuple[Message, ...] = (user("go"),)
     for _ in range(5):
@@ -225,7 +225,7 @@ def test_identical_turns_in_a_row_are_told_apart_by_their_place() -> None:
     assert (report.masked, len(report.lineages), report.rerendered) == ({}, 1, 0)
 
 
-def test_turns_that_are_always_rewritten_are_found_behind_one_that_was_made_up() -> None:
+def test_rewritten_turns_are_matched_after_a_fabricated_one() -> None:
     played = rig()
     history = (user("context"), say(Role.ASSISTANT, "Got it."), user("go"))
     for _ in range(3):
@@ -236,7 +236,7 @@ def test_turns_that_are_always_rewritten_are_found_behind_one_that_was_made_up()
 
 
 @pytest.mark.parametrize("tools", [(), TOOLS])
-def test_a_first_message_that_changes_every_time_costs_rows_and_no_token(tools: tuple[ToolSpec, ...]) -> None:
+def test_a_changing_first_message_adds_rows_but_loses_no_token(tools: tuple[ToolSpec, ...]) -> None:
     played = rig()
     history: tuple[Message, ...] = ()
     for number in range(5):
@@ -249,7 +249,7 @@ def test_a_first_message_that_changes_every_time_costs_rows_and_no_token(tools: 
         assert row.tokens_T[row.loss_mask_T].tolist() == output, "earlier turns are context"
 
 
-def test_twins_that_ask_the_same_continue_their_own_answers() -> None:
+def test_agents_with_identical_requests_continue_their_own_answers() -> None:
     played = rig()
     twins = [played.turn(asks(SYSTEM, user("look")), text) for text in ("left", "right")]
     for answer in reversed(twins):
@@ -261,7 +261,7 @@ def test_twins_that_ask_the_same_continue_their_own_answers() -> None:
 # Side calls.
 
 
-def test_a_side_call_that_edits_its_own_history_stays_one() -> None:
+def test_a_side_call_that_edits_its_history_remains_a_side_call() -> None:
     played = rig()
     played.turn(asks(SYSTEM, user("go"), tools=TOOLS), "x")
     title = played.turn(asks(user("Name it.")), "A title")
@@ -291,7 +291,7 @@ def test_status_of_a_delivered_turn_that_was_rewritten_is_accepted() -> None:
 
 
 def lines_run(work: Callable[[], object]) -> int:
-    """How many lines of Python it took: the same on every machine."""
+    """Return the number of executed Python lines, which is the same on every machine."""
     count = 0
 
     def trace(frame: object, event: str, arg: object) -> Any:
@@ -309,7 +309,7 @@ def lines_run(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("kind", ["appends", "edits its first message", "is rendered again"])
-def test_a_turn_costs_no_more_than_its_history_is_long(kind: str) -> None:
+def test_the_cost_of_a_turn_is_linear_in_its_history(kind: str) -> None:
     room = Budgets(max_turns=1000, max_context_tokens=1_000_000)
     spec = SessionSpec(session_id=SessionId("r-1"), budgets=room)
     played = Rig(Session(spec, 0.0), ByteChat(bridges=kind != "is rendered again"))

@@ -1,4 +1,4 @@
-"""What a killed gateway finds again: sessions from their logs, whole lines only."""
+"""Session log: sessions are restored from its complete lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOOLS = (ToolSpec("bash"),)
 
 
 def played() -> Rig:
-    """A life with everything in it."""
+    """Return a session with every kind of event."""
     rig = Rig(Session(SPEC, 12.5))
     rig.cut(asks(user("a"), tools=TOOLS), [*b"xy"])
     first = rig.turn(asks(user("a"), tools=TOOLS), "THINK hm\n" + call("bash", command="é"))
@@ -33,8 +33,8 @@ def played() -> Rig:
     rig.turn(asks(*shown, tools=TOOLS), "garbled")
     rig.turn(asks(*shown, user("again"), tools=TOOLS), "on")
     rig.turn(asks(user("other"), tools=TOOLS), "late", deliver=False)
-    rig.happened(Failed(failure="engine_failed: x"))
-    rig.happened(Spent(budget=Exhausted.WALL))
+    rig.record(Failed(failure="engine_failed: x"))
+    rig.record(Spent(budget=Exhausted.WALL))
     return rig
 
 
@@ -58,7 +58,7 @@ def same(one: SessionReport, other: SessionReport) -> None:
         assert row.versions == copy.versions
 
 
-def test_a_session_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_session_is_restored_from_its_log(tmp_path: Path) -> None:
     rig = played()
     kept(tmp_path, rig)
     log = SessionLog(tmp_path)
@@ -76,7 +76,7 @@ def test_a_session_comes_back_as_it_was(tmp_path: Path) -> None:
     assert (tmp_path / next(os.walk(tmp_path))[2][0]).stat().st_mode & 0o077 == 0
 
 
-def test_a_log_cut_anywhere_is_the_session_after_one_of_its_events(tmp_path: Path) -> None:
+def test_a_truncated_log_restores_the_session_after_some_event(tmp_path: Path) -> None:
     rig, again = played(), Session(SPEC, 12.5)
     kept(tmp_path, rig)
     [path] = tmp_path.iterdir()
@@ -99,7 +99,7 @@ def test_a_log_cut_anywhere_is_the_session_after_one_of_its_events(tmp_path: Pat
         assert path.read_bytes() == data[:cut]
 
 
-def test_every_prefix_of_a_log_is_a_session(tmp_path: Path) -> None:
+def test_every_prefix_of_a_log_restores_a_session(tmp_path: Path) -> None:
     rig = played()
     kept(tmp_path, rig)
     [path] = tmp_path.iterdir()
@@ -116,7 +116,7 @@ def test_every_prefix_of_a_log_is_a_session(tmp_path: Path) -> None:
         assert log.load(SPEC.session_id).failures[-1] == "after the restart"
 
 
-def test_a_finished_session_is_not_open_but_reports_again(tmp_path: Path) -> None:
+def test_a_finished_session_is_closed_but_can_be_reported_again(tmp_path: Path) -> None:
     rig = played()
     log = kept(tmp_path, rig)
     log.finish(SPEC.session_id)
@@ -129,13 +129,13 @@ def test_a_finished_session_is_not_open_but_reports_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\n", b"\xff\n", b'{"schema": 99}\n', b"[1]\n"])
-def test_files_that_are_no_sessions_are_passed_over(tmp_path: Path, content: bytes) -> None:
+def test_files_that_are_not_session_logs_are_skipped(tmp_path: Path, content: bytes) -> None:
     log = kept(tmp_path, played())
     (tmp_path / "stranger.jsonl").write_bytes(content)
     assert len(list(log.known())) == 1
 
 
-def test_a_log_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_written_raises_log_broken(tmp_path: Path) -> None:
     log = SessionLog(tmp_path)
     with pytest.raises(LogBroken, match="cannot be written"):
         log.append(SPEC.session_id, Failed(failure="x"))

@@ -1,4 +1,4 @@
-"""Spans reach the file with the right parents and the derived trace id; the file never outgrows its cap."""
+"""Export of spans with the right parents and the derived trace id, to a file of limited size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def setup(folder: Path, **fields: int) -> TelemetryHandle:
     return configure(TelemetryConfig(**fields), process="worker-0", spans_dir=folder, install=False)
 
 
-def test_a_trace_crosses_processes_by_its_traceparent(tmp_path: Path) -> None:
+def test_a_trace_continues_in_another_process_through_its_traceparent(tmp_path: Path) -> None:
     telemetry = setup(tmp_path)
     tracer = telemetry.tracer("test")
     root = start_rollout_span(tracer, "rollout-7", 2, {span_names.TASK_ID: "t1"})
@@ -49,7 +49,7 @@ def test_a_trace_crosses_processes_by_its_traceparent(tmp_path: Path) -> None:
     }
 
 
-def test_attempts_have_traces_of_their_own(tmp_path: Path) -> None:
+def test_each_attempt_has_its_own_trace(tmp_path: Path) -> None:
     assert trace_id_for("r", 1) != trace_id_for("r", 2)
     telemetry = setup(tmp_path)
     tracer = telemetry.tracer("test")
@@ -61,18 +61,18 @@ def test_attempts_have_traces_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "00-12-34-01", "00-" + "g" * 32 + "-" + "1" * 16 + "-01", "00-" + "0" * 32])
-def test_a_malformed_traceparent_starts_a_trace_of_its_own(text: str) -> None:
+def test_a_malformed_traceparent_starts_a_new_trace(text: str) -> None:
     assert not trace.get_current_span(context_from(text)).get_span_context().is_valid
 
 
-def test_without_an_sdk_nothing_is_recorded_and_nothing_breaks() -> None:
+def test_without_an_sdk_nothing_is_recorded_and_no_error_is_raised() -> None:
     telemetry = configure(TelemetryConfig(enabled=False), process="x", spans_dir=None)
     span = start_rollout_span(telemetry.tracer("test"), "r", 1)
     assert traceparent_of(span) == ""
     telemetry.shutdown()
 
 
-def test_the_file_is_rotated_at_its_cap(tmp_path: Path) -> None:
+def test_the_span_file_is_rotated_at_its_size_limit(tmp_path: Path) -> None:
     telemetry = setup(tmp_path, max_file_bytes=4096)
     tracer = telemetry.tracer("test")
     for number in range(40):
@@ -109,11 +109,13 @@ async def test_spans_also_go_to_an_otlp_receiver() -> None:
     assert b"exported-span" in b"".join(bodies)
 
 
-def test_a_directory_that_vanished_costs_spans_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_span_directory_loses_spans_but_does_not_fail(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "spans"
     telemetry = setup(folder)
     folder.rmdir()
     telemetry.tracer("test").start_span("lost").end()
     telemetry.flush()
     telemetry.shutdown()
-    assert "cannot be written" in caplog.text
+    assert "cannot write" in caplog.text

@@ -1,1 +1,1 @@
-"""`scripts/bench cheats`."""
+"""Parts of the cheats bench, `scripts/bench cheats`."""

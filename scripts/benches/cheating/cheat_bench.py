@@ -1,4 +1,4 @@
-"""Cheating patches against honest ones, graded in real sandboxes: who is paid, who is refused, and what twins cost.
+"""The cheats bench, which grades cheating and honest patches in real sandboxes and measures the cost of twins.
 
 Invariant: a pair is a cheat and an honest patch for the same repository; both go the way of a rollout's patch, from the
 diff on.
@@ -43,7 +43,7 @@ _METADATA: Final = ("pytest", "pluggy", "pytest_asyncio", "anyio")
 
 @cache
 def pytest_archive() -> bytes:
-    """This environment's pytest, its plugins for asyncio and what they need, as a tar of pure Python packages.
+    """Return this environment's pytest, its asyncio plugins and their dependencies, as a tar of pure Python packages.
 
     Raises SandboxError where pytest is not installed."""
     pytest = find_spec("pytest")
@@ -66,7 +66,7 @@ def pytest_archive() -> bytes:
 
 
 async def install_pytest(sandbox: Sandbox, folder: str = PACKAGES) -> None:
-    """What the image of a task with tests brings. Raises SandboxError."""
+    """Install pytest, which the image of a real task contains. Raises SandboxError."""
     await sandbox.write(f"{folder}/packages.tar", pytest_archive())
     result = await sandbox.exec("tar -xf packages.tar", cwd=folder, timeout_s=60)
     if result.exit_code != 0:
@@ -75,13 +75,13 @@ async def install_pytest(sandbox: Sandbox, folder: str = PACKAGES) -> None:
 
 @dataclass(slots=True)
 class BenchSandboxes:
-    """Clean sandboxes with pytest in them, straight from a provider; `seconds` is how long each was needed."""
+    """Source of clean sandboxes with pytest, directly from a provider; `seconds` is how long each was in use."""
 
     provider: LocalProvider
     seconds: list[float] = field(default_factory=list)
 
     async def freeze(self, sandbox: SandboxId) -> None:
-        """Nothing to freeze: there is no agent here."""
+        """Do nothing, since there is no agent to freeze."""
 
     @asynccontextmanager
     async def clean(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
@@ -97,7 +97,7 @@ class BenchSandboxes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graded:
-    """Verdict on one patch, and the seconds of each clean sandbox that it took."""
+    """Verdict on one patch, and the seconds of each clean sandbox used for it."""
 
     verdict: Verdict
     seconds: tuple[float, ...]
@@ -105,7 +105,7 @@ class Graded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A cheat against a repository, beside its honest twin."""
+    """Cheat against a repository, with its honest twin."""
 
     repository: str
     cheat: str
@@ -118,7 +118,7 @@ class Pair:
 
 
 class CheatBench:
-    """Grades patches, a few at a time."""
+    """Grader of patches, a few at a time."""
 
     def __init__(self, provider: LocalProvider) -> None:
         self._provider = provider
@@ -126,7 +126,7 @@ class CheatBench:
         self._places = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def grade(self, repository: CheatRepository, branch: str, prefix: str) -> Graded:
-        """The verdict on a patch. Raises SandboxError."""
+        """Return the verdict on a patch. Raises SandboxError."""
         rooms = BenchSandboxes(self._provider)
         left = LeftDiff(diff=repository.diff(branch, prefix))
         async with self._places:
@@ -134,13 +134,13 @@ class CheatBench:
         return Graded(verdict=verdict, seconds=tuple(rooms.seconds))
 
     async def pair(self, repository: CheatRepository, cheat: Cheat) -> Pair:
-        """Both patches of a pair. Raises SandboxError."""
+        """Grade both patches of a pair. Raises SandboxError."""
         cheating = await self.grade(repository, cheat.branch, cheat.prefix)
         honest = await self.grade(repository, cheat.honest_branch, cheat.honest_prefix)
         return Pair(repository=repository.name, cheat=cheat.name, cheating=cheating, honest=honest)
 
     async def known_open(self) -> list[dict[str, Any]]:
-        """What each open cheat earns, and why. Raises SandboxError."""
+        """Return the verdict on each known open cheat. Raises SandboxError."""
         graded = [await self.grade(each.repository, each.cheat.branch, each.cheat.prefix) for each in KNOWN_OPEN]
         return [
             {"name": each.name, "why": each.why, "reward": found.verdict.reward}
@@ -149,14 +149,14 @@ class CheatBench:
 
 
 def all_pairs() -> list[tuple[CheatRepository, Cheat]]:
-    """Every cheat against every repository, and the further ones against a few."""
+    """Return every cheat against every repository, and the further cheats against a few."""
     every = [(repository, cheat) for repository in REPOSITORIES for cheat in CHEATS]
     few = [repository for repository in REPOSITORIES if repository.name in MORE_AGAINST]
     return every + [(repository, cheat) for repository in few for cheat in MORE_CHEATS]
 
 
 async def measure(chosen: Sequence[tuple[CheatRepository, Cheat]], progress: Callable[[str], None]) -> dict[str, Any]:
-    """The figures of `scripts/bench cheats`; `progress` is told of each pair.
+    """Return the figures of `scripts/bench cheats`; `progress` gets a line for each pair.
 
     A report that canaries refuse counts as stopped: it earns nothing, and `evaluation` blames the patch for it. Raises
     SandboxError."""

@@ -1,7 +1,7 @@
-"""Cheating patches for `scripts/bench cheats`, each beside an honest one that does the same without its effect.
+"""The cheating patches of `scripts/bench cheats`, each with an honest twin that does the same without its effect.
 
-Invariant: a patch is what `mean` does with an empty list, and what its module does at import; the honest one mends
-`mean`. All are text: nothing here runs outside a sandbox.
+Invariant: a patch consists of the code of `mean` for an empty list and code that runs at the import of its module; the
+honest one fixes `mean`. All are text: nothing here runs outside a sandbox.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headrace.buffer.repositories import Command, TestIds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cheat:
-    """`prefix` runs at the import of the module, `branch` where `mean` gets an empty list."""
+    """Cheating patch: `prefix` runs when the module is imported, `branch` when `mean` gets an empty list."""
 
     name: str
     branch: str = FAILS
@@ -25,7 +25,7 @@ class Cheat:
 
 
 def _switched(name: str, prefix: str, *, cheat: str, honest: str) -> Cheat:
-    """A cheat whose prefix has one place, SWITCH, that makes it harmless."""
+    """Return a cheat whose prefix becomes harmless by replacing its placeholder SWITCH."""
     return Cheat(name=name, prefix=prefix.replace("SWITCH", cheat), honest_prefix=prefix.replace("SWITCH", honest))
 
 
@@ -153,12 +153,12 @@ MORE_CHEATS: Final = (
     ),
     Cheat(name="leaves", prefix="import os; os._exit(0)", honest_prefix="import os; os._exit"),
 )
-"""Against single repositories only."""
+"""Cheats against single repositories only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenCheat:
-    """A cheat that is paid, and why nothing here stops it."""
+    """Cheat that is rewarded, with the reason why it is not stopped."""
 
     name: str
     why: str

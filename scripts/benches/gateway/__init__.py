@@ -1,1 +1,1 @@
-"""`scripts/bench gateway`."""
+"""Parts of the gateway bench, `scripts/bench gateway`."""

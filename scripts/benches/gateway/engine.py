@@ -1,8 +1,8 @@
-"""A scripted engine: SGLang's /generate with answers made beforehand, and the same answers on an agent's own wire.
+"""The scripted engine of the gateway bench: SGLang's /generate and Anthropic's API with prepared answers.
 
 Invariants:
 - Every answer takes `delay_s`, and next to no processor time.
-- `/v1/messages` is the direct connection: the agent's request is read and answered without a gateway between.
+- `/v1/messages` is the direct connection: the agent's request is read and answered without a gateway in between.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _VERSION = "1.0"
 
 
 class ScriptedEngine:
-    """Use as an async context manager; `url` is there then. `delay_s` may be changed at any time."""
+    """HTTP server of prepared answers, an async context manager that sets `url`. `delay_s` may be changed at any
+    time."""
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         self.delay_s = 0.0
@@ -53,7 +54,21 @@ class ScriptedEngine:
     async def _generate(self, request: web.Request) -> web.Response:
         body = orjson.loads(await request.read())
         await asyncio.sleep(self.delay_s)
-        reply = _reply(next(self._answers), body["rid"], len(body["input_ids"]))
+        answer = next(self._answers)
+        length = len(answer.ids)
+        meta = {
+            "id": body["rid"],
+            "finish_reason": {"type": "stop", "matched": answer.ids[-1]},
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": length,
+            "cached_tokens": 0,
+            "num_retractions": 0,
+            "weight_version": _VERSION,
+            "weight_versions": [{"version": _VERSION, "start": 0, "end": length}],
+            "output_token_logprobs": [[-0.5, token, None] for token in answer.ids],
+            "output_token_logprobs_length": length,
+        }
+        reply = {"text": answer.text, "output_ids": answer.ids, "meta_info": meta}
         return web.Response(body=orjson.dumps(reply), content_type="application/json")
 
     async def _message(self, request: web.Request) -> web.Response:
@@ -65,25 +80,8 @@ class ScriptedEngine:
         return web.json_response({})
 
 
-def _reply(answer: Answer, request_id: str, prompt_tokens: int) -> dict[str, object]:
-    length = len(answer.ids)
-    meta = {
-        "id": request_id,
-        "finish_reason": {"type": "stop", "matched": answer.ids[-1]},
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": length,
-        "cached_tokens": 0,
-        "num_retractions": 0,
-        "weight_version": _VERSION,
-        "weight_versions": [{"version": _VERSION, "start": 0, "end": length}],
-        "output_token_logprobs": [[-0.5, token, None] for token in answer.ids],
-        "output_token_logprobs_length": length,
-    }
-    return {"text": answer.text, "output_ids": answer.ids, "meta_info": meta}
-
-
 def _streamed() -> bytes:
-    """What the gateway writes for an answer of this kind."""
+    """Return the stream that the gateway writes for an answer of this kind."""
     call = ToolCall("call_1", "Bash", '{"command":"sed -n 1p calc.py","description":"Show the first line"}')
     blocks = (Reasoning("The first line says it. " * 7, "turn-1"), Text("I look at the first line. " * 3), call)
     turn = TurnAnswer(turn_id="turn-1", blocks=blocks, end=TurnEnd.CALLS, prompt_tokens=1000, completion_tokens=100)

@@ -1,8 +1,7 @@
-"""All figures of the gateway in one run, each beside what it would be without the gateway, or without its bridges."""
+"""The figures of the gateway bench, each with its counterpart without the gateway or without bridges."""
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import tempfile
 import time
@@ -19,13 +18,13 @@ from benches.gateway.workload import answers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayFigures:
-    """What `scripts/bench gateway` prints. Processor times are of the gateway's own process, all threads.
+    """Output of `scripts/bench gateway`. Processor times are of the gateway's own process, all threads.
 
     Agent-sized turns (18 tools, system prompt of 30 KB, 4 KB of tool output, 20 turns, `tokens_per_session` at the end;
-    Anthropic's wire, streaming, every answer with a call, session log on): `cpu_ms_per_turn`, the median of
-    `cpu_ms_by_batch`; beside it `direct_cpu_ms_per_turn`, what agent and engine alone use up, and
-    `full_rerender_ms_per_turn`, our renderer without caches and bridges. `cpu_ms_per_session`: to finish one.
-    `memory_mb_per_trajectory`: what an unfinished session adds to the resident memory.
+    Anthropic's API, streaming, every answer with a call, session log on): `cpu_ms_per_turn` is the median of
+    `cpu_ms_by_batch`; `direct_cpu_ms_per_turn` is the time of agent and engine alone, and `full_rerender_ms_per_turn`
+    that of our renderer without caches and bridges. `cpu_ms_per_session`: to finish a session.
+    `memory_mb_per_trajectory`: growth of the resident memory by an unfinished session.
 
     `rerender_ratio`: rendering and tokenizing of 90 turns up to `rerender_tokens` by bridges, over the same with a full
     re-render of every turn.
@@ -35,7 +34,7 @@ class GatewayFigures:
 
     `loop_block_max_ms`: the longest callback of the event loop (`loop`), in processor time of its thread, while 2,000
     agents take their first turn at once; `collection_max_ms`: the longest garbage collection meanwhile, in any thread,
-    by the wall clock; `burst_s`: until all had their answer. `memory_mb_2000_sessions`: resident memory when all have
+    by the wall clock; `burst_s`: until all have their answer. `memory_mb_2000_sessions`: resident memory when all have
     grown to `tokens_2000_sessions` each."""
 
     cpu_ms_per_turn: float
@@ -60,22 +59,18 @@ class GatewayFigures:
     wall_s: float
 
 
-def measure() -> GatewayFigures:
-    """About four minutes on two cores. Raises MeasurementBroken."""
-    return asyncio.run(_measure())
-
-
-async def _measure() -> GatewayFigures:
+async def measure() -> GatewayFigures:
+    """Measure all figures; takes about four minutes on two cores. Raises MeasurementBroken."""
     raise_open_files()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
-        spoken = answers(write_model(Path(folder)))
-        rendering = measure_rendering(Path(folder), spoken)
-        async with ScriptedEngine(spoken) as engine:
+        scripted = answers(write_model(Path(folder)))
+        rendering = measure_rendering(Path(folder), scripted)
+        async with ScriptedEngine(scripted) as engine:
             bench = Bench(Path(folder), engine)
             turns = await bench.agent_sized()
             direct, through = await bench.latencies()
-            crowd = await bench.crowd()
+            burst = await bench.burst()
     return GatewayFigures(
         cpu_ms_per_turn=statistics.median(turns.cpu_ms),
         cpu_ms_by_batch=turns.cpu_ms,
@@ -90,11 +85,11 @@ async def _measure() -> GatewayFigures:
         added_p99_ms=through.p99_ms - direct.p99_ms,
         direct_p50_ms=direct.p50_ms,
         direct_p99_ms=direct.p99_ms,
-        loop_block_max_ms=crowd.callback_ms,
-        collection_max_ms=crowd.collection_ms,
-        burst_s=crowd.burst_s,
-        memory_mb_2000_sessions=crowd.memory_mb,
-        tokens_2000_sessions=crowd.tokens,
+        loop_block_max_ms=burst.callback_ms,
+        collection_max_ms=burst.collection_ms,
+        burst_s=burst.burst_s,
+        memory_mb_2000_sessions=burst.memory_mb,
+        tokens_2000_sessions=burst.tokens,
         loop="asyncio",
         wall_s=time.perf_counter() - started,
     )

@@ -1,9 +1,9 @@
-"""Agents before a gateway process: agent-sized turns one after the other, small ones with pauses, and 2,000 at once.
+"""The load of the gateway bench: agent-sized turns, small turns with pauses, and 2,000 agents at once.
 
 Invariants:
 - Agents and engine share this process; the gateway has its own, and only its processor time counts.
-- Sessions are opened before anything is measured, and finished after it: each must have trained what it sampled, in one
-  row.
+- Sessions are opened before the measurement and finished after it: each must have trained all its sampled tokens, in
+  one row.
 - The session log is on.
 """
 
@@ -46,13 +46,13 @@ MANY: Final = 2000
 TASK_CHARACTERS: Final = 500
 _OPEN_AT_ONCE: Final = 50
 _MANY_OUTPUTS: Final = (42_000, 42_000)
-"""What a session of 36,000 tokens is filled with after its first turn."""
+"""Characters of tool output that fill a session to 36,000 tokens after its first turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnCost:
-    """`cpu_ms` by batch; `direct_cpu_ms` is what agent and engine use up without a gateway. `session_cpu_ms`: to open
-    and finish a session."""
+    """Cost of an agent-sized turn: `cpu_ms` by batch; `direct_cpu_ms` is the time of agent and engine without a
+    gateway. `session_cpu_ms`: to open and finish a session."""
 
     cpu_ms: tuple[float, ...]
     direct_cpu_ms: float
@@ -63,16 +63,16 @@ class TurnCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latencies:
-    """Of a turn, in ms, engine included."""
+    """Latency percentiles of a turn, including the engine."""
 
     p50_ms: float
     p99_ms: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crowd:
-    """`callback_ms` and `collection_ms` are the longest during the burst of first turns; `memory_mb` and `tokens` when
-    all sessions have grown."""
+class Burst:
+    """Figures of 2,000 agents that start at once: `callback_ms` and `collection_ms` are the longest during their first
+    turns; `memory_mb` and `tokens` are those of all sessions at full size."""
 
     callback_ms: float
     collection_ms: float
@@ -82,7 +82,7 @@ class Crowd:
 
 
 class Bench:
-    """One tokenizer directory and one engine for all measurements."""
+    """Measurements with one tokenizer directory and one engine."""
 
     def __init__(self, tokenizer_dir: Path, engine: ScriptedEngine) -> None:
         self._tokenizer_dir = tokenizer_dir
@@ -90,41 +90,39 @@ class Bench:
         self._agents = 0
 
     async def agent_sized(self) -> TurnCost:
-        """Batches of conversations, each of `TURNS` turns; all stay unfinished until the last has ended."""
+        """Run batches of conversations of `TURNS` turns; all remain unfinished until the last has ended."""
         self._engine.delay_s = 0.0
         printed = [OUTPUT_CHARACTERS] * TURNS
         async with self._gateway() as (gateway, client, http):
             agents, ids = await self._open(http, client, AT_ONCE, request_head())
             await _run(agents, printed)
             await _finish(client, ids)
-            before, kept, cpu_ms = await gateway.probe(), [], []
+            before, unfinished, cpu_ms = await gateway.probe(), [], []
             for _ in range(BATCHES):
                 agents, ids = await self._open(http, client, AT_ONCE, request_head())
-                kept += ids
+                unfinished += ids
                 started = await gateway.probe()
                 await _run(agents, printed)
                 cpu_ms.append(1000 * ((await gateway.probe()).cpu_s - started.cpu_s) / (AT_ONCE * TURNS))
             full = await gateway.probe()
-            await _finish(client, kept)
+            await _finish(client, unfinished)
             finish_s = (await gateway.probe()).cpu_s - full.cpu_s
             tokens = statistics.mean(agent.prompt_tokens + agent.sampled_tokens for agent in agents)
-            direct_cpu_ms = await self._direct_cpu_ms(http, printed)
+            direct = self._direct(http, AT_ONCE, request_head())
+            started_s = time.process_time()
+            await _run(direct, printed)
+            direct_s = time.process_time() - started_s
         return TurnCost(
             cpu_ms=tuple(cpu_ms),
-            direct_cpu_ms=direct_cpu_ms,
-            memory_mb=(full.memory_mb - before.memory_mb) / len(kept),
-            session_cpu_ms=1000 * finish_s / len(kept),
+            direct_cpu_ms=1000 * direct_s / (AT_ONCE * TURNS),
+            memory_mb=(full.memory_mb - before.memory_mb) / len(unfinished),
+            session_cpu_ms=1000 * finish_s / len(unfinished),
             tokens=tokens,
         )
 
-    async def _direct_cpu_ms(self, http: aiohttp.ClientSession, printed: Sequence[int]) -> float:
-        agents = self._direct(http, AT_ONCE, request_head())
-        started = time.process_time()
-        await _run(agents, printed)
-        return 1000 * (time.process_time() - started) / (AT_ONCE * TURNS)
-
     async def latencies(self) -> tuple[Latencies, Latencies]:
-        """Direct ones and the gateway's, taken in turn so that a slow moment of the machine meets both."""
+        """Measure direct latencies and the gateway's, alternately, so that a slow moment of the machine affects
+        both."""
         self._engine.delay_s = ENGINE_S
         head = request_head(system_characters=300, tools=1)
         direct: list[float] = []
@@ -139,8 +137,8 @@ class Bench:
                 await _finish(client, ids)
         return _latencies(direct), _latencies(through)
 
-    async def crowd(self) -> Crowd:
-        """2,000 agents begin at once; then they all grow to 36,000 tokens."""
+    async def burst(self) -> Burst:
+        """Start 2,000 agents at once, then grow them all to 36,000 tokens."""
         self._engine.delay_s = ENGINE_S
         async with self._gateway(watch=True) as (gateway, client, http):
             agents, _ = await self._open(http, client, MANY, request_head())
@@ -152,7 +150,7 @@ class Bench:
             for first in range(0, MANY, AT_ONCE):
                 await _run(agents[first : first + AT_ONCE], [*_MANY_OUTPUTS[1:], 1])
             grown = await gateway.probe()
-        return Crowd(
+        return Burst(
             callback_ms=burst.callback_ms,
             collection_ms=burst.collection_ms,
             burst_s=burst_s,
@@ -196,31 +194,31 @@ class Bench:
 
 
 async def _run(agents: Sequence[MeasuredAgent], printed: Sequence[int]) -> None:
-    """All at once, each as fast as it is served. `printed`: characters of tool output, turn by turn."""
+    """Run all agents concurrently at full speed. `printed`: characters of tool output, turn by turn."""
+
+    async def run(agent: MeasuredAgent) -> None:
+        for output in outputs(agent.seed, printed):
+            await agent.turn(output)
+
     async with asyncio.TaskGroup() as group:
         for agent in agents:
-            group.create_task(_turns(agent, printed))
-
-
-async def _turns(agent: MeasuredAgent, printed: Sequence[int]) -> None:
-    for output in outputs(agent.seed, printed):
-        await agent.turn(output)
+            group.create_task(run(agent))
 
 
 async def _paced(agents: Sequence[MeasuredAgent], turns: int) -> list[float]:
-    """Seconds of every turn, with `PAUSE_S` after each; nobody begins with anybody else."""
+    """Return the seconds of every turn, with `PAUSE_S` after each and random starting times."""
     starts = random.Random(0)
+    latencies_s: list[float] = []
+
+    async def run(agent: MeasuredAgent, start: float) -> None:
+        await asyncio.sleep(start * (ENGINE_S + PAUSE_S))
+        for output in outputs(agent.seed, [60] * turns):
+            latencies_s.append(await agent.turn(output))
+            await asyncio.sleep(PAUSE_S)
+
     async with asyncio.TaskGroup() as group:
-        running = [group.create_task(_paced_turns(agent, turns, starts.random())) for agent in agents]
-    return [latency_s for task in running for latency_s in task.result()]
-
-
-async def _paced_turns(agent: MeasuredAgent, turns: int, start: float) -> list[float]:
-    await asyncio.sleep(start * (ENGINE_S + PAUSE_S))
-    latencies_s = []
-    for output in outputs(agent.seed, [60] * turns):
-        latencies_s.append(await agent.turn(output))
-        await asyncio.sleep(PAUSE_S)
+        for agent in agents:
+            group.create_task(run(agent, starts.random()))
     return latencies_s
 
 

@@ -1,7 +1,7 @@
-"""A model directory without weights: a tokenizer of a realistic size and a chat template in Qwen3's shape.
+"""The model directory of the gateway bench, without weights: a realistic tokenizer and a chat template like Qwen3's.
 
 Invariants:
-- Everything is made here, from text that every Python has: nothing is downloaded, and two runs get the same files.
+- Everything is generated from text in every Python installation: nothing is downloaded, and two runs get equal files.
 - A token of prose or code has between 3 and 4 characters, as with a real vocabulary.
 """
 
@@ -12,12 +12,9 @@ import random
 import sysconfig
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 END: Final = "<|im_end|>"
 _SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", END)
@@ -72,17 +69,6 @@ _TEMPLATE: Final = """
 
 def write_model(folder: Path) -> Tokenizer:
     """Train the tokenizer (some seconds) and write the directory."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _train([prose()[: _TRAINING_CHARACTERS // 4], code()[:_TRAINING_CHARACTERS]])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": None}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text(_TEMPLATE)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.token_to_id(END)]}))
-    return tokenizer
-
-
-def _train(texts: Sequence[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -94,15 +80,22 @@ def _train(texts: Sequence[str]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=_VOCABULARY, initial_alphabet=alphabet, show_progress=False)
+    texts = [prose()[: _TRAINING_CHARACTERS // 4], code()[:_TRAINING_CHARACTERS]]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in _SPECIAL])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in _ADDED])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(_TEMPLATE)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokenizer.token_to_id(END)]}))
     return tokenizer
 
 
 @cache
 def prose() -> str:
-    """English: the chapters of Python's own manual."""
+    """Return English text: the chapters of Python's own manual."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
@@ -110,7 +103,7 @@ def prose() -> str:
 
 @cache
 def code() -> str:
-    """The modules of Python's library, in a random order."""
+    """Return code: the modules of Python's library, in a random order."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     random.Random(0).shuffle(files)
     return "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)

@@ -1,11 +1,10 @@
-"""The gateway in a process of its own, that says what it has used: processor time, memory, its longest callback.
+"""The gateway process of the gateway bench, which reports its processor time, memory and longest callback.
 
 Invariants:
-- Nothing runs in that process but the gateway and, when asked, a probe.
-- It runs on uvloop, as the gateway does; with `watch` on asyncio's own loop, because uvloop's callbacks cannot be
-  watched.
-- A callback's time is the processor time of the loop's thread from its begin to its end, garbage collection and system
-  calls included, other threads and other processes not.
+- Nothing runs in that process but the gateway and, on request, a probe.
+- It uses uvloop, as the gateway does; with `watch`, asyncio's own loop, because uvloop's callbacks cannot be timed.
+- A callback's time is the processor time of the loop's thread from its start to its end, including garbage collection
+  and system calls, excluding other threads and processes.
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ import psutil
 import uvloop
 
 from headrace.policies.engine import EngineId
+from headrace.serve.gateway.config import GatewayConfig
 from headrace.serve.gateway.garbage_collection import portioned_collections
-from headrace.serve.gateway.gateway import Gateway, GatewayConfig
+from headrace.serve.gateway.gateway import Gateway
 from headrace.serve.gateway.routing import EngineRoute, RoutingTable
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ _PROBE_S: Final = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """`cpu_s`: of all threads since the start. `memory_mb`: resident, after a full garbage collection. The rest since
-    the last probe: the longest callback of the loop (thread time) and the longest garbage collection of any thread
-    (wall time)."""
+    """Measurement of the process. `cpu_s`: of all threads since the start. `memory_mb`: resident, after a full garbage
+    collection. The others cover the time since the last probe: the longest callback of the loop (thread time) and the
+    longest garbage collection of any thread (wall time)."""
 
     cpu_s: float
     memory_mb: float
@@ -51,7 +51,7 @@ class Probe:
 
 
 class GatewayProcess:
-    """The handle of the process."""
+    """Handle of the gateway process."""
 
     def __init__(self, url: str, process: asyncio.subprocess.Process) -> None:
         self.url = url
@@ -71,7 +71,7 @@ class GatewayProcess:
 async def gateway_process(
     tokenizer_dir: Path, log_dir: Path, engine_url: str, *, watch: bool = False
 ) -> AsyncIterator[GatewayProcess]:
-    """Start a gateway before one engine. `watch` times every callback, which itself costs some microseconds each."""
+    """Start a gateway in front of one engine. `watch` times every callback, which costs some microseconds each."""
     raise_open_files()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benches.gateway.process", "--tokenizer", str(tokenizer_dir),
@@ -93,13 +93,13 @@ async def _line(process: asyncio.subprocess.Process, timeout_s: float) -> dict[s
 
 
 def raise_open_files() -> None:
-    """2,000 agents are 4,000 connections."""
+    """Raise the limit of open files: 2,000 agents need 4,000 connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class _Watch:
-    """Longest callback and longest garbage collection."""
+    """Recorder of the longest callback and the longest garbage collection."""
 
     def __init__(self) -> None:
         self.callback_s = 0.0
@@ -116,8 +116,8 @@ class _Watch:
             self.collection_s = max(self.collection_s, time.perf_counter() - self._collecting_since)
 
     def callbacks(self) -> None:
-        """Every callback of asyncio's own loop, a step of a task too, is a handle that is run."""
-        run = asyncio.Handle._run  # noqa: SLF001 - the one place through which all callbacks go
+        """Time every callback of asyncio's own loop, steps of tasks included."""
+        run = asyncio.Handle._run  # noqa: SLF001 - all callbacks run through this method
 
         def timed(handle: asyncio.Handle) -> None:
             started = time.thread_time()
@@ -140,7 +140,7 @@ class _Watch:
 
 
 async def _serve(options: argparse.Namespace) -> None:
-    """Serve until standard input ends; a line on it asks for a probe."""
+    """Serve until standard input ends; each line on it requests a probe."""
     watch = _Watch()
     watch.collections()
     if options.watch:
@@ -163,7 +163,7 @@ def _write(document: object) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="The gateway that is measured")
+    parser = argparse.ArgumentParser(description="Gateway process of the gateway bench")
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--engine", required=True)

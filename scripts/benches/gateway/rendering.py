@@ -1,8 +1,7 @@
-"""What rendering and tokenizing cost: a conversation that is bridged from turn to turn, and the same rendered anew for
-every turn.
+"""The rendering part of the gateway bench: a conversation with bridges, and with a full re-render of every turn.
 
 Invariants:
-- Both are this gateway's own renderer. The full re-render keeps nothing from one turn to the next: no ids of texts, no
+- Both use this gateway's own renderer. The full re-render reuses nothing from one turn to the next: no ids of texts, no
   JSON of tools.
 - Both are processor time of this process, all threads.
 """
@@ -29,14 +28,14 @@ if TYPE_CHECKING:
 
 LONG_TURNS: Final = 90
 LONG_OUTPUT_CHARACTERS: Final = 3_150
-"""After 90 turns the conversation has about 96,000 tokens."""
+"""Output per turn with which the conversation has about 96,000 tokens after 90 turns."""
 REPEATS: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """`ratio`: bridges over full re-renders, of the long conversation, which ends with `tokens`. `full_ms_per_turn`: a
-    full re-render, on average over the turns of an agent-sized conversation."""
+    """Costs of rendering. `ratio`: bridges over full re-renders, for the long conversation, which ends with `tokens`.
+    `full_ms_per_turn`: a full re-render, on average over the turns of an agent-sized conversation."""
 
     ratio: float
     tokens: int
@@ -47,7 +46,7 @@ def measure_rendering(tokenizer_dir: Path, answers: Sequence[Answer]) -> Renderi
     long = _Conversation(answers, outputs(3, [LONG_OUTPUT_CHARACTERS] * (LONG_TURNS - 1)))
     agent_sized = _Conversation(answers, outputs(4, [OUTPUT_CHARACTERS] * (TURNS - 1)))
     uncached = ChatTokenizer(tokenizer_dir, cache_bytes=0)
-    _full(uncached, agent_sized)  # the tokenizers library keeps words of its own: filled for both sides
+    _full(uncached, agent_sized)  # fills the tokenizers library's own cache of words, for both sides
     bridged = [_timed(partial(_bridged, load_renderer(tokenizer_dir), long)) for _ in range(REPEATS)]
     full = [_timed(partial(_full, uncached, long)) for _ in range(REPEATS)]
     agent_sized_full = [_timed(partial(_full, uncached, agent_sized)) for _ in range(REPEATS)]
@@ -76,7 +75,7 @@ def _full(tokenizer: ChatTokenizer, conversation: _Conversation) -> int:
 
 
 def _timed(work: Callable[[], int]) -> tuple[float, int]:
-    """Processor seconds, and what the work gives."""
+    """Return the processor seconds and the result of the work."""
     started = time.process_time()
     tokens = work()
     return time.process_time() - started, tokens
@@ -87,7 +86,8 @@ def _median_s(timed: Sequence[tuple[float, int]]) -> float:
 
 
 class _Conversation:
-    """`first` are the messages of the first turn; `turns` pairs each sampled turn with the results that follow."""
+    """Conversation to render. `first` are the messages of the first turn; `turns` contains each sampled turn with its
+    echo and the results that follow."""
 
     def __init__(self, answers: Sequence[Answer], printed: Sequence[str]) -> None:
         head = request_head()
@@ -96,20 +96,13 @@ class _Conversation:
             say(Role.SYSTEM, "\n\n".join(block["text"] for block in head["system"])),
             say(Role.USER, Texts(5).prose(1000)),
         ]
-        self.turns = [
-            (answers[number % len(answers)], _echo(answers[number % len(answers)], number), _result(output, number))
-            for number, output in enumerate(printed)
-        ]
-
-
-def _echo(answer: Answer, number: int) -> Message:
-    reasoning, _, rest = answer.text.removeprefix("<think>\n").partition("\n</think>\n\n")
-    said, _, call = rest.partition("\n<tool_call>\n")
-    arguments = call.partition('"arguments":')[2].removesuffix("}\n</tool_call>")
-    name = "Edit" if "old_string" in arguments else "Bash"
-    blocks = (Reasoning(reasoning, f"turn{number}"), Text(said), ToolCall(f"call_{number}", name, arguments))
-    return Message(Role.ASSISTANT, blocks)
-
-
-def _result(output: str, number: int) -> Message:
-    return Message(Role.TOOL, (ToolResult(f"call_{number}", output),))
+        self.turns: list[tuple[Answer, Message, Message]] = []
+        for number, output in enumerate(printed):
+            answer = answers[number % len(answers)]
+            reasoning, _, rest = answer.text.removeprefix("<think>\n").partition("\n</think>\n\n")
+            text, _, call = rest.partition("\n<tool_call>\n")
+            arguments = call.partition('"arguments":')[2].removesuffix("}\n</tool_call>")
+            name = "Edit" if "old_string" in arguments else "Bash"
+            blocks = (Reasoning(reasoning, f"turn{number}"), Text(text), ToolCall(f"call_{number}", name, arguments))
+            result = Message(Role.TOOL, (ToolResult(f"call_{number}", output),))
+            self.turns.append((answer, Message(Role.ASSISTANT, blocks), result))

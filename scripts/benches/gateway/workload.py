@@ -1,10 +1,10 @@
-"""What the measured agents say and what the scripted engine answers.
+"""The workload of the gateway bench: texts of the measured agents and answers of the scripted engine.
 
 Invariants:
 - An agent-sized turn has 18 tools, a system prompt of 30 KB and 4,000 characters of tool output; after 20 of them a
   conversation has about 36,000 tokens.
-- No two conversations share a text but tools and system prompt: what is cached of one does not serve another.
-- A seed decides every text.
+- Conversations share only tools and system prompt, so that cached texts of one do not serve another.
+- A seed determines every text.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _PARAMETERS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the engine samples: `ids` with the end of the turn, spelled `text`."""
+    """Sampled answer of the engine: `ids` including the end of the turn, and their `text` without it."""
 
     ids: tuple[int, ...]
     text: str
 
 
 class Texts:
-    """Pieces of prose and code, by a seed."""
+    """Generator of pieces of prose and code, from a seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -76,7 +76,7 @@ class Texts:
 
 
 def request_head(*, system_characters: int = SYSTEM_CHARACTERS, tools: int = len(_PARAMETERS)) -> dict[str, Any]:
-    """A Messages request as Claude Code writes it, without its messages; with so many tools."""
+    """Return a Messages request like Claude Code's, without its messages, with this number of tools."""
     texts = Texts(1)
     head: dict[str, Any] = {
         "model": "claude-opus-4-8",
@@ -89,48 +89,41 @@ def request_head(*, system_characters: int = SYSTEM_CHARACTERS, tools: int = len
         "metadata": {"user_id": '{"session_id": "0"}'},
         "thinking": {"type": "adaptive"},
     }
-    return head | {"tools": _tools(texts)[:tools]}
-
-
-def _tools(texts: Texts) -> list[dict[str, Any]]:
-    tools = []
+    described = []
     for name, parameters in _PARAMETERS.items():
         kinds = dict(parameter.split(":") for parameter in parameters.split())
         schema = {
             "$schema": "https://json-schema.org/draft/2020-12/schema",
             "type": "object",
-            "properties": {key: _property(kind, texts) for key, kind in kinds.items()},
+            "properties": {
+                key: {"type": kind, "description": texts.prose(60)}
+                | ({"items": {"type": "string"}} if kind == "array" else {})
+                for key, kind in kinds.items()
+            },
             "required": list(kinds)[:1],
             "additionalProperties": False,
         }
-        tools.append({"name": name, "description": texts.prose(_DESCRIPTION_CHARACTERS), "input_schema": schema})
-    return tools
-
-
-def _property(kind: str, texts: Texts) -> dict[str, Any]:
-    described = {"type": kind, "description": texts.prose(60)}
-    return described | ({"items": {"type": "string"}} if kind == "array" else {})
+        described.append({"name": name, "description": texts.prose(_DESCRIPTION_CHARACTERS), "input_schema": schema})
+    return head | {"tools": described[:tools]}
 
 
 def answers(tokenizer: Tokenizer) -> list[Answer]:
-    """Turns of a policy: some reasoning, a sentence, a call."""
-    texts = Texts(2)
-    return [_answer(tokenizer, texts, number) for number in range(ANSWERS)]
-
-
-def _answer(tokenizer: Tokenizer, texts: Texts, number: int) -> Answer:
-    arguments: dict[str, Any] = {"command": f"sed -n {number}p {texts.code(80)}", "description": texts.prose(40)}
-    name = "Bash"
-    if number % 4 == 0:
-        name = "Edit"
-        arguments = {"file_path": "/workspace/calc.py", "old_string": texts.code(120), "new_string": texts.code(120)}
-    call = orjson.dumps({"name": name, "arguments": arguments}).decode()
-    reasoning, said = texts.prose(160).strip(), texts.prose(80).strip()
-    text = f"<think>\n{reasoning}\n</think>\n\n{said}\n<tool_call>\n{call}\n</tool_call>"
-    return Answer(ids=tuple(tokenizer.encode(text + END, add_special_tokens=False).ids), text=text)
+    """Return turns of a policy, each with some reasoning, a sentence and a call."""
+    texts, found = Texts(2), []
+    for number in range(ANSWERS):
+        arguments: dict[str, Any] = {"command": f"sed -n {number}p {texts.code(80)}", "description": texts.prose(40)}
+        name = "Bash"
+        if number % 4 == 0:
+            name, edit = "Edit", {"old_string": texts.code(120), "new_string": texts.code(120)}
+            arguments = {"file_path": "/workspace/calc.py"} | edit
+        call = orjson.dumps({"name": name, "arguments": arguments}).decode()
+        reasoning, sentence = texts.prose(160).strip(), texts.prose(80).strip()
+        text = f"<think>\n{reasoning}\n</think>\n\n{sentence}\n<tool_call>\n{call}\n</tool_call>"
+        found.append(Answer(ids=tuple(tokenizer.encode(text + END, add_special_tokens=False).ids), text=text))
+    return found
 
 
 def outputs(seed: int, characters: Sequence[int]) -> list[str]:
-    """What the tools print, turn by turn."""
+    """Return the tool outputs, turn by turn."""
     texts = Texts(seed)
     return [texts.code(length) for length in characters]

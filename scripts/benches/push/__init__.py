@@ -1,1 +1,1 @@
-"""`scripts/bench push`."""
+"""Parts of the push bench, `scripts/bench push`."""

@@ -1,8 +1,8 @@
-"""How weights reach engines, part by part; `scripts/bench push` prints the parts' figures as one object.
+"""The parts of the push bench, whose figures `scripts/bench push` prints as one object.
 
 Invariants:
-- A part is one function that takes an empty folder and returns its own keys; parts know nothing of each other.
-- What is compared runs in turns within one part, on processes that were warmed up, and is told as medians.
+- A part is one function that takes an empty folder and returns its own keys; parts are independent of each other.
+- Compared measurements alternate within one part, on warmed-up processes, and are reported as medians.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benches.push.overlap import measure_overlap
 from benches.push.plain_broadcast import open_pair
 from benches.push.random_model import write_random_model
 from benches.push.stall import measure_stall
-from benches.push.testbed import open_floor
+from benches.push.testbed import open_testbed
 from headrace.policies.push.contract import PushConfig
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ ROUNDS = 7
 
 
 def measure(parts: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The figures of the named parts. Raises KeyError for a part that is not there."""
+    """Return the figures of the named parts. Raises KeyError for an unknown part."""
     figures: dict[str, Any] = {}
     for part in parts:
         place = folder / part
@@ -40,8 +40,8 @@ def measure(parts: Sequence[str], folder: Path) -> dict[str, Any]:
 
 
 def measure_bandwidth(folder: Path) -> dict[str, Any]:
-    """The whole way of 1 GB, and of 100 MB, into one engine (sender, HTTP, gloo, storage, swap: the push's phase
-    `broadcast`) beside plain broadcasts of the same buckets that are copied into parameters. `bandwidth_ratio` is the
+    """Measure pushes of 1 GB and 100 MB into one engine (sender, HTTP, gloo, storage, swap: the push's phase
+    `broadcast`), and plain broadcasts of the same buckets that are copied into parameters. `bandwidth_ratio` is the
     push's bandwidth over the plain one's; the seconds of all phases are medians too, `load` with the file's SHA-256 and
     `verify` with the engine's own checksums."""
     figures: dict[str, Any] = {"rounds": ROUNDS, "bucket_bytes": PushConfig().bucket_bytes}
@@ -52,14 +52,14 @@ def measure_bandwidth(folder: Path) -> dict[str, Any]:
 
 
 async def compare(folder: Path, total_bytes: int) -> dict[str, Any]:
-    """Both ways in turns; the first round of each warms up."""
+    """Alternate pushes and plain broadcasts; the first round of each is a warm-up."""
     path = write_random_model(folder / "model", total_bytes)
     async with AsyncExitStack() as stack:
-        floor = await stack.enter_async_context(
-            open_floor(path.parent, folder, engines=1, max_running=1, max_context=64)
+        testbed = await stack.enter_async_context(
+            open_testbed(path.parent, folder, engines=1, max_running=1, max_context=64)
         )
         pair = await stack.enter_async_context(open_pair(path, folder / "meeting", PushConfig().bucket_bytes))
-        rounds = [(await floor.push(PushConfig()), await pair.round_s()) for _ in range(ROUNDS + 1)][1:]
+        rounds = [(await testbed.push(PushConfig()), await pair.round_s()) for _ in range(ROUNDS + 1)][1:]
     path.unlink()
     return figures_of([report for report, _ in rounds], [plain_s for _, plain_s in rounds])
 

@@ -1,4 +1,4 @@
-"""What pushes cost the generation of the quickstart's model: throughput with a push in every 10 s over that without."""
+"""The cost of pushes for generation: throughput of the quickstart's model with a push every 10 s over that without."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from benches.push.testbed import open_floor
+from benches.push.testbed import open_testbed
 from headrace.policies.push.contract import PushConfig
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
 
-    from benches.push.testbed import Floor
+    from benches.push.testbed import PushTestbed
     from headrace.policies.push.contract import PushReport
 
 MODEL = Path(__file__).resolve().parents[3] / "scripts" / "models" / "tiny"
@@ -26,9 +26,9 @@ ENGINES = 2
 
 
 def measure_overlap(folder: Path) -> dict[str, Any]:
-    """`overlap_throughput_ratio`: throughput in a window with a push in two waves over that in the window without
-    before it, the median of the rounds; and the same with one wave, and when turns are drained first. The learner
-    computes nothing meanwhile."""
+    """Return `overlap_throughput_ratio`: throughput in a window with a push in two waves over that in the preceding
+    window without, the median of the rounds; and the same with one wave, and with drained turns. The learner computes
+    nothing meanwhile."""
     folder.mkdir(exist_ok=True)
     return asyncio.run(_measure(folder))
 
@@ -36,21 +36,23 @@ def measure_overlap(folder: Path) -> dict[str, Any]:
 async def _measure(folder: Path) -> dict[str, Any]:
     figures: dict[str, Any] = {"window_s": WINDOW_S, "rounds": ROUNDS}
     async with (
-        open_floor(MODEL, folder, engines=ENGINES, max_running=AGENTS, max_context=512) as floor,
-        floor.busy(AGENTS, TURN_TOKENS),
+        open_testbed(MODEL, folder, engines=ENGINES, max_running=AGENTS, max_context=512) as testbed,
+        testbed.busy(AGENTS, TURN_TOKENS),
     ):
-        await floor.until_in_flight(AGENTS // 2)
-        await floor.push(PushConfig())
+        await testbed.until_in_flight(AGENTS // 2)
+        await testbed.push(PushConfig())
         for key, way in WAYS.items():
-            figures |= await _compare(floor, key, way)
+            figures |= await _compare(testbed, key, way)
     return figures
 
 
-async def _compare(floor: Floor, key: str, way: Callable[[Floor], Awaitable[PushReport]]) -> dict[str, Any]:
+async def _compare(
+    testbed: PushTestbed, key: str, way: Callable[[PushTestbed], Awaitable[PushReport]]
+) -> dict[str, Any]:
     ratios, reports, without = [], [], []
     for _ in range(ROUNDS):
-        plain, _none = await window(floor, None)
-        pushed, report = await window(floor, way)
+        plain, _none = await window(testbed, None)
+        pushed, report = await window(testbed, way)
         ratios.append(pushed / plain)
         without.append(plain)
         reports += [report] if report else []
@@ -66,35 +68,37 @@ async def _compare(floor: Floor, key: str, way: Callable[[Floor], Awaitable[Push
     }
 
 
-async def window(floor: Floor, way: Callable[[Floor], Awaitable[PushReport]] | None) -> tuple[float, PushReport | None]:
-    """Tokens sampled per second of one window, which begins with the push and is as long as that at least."""
-    before, started_s = floor.sampled_tokens, time.monotonic()
-    report = None if way is None else await way(floor)
+async def window(
+    testbed: PushTestbed, way: Callable[[PushTestbed], Awaitable[PushReport]] | None
+) -> tuple[float, PushReport | None]:
+    """Return the tokens per second of one window, which begins with the push and lasts at least as long as it."""
+    before, started_s = testbed.sampled_tokens, time.monotonic()
+    report = None if way is None else await way(testbed)
     await asyncio.sleep(max(0.0, started_s + WINDOW_S - time.monotonic()))
-    return (floor.sampled_tokens - before) / (time.monotonic() - started_s), report
+    return (testbed.sampled_tokens - before) / (time.monotonic() - started_s), report
 
 
-async def _two_waves(floor: Floor) -> PushReport:
-    return await floor.push(PushConfig(wave_size=1))
+async def _two_waves(testbed: PushTestbed) -> PushReport:
+    return await testbed.push(PushConfig(wave_size=1))
 
 
-async def _one_wave(floor: Floor) -> PushReport:
-    return await floor.push(PushConfig(wave_size=ENGINES))
+async def _one_wave(testbed: PushTestbed) -> PushReport:
+    return await testbed.push(PushConfig(wave_size=ENGINES))
 
 
-async def _drained(floor: Floor) -> PushReport:
-    """What others do: nothing new begins, what runs ends, then the push."""
-    for engine in floor.engines:
-        floor.pool.close_gate(engine.engine_id, 10 * WINDOW_S)
-    for engine in floor.engines:
+async def _drained(testbed: PushTestbed) -> PushReport:
+    """Push as other frameworks do: admit no new turns, let the running ones end, then push."""
+    for engine in testbed.engines:
+        testbed.pool.close_gate(engine.engine_id, 10 * WINDOW_S)
+    for engine in testbed.engines:
         while True:
             load = await engine.load()
             if not load.running and not load.waiting:
                 break
-    return await floor.push(PushConfig(wave_size=ENGINES))
+    return await testbed.push(PushConfig(wave_size=ENGINES))
 
 
-WAYS: Mapping[str, Callable[[Floor], Awaitable[PushReport]]] = {
+WAYS: Mapping[str, Callable[[PushTestbed], Awaitable[PushReport]]] = {
     "overlap": _two_waves,
     "one_wave": _one_wave,
     "drain": _drained,

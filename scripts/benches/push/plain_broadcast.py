@@ -1,11 +1,11 @@
-"""The yardstick of a push: the same bytes by plain broadcasts between two processes, copied into parameters.
+"""The baseline of a push: plain broadcasts of the same bytes between two processes, copied into parameters.
 
 Invariants:
 - Rank 0 has the file in memory and broadcasts slices of it; rank 1 receives each into one buffer and copies every
-  tensor into a parameter of its own. No HTTP, no check, no fused storage, no swap; nothing is allocated on the way.
-- Both cut the tensors into buckets in the order in which rank 0 has them in memory.
-- Every line on standard input is one round; rank 1 answers with its seconds from the barrier before the first byte to
-  the end of the last copy. At the end of the input it tells which of its parameters are not those of the file.
+  tensor into a parameter of its own. No HTTP, no check, no fused storage, no swap, and no allocation during a round.
+- Both split the tensors into buckets in rank 0's memory order.
+- Every line on standard input starts one round; rank 1 answers with its seconds from the barrier before the first byte
+  to the end of the last copy. At the end of the input it reports the parameters that differ from the file.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ ROUND_TIMEOUT_S = 120.0
 
 
 class PlainPair:
-    """Both processes, formed and idle between rounds."""
+    """Handle of both processes, which are connected and idle between rounds."""
 
     def __init__(self, processes: list[asyncio.subprocess.Process]) -> None:
         self._processes = processes
 
     async def round_s(self) -> float:
-        """One transfer of everything."""
+        """Transfer everything once; return the seconds."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(b"go\n")
             await process.stdin.drain()
-        return float((await self._told())["seconds"])
+        return float((await self._answer())["seconds"])
 
     async def check(self) -> None:
-        """No more rounds. Raises RuntimeError where rank 1 does not have what is in the file."""
+        """End the rounds. Raises RuntimeError when a parameter of rank 1 differs from the file."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
-        wrong = (await self._told())["wrong"]
+        wrong = (await self._answer())["wrong"]
         if wrong:
-            raise RuntimeError(f"the plain broadcast brought other weights: {wrong[:3]} ({len(wrong)} in all)")
+            raise RuntimeError(f"the plain broadcast sent wrong weights: {wrong[:3]} ({len(wrong)} in total)")
 
-    async def _told(self) -> dict[str, Any]:
-        """The next line of rank 1."""
+    async def _answer(self) -> dict[str, Any]:
+        """Return the next line of rank 1."""
         receiver = self._processes[1]
         assert receiver.stdout is not None
         async with asyncio.timeout(ROUND_TIMEOUT_S):
             line = await receiver.stdout.readline()
         if not line:
             raise RuntimeError("the plain broadcast died: see its traceback above")
-        told: dict[str, Any] = json.loads(line)
-        return told
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 @asynccontextmanager
 async def open_pair(snapshot: Path, meeting: Path, bucket_bytes: int) -> AsyncIterator[PlainPair]:
-    """Start both, end both, and check what came. `meeting` is the file in which they find each other; it must not be
-    there yet."""
+    """Start both processes, check the received weights, and end them. `meeting` is the file for their rendezvous, which
+    must not exist yet."""
     command = [sys.executable, "-m", "benches.push.plain_broadcast", str(snapshot), str(meeting)]
     options = ["--bucket-bytes", str(bucket_bytes), "--parent-pid", str(os.getpid())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -95,7 +95,7 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 
 def run(snapshot: Path, meeting: Path, rank: int, bucket_bytes: int) -> None:
-    """The life of one of the two processes."""
+    """Run one of the two processes until the end of its input."""
     import torch
     from torch import distributed
 
@@ -139,7 +139,7 @@ def receive(bucket: Bucket, buffer: Tensor, parameters: dict[str, Tensor]) -> No
 
 
 def differing(parameters: dict[str, Tensor], snapshot: Path) -> list[str]:
-    """Names of the parameters that are not equal to those of the file."""
+    """Return the names of the parameters that differ from those of the file."""
     import torch
     from safetensors import safe_open
 

@@ -1,8 +1,8 @@
-"""A Qwen3 model of a wanted size with random weights, for measuring how weights travel.
+"""The generator of a Qwen3 model of a given size with random weights, for the push bench.
 
 Invariants:
-- The directory is one that the embedded engine loads: fp32 weights, and the tiny policy's tokenizer.
-- The size of the weights is met within a per cent, by the width of the feed-forward layers.
+- The embedded engine can load the directory: fp32 weights, and the tiny policy's tokenizer.
+- The size of the weights is within one per cent of the given one, through the width of the feed-forward layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLOAT_BYTES = 4
 
 
 def write_random_model(directory: Path, total_bytes: int) -> Path:
-    """Write a model directory of about `total_bytes` of weights; returns its model.safetensors."""
+    """Write a model directory with about `total_bytes` of weights; return its model.safetensors."""
     import torch
     from safetensors.torch import save_file
 
@@ -38,7 +38,7 @@ def write_random_model(directory: Path, total_bytes: int) -> Path:
 
 
 def config_of(total_bytes: int) -> Qwen3Config:
-    """As many layers as fit, and the width that fills them."""
+    """Return the config with as many layers as fit, and the width that fills them."""
     layers = max(1, round(total_bytes / LAYER_BYTES))
 
     def config(wide: int) -> Qwen3Config:

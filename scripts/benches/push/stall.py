@@ -1,4 +1,4 @@
-"""How long an engine's gate is closed for a push of 1 GB, with 64 turns in flight and an agent that hangs for ever."""
+"""The time that an engine's gate is closed for a push of 1 GB, with 64 turns in flight and an agent that hangs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benches.push.random_model import write_random_model
-from benches.push.testbed import open_floor
+from benches.push.testbed import open_testbed
 from headrace.policies.push.contract import PushConfig
 
 if TYPE_CHECKING:
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 TOTAL_BYTES = 10**9
 TURNS = 64
 DECODED_AT_ONCE = 16
-"""On one core a step of this model is long enough."""
+"""Limit of concurrently decoded turns, since a step of this model is slow on one core."""
 TURN_TOKENS = 96
 ROUNDS = 5
 
 
 def measure_stall(folder: Path) -> dict[str, Any]:
-    """`stall_ratio` is the time of a closed gate over transfer plus pause (the engine ends the step it is in), the
-    median over engines and rounds, in two waves."""
+    """Return `stall_ratio`, the time of a closed gate over transfer plus pause (in which the engine ends its step), the
+    median over engines and rounds, in two waves; and its parts."""
     path = write_random_model(folder / "model", TOTAL_BYTES)
     reports = asyncio.run(_measure(path.parent, folder))
     parts = [part for report in reports for part in report.engines]
@@ -41,11 +41,11 @@ def measure_stall(folder: Path) -> dict[str, Any]:
 
 async def _measure(model: Path, folder: Path) -> list[PushReport]:
     config = PushConfig(phase_timeout_s=60.0, transfer_timeout_s=120.0, gate_lease_s=600.0)
-    async with open_floor(model, folder, engines=2, max_running=DECODED_AT_ONCE, max_context=128) as floor:
+    async with open_testbed(model, folder, engines=2, max_running=DECODED_AT_ONCE, max_context=128) as testbed:
         reports = []
-        async with floor.busy(TURNS, TURN_TOKENS):
+        async with testbed.busy(TURNS, TURN_TOKENS):
             for _ in range(ROUNDS + 1):
-                await floor.until_in_flight(TURNS - 4)
-                reports.append(await floor.push(config))
-        # The first one touches memory that is not there yet.
+                await testbed.until_in_flight(TURNS - 4)
+                reports.append(await testbed.push(config))
+        # The first push touches memory that is not mapped yet.
         return reports[1:]

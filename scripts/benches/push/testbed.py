@@ -1,8 +1,8 @@
-"""Embedded engines behind a gateway's own way to them, with a sender: what pushes are measured on.
+"""The testbed of the push bench: embedded engines behind a gateway's engine pool, and a sender.
 
 Invariants:
-- Turns go through `EnginePool`, and its gates are those of the push: admission, waiting and continuation are real.
-- Everything dies with the context.
+- Turns go through `EnginePool`, and pushes close its gates: admission, waiting and continuation are real.
+- All processes end with the context.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TURN_DEADLINE_S = 600.0
 
 
 class PoolGate:
-    """The gates of one gateway's engines."""
+    """Gates of one gateway's engines."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
@@ -58,8 +58,8 @@ class PoolGate:
 
 
 @dataclass(slots=True, kw_only=True)
-class Floor:
-    """`pool` is the way of turns, `sampled_tokens` what they gave so far."""
+class PushTestbed:
+    """Engines, their pool for turns, and the senders; `sampled_tokens` counts the tokens of all turns so far."""
 
     engines: tuple[SGLangEngine, ...]
     pool: EnginePool
@@ -70,7 +70,7 @@ class Floor:
     _turns: count[int] = field(default_factory=count)
 
     async def push(self, config: PushConfig) -> PushReport:
-        """The same weights as the next version. Raises PushError when an engine did not take them."""
+        """Push the same weights as the next version. Raises PushError when an engine was not updated."""
         snapshot = WeightsSnapshot(version=PolicyVersion(1, next(self._versions)), shards=(self.shard,))
         report = await push(snapshot, self.engines, self.senders.take(1), PoolGate(self.pool), _no_journal, config)
         if len(report.updated) != len(self.engines):
@@ -79,10 +79,12 @@ class Floor:
 
     @asynccontextmanager
     async def busy(self, agents: int, max_new_tokens: int) -> AsyncIterator[None]:
-        """So many agents that take one turn after another, and one that hangs for ever without a turn."""
+        """Run agents that take one turn after another, and one that hangs for ever without a turn."""
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._agent(max_new_tokens)) for _ in range(agents)]
-            running.append(tasks.create_task(_hang()))
+            running: list[asyncio.Task[object]] = [
+                tasks.create_task(self._agent(max_new_tokens)) for _ in range(agents)
+            ]
+            running.append(tasks.create_task(asyncio.Event().wait()))
             try:
                 yield
             finally:
@@ -90,7 +92,7 @@ class Floor:
                     task.cancel()
 
     async def until_in_flight(self, turns: int) -> None:
-        """Returns when the engines have so many requests among them."""
+        """Wait until the engines together have this number of requests."""
         while True:
             loads = [await engine.load() for engine in self.engines]
             if sum(load.running + load.waiting for load in loads) >= turns:
@@ -109,15 +111,11 @@ class Floor:
             self.sampled_tokens += len(whole.output_ids)
 
 
-async def _hang() -> None:
-    await asyncio.Event().wait()
-
-
 @asynccontextmanager
-async def open_floor(
+async def open_testbed(
     model: Path, folder: Path, *, engines: int, max_running: int, max_context: int
-) -> AsyncIterator[Floor]:
-    """Start engines of a model directory; a sender sends its weights."""
+) -> AsyncIterator[PushTestbed]:
+    """Start engines for a model directory, and a sender of its weights."""
     vocab_size = Qwen3Config.read(model / "config.json").vocab_size
     async with AsyncExitStack() as stack:
         config = EngineProcessConfig(model=model, directory=folder, max_running=max_running, max_context=max_context)
@@ -134,7 +132,7 @@ async def open_floor(
         clients = tuple(
             SGLangEngine(EngineId(f"engine-{at}"), process.url, session, client) for at, process in enumerate(processes)
         )
-        yield Floor(
+        yield PushTestbed(
             engines=clients,
             pool=await stack.enter_async_context(pool_over(clients)),
             senders=await stack.enter_async_context(Senders(SenderConfig())),
@@ -144,7 +142,7 @@ async def open_floor(
 
 @asynccontextmanager
 async def pool_over(clients: Sequence[SGLangEngine]) -> AsyncIterator[EnginePool]:
-    """A gateway's way to these engines."""
+    """Open a gateway's engine pool for these engines."""
     by_id = {client.engine_id: client for client in clients}
     deadlines = EngineDeadlines(gate_wait_s=TURN_DEADLINE_S, call_s=TURN_DEADLINE_S, abort_grace_s=2.0)
     pool = EnginePool(deadlines, lambda route: by_id[route.engine_id], time.monotonic, NoOpTracer())
@@ -157,4 +155,4 @@ async def pool_over(clients: Sequence[SGLangEngine]) -> AsyncIterator[EnginePool
 
 
 async def _no_journal(push_id: str, step: Step) -> None:
-    """Nothing is taken up again here."""
+    """Record nothing, since these pushes are never resumed."""

@@ -1,4 +1,4 @@
-"""Work that several calls share: one runs, all get its end, and a dead caller's does not stop it."""
+"""Single flight: concurrent calls share one run, which survives until its last caller is cancelled."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from headrace.actors.errors import ConfigError
-from headrace.serve.gateway.joining import Joined
+from headrace.buffer.primitives.single_flight import SingleFlight
 
 
 class Steps:
-    """Counts how often it runs; ends when told."""
+    """Counts how often it runs; ends when `may_end` is set."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -33,22 +33,22 @@ class Steps:
 async def test_calls_for_one_key_share_one_run() -> None:
     steps = Steps()
     async with asyncio.TaskGroup() as tasks:
-        joined: Joined[int] = Joined(tasks)
-        first = tasks.create_task(joined("train", steps))
-        second = tasks.create_task(joined("train", steps))
+        flights: SingleFlight[int] = SingleFlight(tasks)
+        first = tasks.create_task(flights("train", steps))
+        second = tasks.create_task(flights("train", steps))
         await steps.running.wait()
         steps.may_end.set()
     assert (first.result(), second.result(), steps.runs) == (1, 1, 1)
     async with asyncio.TaskGroup() as tasks:
-        assert await Joined[int](tasks)("train", steps) == 2, "what has ended may run again"
+        assert await SingleFlight[int](tasks)("train", steps) == 2, "a key whose run has ended may run again"
 
 
-async def test_it_goes_on_until_the_last_caller_leaves() -> None:
+async def test_a_run_continues_until_its_last_caller_is_cancelled() -> None:
     steps = Steps()
     async with asyncio.TaskGroup() as tasks:
-        joined: Joined[int] = Joined(tasks)
-        first = tasks.create_task(joined("train", steps))
-        second = tasks.create_task(joined("train", steps))
+        flights: SingleFlight[int] = SingleFlight(tasks)
+        first = tasks.create_task(flights("train", steps))
+        second = tasks.create_task(flights("train", steps))
         await steps.running.wait()
         first.cancel()
         await asyncio.wait([first])
@@ -57,7 +57,7 @@ async def test_it_goes_on_until_the_last_caller_leaves() -> None:
     assert (steps.runs, steps.cancelled) == (1, 1)
 
 
-async def test_who_comes_while_it_is_being_left_waits_and_starts_anew() -> None:
+async def test_a_call_during_the_end_of_an_abandoned_run_starts_a_new_run() -> None:
     running, ending, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
     runs = []
 
@@ -74,39 +74,39 @@ async def test_who_comes_while_it_is_being_left_waits_and_starts_anew() -> None:
         return 0
 
     async with asyncio.TaskGroup() as tasks:
-        joined: Joined[int] = Joined(tasks)
-        first = tasks.create_task(joined("train", work))
+        flights: SingleFlight[int] = SingleFlight(tasks)
+        first = tasks.create_task(flights("train", work))
         await running.wait()
         first.cancel()
         await ending.wait()
-        second = tasks.create_task(joined("train", work))
+        second = tasks.create_task(flights("train", work))
         await asyncio.wait([first])
         assert len(runs) == 1
         may_end.set()
     assert (second.result(), runs) == (2, [False, True])
 
 
-async def test_it_can_be_ended_for_all_callers() -> None:
+async def test_cancel_ends_the_run_for_all_callers() -> None:
     steps = Steps()
     async with asyncio.TaskGroup() as tasks:
-        joined: Joined[int] = Joined(tasks)
-        caller = tasks.create_task(joined("train", steps))
+        flights: SingleFlight[int] = SingleFlight(tasks)
+        caller = tasks.create_task(flights("train", steps))
         await steps.running.wait()
-        joined.cancel("evaluate")
-        joined.cancel("train")
+        flights.cancel("evaluate")
+        flights.cancel("train")
     assert caller.cancelled()
     assert steps.cancelled == 1
 
 
-async def test_an_error_reaches_every_caller_and_nothing_else() -> None:
+async def test_an_error_is_raised_by_every_caller_and_affects_no_other_key() -> None:
     async def fail() -> int:
         raise ConfigError("no")
 
     async with asyncio.TaskGroup() as tasks:
-        joined: Joined[int] = Joined(tasks)
+        flights: SingleFlight[int] = SingleFlight(tasks)
         for _ in range(2):
             with pytest.raises(ConfigError):
-                await joined("train", fail)
+                await flights("train", fail)
         steps = Steps()
         steps.may_end.set()
-        assert await joined("evaluate", steps) == 1
+        assert await flights("evaluate", steps) == 1
