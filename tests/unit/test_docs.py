@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import runpy
+import sqlite3
+from contextlib import closing
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.summary import RunSummary
+from headrace.buffer.audit.export import export_schema
+from headrace.buffer.ledger.schema import LEDGER_STATEMENTS
+from headrace.serve.observing import span_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -74,10 +87,34 @@ def test_what_is_not_there_is_found(tmp_path: Path) -> None:
     ]
 
 
-def test_the_list_of_modules_is_that_of_the_tree() -> None:
-    rendered = runpy.run_path(str(ROOT / "scripts" / "module_docs.py"))["render"]()
-    assert (ROOT / "docs" / "modules.md").read_text() == rendered, "run scripts/module_docs.py"
-    assert "|  |" not in rendered, "every module says what it is for"
+@pytest.mark.parametrize("name", ["cli", "metrics", "module"])
+def test_generated_pages_are_those_of_the_code(name: str) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / f"{name}_docs.py"))
+    assert script["TARGET"].read_text() == script["render"](), f"run scripts/{name}_docs.py"
+
+
+def columns(statements: Iterable[str]) -> set[str]:
+    """Return the tables and columns of a database."""
+    with closing(sqlite3.connect(":memory:")) as database:
+        for statement in statements:
+            database.execute(statement)
+        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        return tables | {row[1] for table in tables for row in database.execute(f"PRAGMA table_info({table})")}
+
+
+def test_the_page_of_the_run_directory_names_every_file_column_key_and_span() -> None:
+    named = set(re.findall(r"[\w.-]+", (ROOT / "docs" / "run_directory.md").read_text()))
+    paths = vars(RunDirectory).items()
+    run = RunDirectory(path=Path("/run"))
+    files = {getattr(run, name).name for name, item in paths if isinstance(item, property)}
+    spans = {value for name, value in vars(span_names).items() if name.isupper()}
+    keys = {item.name for item in dataclasses.fields(RunSummary)}
+    exported = set(export_schema().names)
+    assert files | columns(LEDGER_STATEMENTS) | exported | keys | spans <= named
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    assert "|  |" not in (ROOT / "docs" / "modules.md").read_text()
 
 
 def test_the_glossary_is_short() -> None:
