@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.config import load_recipe
 from headrace.actors.run.summary import RunSummary
 from headrace.buffer.audit.export import export_schema
 from headrace.buffer.ledger.schema import LEDGER_STATEMENTS
+from headrace.buffer.tasks import load_tasks
 from headrace.serve.observing import span_names
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ def test_what_is_not_there_is_found(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["cli", "metrics", "module"])
+@pytest.mark.parametrize("name", ["cli", "metrics", "module", "panel"])
 def test_generated_pages_are_those_of_the_code(name: str) -> None:
     script = runpy.run_path(str(ROOT / "scripts" / f"{name}_docs.py"))
     assert script["TARGET"].read_text() == script["render"](), f"run scripts/{name}_docs.py"
@@ -120,3 +122,28 @@ def test_every_module_says_what_it_is_for() -> None:
 def test_the_glossary_is_short() -> None:
     words = (ROOT / "docs" / "architecture.md").read_text().split("## Words")[1]
     assert 10 < sum(line.startswith("| ") for line in words.splitlines()) - 1 <= 60
+
+
+def blocks(language: str) -> list[str]:
+    """Return the README's code blocks of a language."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_readme_snippets_are_valid_recipes_tasks_and_parts(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("".join(blocks("toml")))
+    assert load_recipe(recipe, (), tmp_path / "run").engines.attach
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("\n".join(block.replace("\n", "") for block in blocks("json")))
+    [task] = load_tasks(tasks)
+    compile(task.evaluator.check, "check", "exec")
+    agent, evaluator, metrics = blocks("python")
+    parts = tmp_path / "parts.py"
+    parts.write_text(agent + evaluator)
+    names = runpy.run_path(str(parts))
+    assert {"OneTry", "by_length"} <= names.keys()
+    compile(metrics, "metrics", "exec")
+
+
+def test_the_readme_fits_on_few_pages() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
