@@ -1,4 +1,4 @@
-"""Every link, file and test that the docs name is there."""
+"""Links, files, tests and snippets of the docs exist and work; generated pages match the code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMED = re.compile(r"`((?:actors|buffer|policies|sandboxes|serve|scripts|tests|d
 
 
 def anchor(heading: str) -> str:
-    """As GitHub makes it."""
+    """Return the anchor that GitHub makes from a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -69,7 +69,7 @@ def defined(path: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_names_is_there(page: Path) -> None:
+def test_links_files_and_tests_of_a_page_exist(page: Path) -> None:
     assert problems(page) == []
 
 
@@ -78,7 +78,7 @@ def test_the_index_links_every_page() -> None:
     assert {page.name for page in PAGES if page.parent.name == "docs"} - {"index.md"} <= linked
 
 
-def test_what_is_not_there_is_found(tmp_path: Path) -> None:
+def test_missing_links_files_and_tests_are_reported(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A\n[a](absent.md) [b](#a) [c](#b) `actors/absent.py` `tests/unit/test_docs.py::test_absent`\n")
     assert problems(page) == [
@@ -90,7 +90,7 @@ def test_what_is_not_there_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cli", "metrics", "module", "panel"])
-def test_generated_pages_are_those_of_the_code(name: str) -> None:
+def test_a_generated_page_matches_the_code(name: str) -> None:
     script = runpy.run_path(str(ROOT / "scripts" / f"{name}_docs.py"))
     assert script["TARGET"].read_text() == script["render"](), f"run scripts/{name}_docs.py"
 
@@ -104,7 +104,7 @@ def columns(statements: Iterable[str]) -> set[str]:
         return tables | {row[1] for table in tables for row in database.execute(f"PRAGMA table_info({table})")}
 
 
-def test_the_page_of_the_run_directory_names_every_file_column_key_and_span() -> None:
+def test_run_directory_page_names_every_file_column_key_and_span() -> None:
     named = set(re.findall(r"[\w.-]+", (ROOT / "docs" / "run_directory.md").read_text()))
     paths = vars(RunDirectory).items()
     run = RunDirectory(path=Path("/run"))
@@ -115,11 +115,11 @@ def test_the_page_of_the_run_directory_names_every_file_column_key_and_span() ->
     assert files | columns(LEDGER_STATEMENTS) | exported | keys | spans <= named
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_description() -> None:
     assert "|  |" not in (ROOT / "docs" / "modules.md").read_text()
 
 
-def test_the_glossary_is_short() -> None:
+def test_the_glossary_has_at_most_60_words() -> None:
     words = (ROOT / "docs" / "architecture.md").read_text().split("## Glossary")[1]
     assert 10 < sum(line.startswith("| ") for line in words.splitlines()) - 1 <= 60
 
@@ -145,5 +145,5 @@ def test_readme_snippets_are_valid_recipes_tasks_and_parts(tmp_path: Path) -> No
     compile(metrics, "metrics", "exec")
 
 
-def test_the_readme_fits_on_few_pages() -> None:
+def test_the_readme_has_at_most_150_lines() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150

@@ -1,4 +1,4 @@
-"""What a run keeps of its own records: files rotate, readers read across them, the oldest go."""
+"""Retention of a run's own records: files rotate, readers read across them, the oldest are removed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_inline_fields_become_keys_of_the_line(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_bytes() == line
 
 
-def test_metrics_begin_a_new_file_at_a_size_and_are_read_across_them(tmp_path: Path) -> None:
+def test_metrics_start_a_new_file_at_a_size_and_are_read_across_files(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, SMALL)
     for number in range(200):
@@ -48,7 +48,7 @@ def test_metrics_begin_a_new_file_at_a_size_and_are_read_across_them(tmp_path: P
     assert last_metric(path, "push") is None
 
 
-def test_the_oldest_files_go_and_the_newest_never(tmp_path: Path) -> None:
+def test_the_oldest_files_are_removed_and_the_newest_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, SMALL)
     for number in range(2000):
@@ -59,7 +59,7 @@ def test_the_oldest_files_go_and_the_newest_never(tmp_path: Path) -> None:
     assert left[0] > 0
 
 
-def test_old_files_go_whatever_their_size(tmp_path: Path) -> None:
+def test_files_beyond_their_age_are_removed_whatever_their_size(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, SMALL)
     while len(older_files(path)) < 2:
@@ -78,7 +78,7 @@ def append_some(path: Path, process: int) -> None:
         log.append(ended(number, f"process-{process}"))
 
 
-def test_processes_that_append_together_lose_no_record(tmp_path: Path) -> None:
+def test_concurrent_processes_lose_no_record(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     # No fork of this process: Ray may have threads in it.
     with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as pool:
@@ -92,7 +92,7 @@ def test_processes_that_append_together_lose_no_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "bad", [b"\x00\xff\xfe\x80" * 40, b'{"kind": "step", "st', b'["step"]', b"17", b'{"step": 3}', b""]
 )
-def test_torn_and_binary_lines_are_left_out(tmp_path: Path, bad: bytes) -> None:
+def test_torn_and_binary_lines_are_skipped(tmp_path: Path, bad: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     log.append(ended(1))
@@ -106,7 +106,7 @@ def test_torn_and_binary_lines_are_left_out(tmp_path: Path, bad: bytes) -> None:
     assert last_metric(path, "rollout_phases")["rollouts"] == 2
 
 
-def test_logs_that_others_write_are_emptied_and_spans_go_oldest_first(tmp_path: Path) -> None:
+def test_logs_of_other_processes_are_truncated_and_the_oldest_spans_removed(tmp_path: Path) -> None:
     directory = RunDirectory(path=tmp_path)
     (tmp_path / "engines").mkdir()
     log = tmp_path / "engines" / "engine-0.log"
@@ -126,7 +126,7 @@ def test_logs_that_others_write_are_emptied_and_spans_go_oldest_first(tmp_path: 
     assert sorted(path.name for path in spans.iterdir()) == ["worker-2.jsonl", "worker-3.jsonl"]
 
 
-def test_ended_evaluations_are_thinned_out_and_keep_their_results(tmp_path: Path) -> None:
+def test_ended_evaluations_lose_their_rollouts_and_keep_their_results(tmp_path: Path) -> None:
     for number in range(4):
         folder = tmp_path / f"step-{number}"
         (folder / "rollouts" / "task-0").mkdir(parents=True)
