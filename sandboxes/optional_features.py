@@ -55,4 +55,4 @@ class PartialSandbox:
         self._refuse("usage")
 
     def _refuse(self, what: str) -> NoReturn:
-        raise Unsupported(f"{type(self).__name__} cannot {what}: use a provider that can (README, Sandboxes)")
+        raise Unsupported(f"{type(self).__name__} cannot {what}: use a provider that can (docs/sandboxes.md)")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+CODE = ("actors", "buffer", "policies", "sandboxes", "serve", "scripts")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:actors|buffer|policies|sandboxes|serve|scripts|tests|docs)/[\w./-]*\w)(?:::(\w+))?[^`]*`")
 
@@ -113,6 +114,13 @@ def test_run_directory_page_names_every_file_column_key_and_span() -> None:
     keys = {item.name for item in dataclasses.fields(RunSummary)}
     exported = set(export_schema().names)
     assert files | columns(LEDGER_STATEMENTS) | exported | keys | spans <= named
+
+
+def test_pages_named_in_the_code_exist() -> None:
+    files = [path for folder in CODE for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".toml"}]
+    named = {page for path in files for page in re.findall(r"docs/[\w-]+\.md", path.read_text())}
+    assert len(named) > 5
+    assert [page for page in sorted(named) if not (ROOT / page).exists()] == []
 
 
 def test_every_module_has_a_description() -> None:
