@@ -1,5 +1,5 @@
 """Writes docs/cli.md: every command of `headrace`, `scripts/bench` and `scripts/soak` with its arguments, options and
-help, and the usage lines of the other scripts. A test compares the two."""
+help, and the usage lines of the other scripts. A test compares the page."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ OTHERS = ("warm_start", "demo_e2b")
 
 
 def _cell(text: str) -> str:
+    """Return the text of a table cell."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -52,7 +53,7 @@ def _value(annotation: Any) -> str:
 
 
 def _option(parameter: Any) -> str:
-    """One row of the table: names with value, default, help."""
+    """Return one row of the table: names with value, default, help."""
     if parameter.param_type_name == "argument":
         names = parameter.metavar or parameter.name.upper()
     else:
@@ -66,7 +67,7 @@ def _option(parameter: Any) -> str:
 
 
 def command_lines(name: str, command: Any, level: str) -> list[str]:
-    """A heading, the help and a table of parameters; for a group, those of its commands too."""
+    """Return the heading, the help and the parameters of a command; for a group, also those of its commands."""
     lines = [f"{level} {name}", "", " ".join((command.help or "").split()), ""]
     parameters = [item for item in command.params if item.name != "help"]
     if parameters:
@@ -77,7 +78,7 @@ def command_lines(name: str, command: Any, level: str) -> list[str]:
 
 
 def header_lines(script: str) -> list[str]:
-    """The comment at the top of a shell script, as a list entry."""
+    """Return heading, description and usage of a shell script from the comment at its top."""
     lines = (ROOT / "scripts" / script).read_text(encoding="utf-8").splitlines()[1:]
     comment = []
     for line in lines:
@@ -89,7 +90,8 @@ def header_lines(script: str) -> list[str]:
 
 
 def render() -> str:
-    # The benches are no part of the package; `scripts/bench` adds this folder to the path, too.
+    """Return the page."""
+    # The benches are not installed with the package: `scripts/bench` adds this folder to the path, too.
     sys.path.insert(0, str(ROOT / "scripts"))
     from benches import command as benches
     from benches import soak

@@ -1,5 +1,5 @@
 """Writes docs/metrics.md from the metric records: every kind with its keys and their docstrings. A test compares the
-two."""
+page."""
 
 from __future__ import annotations
 
@@ -48,13 +48,10 @@ def docstrings(record: type) -> dict[str, str]:
 
 
 def rows(record: type) -> list[str]:
+    """Return the table rows of a dataclass."""
     texts = docstrings(record)
-    return [f"| {_key(record, item.name)} | {texts[item.name]} |" for item in fields(record)]
-
-
-def _key(record: type, name: str) -> str:
-    inline = {item.name for item in fields(record) if "inline" in item.metadata}
-    return "(further keys)" if name in inline else f"`{name}`"
+    keys = {item.name: "(further keys)" if "inline" in item.metadata else f"`{item.name}`" for item in fields(record)}
+    return [f"| {key} | {texts[name]} |" for name, key in keys.items()]
 
 
 def section(record: type[Metric]) -> list[str]:
@@ -65,6 +62,7 @@ def section(record: type[Metric]) -> list[str]:
 
 
 def render() -> str:
+    """Return the page."""
     nested = ["### One entry of `stations`", "", "| key | meaning |", "|---|---|", *rows(StationMeans), ""]
     lines = []
     for record in METRICS:

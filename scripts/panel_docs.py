@@ -1,5 +1,5 @@
 """Draws docs/panel.svg: the live panel of `headrace run`, recorded in the middle of a quickstart. A test compares the
-two."""
+picture."""
 
 from __future__ import annotations
 
