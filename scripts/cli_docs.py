@@ -84,9 +84,10 @@ def header_lines(script: str) -> list[str]:
     for line in lines:
         if not line.startswith("#"):
             break
-        comment.append(line.removeprefix("#").strip())
-    about, _, usage = " ".join(comment).partition("Usage: ")
-    return [f"### scripts/{script}", "", about.strip(), *(["", "```", usage.strip(), "```"] if usage else []), ""]
+        comment.append(line.removeprefix("#").removeprefix(" "))
+    about, _, usage = "\n".join(comment).partition("Usage: ")
+    example = ["", "```", usage.strip(), "```"] if usage else []
+    return [f"### scripts/{script}", "", " ".join(about.split()), *example, ""]
 
 
 def render() -> str:
