@@ -1,5 +1,5 @@
 """Writes docs/configuration.md from the config models: every key, its default and its docstring. A test compares the
-two."""
+page."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ HEAD = """# Configuration
 
 A recipe is a TOML file (`scripts/recipes/*.toml`); its tables are the headings below. `--set table.key=value` overrides
 a key. Unknown keys, wrong types and impossible combinations are refused at start. Where a default is derived from
-other keys, the run's `config.json` shows its value. This page is written by `scripts/config_docs.py` from the models in
-the code.
+other keys, the run's `config.json` has its value. `scripts/config_docs.py` writes this page from the models in the
+code.
 """
 
 
 def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """The docstring under each field, of base classes too."""
+    """Return the docstring below each field of a model and of its base classes."""
     found: dict[str, str] = {}
     for cls in reversed(model.__mro__):
         if not issubclass(cls, BaseModel) or cls is BaseModel:
@@ -45,7 +45,7 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def section(path: str, model: type[BaseModel]) -> list[str]:
-    """A heading, a table of plain keys, then the sub-tables."""
+    """Return the heading, the table of plain keys, and the sections of nested models."""
     texts, lines, nested = docstrings(model), [], []
     for name, field in model.model_fields.items():
         if name in SET_BY_THE_RUN.get(path, set()):
@@ -62,11 +62,12 @@ def section(path: str, model: type[BaseModel]) -> list[str]:
 
 
 def _shown(default: object) -> object:
-    """A default as text that is the same in every process."""
+    """Return a default as text that is the same in every process."""
     return sorted(str(item) for item in default) if isinstance(default, frozenset) else default
 
 
 def render() -> str:
+    """Return the page."""
     return HEAD + "\n".join(section("", RunConfig)) + "\n"
 
 

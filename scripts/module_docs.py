@@ -1,4 +1,4 @@
-"""Writes docs/modules.md: every module with the first sentence of its docstring. A test compares the two."""
+"""Writes docs/modules.md: every module with the first sentence of its docstring. A test compares the page."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ TARGET = ROOT / "docs" / "modules.md"
 PACKAGES = ("actors", "serve", "policies", "buffer", "sandboxes", "scripts/benches")
 HEAD = """# Modules
 
-What each file is for: the first sentence of its docstring. This page is written by `scripts/module_docs.py`;
-[architecture.md](architecture.md) says how they belong together.
+The purpose of each file: the first sentence of its docstring. `scripts/module_docs.py` writes this page.
+[architecture.md](architecture.md) explains how the files belong together.
 """
 
 
 def first_sentence(path: Path) -> str:
-    """Of a module's docstring, on one line; empty where it has none."""
+    """Return the first sentence of a module's docstring on one line; empty without a docstring."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0].split())
     return re.split(r"(?<=[.?])\s+(?=[A-Z`])|\s+Invariants?:", text)[0]
 
 
 def folders() -> list[Path]:
+    """Return all packages in the order of the page."""
     return [path.parent for package in PACKAGES for path in sorted((ROOT / package).rglob("__init__.py"))]
 
 
 def render() -> str:
+    """Return the page."""
     lines = [HEAD]
     for folder in folders():
         lines += [f"## {folder.relative_to(ROOT)}/", "", first_sentence(folder / "__init__.py"), ""]
         modules = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
         if modules:
             rows = [f"| `{path.name}` | {first_sentence(path).replace('|', chr(92) + '|')} |" for path in modules]
-            lines += ["| file | for |", "|---|---|", *rows, ""]
+            lines += ["| file | purpose |", "|---|---|", *rows, ""]
     return "\n".join(lines)
 
 

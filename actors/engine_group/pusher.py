@@ -196,4 +196,4 @@ class Pusher:
         now_s = time.monotonic()
         since_s = None if self._last_push_s is None else now_s - self._last_push_s
         self._last_push_s = now_s
-        self._metrics.append("push", push_record(report, rollouts_in_flight=rollouts_in_flight, since_s=since_s))
+        self._metrics.append(push_record(report, rollouts_in_flight=rollouts_in_flight, since_s=since_s))

@@ -1,1 +1,1 @@
-"""What a run writes about itself: its directory, metrics, telemetry, what pushes cost."""
+"""Records of a run: its directory, metrics, telemetry, cost of pushes, load of stations, retention."""

@@ -1,8 +1,8 @@
-"""The time in which a run was driven: from the start to the end of each driver, without the gaps between them.
+"""Time during which a run was driven: from the start to the end of each driver process, without the gaps in between.
 
 Invariants:
-- A driver says when it begins, and again when it ends; one that was killed ended, for all that is known, with the last
-  sign of life before the next began.
+- A driver records its start and its end. A driver that was killed is taken to have ended at the last record before the
+  next driver started.
 - Spans do not overlap: one process drives a run at a time.
 """
 
@@ -16,40 +16,37 @@ from typing import TYPE_CHECKING
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
 class DrivenTime:
-    """Spans of Unix time, oldest first."""
+    """Spans of Unix time in which the run was driven, oldest first."""
 
     spans: tuple[tuple[float, float], ...]
 
     def total_s(self) -> float:
+        """Return the sum of all spans."""
         return sum(ended_s - started_s for started_s, ended_s in self.spans)
 
     def within_s(self, first_s: float, last_s: float) -> float:
-        """Of the time from `first_s` to `last_s`."""
+        """Return the driven time between `first_s` and `last_s`."""
         return sum(max(0.0, min(ended_s, last_s) - max(started_s, first_s)) for started_s, ended_s in self.spans)
 
 
 def read_driven_time(path: Path, signs_s: Iterable[float]) -> DrivenTime:
-    """From `sessions.jsonl`; `signs_s` are times at which something of the run was recorded."""
-    ends = dict(_sessions(path))
-    signs = sorted(signs_s)
-    starts = [*sorted(ends), float("inf")]
-    return DrivenTime(tuple((start, ends[start] or _last(signs, start, until)) for start, until in pairwise(starts)))
-
-
-def _last(signs: Sequence[float], start: float, until: float) -> float:
-    """The last sign between two times, the first time without any."""
-    place = bisect_left(signs, until)
-    return max(start, signs[place - 1]) if place else start
+    """Read the spans from `sessions.jsonl`; `signs_s` are times at which the run recorded something."""
+    ends, signs, spans = dict(_sessions(path)), sorted(signs_s), []
+    for start, until in pairwise([*sorted(ends), float("inf")]):
+        place = bisect_left(signs, until)
+        last_sign = max(start, signs[place - 1]) if place else start
+        spans.append((start, ends[start] or last_sign))
+    return DrivenTime(tuple(spans))
 
 
 def _sessions(path: Path) -> Iterator[tuple[float, float | None]]:
-    """Lines that were torn by a crash are left out."""
+    """Yield start and end of each driver; the end is None while it is unknown. Lines torn by a crash are skipped."""
     if not path.exists():
         return
     for line in path.read_bytes().splitlines():

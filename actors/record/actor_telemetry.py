@@ -1,5 +1,6 @@
-"""What an actor needs to be observed: spans to a file of its own, records to the run's metrics. Picklable; set up in
-the actor."""
+"""Telemetry of one actor: its spans go to a file of its own, its records to the run's metrics.
+
+Picklable, so that the driver can configure it and the actor's process set it up."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorTelemetry:
-    """Where spans and metrics of a run go; without `run_dir`, nowhere."""
+    """Destination of an actor's spans and metrics; without `run_dir` nothing is written."""
 
     config: TelemetryConfig
     run_dir: Path | None
@@ -42,4 +43,5 @@ class ActorTelemetry:
             handle.shutdown()
 
     def metrics(self) -> MetricsLog:
+        """Return the log of the run's `metrics.jsonl`."""
         return MetricsLog(None if self.run_dir is None else self.run_dir / "metrics.jsonl", self.retention)

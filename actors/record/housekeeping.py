@@ -1,11 +1,11 @@
-"""What a run that goes on for months must not let grow: logs of engines and senders, spans, folders of evaluations.
+"""Limits on what grows during a run of months: logs of engines and senders, spans, folders of evaluations.
 
 Invariants:
-- Metrics and pushes are rotated by who writes them; what is written through an open descriptor of another process, or
-  by processes that are gone, is kept in bounds here, by the service.
-- A log is copied and emptied, since its writer goes on with the same file (as logrotate's `copytruncate`): a line that
-  is written in between may be lost. Nothing else loses a line that is within the bounds.
-- Only evaluations with a summary are thinned out, the oldest first; their results and summaries stay.
+- Metrics and pushes are rotated by their writers. The service limits, here, what other processes write through an open
+  file descriptor, and what was left by processes that have ended.
+- A log is copied and truncated, because its writer continues with the same file (like logrotate's `copytruncate`): a
+  line written in between may be lost. No other line within the limits is lost.
+- Only evaluations with a summary are thinned out, the oldest first; their results and summaries remain.
 """
 
 from __future__ import annotations
@@ -26,31 +26,34 @@ if TYPE_CHECKING:
     from headrace.serve.observing.retention import RetentionConfig
 
 EVERY_S = 60.0
-"""How often logs and spans are looked at."""
+"""Interval between two checks of logs and spans."""
 
 logger = logging.getLogger(__name__)
 
 
 def keep_house(directory: RunDirectory, retention: RetentionConfig) -> None:
-    """Look at logs and spans once. A file that cannot be changed is left as it is, with a line in the log."""
+    """Apply the limits to logs and spans once. A file that cannot be changed is left as it is, with a warning."""
     for log in sorted(directory.engines.parent.glob("*.log")):
         if not is_older_file(log):
             with _tolerating(log):
-                _rotate_log(log, retention)
+                if log.stat().st_size >= retention.file_bytes:
+                    shutil.copyfile(log, next_older_file(log))
+                    os.truncate(log, 0)
+                remove_oldest(older_files(log), retention.log_bytes, retention.days)
     spans = directory.path / "spans"
     with _tolerating(spans):
         remove_oldest(by_age(spans.glob("*.jsonl*")), retention.spans_bytes, retention.days)
 
 
 def thin_out_evaluations(root: Path, retention: RetentionConfig, now_s: float) -> tuple[Path, ...]:
-    """Remove what was kept of the rollouts of evaluations that have ended, beyond size and age; the folders removed."""
+    """Remove the rollout folders of ended evaluations beyond the limits of size and age; return the removed folders."""
     ended = by_age(path.parent for path in root.glob("*/summary.json"))
     left_bytes, removed = retention.evaluations_bytes, []
     for folder in reversed(ended):
         rollouts = folder / "rollouts"
         if not rollouts.is_dir():
             continue
-        # Once the bound is reached, older folders need not be counted.
+        # Beyond the limit, older folders are removed without counting their files.
         left_bytes -= size_of(rollouts) if left_bytes >= 0 else 0
         if left_bytes < 0 or folder.stat().st_mtime < now_s - retention.days * DAY_S:
             shutil.rmtree(rollouts, ignore_errors=True)
@@ -59,7 +62,7 @@ def thin_out_evaluations(root: Path, retention: RetentionConfig, now_s: float) -
 
 
 def by_age(paths: Iterable[Path]) -> list[Path]:
-    """Those that are there, the one changed longest ago first."""
+    """Return the paths that exist, the least recently changed first."""
     known = []
     for path in paths:
         with suppress(FileNotFoundError):
@@ -68,7 +71,7 @@ def by_age(paths: Iterable[Path]) -> list[Path]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below it."""
+    """Return the total size of all files below a folder in bytes."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -77,16 +80,10 @@ def size_of(folder: Path) -> int:
     return total
 
 
-def _rotate_log(log: Path, retention: RetentionConfig) -> None:
-    if log.stat().st_size >= retention.file_bytes:
-        shutil.copyfile(log, next_older_file(log))
-        os.truncate(log, 0)
-    remove_oldest(older_files(log), retention.log_bytes, retention.days)
-
-
 @contextmanager
 def _tolerating(path: Path) -> Iterator[None]:
+    """Log an OSError instead of raising it: a file that cannot be rotated must not end the run."""
     try:
         yield
     except OSError as error:
-        logger.warning("%s is not kept in bounds: %s", path, error)
+        logger.warning("cannot limit the size of %s (see [retention]): %s", path, error)

@@ -1,56 +1,272 @@
-"""`metrics.jsonl` of a run: one JSON object a line, appended by the actor that knows, each line complete.
+"""Records of a run's `metrics.jsonl`: one JSON object a line, appended by the actor that made the measurement.
 
-Kinds: `step` (learner), `push` (engines), `evaluation` (service), `rollout_phases` (worker), `stations` and `stall`
-(service). Every record has `kind` and `time_s` (Unix time).
+Each kind of record is a dataclass below, from which docs/metrics.md is generated. A line has the fields of the record
+after `kind` and `time_s` (Unix time).
 
 Invariants:
-- Older lines lie in `metrics-000001.jsonl`, `metrics-000002.jsonl`, ..., oldest first: a file that reaches its size is
-  renamed by whoever appends next. Files beyond the sizes and ages of `[retention]` are removed, the oldest first.
-- Nothing is looked up here: what a resumed run must know stands in the ledger. Readers take what is left.
-- A line that is no record (torn by a power cut, binary) is left out, and does not spoil its neighbours.
+- Older lines are in `metrics-000001.jsonl`, `metrics-000002.jsonl`, ..., oldest first: a file that reaches its maximum
+  size is renamed by the next writer. Files beyond the sizes and ages of `[retention]` are removed, the oldest first.
+- Nothing reads its own state back from here: what a resumed run must know is in the ledger. Readers take what is left.
+- A line that is not a record (torn by a power cut, binary) is skipped and does not spoil its neighbours.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 
 from headrace.serve.observing.retention import RotatingFile, kept_files
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from headrace.serve.observing.retention import RetentionConfig
 
 TAIL_BYTES = 1 << 16
-"""What is read of a file's end at first when only the last record is wanted."""
+"""Bytes that are read from the end of a file at first when only the last record is wanted."""
+
+INLINE = {"inline": True}
+"""Metadata of a field whose entries become keys of the record itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One line of the metrics file."""
+
+    kind: ClassVar[str]
+
+    def document(self) -> dict[str, Any]:
+        """Return the record's keys in the order of its fields."""
+        document: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            document |= value if "inline" in item.metadata else {item.name: value}
+        return document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetric(Metric):
+    """One optimizer step, written by the learner after the batch was committed to the ledger."""
+
+    kind = "step"
+
+    batch_id: str
+    """Batch that was trained, as in the ledger's `batches` table."""
+    step: int
+    """Number of optimizer steps in the new policy version."""
+    version: str
+    """Policy version after the step, `epoch.step`."""
+    skipped: bool
+    """True when the gradient was not finite and the weights were left unchanged."""
+    reward: float
+    """Mean reward over the batch's rollouts."""
+    metrics: Mapping[str, float] = field(metadata=INLINE)
+    """Keys of the learner. The Megatron learner writes `tokens` (trained tokens), `computed_tokens` (those in rows with
+    a nonzero advantage), `mean_staleness`, `max_staleness`, `mean_reward`, `entropy`, `clip_fraction`, `mean_ratio`,
+    `mean_abs_log_ratio`, `loss`, `grad_norm`, `learning_rate` and `seconds` (forward, backward and update). A value
+    that is not finite is left out; without a nonzero advantage the four policy means are left out."""
+    staleness: Mapping[str, int]
+    """Number of trained trajectories by staleness in optimizer steps."""
+    stale_kv_tokens: int
+    """Trained tokens that were sampled on keys and values of older weights."""
+    step_s: float
+    """Seconds of training and committing since the step before."""
+    idle_s: float
+    """Seconds of waiting for a batch since the step before."""
+    push_s: float
+    """Seconds of waiting for the previous weight push since the step before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushMetric(Metric):
+    """One weight push to the engines."""
+
+    kind = "push"
+
+    push_id: str
+    """Random id of the push, as in `engines/pushes.jsonl`."""
+    version: str
+    """Policy version that was pushed."""
+    total_s: float
+    """Wall time of the whole push in seconds."""
+    seconds: Mapping[str, float]
+    """Seconds by phase, summed over the waves: probe, form, gate, pause, begin, broadcast, end, flush, verify, resume,
+    open, disband."""
+    sent_bytes: int
+    """Bytes sent; each bucket counts once per group of engines it was sent to."""
+    rollouts_in_flight: int | None
+    """Rollouts in flight when the push began; null when unknown (an engine that rejoined)."""
+    requests_in_flight: int
+    """Requests that were running on the engines when they were paused."""
+    requests_retracted: int
+    """Requests whose cache was dropped, so that their tokens were computed again."""
+    tokens_recomputed: int
+    """Tokens that were computed again after the pauses."""
+    gate_s: Sequence[float]
+    """Seconds for which new requests were held back, by engine."""
+    paused_s: Sequence[float]
+    """Seconds for which generation was paused, by engine."""
+    gb_per_s: Sequence[float | None]
+    """Transfer rate by engine in GB/s; null for an engine that received nothing."""
+    stall_share: float | None
+    """Closed gates as a share of the engines' time since the previous push; null for the first push."""
+    since_s: float | None
+    """Seconds since the end of the previous push; null for the first."""
+    updated: Sequence[str]
+    """Engines that serve the version now."""
+    quarantined: Sequence[str]
+    """Engines that failed and receive no requests until they are checked again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedPushMetric(Metric):
+    """One weight push to simulated engines; the same kind as a real push, with fewer keys."""
+
+    kind = "push"
+
+    version: str
+    """Policy version that was pushed."""
+    total_s: float
+    """Duration of the push in seconds."""
+    rollouts_in_flight: int
+    """Rollouts in flight when the push began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationMetric(Metric):
+    """One evaluation on the held-out tasks, written by the service when it has ended."""
+
+    kind = "evaluation"
+
+    step: int
+    """Optimizer step at which it was due; 0 for the base evaluation."""
+    tag: str
+    """`base`, `step-N` or `final`: also the name of its folder in `evaluations/`."""
+    answers: int
+    """Number of answers (tasks x samples)."""
+    infra: int
+    """Answers without a score because of an infrastructure failure; no other key counts them."""
+    success: float | None
+    """Share of solved answers among the scored ones; null when none was scored."""
+    mean_reward: float | None
+    """Mean reward of the scored answers; null when none was scored."""
+    tasks: int
+    """Number of held-out tasks."""
+    samples: int
+    """Answers per task."""
+    dataset_sha256: str
+    """SHA-256 of the evaluated tasks."""
+    causes: Mapping[str, int]
+    """Number of answers by cause of their end (`solved`, `failed`, `budget`, ...)."""
+    versions: Mapping[str, int]
+    """Sampled tokens by policy version."""
+    mixed: int
+    """Answers that more than one version sampled."""
+    pass_rates: Sequence[Mapping[str, Any]]
+    """For each k: `any_solved` (pass@k), `all_solved` (pass^k), and the number of `tasks` with at least k scored
+    answers."""
+    infra_reasons: Mapping[str, int]
+    """Infrastructure failures by reason, the most frequent first (at most 3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPhasesMetric(Metric):
+    """Mean duration of the phases of rollouts that ended together, written by a worker."""
+
+    kind = "rollout_phases"
+
+    rollouts: float
+    """Number of rollouts in the mean."""
+    phases_s: Mapping[str, float] = field(metadata=INLINE)
+    """Keys of the phases, in seconds: `queue` (waiting for a sandbox place), `boot`, `prepare` (the task's files),
+    `agent`, `evaluate`. A phase that no rollout reached is left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StationMeans:
+    """Load of one station over the time of a record."""
+
+    in_use: float
+    """Mean number of rollouts (turns, sandboxes) in the station."""
+    capacity: float | None
+    """Maximum number; null where nothing limits it."""
+    mean_s: float | None
+    """Seconds that one rollout spends there; null while none ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StationsMetric(Metric):
+    """Utilisation of the stations of a run over about ten seconds, written by the service (docs/stations.md)."""
+
+    kind = "stations"
+
+    seconds: float
+    """Length of the measured time."""
+    in_flight: float
+    """Mean number of rollouts in flight, evaluations included."""
+    held_up_by: str | None
+    """Station that limits the throughput of the run; null when none does."""
+    stations: Mapping[str, StationMeans]
+    """Entry of each station: `queue`, `boot`, `sandbox`, `engine`, `simulator`, `evaluator`, `learner`."""
+    pacing: Mapping[str, int | str] = field(default_factory=dict, metadata=INLINE)
+    """Keys with `dispatcher.pacing.enabled` only: `rollout_limit` (most rollouts in flight now) and `slowed_by` (reason
+    of the last decrease, empty without one)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallMetric(Metric):
+    """A run that makes no progress: a warning before the stall detector ends it, and the end itself."""
+
+    kind = "stall"
+
+    ended: bool
+    """True when the run was ended, False for a warning."""
+    reason: str
+    """What did not make progress, and for how long."""
+
+
+METRICS: tuple[type[Metric], ...] = (
+    StepMetric,
+    PushMetric,
+    SimulatedPushMetric,
+    EvaluationMetric,
+    RolloutPhasesMetric,
+    StationsMetric,
+    StallMetric,
+)
+"""All metrics, in the order of docs/metrics.md."""
 
 
 class MetricsLog:
-    """Appends records; several processes may append to one file, since each record is a single O_APPEND write. Without
-    a path nothing is kept."""
+    """Appends records to the metrics file.
+
+    Several processes may append to one file, since each record is a single O_APPEND write. Without a path nothing is
+    written.
+    """
 
     def __init__(self, path: Path | None, retention: RetentionConfig | None = None) -> None:
         self._file = None if path is None else RotatingFile(path, retention)
 
-    def append(self, kind: str, record: dict[str, Any]) -> None:
+    def append(self, record: Metric, *, time_s: float | None = None) -> None:
+        """Write one record; `time_s` is now when left out."""
         if self._file is None:
             return
-        line = orjson.dumps({"kind": kind, "time_s": time.time(), **record}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
-        self._file.append(line)
+        document = {"kind": record.kind, "time_s": time.time() if time_s is None else time_s, **record.document()}
+        self._file.append(orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
 
 
 def read_metrics(path: Path, kinds: Collection[str] = ()) -> list[dict[str, Any]]:
-    """All complete records of these kinds (none given: of all), oldest first."""
+    """Return all complete records of these kinds (of every kind when none is given), oldest first."""
     return list(each_metric(path, kinds))
 
 
 def each_metric(path: Path, kinds: Collection[str] = ()) -> Iterator[dict[str, Any]]:
-    """As `read_metrics`, one at a time: the files of a long run need not fit into memory."""
-    # Most lines are of other kinds; to look for the name costs less than to parse them.
+    """Yield what `read_metrics` returns one by one: the files of a long run need not fit into memory."""
+    # Most lines are of other kinds; searching for the name is cheaper than parsing them.
     names = [f'"{kind}"'.encode() for kind in kinds]
     for file_path in kept_files(path):
         with file_path.open("rb") as file:
@@ -63,14 +279,14 @@ def each_metric(path: Path, kinds: Collection[str] = ()) -> Iterator[dict[str, A
 
 
 def last_metric(path: Path, kind: str) -> dict[str, Any] | None:
-    """The newest record of a kind, read from the end."""
+    """Return the newest record of a kind, reading from the end; None without one."""
     for file_path in reversed(kept_files(path)):
         size, length = file_path.stat().st_size, TAIL_BYTES
         while True:
             with file_path.open("rb") as file:
                 file.seek(max(0, size - length))
                 lines = file.read(length).splitlines()
-            # The first line may be cut: with the whole file it is not.
+            # The first line may be cut, unless the whole file was read.
             whole = lines if length >= size else lines[1:]
             found = (record for line in reversed(whole) if (record := _record(line)) and record["kind"] == kind)
             if (newest := next(found, None)) is not None:
@@ -82,6 +298,7 @@ def last_metric(path: Path, kind: str) -> dict[str, Any] | None:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
+    """Parse one line; None when it is not a record."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:

@@ -1,7 +1,7 @@
-"""What weight pushes cost a run: the record of each in `metrics.jsonl`, and their sum.
+"""Cost of weight pushes: the record of each push in `metrics.jsonl`, and the totals of a run.
 
-Invariant: a stall is an engine's closed gate. The share of a push is over the engines' time since the push before it,
-that is over the step that made its weights.
+Invariant: an engine stalls while its gate is closed. The stall share of a push refers to the engines' time since the
+previous push, which is the time of the step that made its weights.
 """
 
 from __future__ import annotations
@@ -10,40 +10,45 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from headrace.actors.record.metrics import PushMetric
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headrace.policies.push.contract import PushReport
 
 
-def push_record(report: PushReport, *, rollouts_in_flight: int | None, since_s: float | None) -> dict[str, Any]:
-    """One push; `since_s` is the time since the end of the push before, None for the first."""
+def push_record(report: PushReport, *, rollouts_in_flight: int | None, since_s: float | None) -> PushMetric:
+    """Return the record of one push; `since_s` is the time since the end of the previous push, None for the first."""
     engines = report.engines
-    return {
-        "push_id": report.push_id,
-        "version": str(report.version),
-        "total_s": report.total_s,
-        "seconds": report.seconds,
-        "sent_bytes": report.sent_bytes,
-        "rollouts_in_flight": rollouts_in_flight,
-        "requests_in_flight": sum(item.in_flight for item in engines),
-        "requests_retracted": sum(item.retracted for item in engines),
-        "tokens_recomputed": sum(item.recomputed_tokens for item in engines),
-        "gate_s": [item.gate_s for item in engines],
-        "paused_s": [item.paused_s for item in engines],
-        "gb_per_s": [item.gb_per_s for item in engines],
-        "stall_share": report.gates_s / (len(engines) * since_s) if since_s else None,
-        "since_s": since_s,
-        "updated": list(report.updated),
-        "quarantined": list(report.quarantined),
-    }
+    return PushMetric(
+        push_id=report.push_id,
+        version=str(report.version),
+        total_s=report.total_s,
+        seconds=report.seconds,
+        sent_bytes=report.sent_bytes,
+        rollouts_in_flight=rollouts_in_flight,
+        requests_in_flight=sum(item.in_flight for item in engines),
+        requests_retracted=sum(item.retracted for item in engines),
+        tokens_recomputed=sum(item.recomputed_tokens for item in engines),
+        gate_s=[item.gate_s for item in engines],
+        paused_s=[item.paused_s for item in engines],
+        gb_per_s=[item.gb_per_s for item in engines],
+        stall_share=report.gates_s / (len(engines) * since_s) if since_s else None,
+        since_s=since_s,
+        updated=list(report.updated),
+        quarantined=list(report.quarantined),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushCosts:
-    """`stall_share`: closed gates over the engines' time between the first push and the last. Means over pushes
-    otherwise; `gb_per_s` is None where no engine took a byte, `learner_waited_s` the learner's whole wait for pushes
-    that were still under way."""
+    """Totals over the pushes of a run.
+
+    `seconds` (by phase), `total_s` and `gb_per_s` are means over the pushes; `gb_per_s` is None when no engine received
+    data. `stall_share` is the time of closed gates as a share of the engines' time between the first push and the last.
+    `learner_waited_s` is the total time for which the learner waited for a push.
+    """
 
     pushes: int
     seconds: dict[str, float]
@@ -56,7 +61,7 @@ class PushCosts:
     learner_waited_s: float
 
     def line(self) -> str:
-        """For a person."""
+        """Return the totals as one line of the report."""
         speed = "" if self.gb_per_s is None else f" at {self.gb_per_s:.2f} GB/s"
         stalled = "-" if self.stall_share is None else f"{self.stall_share:.1%}"
         return (
@@ -68,7 +73,7 @@ class PushCosts:
 
 
 def push_costs(metrics: Sequence[dict[str, Any]]) -> PushCosts | None:
-    """All pushes of a run's metrics; None without any that tells its costs (simulated engines, older runs)."""
+    """Sum up the pushes of a run; None when no record has their costs (simulated engines, older runs)."""
     pushes = [record for record in metrics if record["kind"] == "push" and "gate_s" in record]
     if not pushes:
         return None

@@ -1,4 +1,4 @@
-"""The directory of a run: everything of it lies here, and `status` and `resume` need nothing else."""
+"""Directory of a run: the paths of its files. `status`, `report` and `resume` need nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def free_folder(parent: Path, stem: str) -> Path:
-    """`parent/stem-1`, `parent/stem-2`, ...: the first that is free."""
+    """Return the first of `parent/stem-1`, `parent/stem-2`, ... that does not exist."""
     number = 1
     while (parent / f"{stem}-{number}").exists():
         number += 1
@@ -29,7 +29,7 @@ def free_folder(parent: Path, stem: str) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDirectory:
-    """Paths by name."""
+    """Paths of a run's files by name; docs/run_directory.md describes their content."""
 
     path: Path
 
@@ -56,12 +56,12 @@ class RunDirectory:
 
     @property
     def engines(self) -> Path:
-        """The engines and how each is, as their group last said."""
+        """The engines and the state of each, as their group last recorded them."""
         return self.path / "engines" / "members.json"
 
     @property
     def engine_requests(self) -> Path:
-        """What operators ask of the engines, and the answers."""
+        """Requests of operators to the engines (`headrace engine add`), and the answers."""
         return self.path / "engines" / "requests"
 
     @property
@@ -74,53 +74,53 @@ class RunDirectory:
 
     @property
     def sandboxes(self) -> Path:
-        """The pool's sandbox ledger; it holds secrets of sandboxes."""
+        """The pool's table of sandboxes; it contains their secrets."""
         return self.path / "sandboxes"
 
     @property
     def sessions(self) -> Path:
-        """One JSON object per driver that began, and one more when it ended: start and end (null), Unix time."""
+        """One JSON object when a driver starts and one when it ends: start and end (null at first), Unix time."""
         return self.path / "sessions.jsonl"
 
     @property
     def identity(self) -> Path:
-        """What the ledger knows the run by; stays the same when the directory is moved or renamed."""
+        """Identity of the run in its ledger; it does not change when the directory is moved or renamed."""
         return self.path / IDENTITY_FILE
 
     @property
     def lock(self) -> Path:
-        """Held by the driving process; says nothing by its existence."""
+        """Lock file of the driving process; its existence alone means nothing."""
         return self.path / "driver.lock"
 
     def write_beginning(self, train: Sequence[Task], identity: str) -> None:
-        """What a buffer begins from: the training tasks, and what the ledger knows the run by. Raises OSError."""
+        """Write what a buffer needs at its start: the training tasks and the identity of the run. Raises OSError."""
         self.train_tasks.parent.mkdir(parents=True)
         write_tasks(self.train_tasks, train)
         self.identity.write_text(identity)
 
     def run_id(self) -> str:
-        """What `identity` holds. Raises RunMissing where it was not copied."""
+        """Return the identity of the run. Raises RunMissing when its file is missing, as after an incomplete copy."""
         try:
             return self.identity.read_text()
         except OSError as error:
             raise RunMissing(
-                f"{self.identity} cannot be read: {error.strerror}: the run was copied in part; copy all of it"
+                f"{self.identity} cannot be read ({error.strerror}): the copy of the run is incomplete; copy all of it"
             ) from error
 
     def append_session(self, started_s: float, ended_s: float | None) -> None:
-        """Record when a driver began, and again when it ended."""
+        """Record that a driver has started (`ended_s` None) or ended."""
         with self.sessions.open("ab") as file:
             file.write(orjson.dumps({"started_s": started_s, "ended_s": ended_s}) + b"\n")
 
     def driver_pid(self) -> int | None:
-        """The process on this host that drives the run now."""
+        """Return the id of the process that drives the run now; None without one, or before it is recorded."""
         if not self.is_driven():
             return None
         text = self.lock.read_text()
         return int(text) if text.isdigit() else None
 
     def is_driven(self) -> bool:
-        """Whether a live process drives this run."""
+        """Return True while a live process drives this run."""
         if not self.lock.exists():
             return False
         with self.lock.open("a") as file:

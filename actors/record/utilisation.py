@@ -1,11 +1,11 @@
-"""How busy each station of a run is, by Little's law, and which one holds the others up.
+"""Utilisation of the stations of a run by Little's law, and the station that limits its throughput.
 
 Invariants:
-- In a station are, on average, as many rollouts as arrive in a second times the seconds each stays (`L = lambda W`,
-  J. D. C. Little, Operations Research 9(3), 1961): how many are in it and how many leave the run in a second are
-  measured, the time a rollout spends there follows.
-- A station that is full, or without a known size and with nearly all rollouts in it, is the one to look at: making any
-  other one faster changes nothing.
+- The mean number of rollouts in a station is their arrival rate times the time each of them spends there (`L = lambda
+  W`, J. D. C. Little, Operations Research 9(3), 1961). The number in the station and the rate at which rollouts leave
+  the run are measured; the time that a rollout spends there follows.
+- The bottleneck is a station that is full, or one without a known capacity that holds nearly all rollouts: making any
+  other station faster changes nothing.
 """
 
 from __future__ import annotations
@@ -18,32 +18,35 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 BUSY = 0.9
-"""A station used this much is full: what fluctuates cannot be used to the last place."""
+"""Share of its capacity above which a station counts as full: a fluctuating load never fills every place."""
 
 
 class Station(StrEnum):
-    """Where a rollout can be held up."""
+    """Station of a run at which rollouts can wait."""
 
     QUEUE = "queue"
-    """Waiting for a place in the sandbox pool; has no size of its own: a queue tells of what is behind it."""
+    """Waiting for a place in the sandbox pool; a queue has no capacity of its own and reflects the next station."""
     BOOT = "boot"
     """Boots of sandboxes."""
     SANDBOX = "sandbox"
-    """Places of the pool: agents' and evaluators' sandboxes, from boot to release."""
+    """Places of the pool: sandboxes of agents and evaluators, from boot to release."""
     ENGINE = "engine"
-    """Turns at the engines."""
+    """Turns that the engines are generating."""
     SIMULATOR = "simulator"
-    """The simulated user that an agent talks to, and other services outside the run."""
+    """Simulated users and other services outside the run."""
     EVALUATOR = "evaluator"
-    """Evaluations, their sandboxes' boots too."""
+    """Evaluations, including the boots of their sandboxes."""
     LEARNER = "learner"
-    """The one learner: everything but waiting for a batch."""
+    """The learner, except while it waits for a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StationLoad:
-    """Over one stretch of time. `in_use`: mean number of rollouts (turns, sandboxes) in the station; `capacity`: how
-    many it takes, None where nothing limits it; `mean_s`: seconds one rollout spends there, None while none ended."""
+    """Load of one station over a period.
+
+    `in_use` is the mean number of rollouts (turns, sandboxes) in the station. `capacity` is the maximum number, None
+    when nothing limits it. `mean_s` is the number of seconds that a rollout spends there, None while none has ended.
+    """
 
     station: Station
     in_use: float
@@ -52,26 +55,28 @@ class StationLoad:
 
     @property
     def utilisation(self) -> float | None:
-        """Share of the station's places in use; None without a size."""
+        """Share of the capacity in use; None without a capacity."""
         return None if self.capacity is None else self.in_use / self.capacity
 
     def line(self) -> str:
-        """For a person: `sandbox 97% of 64, 9.9 s a rollout`."""
+        """Return the load as text, such as `sandbox 97% of 64, 9.9 s a rollout`."""
         used = f"{self.in_use:.1f} in it" if self.capacity is None else f"{self.utilisation:.0%} of {self.capacity:g}"
         return f"{self.station} {used}" + ("" if self.mean_s is None else f", {self.mean_s:.3g} s a rollout")
 
 
 def mean_loads(records: Iterable[Mapping[str, Any]]) -> tuple[StationLoad, ...]:
-    """The loads over several `stations` records of the metrics, weighted with their seconds; `mean_s` over those that
-    have it."""
-    told = [(Station(name), load, record["seconds"]) for record in records for name, load in record["stations"].items()]
-    sizes = {station: load["capacity"] for station, load, _ in told}
+    """Return the mean loads over several `stations` records of the metrics, weighted by their seconds; records without
+    a value are left out of `mean_s`."""
+    known = [
+        (Station(name), load, record["seconds"]) for record in records for name, load in record["stations"].items()
+    ]
+    sizes = {station: load["capacity"] for station, load, _ in known}
     return tuple(
         StationLoad(
             station=station,
-            in_use=_mean((load["in_use"], seconds) for name, load, seconds in told if name is station) or 0.0,
+            in_use=_mean((load["in_use"], seconds) for name, load, seconds in known if name is station) or 0.0,
             capacity=sizes[station],
-            mean_s=_mean((load["mean_s"], seconds) for name, load, seconds in told if name is station),
+            mean_s=_mean((load["mean_s"], seconds) for name, load, seconds in known if name is station),
         )
         for station in Station
         if station in sizes
@@ -79,22 +84,24 @@ def mean_loads(records: Iterable[Mapping[str, Any]]) -> tuple[StationLoad, ...]:
 
 
 def mean_in_flight(records: Iterable[Mapping[str, Any]]) -> float:
-    """Rollouts in flight over several `stations` records, weighted with their seconds; 0 where none tells them."""
+    """Return the mean number of rollouts in flight over several `stations` records, weighted by their seconds; 0 when
+    no record has it (older versions)."""
     return _mean((record.get("in_flight"), record["seconds"]) for record in records) or 0.0
 
 
 def _mean(weighted: Iterable[tuple[float | None, float]]) -> float | None:
-    """Of pairs of value and weight, those without a value left out; None without any."""
+    """Return the weighted mean of (value, weight) pairs, leaving out values of None; None when there is none."""
     known = [(value, weight) for value, weight in weighted if value is not None]
     total = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / total if total else None
 
 
 def bottleneck(loads: Iterable[StationLoad], in_flight: float) -> StationLoad | None:
-    """The station that holds the run up, None when none does.
+    """Return the station that limits the throughput of the run, None when none does.
 
-    The fullest of those that are full; else one without a size, outside the run's own sandboxes and queue, that holds
-    nearly all rollouts in flight (mean number): a phase lock, as when one slow service answers one call at a time.
+    This is the fullest of the full stations. When none is full, it is a station without a capacity, other than the
+    queue, that holds nearly all of the rollouts in flight (mean number): a phase lock, as when a slow service answers
+    one call at a time.
     """
     known = list(loads)
     full = [load for load in known if (load.utilisation or 0.0) >= BUSY]
@@ -107,7 +114,7 @@ def bottleneck(loads: Iterable[StationLoad], in_flight: float) -> StationLoad | 
 
 @dataclass(slots=True)
 class UtilisationMeter:
-    """Means of what is in each station, over samples weighted with the time since the one before."""
+    """Mean load of each station over samples, weighted by the time since the previous sample."""
 
     _weighted: dict[Station, float] = field(default_factory=dict)
     _in_flight: float = 0.0
@@ -117,8 +124,8 @@ class UtilisationMeter:
     _ended: int = 0
 
     def sample(self, now_s: float, in_use: Mapping[Station, float], finished: int, *, in_flight: float = 0.0) -> None:
-        """What is in the stations now, how many rollouts have finished so far, and how many are in flight now. A count
-        of finished ones that fell began anew."""
+        """Record the numbers in each station and in flight now, and how many rollouts have finished so far. When the
+        count of finished ones falls, its source was restarted, and nothing is added."""
         if self._last_s is not None and self._finished is not None:
             elapsed_s = max(0.0, now_s - self._last_s)
             self._seconds += elapsed_s
@@ -130,21 +137,21 @@ class UtilisationMeter:
 
     @property
     def seconds(self) -> float:
-        """How long it has measured."""
+        """Measured time since the last `reset`."""
         return self._seconds
 
     @property
     def ended(self) -> int:
-        """How many rollouts have finished meanwhile."""
+        """Rollouts that finished in the measured time."""
         return self._ended
 
     @property
     def in_flight(self) -> float:
-        """Mean number of rollouts in flight; 0 before the second sample."""
+        """Mean number of rollouts in flight in the measured time; 0 before the second sample."""
         return self._in_flight / self._seconds if self._seconds else 0.0
 
     def loads(self, capacities: Mapping[Station, float]) -> tuple[StationLoad, ...]:
-        """The loads since the last `reset`, in the order of `Station`; nothing before the second sample."""
+        """Return the loads since the last `reset`, in the order of `Station`; empty before the second sample."""
         if not self._seconds:
             return ()
         return tuple(
@@ -159,6 +166,6 @@ class UtilisationMeter:
         )
 
     def reset(self) -> None:
-        """Begin a new stretch at the last sample."""
+        """Start a new period at the last sample."""
         self._weighted.clear()
         self._seconds, self._in_flight, self._ended = 0.0, 0.0, 0

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Self
 from opentelemetry import trace
 
 from headrace.actors.errors import ActorLost
+from headrace.actors.record.metrics import RolloutPhasesMetric
 from headrace.actors.rollouts.answers import answer_of
 from headrace.actors.rollouts.recorded_stations import RecordedStations
 from headrace.actors.rollouts.rollout import run_rollout
@@ -237,19 +238,19 @@ class RolloutWorker:
         if training:
             await until_back(lambda: self._parts.replay.offer(training))
             if ran := [result for result in training if result.outcome.cause is not Cause.CANCELLED]:
-                self._metrics.append("rollout_phases", mean_phases(ran))
+                self._metrics.append(mean_phases(ran))
         if evaluation:
             await until_back(lambda: self._parts.replay.record_evaluations(evaluation))
         return [None] * len(ended)
 
 
-def mean_phases(results: list[RolloutResult]) -> dict[str, float]:
-    """Mean seconds by phase over the rollouts, and how many there were."""
-    totals: dict[str, float] = {"rollouts": float(len(results))}
+def mean_phases(results: list[RolloutResult]) -> RolloutPhasesMetric:
+    """Return the mean seconds by phase over the rollouts, and their number."""
+    totals: dict[str, float] = {}
     for result in results:
         for phase, seconds in result.phases_s:
             totals[phase] = totals.get(phase, 0.0) + seconds / len(results)
-    return totals
+    return RolloutPhasesMetric(rollouts=float(len(results)), phases_s=totals)
 
 
 def _cancelled(order: RolloutOrder) -> RolloutResult:

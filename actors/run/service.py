@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from headrace.actors.errors import RunStalled
 from headrace.actors.record.housekeeping import EVERY_S, keep_house, thin_out_evaluations
+from headrace.actors.record.metrics import EvaluationMetric, StallMetric
 from headrace.actors.run.parts import Externals, ServiceParts, parts_of, periodic_evaluations
 from headrace.actors.run.progress_signs import signs_of, stall_detector, work_clocks
 from headrace.actors.run.supervision import STATUS_TIMEOUT_S, Supervision, or_none
@@ -260,7 +261,7 @@ class Service(ServiceParts):
             return
         self._success = summary.success
         # In this order: a crash in between leaves one record twice, and no evaluation without one.
-        self._metrics.append("evaluation", {"step": step, **asdict(summary)})
+        self._metrics.append(EvaluationMetric(step=step, **asdict(summary)))
         await until_back(lambda: self.replay.end_evaluation(GroupId(tag), step, asdict(summary)))
         ended[tag] = summary.success
         if self._evaluations is not None:
@@ -295,7 +296,7 @@ class Service(ServiceParts):
             reason = detector.stalled(now_s, signs_of(look, longest))
             if (warning := reason or detector.warning(now_s)) is not None:
                 logger.warning("%s", warning)
-                self._metrics.append("stall", {"ended": reason is not None, "reason": warning})
+                self._metrics.append(StallMetric(ended=reason is not None, reason=warning))
             if reason is not None:
                 raise RunStalled(f"{reason}; {await self._diagnosis()}")
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace.actors.errors import ActorLost
+from headrace.actors.record.metrics import StationMeans, StationsMetric
 from headrace.actors.record.utilisation import Station, UtilisationMeter, bottleneck
 from headrace.actors.rollouts.pacing import LatencyWatch, Pressure
 from headrace.actors.runtime.call_guard import AwakeClock
@@ -158,8 +159,12 @@ class Supervision:
         self.held_up_by = bottleneck(self.loads, self._meter.in_flight)
         record = record_of(self.loads, self.held_up_by, self._meter)
         if self._config.dispatcher.pacing.enabled:
-            record |= {"rollout_limit": look.dispatcher.limit, "slowed_by": look.dispatcher.slowed_by}
-        self._metrics.append("stations", record)
+            pacing: dict[str, int | str] = {
+                "rollout_limit": look.dispatcher.limit,
+                "slowed_by": look.dispatcher.slowed_by,
+            }
+            record = replace(record, pacing=pacing)
+        self._metrics.append(record)
         self._meter.reset()
 
     async def _end_hung(self, learner: LearnerStatus | None) -> None:
@@ -191,19 +196,17 @@ def capacities(config: RunConfig, pool: PoolStatus | None) -> Mapping[Station, f
     return sizes if config.engines.is_simulated else sizes | {Station.ENGINE: _engine_places(config)}
 
 
-def record_of(
-    loads: Sequence[StationLoad], held_up_by: StationLoad | None, meter: UtilisationMeter
-) -> dict[str, object]:
-    """The metrics record of one stretch; `in_flight` is the mean number of rollouts, evaluations among them."""
-    return {
-        "seconds": meter.seconds,
-        "in_flight": meter.in_flight,
-        "held_up_by": None if held_up_by is None else held_up_by.station.value,
-        "stations": {
-            load.station.value: {"in_use": load.in_use, "capacity": load.capacity, "mean_s": load.mean_s}
+def record_of(loads: Sequence[StationLoad], held_up_by: StationLoad | None, meter: UtilisationMeter) -> StationsMetric:
+    """Return the metrics record of what the meter has measured."""
+    return StationsMetric(
+        seconds=meter.seconds,
+        in_flight=meter.in_flight,
+        held_up_by=None if held_up_by is None else held_up_by.station.value,
+        stations={
+            load.station.value: StationMeans(in_use=load.in_use, capacity=load.capacity, mean_s=load.mean_s)
             for load in loads
         },
-    }
+    )
 
 
 def _engine_places(config: RunConfig) -> int:

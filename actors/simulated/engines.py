@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Self
 import orjson
 
 from headrace.actors.errors import ActorGone
+from headrace.actors.record.metrics import SimulatedPushMetric
 from headrace.actors.runtime.resources import ResourceOwner
 from headrace.actors.runtime.retry import until_back
 from headrace.buffer.primitives.durable_files import write_private
@@ -100,8 +101,10 @@ class SimulatedEngineGroup:
             self._serve(version=snapshot.version, generating=True, admitting=True)
             self._pushes += 1
             total_s = asyncio.get_running_loop().time() - began_s
-            record = {"version": str(snapshot.version), "total_s": total_s, "rollouts_in_flight": rollouts_in_flight}
-            self._metrics.append("push", record)
+            record = SimulatedPushMetric(
+                version=str(snapshot.version), total_s=total_s, rollouts_in_flight=rollouts_in_flight
+            )
+            self._metrics.append(record)
 
     async def served_version(self) -> PolicyVersion | None:
         """As `EngineGroup.served_version`."""

@@ -26,6 +26,7 @@ from opentelemetry import trace
 from pydantic import BaseModel, ConfigDict, Field
 
 from headrace.actors.errors import ActorError, first_cause
+from headrace.actors.record.metrics import StepMetric
 from headrace.actors.runtime.retry import until_back
 from headrace.actors.runtime.runtime import end_actor
 from headrace.buffer.core.classification import stale_kv_tokens
@@ -311,7 +312,7 @@ class LearnerLoop:
         self._clock.step_s += _now() - start
         self._version, self._last = report.version, report
         self._tokens += int(report.metrics.get("tokens", 0))
-        self._metrics.append("step", _record_of(batch, report, self._clock.since(self._recorded)))
+        self._metrics.append(_record_of(batch, report, self._clock.since(self._recorded)))
         self._recorded = replace(self._clock)
         return report
 
@@ -426,18 +427,17 @@ def shuffle_rewards(batch: Batch, *, seed: int) -> Batch:
     return replace(batch, items=items)
 
 
-def _record_of(batch: Batch, report: StepReport, spent: _Clock) -> dict[str, object]:
-    staleness = Counter(str(item.staleness) for item in batch.items)
-    return {
-        "batch_id": batch.lease.batch_id,
-        "step": report.version.step,
-        "version": str(report.version),
-        "skipped": report.skipped,
-        "reward": sum(item.reward for item in batch.items) / len(batch.items),
-        **report.metrics,
-        "staleness": dict(staleness),
-        "stale_kv_tokens": sum(stale_kv_tokens(item.trajectory) for item in batch.items),
-        "step_s": spent.step_s,
-        "idle_s": spent.idle_s,
-        "push_s": spent.push_s,
-    }
+def _record_of(batch: Batch, report: StepReport, spent: _Clock) -> StepMetric:
+    return StepMetric(
+        batch_id=batch.lease.batch_id,
+        step=report.version.step,
+        version=str(report.version),
+        skipped=report.skipped,
+        reward=sum(item.reward for item in batch.items) / len(batch.items),
+        metrics=report.metrics,
+        staleness=Counter(str(item.staleness) for item in batch.items),
+        stale_kv_tokens=sum(stale_kv_tokens(item.trajectory) for item in batch.items),
+        step_s=spent.step_s,
+        idle_s=spent.idle_s,
+        push_s=spent.push_s,
+    )

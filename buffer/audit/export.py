@@ -116,7 +116,7 @@ def _write_table(database: sqlite3.Connection, tables: JoinedRows, name: str, fo
 def _write_trajectories(tables: JoinedRows, run_dir: Path, folder: Path) -> tuple[int, int]:
     """How many token sequences were written, and how many attempts could not be read."""
     parquet = _parquet()
-    schema = _row_schema()
+    schema = export_schema()
     written = unreadable = 0
     rows: list[dict[str, Any]] = []
     with parquet.ParquetWriter(folder / "trajectories.parquet", schema, compression="zstd") as writer:
@@ -131,7 +131,8 @@ def _write_trajectories(tables: JoinedRows, run_dir: Path, folder: Path) -> tupl
     return written, unreadable
 
 
-def _row_schema() -> Any:
+def export_schema() -> Any:
+    """Return the columns of `trajectories.parquet` as a pyarrow schema."""
     import pyarrow
 
     span = pyarrow.struct(

@@ -21,7 +21,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
-from headrace.actors.record.metrics import MetricsLog
+from headrace.actors.record.metrics import (
+    EvaluationMetric,
+    MetricsLog,
+    RolloutPhasesMetric,
+    SimulatedPushMetric,
+    StepMetric,
+)
 from headrace.actors.run.launch import RunRequest, prepare
 from headrace.buffer.core.advantages import advantage, deviation_square_sum, full_scale, mean
 from headrace.buffer.core.records import (
@@ -591,26 +597,43 @@ def _evaluate(
     months: Months, step: int, tag: str, tasks: Sequence[TaskId], ledger: _LedgerWriter, metrics: MetricsLog
 ) -> None:
     ledger.write(months.evaluation(step, tasks, tag), ())
-    summary = {"tag": tag, "success": 0.5, "answers": len(tasks), "infra": 0}
-    metrics.append("evaluation", {"step": step, **summary, "time_s": months.committed_at(step) + 100})
-    ledger.ended(tag, step, summary)
+    record = EvaluationMetric(
+        step=step,
+        tag=tag,
+        answers=len(tasks),
+        infra=0,
+        success=0.5,
+        mean_reward=0.5,
+        tasks=len(tasks),
+        samples=1,
+        dataset_sha256="",
+        causes={},
+        versions={},
+        mixed=0,
+        pass_rates=(),
+        infra_reasons={},
+    )
+    metrics.append(record, time_s=months.committed_at(step) + 100)
+    ledger.ended(tag, step, {"tag": tag, "success": 0.5, "answers": len(tasks), "infra": 0})
 
 
 def _write_metrics(months: Months, step: int, metrics: MetricsLog) -> None:
     at_s, version = months.committed_at(step), str(months.version(step))
-    record = {
-        "step": step,
-        "version": version,
-        "reward": 0.5,
-        "staleness": {"1": 16, "2": 32, "3": 16},
-        "idle_s": 0.5,
-        "step_s": STEP_S - 5,
-        "push_s": 0.0,
-        "mean_staleness": 2.0,
-    }
-    metrics.append("step", record | {"time_s": at_s})
-    push = {"version": version, "total_s": 0.5, "rollouts_in_flight": 128}
-    metrics.append("push", push | {"time_s": at_s + 1})
-    phases = {"rollouts": 4.0, "boot": 2.5, "prepare": 1.25, "agent": 400.0, "evaluate": 6.25}
+    record = StepMetric(
+        batch_id=f"b{step:06}",
+        step=step,
+        version=version,
+        skipped=False,
+        reward=0.5,
+        metrics={"mean_staleness": 2.0},
+        staleness={"1": 16, "2": 32, "3": 16},
+        stale_kv_tokens=0,
+        step_s=STEP_S - 5,
+        idle_s=0.5,
+        push_s=0.0,
+    )
+    metrics.append(record, time_s=at_s)
+    metrics.append(SimulatedPushMetric(version=version, total_s=0.5, rollouts_in_flight=128), time_s=at_s + 1)
+    phases_s = {"boot": 2.5, "prepare": 1.25, "agent": 400.0, "evaluate": 6.25}
     for number in range(METRIC_LINES_PER_STEP):
-        metrics.append("rollout_phases", phases | {"time_s": at_s - 15 * number})
+        metrics.append(RolloutPhasesMetric(rollouts=4.0, phases_s=phases_s), time_s=at_s - 15 * number)

@@ -22,7 +22,6 @@ CHECK: Final = "evaluate.check"
 BUFFER_OFFER: Final = "buffer.offer"
 
 OPERATION: Final = "gen_ai.operation.name"
-MODEL: Final = "gen_ai.request.model"
 MAX_TOKENS: Final = "gen_ai.request.max_tokens"
 TEMPERATURE: Final = "gen_ai.request.temperature"
 INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import runpy
 import sys
 import tomllib
 from pathlib import Path
@@ -20,6 +21,7 @@ from headrace.actors.cli.app import app
 from headrace.actors.errors import ConfigError
 from headrace.actors.evaluation.evaluation import EvaluationRequest, evaluate
 from headrace.actors.evaluation.plugins import refuse_absent_evaluators
+from headrace.actors.record.metrics import read_metrics
 from headrace.buffer.datasets.converters import convert
 from headrace.buffer.task_errors import TaskFileError
 from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId, load_tasks, task_digest, write_tasks
@@ -143,7 +145,13 @@ async def test_the_examples_of_the_docs(
     assert (report.turns, found.reward, found.solved) == (1, pytest.approx(1.2), True)
     (tmp_path / "rows").write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "why?"}\n')
     done = convert(tmp_path / "rows", tmp_path / "out", form="forms:questions", settings={"family": "sums"})
-    assert ([task.id for task in load_tasks(done.tasks)], len(done.refusals)) == (["sums-1"], 1)
+    [sums] = load_tasks(done.tasks)
+    assert (sums.id, len(done.refusals)) == ("sums-1", 1)
+    with pytest.raises(SystemExit, match="True"):  # no answer is reward 0, not a broken check
+        exec(sums.evaluator.check, {})
+    runpy.run_path(str(tmp_path / "gauges.py"))["record_disk"](tmp_path, 7)
+    [metric] = read_metrics(tmp_path / "metrics.jsonl", ("disk",))
+    assert metric["free_bytes"] == 7
 
 
 def task(plugin: str, **evaluator: Any) -> Task:

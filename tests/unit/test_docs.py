@@ -1,23 +1,39 @@
-"""Every link, file and test that the docs name is there."""
+"""Links, files, tests and snippets of the docs exist and work; generated pages match the code."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import runpy
+import sqlite3
+from contextlib import closing
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.run.config import load_recipe
+from headrace.actors.run.summary import RunSummary
+from headrace.buffer.audit.export import export_schema
+from headrace.buffer.ledger.schema import LEDGER_STATEMENTS
+from headrace.buffer.tasks import load_tasks
+from headrace.serve.observing import span_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+CODE = ("actors", "buffer", "policies", "sandboxes", "serve", "scripts")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:actors|buffer|policies|sandboxes|serve|scripts|tests|docs)/[\w./-]*\w)(?:::(\w+))?[^`]*`")
 
 
 def anchor(heading: str) -> str:
-    """As GitHub makes it."""
+    """Return the anchor that GitHub makes from a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -54,7 +70,7 @@ def defined(path: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_names_is_there(page: Path) -> None:
+def test_links_files_and_tests_of_a_page_exist(page: Path) -> None:
     assert problems(page) == []
 
 
@@ -63,7 +79,7 @@ def test_the_index_links_every_page() -> None:
     assert {page.name for page in PAGES if page.parent.name == "docs"} - {"index.md"} <= linked
 
 
-def test_what_is_not_there_is_found(tmp_path: Path) -> None:
+def test_missing_links_files_and_tests_are_reported(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A\n[a](absent.md) [b](#a) [c](#b) `actors/absent.py` `tests/unit/test_docs.py::test_absent`\n")
     assert problems(page) == [
@@ -74,12 +90,68 @@ def test_what_is_not_there_is_found(tmp_path: Path) -> None:
     ]
 
 
-def test_the_list_of_modules_is_that_of_the_tree() -> None:
-    rendered = runpy.run_path(str(ROOT / "scripts" / "module_docs.py"))["render"]()
-    assert (ROOT / "docs" / "modules.md").read_text() == rendered, "run scripts/module_docs.py"
-    assert "|  |" not in rendered, "every module says what it is for"
+@pytest.mark.parametrize("name", ["cli", "metrics", "module", "panel"])
+def test_a_generated_page_matches_the_code(name: str) -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / f"{name}_docs.py"))
+    assert script["TARGET"].read_text() == script["render"](), f"run scripts/{name}_docs.py"
 
 
-def test_the_glossary_is_short() -> None:
-    words = (ROOT / "docs" / "architecture.md").read_text().split("## Words")[1]
+def columns(statements: Iterable[str]) -> set[str]:
+    """Return the tables and columns of a database."""
+    with closing(sqlite3.connect(":memory:")) as database:
+        for statement in statements:
+            database.execute(statement)
+        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        return tables | {row[1] for table in tables for row in database.execute(f"PRAGMA table_info({table})")}
+
+
+def test_run_directory_page_names_every_file_column_key_and_span() -> None:
+    named = set(re.findall(r"[\w.-]+", (ROOT / "docs" / "run_directory.md").read_text()))
+    paths = vars(RunDirectory).items()
+    run = RunDirectory(path=Path("/run"))
+    files = {getattr(run, name).name for name, item in paths if isinstance(item, property)}
+    spans = {value for name, value in vars(span_names).items() if name.isupper()}
+    keys = {item.name for item in dataclasses.fields(RunSummary)}
+    exported = set(export_schema().names)
+    assert files | columns(LEDGER_STATEMENTS) | exported | keys | spans <= named
+
+
+def test_pages_named_in_the_code_exist() -> None:
+    files = [path for folder in CODE for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".toml"}]
+    named = {page for path in files for page in re.findall(r"docs/[\w-]+\.md", path.read_text())}
+    assert len(named) > 5
+    assert [page for page in sorted(named) if not (ROOT / page).exists()] == []
+
+
+def test_every_module_has_a_description() -> None:
+    assert "|  |" not in (ROOT / "docs" / "modules.md").read_text()
+
+
+def test_the_glossary_has_at_most_60_words() -> None:
+    words = (ROOT / "docs" / "architecture.md").read_text().split("## Glossary")[1]
     assert 10 < sum(line.startswith("| ") for line in words.splitlines()) - 1 <= 60
+
+
+def blocks(language: str) -> list[str]:
+    """Return the README's code blocks of a language."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_readme_snippets_are_valid_recipes_tasks_and_parts(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("".join(blocks("toml")))
+    assert load_recipe(recipe, (), tmp_path / "run").engines.attach
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("\n".join(block.replace("\n", "") for block in blocks("json")))
+    [task] = load_tasks(tasks)
+    compile(task.evaluator.check, "check", "exec")
+    agent, evaluator, metrics = blocks("python")
+    parts = tmp_path / "parts.py"
+    parts.write_text(agent + evaluator)
+    names = runpy.run_path(str(parts))
+    assert {"OneTry", "by_length"} <= names.keys()
+    compile(metrics, "metrics", "exec")
+
+
+def test_the_readme_has_at_most_150_lines() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150

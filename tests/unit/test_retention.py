@@ -1,9 +1,10 @@
-"""Retention of a run's records: rotation, reading across files, and removal of the oldest."""
+"""Retention of a run's own records: files rotate, readers read across them, the oldest are removed."""
 
 from __future__ import annotations
 
 import os
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields
 from functools import partial
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
@@ -11,8 +12,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from headrace.actors.record.housekeeping import keep_house, thin_out_evaluations
-from headrace.actors.record.metrics import MetricsLog, each_metric, last_metric, read_metrics
+from headrace.actors.record.metrics import (
+    EvaluationMetric,
+    MetricsLog,
+    RolloutPhasesMetric,
+    each_metric,
+    last_metric,
+    read_metrics,
+)
 from headrace.actors.record.run_directory import RunDirectory
+from headrace.actors.rollouts.summary import EvaluationSummary
 from headrace.serve.observing.retention import DAY_S, RetentionConfig, kept_files, older_files
 
 if TYPE_CHECKING:
@@ -23,59 +32,78 @@ SMALL = RetentionConfig(
 )
 
 
-def test_metrics_are_rotated_by_size_and_read_across_files(tmp_path: Path) -> None:
+def ended(rollouts: float, phase: str = "agent") -> RolloutPhasesMetric:
+    return RolloutPhasesMetric(rollouts=float(rollouts), phases_s={phase: 1.0})
+
+
+def test_inline_fields_become_keys_of_the_line(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(RolloutPhasesMetric(rollouts=2.0, phases_s={"boot": 0.5, "agent": 3.0}), time_s=7.0)
+    line = b'{"kind":"rollout_phases","time_s":7.0,"rollouts":2.0,"boot":0.5,"agent":3.0}\n'
+    assert (tmp_path / "metrics.jsonl").read_bytes() == line
+
+
+def test_evaluation_metrics_have_the_fields_of_the_summary() -> None:
+    """The service makes one from the other."""
+    assert names(EvaluationMetric) == {"step"} | names(EvaluationSummary)
+
+
+def names(record: type) -> set[str]:
+    return {item.name for item in fields(record)}
+
+
+def test_metrics_start_a_new_file_at_a_size_and_are_read_across_files(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, SMALL)
     for number in range(200):
-        log.append("step", {"step": number})
+        log.append(ended(number))
     assert (
         len(kept_files(path))
         == 200 * len(path.with_name("metrics-000001.jsonl").read_bytes().splitlines()[0]) // 4096 + 1
     )
-    assert [record["step"] for record in read_metrics(path)] == list(range(200))
-    assert last_metric(path, "step")["step"] == 199
+    assert [record["rollouts"] for record in read_metrics(path)] == list(range(200))
+    assert last_metric(path, "rollout_phases")["rollouts"] == 199
     assert last_metric(path, "push") is None
 
 
-def test_the_oldest_files_are_removed_but_never_the_newest(tmp_path: Path) -> None:
+def test_the_oldest_files_are_removed_and_the_newest_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, SMALL)
     for number in range(2000):
-        log.append("step", {"step": number, "text": "x" * 50})
+        log.append(ended(number, "x" * 50))
     assert sum(older.stat().st_size for older in older_files(path)) <= SMALL.metrics_bytes
-    steps = [record["step"] for record in read_metrics(path)]
-    assert steps == list(range(steps[0], 2000))
-    assert steps[0] > 0
+    left = [record["rollouts"] for record in read_metrics(path)]
+    assert left == list(range(int(left[0]), 2000))
+    assert left[0] > 0
 
 
-def test_old_files_are_removed_whatever_their_size(tmp_path: Path) -> None:
+def test_files_beyond_their_age_are_removed_whatever_their_size(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, SMALL)
     while len(older_files(path)) < 2:
-        log.append("step", {"text": "x" * 500})
+        log.append(ended(0, "x" * 500))
     first, second = older_files(path)
     long_ago = first.stat().st_mtime - 31 * DAY_S
     os.utime(first, (long_ago, long_ago))
     while len(older_files(path)) < 2 or first.exists():
-        log.append("step", {"text": "x" * 500})
+        log.append(ended(0, "x" * 500))
     assert second.exists()
 
 
 def append_some(path: Path, process: int) -> None:
     log = MetricsLog(path, SMALL.model_copy(update={"metrics_bytes": 1 << 30}))
     for number in range(300):
-        log.append("step", {"process": process, "number": number})
+        log.append(ended(number, f"process-{process}"))
 
 
-def test_concurrent_appends_of_processes_lose_no_record(tmp_path: Path) -> None:
+def test_concurrent_processes_lose_no_record(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     # No fork of this process: Ray may have threads in it.
     with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as pool:
         list(pool.map(partial(append_some, path), range(3)))
     records = read_metrics(path)
-    assert sorted((record["process"], record["number"]) for record in records) == [
-        (process, number) for process in range(3) for number in range(300)
-    ]
+    written = [(next(key for key in record if key.startswith("process")), record["rollouts"]) for record in records]
+    assert sorted(written) == [(f"process-{process}", number) for process in range(3) for number in range(300)]
     assert len(older_files(path)) > 1
 
 
@@ -85,15 +113,15 @@ def test_concurrent_appends_of_processes_lose_no_record(tmp_path: Path) -> None:
 def test_torn_and_binary_lines_are_skipped(tmp_path: Path, bad: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
-    log.append("step", {"step": 1})
+    log.append(ended(1))
     with path.open("ab") as file:
         file.write(bad + b"\n")
-    log.append("step", {"step": 2})
+    log.append(ended(2))
     with path.open("ab") as file:
         file.write(bad)
-    assert [record["step"] for record in each_metric(path, ("step",))] == [1, 2]
-    assert [record["step"] for record in each_metric(path)] == [1, 2]
-    assert last_metric(path, "step")["step"] == 2
+    assert [record["rollouts"] for record in each_metric(path, ("rollout_phases",))] == [1, 2]
+    assert [record["rollouts"] for record in each_metric(path)] == [1, 2]
+    assert last_metric(path, "rollout_phases")["rollouts"] == 2
 
 
 def test_logs_of_other_processes_are_truncated_and_the_oldest_spans_removed(tmp_path: Path) -> None:
@@ -116,7 +144,7 @@ def test_logs_of_other_processes_are_truncated_and_the_oldest_spans_removed(tmp_
     assert sorted(path.name for path in spans.iterdir()) == ["worker-2.jsonl", "worker-3.jsonl"]
 
 
-def test_old_evaluations_lose_their_conversations_but_keep_their_results(tmp_path: Path) -> None:
+def test_ended_evaluations_lose_their_rollouts_and_keep_their_results(tmp_path: Path) -> None:
     for number in range(4):
         folder = tmp_path / f"step-{number}"
         (folder / "rollouts" / "task-0").mkdir(parents=True)

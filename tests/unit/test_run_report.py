@@ -132,7 +132,8 @@ def pushed(*, gate_s: float, since_s: float | None) -> dict:
         sent_bytes=10**9,
         sender_failure=None,
     )
-    return {"kind": "push", "time_s": 0.0} | push_record(report, rollouts_in_flight=8, since_s=since_s)
+    record = push_record(report, rollouts_in_flight=8, since_s=since_s)
+    return {"kind": record.kind, "time_s": 0.0} | record.document()
 
 
 def test_pushes_are_paid_for_in_closed_gates(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How busy stations are, and which one holds a run up."""
+"""Utilisation of stations, and the bottleneck of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def load(station: Station, in_use: float, capacity: float | None) -> StationLoad
     return StationLoad(station=station, in_use=in_use, capacity=capacity, mean_s=None)
 
 
-def test_times_follow_from_little_s_law() -> None:
+def test_times_follow_from_littles_law() -> None:
     """Rollouts of 4 s at the engine and 1 s at the evaluator, begun at random times, sampled once a second."""
     chance = random.Random(7)
     begun = sorted(chance.uniform(0, 20_000) for _ in range(40_000))
@@ -43,7 +43,7 @@ def _between(times: list[float], start: float, end: float) -> list[float]:
     return times[bisect_left(times, start) : bisect_left(times, end)]
 
 
-def test_samples_weigh_with_the_time_they_stand_for() -> None:
+def test_samples_are_weighted_by_the_time_since_the_previous_one() -> None:
     meter = UtilisationMeter()
     meter.sample(0.0, {Station.BOOT: 100.0}, 0)
     assert meter.loads({}) == ()
@@ -55,7 +55,7 @@ def test_samples_weigh_with_the_time_they_stand_for() -> None:
     assert meter.loads({})[0].mean_s is None, "a dispatcher that began anew has finished nothing"
 
 
-def test_the_fullest_station_holds_the_run_up() -> None:
+def test_the_fullest_station_is_the_bottleneck() -> None:
     loads = [
         load(Station.SANDBOX, 62.0, 64.0),
         load(Station.ENGINE, 60.0, 128.0),
@@ -66,7 +66,7 @@ def test_the_fullest_station_holds_the_run_up() -> None:
     assert bottleneck([*loads, load(Station.BOOT, 8.0, 8.0)], 64.0) == load(Station.BOOT, 8.0, 8.0)
 
 
-def test_a_phase_lock_on_a_service_without_a_size_is_named() -> None:
+def test_a_phase_lock_on_a_service_without_a_capacity_is_reported() -> None:
     """The user simulator answers one call at a time: nothing is full, and nearly all rollouts wait for it."""
     loads = [
         load(Station.SANDBOX, 32.0, 64.0),
@@ -78,7 +78,7 @@ def test_a_phase_lock_on_a_service_without_a_size_is_named() -> None:
     assert bottleneck(loads, 64.0) is None
 
 
-def test_means_over_records() -> None:
+def test_means_are_weighted_over_records() -> None:
     def record(seconds: float, in_use: float, mean_s: float | None, **more: float) -> dict:
         sandbox = {"in_use": in_use, "capacity": 10, "mean_s": mean_s}
         return {"seconds": seconds, "stations": {"sandbox": sandbox}, **more}
@@ -92,7 +92,7 @@ def test_means_over_records() -> None:
     assert mean_in_flight([]) == 0.0
 
 
-def test_rollouts_in_flight_are_measured_beside() -> None:
+def test_the_mean_number_of_rollouts_in_flight_is_measured() -> None:
     meter = UtilisationMeter()
     meter.sample(0.0, {}, 0, in_flight=100.0)
     meter.sample(1.0, {}, 0, in_flight=8.0)

@@ -1,0 +1,75 @@
+"""Writes docs/metrics.md from the metric records: every kind with its keys and their docstrings. A test compares the
+page."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+
+from headrace.actors.record.metrics import METRICS, Metric, StationMeans
+
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
+HEAD = """# Metrics
+
+A run appends its measurements to `metrics.jsonl` in its directory, one JSON object a line. Every line has `kind` and
+`time_s` (Unix time); the other keys depend on the kind and are listed below. Older lines are in
+`metrics-000001.jsonl`, `metrics-000002.jsonl`, ..., oldest first; `[retention]` of the recipe
+([configuration.md](configuration.md)) says how much is kept. Readers should ignore unknown kinds and keys: versions add
+some. What must survive is in the ledger ([run_directory.md](run_directory.md)).
+
+```python
+from pathlib import Path
+from headrace.actors.record.metrics import read_metrics
+
+steps = read_metrics(Path("runs/quickstart-1/metrics.jsonl"), ("step",))
+print([round(step["reward"], 2) for step in steps])
+```
+
+To add a key or a kind, change the dataclass in `actors/record/metrics.py` and the place that fills it, and run
+`scripts/metrics_docs.py`, which writes this page.
+"""
+
+
+def docstrings(record: type) -> dict[str, str]:
+    """Return the docstring below each field of a dataclass."""
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(record))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for item, text in pairwise(definition.body):
+        match item, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as words)):
+                found[name] = " ".join(words.split())
+    return found
+
+
+def rows(record: type) -> list[str]:
+    """Return the table rows of a dataclass."""
+    texts = docstrings(record)
+    keys = {item.name: "(further keys)" if "inline" in item.metadata else f"`{item.name}`" for item in fields(record)}
+    return [f"| {key} | {texts[name]} |" for name, key in keys.items()]
+
+
+def section(record: type[Metric]) -> list[str]:
+    """Return the heading, the description and the table of one kind."""
+    title = record.kind if record.__name__ != "SimulatedPushMetric" else f"{record.kind} (simulated engines)"
+    about = " ".join((record.__doc__ or "").split())
+    return [f"## {title}", "", about, "", "| key | meaning |", "|---|---|", *rows(record), ""]
+
+
+def render() -> str:
+    """Return the page."""
+    nested = ["### One entry of `stations`", "", "| key | meaning |", "|---|---|", *rows(StationMeans), ""]
+    lines = []
+    for record in METRICS:
+        lines += section(record) + (nested if record.kind == "stations" else [])
+    return HEAD + "\n" + "\n".join(lines)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")
+    sys.stdout.write(f"{TARGET}\n")
