@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
+
+from pydantic import Field
 
 from headrace.actors.section import Section
+from headrace.sandboxes.e2b.provider import E2bConfig
 from headrace.sandboxes.local.provider import LocalSandboxConfig
 from headrace.sandboxes.oci.provider import OciSandboxConfig
 from headrace.sandboxes.pool.pool import PoolConfig
@@ -17,6 +21,8 @@ class SandboxKind(StrEnum):
 
     LOCAL = "local"
     """Linux namespaces on this host."""
+    E2B = "e2b"
+    """E2B, or a server with its API."""
     OCI = "oci"
     """Containers of runc or runsc on this host."""
     REMOTE = "remote"
@@ -35,12 +41,17 @@ class RemoteSection(Section):
 
 
 class SandboxSection(Section):
-    provider: SandboxKind = SandboxKind.LOCAL
-    """Where commands run; `subprocess` must be asked for and says what it does not protect."""
+    provider: SandboxKind | str = Field(default=SandboxKind.LOCAL, union_mode="left_to_right")
+    """Provider of the sandboxes: `local`, `oci`, `remote`, `e2b`, `simulated`, `subprocess`, which protects nothing, or
+    one of another package (docs/extending.md)."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of a provider of another package, by name."""
     local: LocalSandboxConfig = LocalSandboxConfig()
     """Settings of the namespaces provider."""
     oci: OciSandboxConfig = OciSandboxConfig()
     """Settings of the containers provider."""
+    e2b: E2bConfig = E2bConfig()
+    """Settings of the E2B provider (extra `e2b`)."""
     remote: RemoteSection = RemoteSection()
     """Where other hosts are."""
     simulated: SimulationConfig = SimulationConfig()

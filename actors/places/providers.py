@@ -1,4 +1,4 @@
-"""Which provider boots the sandboxes of a run, and which ones attach to what others booted.
+"""Providers of sandboxes: the one that a recipe names, and those that attach to sandboxes of another process.
 
 Invariants:
 - A local launcher of a run stays when the pool that started it dies: the next pool adopts it. It dies with the process
@@ -10,82 +10,228 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from headrace.actors.places.config import SandboxKind
-from headrace.sandboxes.errors import SpecRefused
+from headrace.actors.errors import ConfigError
+from headrace.actors.places.config import SandboxKind, SandboxSection
+from headrace.buffer.primitives.registry import PartRefused, Registry
+from headrace.sandboxes.e2b.provider import E2bProvider
+from headrace.sandboxes.errors import PermanentSandboxError, SpecRefused
 from headrace.sandboxes.leftovers import run_label
 from headrace.sandboxes.local.launcher_process import runtime_folder
-from headrace.sandboxes.local.provider import LocalProvider, LocalSandboxConfig
+from headrace.sandboxes.local.provider import LocalProvider
 from headrace.sandboxes.simulated.attached import AttachedProvider, host_names
 from headrace.sandboxes.simulated.provider import SimulatedProvider
 from headrace.sandboxes.unprotected.provider import SubprocessProvider
 
 if TYPE_CHECKING:
-    from headrace.actors.places.config import SandboxSection
+    import builtins
+    from collections.abc import Awaitable, Callable, Mapping
+
     from headrace.actors.record.run_directory import RunDirectory
-    from headrace.sandboxes.base import SandboxProvider
+    from headrace.sandboxes.base import (
+        Feature,
+        Sandbox,
+        SandboxId,
+        SandboxInfo,
+        SandboxProvider,
+        SandboxRef,
+        SandboxSpec,
+    )
+
+    StartProvider: TypeAlias = Callable[[SandboxSection, RunDirectory], Awaitable[SandboxProvider]]
+
+_MEMBERS: Final = ("features", "create", "attach", "list", "destroy", "aclose")
 
 
 async def start_hosts(section: SandboxSection, directory: RunDirectory | None) -> dict[str, SandboxProvider]:
-    """The hosts of a pool by name: one provider, or as many simulated hosts as asked for. Raises as `start_provider`
-    does."""
+    """Start the hosts of a pool, by name: one provider, or as many simulated hosts as the section says. Raises as
+    `start_provider` does."""
     if section.provider is SandboxKind.SIMULATED and section.simulated.hosts > 1:
         return {name: SimulatedProvider(section.simulated, name=name) for name in host_names(section.simulated)}
-    return {section.provider.value: await start_provider(section, directory)}
+    return {str(section.provider): await start_provider(section, directory)}
 
 
 async def start_provider(section: SandboxSection, directory: RunDirectory | None) -> SandboxProvider:
-    """Only simulated sandboxes need no directory. Raises NamespacesUnavailable, LauncherGone, SpecRefused,
-    ProviderUnreachable, SecretRefused."""
+    """Start the provider of a section. Only simulated sandboxes need no directory. Raises NamespacesUnavailable,
+    LauncherGone, SpecRefused, ProviderUnreachable, SecretRefused, PermanentSandboxError, ConfigError."""
     if section.provider is SandboxKind.SIMULATED:
         return SimulatedProvider(section.simulated)
     if directory is None:
-        raise SpecRefused(f"sandbox.provider {section.provider.value} needs a run directory; simulated needs none")
-    label = run_label(directory.path)
-    match section.provider:
-        case SandboxKind.SUBPROCESS:
-            return SubprocessProvider(label=label)
-        case SandboxKind.OCI:
-            from headrace.sandboxes.oci.provider import OciProvider
+        raise SpecRefused(f"sandbox.provider {section.provider} needs a run directory; simulated needs none")
+    try:
+        return await PROVIDERS.find(section.provider)(section, directory)
+    except PartRefused as error:
+        raise ConfigError(f"sandbox.provider: {error}") from error
 
-            containers = OciProvider(section.oci)
-            await containers.start()
-            return containers
-        case SandboxKind.REMOTE:
-            from headrace.sandboxes.remote.multi_host import MultiHostProvider, remote_hosts
 
-            hosts = MultiHostProvider(remote_hosts(section.remote.urls, section.remote.key_file))
-            await hosts.start()
-            return hosts
-        case SandboxKind.LOCAL:
-            local = LocalProvider(
-                await asyncio.to_thread(_local_config, section.local, section.pool.max_live, label, directory)
+def check_provider(section: SandboxSection) -> None:
+    """Raises ConfigError when the provider of a section does not exist, or lacks what it needs."""
+    try:
+        PROVIDERS.find(section.provider)
+        if section.provider is SandboxKind.E2B:
+            E2bProvider(section.e2b)
+        if not isinstance(section.provider, SandboxKind):
+            _outside(section)
+        elif section.settings:
+            raise ConfigError(
+                f"sandbox.settings are those of a provider of another package; use sandbox.{section.provider}"
             )
-            await local.start()
-            return local
+    except (PartRefused, PermanentSandboxError) as error:
+        raise ConfigError(f"sandbox.provider: {error}") from error
 
 
-def _local_config(config: LocalSandboxConfig, max_live: int, label: str, directory: RunDirectory) -> LocalSandboxConfig:
-    changes = {
-        "label": label,
-        "max_live": config.max_live or max_live * 5 // 4 + 1,
-        "stays_in": config.stays_in or runtime_folder(config.runtime_folder) / label,
-        "owner_pid": config.owner_pid or directory.driver_pid() or os.getpid(),
-    }
-    return config.model_copy(update=changes)
+def attaching_provider(name: str) -> SandboxProvider:
+    """Return a provider that attaches to sandboxes whose refs carry this name. Raises SpecRefused, and
+    PermanentSandboxError when what it needs is missing."""
+    if name in _ATTACHING:
+        return _ATTACHING[name]()
+    try:
+        return _outside(SandboxSection(provider=name))
+    except (PartRefused, ConfigError) as error:
+        raise SpecRefused(f"sandboxes of provider {name!r} cannot be attached to: {error}") from error
 
 
-def attaching_providers() -> dict[str, SandboxProvider]:
-    """By the name that a ref carries. A simulated sandbox is known to its own pool only: from elsewhere it can be
-    attached to, and its commands do nothing."""
+class NamedProvider:
+    """A provider of another package. Its refs carry the name by which workers find it again."""
+
+    def __init__(self, name: str, provider: SandboxProvider) -> None:
+        self._name, self._provider = name, provider
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        return self._provider.features
+
+    async def create(self, spec: SandboxSpec) -> SandboxRef:
+        return replace(await self._provider.create(spec), provider=self._name)
+
+    async def attach(self, ref: SandboxRef) -> Sandbox:
+        return await self._provider.attach(ref)
+
+    async def list(self) -> builtins.list[SandboxInfo]:
+        return await self._provider.list()
+
+    async def destroy(self, sandbox: SandboxId) -> None:
+        await self._provider.destroy(sandbox)
+
+    async def aclose(self) -> None:
+        await self._provider.aclose()
+
+
+def _outside(section: SandboxSection) -> NamedProvider:
+    """The provider of another package that a section names, made with its settings. Raises PartRefused, ConfigError."""
+    make = PROVIDERS.find(section.provider)
+    assert isinstance(make, _OfAnotherPackage), "headrace's own providers have kinds"
+    return NamedProvider(str(section.provider), make.made(section))
+
+
+class _OfAnotherPackage:
+    """Starts a provider of another package: calls `make` with `sandbox.settings`, and `start` where it has one."""
+
+    def __init__(self, make: object) -> None:
+        if not callable(make):
+            raise TypeError("it cannot be called with the settings")
+        self._make: Callable[..., Any] = make
+
+    async def __call__(self, section: SandboxSection, directory: RunDirectory) -> SandboxProvider:
+        provider: Any = self.made(section)
+        if hasattr(provider, "start"):
+            await provider.start()
+        return NamedProvider(str(section.provider), provider)
+
+    def made(self, section: SandboxSection) -> SandboxProvider:
+        try:
+            provider: SandboxProvider = self._make(**section.settings)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"sandbox.settings: {section.provider} does not take them: {error}") from error
+        for name in _MEMBERS:
+            if not hasattr(provider, name):
+                raise ConfigError(
+                    f"sandbox.provider: {section.provider!r} gives no provider: it has no {name!r} (docs/extending.md)"
+                )
+        return provider
+
+
+async def _local(section: SandboxSection, directory: RunDirectory) -> SandboxProvider:
+    label = run_label(directory.path)
+
+    def complete() -> LocalProvider:
+        config, max_live = section.local, section.pool.max_live
+        changes = {
+            "label": label,
+            "max_live": config.max_live or max_live * 5 // 4 + 1,
+            "stays_in": config.stays_in or runtime_folder(config.runtime_folder) / label,
+            "owner_pid": config.owner_pid or directory.driver_pid() or os.getpid(),
+        }
+        return LocalProvider(config.model_copy(update=changes))
+
+    provider = await asyncio.to_thread(complete)
+    await provider.start()
+    return provider
+
+
+async def _oci(section: SandboxSection, _: RunDirectory) -> SandboxProvider:
     from headrace.sandboxes.oci.provider import OciProvider
+
+    provider = OciProvider(section.oci)
+    await provider.start()
+    return provider
+
+
+async def _remote(section: SandboxSection, _: RunDirectory) -> SandboxProvider:
+    from headrace.sandboxes.remote.multi_host import MultiHostProvider, remote_hosts
+
+    provider = MultiHostProvider(remote_hosts(section.remote.urls, section.remote.key_file))
+    await provider.start()
+    return provider
+
+
+async def _subprocess(_: SandboxSection, directory: RunDirectory) -> SandboxProvider:
+    return SubprocessProvider(label=run_label(directory.path))
+
+
+async def _e2b(section: SandboxSection, directory: RunDirectory) -> SandboxProvider:
+    # Sandboxes of other runs of the same account are not this pool's.
+    run = {"headrace_run": run_label(directory.path)}
+    return E2bProvider(section.e2b.model_copy(update={"metadata": {**section.e2b.metadata, **run}}))
+
+
+async def _simulated(section: SandboxSection, _: RunDirectory) -> SandboxProvider:
+    return SimulatedProvider(section.simulated)
+
+
+def _attaching_oci() -> SandboxProvider:
+    from headrace.sandboxes.oci.provider import OciProvider
+
+    return OciProvider()
+
+
+def _attaching_remote() -> SandboxProvider:
     from headrace.sandboxes.remote.provider import RemoteConfig, RemoteProvider
 
-    return {
-        "local": LocalProvider(),
-        "subprocess": SubprocessProvider(),
-        "simulated": AttachedProvider(),
-        "oci": OciProvider(),
-        "remote": RemoteProvider(RemoteConfig()),
-    }
+    return RemoteProvider(RemoteConfig())
+
+
+PROVIDERS: Final[Registry[StartProvider]] = Registry(
+    kind="sandbox provider",
+    group="headrace.sandbox_providers",
+    own={
+        SandboxKind.LOCAL: _local,
+        SandboxKind.OCI: _oci,
+        SandboxKind.REMOTE: _remote,
+        SandboxKind.E2B: _e2b,
+        SandboxKind.SIMULATED: _simulated,
+        SandboxKind.SUBPROCESS: _subprocess,
+    },
+    accept=_OfAnotherPackage,
+)
+# A simulated sandbox is known to its own pool only: from elsewhere it can be attached to, and its commands do nothing.
+_ATTACHING: Final[Mapping[str, Callable[[], SandboxProvider]]] = {
+    SandboxKind.LOCAL: LocalProvider,
+    SandboxKind.OCI: _attaching_oci,
+    SandboxKind.REMOTE: _attaching_remote,
+    SandboxKind.E2B: E2bProvider,
+    SandboxKind.SIMULATED: AttachedProvider,
+    SandboxKind.SUBPROCESS: SubprocessProvider,
+}

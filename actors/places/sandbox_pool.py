@@ -52,7 +52,7 @@ class SandboxPool(ResourceOwner):
     async def __aenter__(self) -> Self:
         ledger = await self._open_ledger()
         self._stack.callback(ledger.close)
-        given = self._provider and {self._section.provider.value: self._provider}
+        given = self._provider and {str(self._section.provider): self._provider}
         hosts = given or await start_hosts(self._section, self._directory)
         self._local = [host for host in hosts.values() if isinstance(host, LocalProvider)]
         label = "" if self._directory is None else run_label(self._directory.path)

@@ -158,7 +158,7 @@ def programs_fit_the_sandboxes(config: RunConfig) -> str | None:
     if agent.is_program and provider not in (SandboxKind.LOCAL, SandboxKind.REMOTE):
         return (
             f"agent.kind {agent.kind} needs a way to the gateway from inside its sandbox, which sandbox.provider "
-            f"{provider.value} does not have; set it to local or remote"
+            f"{provider} does not have; set it to local or remote"
         )
     if agent.is_program and provider is SandboxKind.REMOTE and not agent.program.in_image:
         return (

@@ -37,6 +37,7 @@ from headrace.actors.evaluation.plugins import refuse_absent_evaluators
 from headrace.actors.evaluation.repository import REPOSITORY_RUNS
 from headrace.actors.places.absent_images import refuse_absent_images
 from headrace.actors.places.config import SandboxKind
+from headrace.actors.places.providers import check_provider
 from headrace.actors.record.metrics import read_metrics
 from headrace.actors.record.run_directory import RunDirectory
 from headrace.actors.run.config import RunConfig, explain, load_recipe
@@ -110,6 +111,7 @@ def check_parts(config: RunConfig) -> None:
         check_model_files(config.model.path)
     refuse_absent_sglang(config.engines)
     make_agent(config.agent)
+    check_provider(config.sandbox)
     if config.sandbox.provider is SandboxKind.LOCAL:
         require_namespaces()
 

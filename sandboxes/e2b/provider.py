@@ -32,6 +32,7 @@ from headrace.sandboxes.base import (
     refuse_folders,
 )
 from headrace.sandboxes.e2b.errors import Step, typed
+from headrace.sandboxes.e2b.frozen_data import copy_frozen
 from headrace.sandboxes.e2b.sandbox import E2bSandbox
 from headrace.sandboxes.errors import (
     PermanentSandboxError,
@@ -39,7 +40,6 @@ from headrace.sandboxes.errors import (
     SandboxGone,
     SecretRefused,
     SpecRefused,
-    Unsupported,
 )
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class E2bConfig(BaseModel):
     internet: bool = False
     """Give sandboxes internet access although their spec has network `none`. An agent needs it to reach the gateway,
     because this provider cannot expose a service."""
+    max_frozen_bytes: int = Field(default=64 << 20, gt=0)
+    """Largest size of one data path that an evaluation copies from an agent's sandbox into a clean one."""
     request_timeout_s: float = Field(default=60.0, gt=0)
     """Timeout of one request to the service."""
 
@@ -84,12 +86,13 @@ class E2bProvider:
     """Provider for one account; an async context manager. `aclose` waits for running kills, and leaves sandboxes to
     their leases."""
 
-    features = frozenset({Feature.SPAWN, Feature.PAUSE})
+    features = frozenset({Feature.FREEZE, Feature.SPAWN, Feature.PAUSE})
 
     def __init__(self, config: E2bConfig | None = None) -> None:
         """Import the SDK. Raises PermanentSandboxError when it is not installed."""
         self._config = config or E2bConfig()
         self._ending: set[asyncio.Task[None]] = set()
+        self._frozen: set[SandboxId] = set()
         try:
             import e2b
         except ImportError as error:
@@ -109,8 +112,9 @@ class E2bProvider:
         """Boot a sandbox. Raises ImageUnknown, SpecRefused, RateLimited, ProviderUnreachable, SecretRefused."""
         if spec.network is not Network.NONE:
             raise SpecRefused(f"network {spec.network.value!r}: set `internet` of the e2b provider instead")
-        if spec.mounts:
-            raise Unsupported("E2B sandboxes cannot mount frozen data")
+        for mount in spec.mounts:
+            if mount.source not in self._frozen:
+                raise SpecRefused(f"mount of {mount.source}: only a sandbox that this provider froze is mounted")
         refuse_folders(spec, PROVIDER)
         for name in ("cpu", "memory_bytes", "disk_bytes", "pids"):
             if getattr(spec, name) is not None:
@@ -148,7 +152,7 @@ class E2bProvider:
         if key and self._takes_keys():
             extra["idempotency_key"] = key if _KEY_FORM.fullmatch(key) else hashlib.sha256(key.encode()).hexdigest()
         with typed(Step.CREATE):
-            return await self._kind.create(
+            booted = await self._kind.create(
                 template=template,
                 timeout=math.ceil(spec.ttl_s),
                 metadata=metadata,
@@ -156,6 +160,18 @@ class E2bProvider:
                 **extra,
                 **self._options(),
             )
+        try:
+            for mount in spec.mounts:
+                with typed(Step.SANDBOX):
+                    source = await self._kind.connect(mount.source, timeout=math.ceil(spec.ttl_s), **self._options())
+                await copy_frozen(
+                    E2bSandbox(source), E2bSandbox(booted), mount, max_bytes=self._config.max_frozen_bytes
+                )
+        except BaseException:
+            with suppress(SandboxError), typed(Step.SANDBOX):
+                await asyncio.shield(booted.kill())
+            raise
+        return booted
 
     def _takes_keys(self) -> bool:
         return "idempotency_key" in inspect.signature(self._kind.create).parameters
@@ -206,9 +222,10 @@ class E2bProvider:
             traffic_access_token=None,
             connection_config=ConnectionConfig(extra_sandbox_headers=headers, **options),
         )
-        return E2bSandbox(sandbox)
+        return E2bSandbox(sandbox, self._frozen)
 
     async def destroy(self, sandbox: SandboxId) -> None:
+        self._frozen.discard(sandbox)
         with suppress(SandboxGone), typed(Step.SANDBOX):
             await self._kind.kill(sandbox, **self._options())
 

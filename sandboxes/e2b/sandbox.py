@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.sandboxes.base import ExecResult, Sandbox, SandboxId, Stream
 from headrace.sandboxes.e2b.errors import Step, typed
+from headrace.sandboxes.e2b.frozen_data import kill_all
 from headrace.sandboxes.e2b.process import MARK, E2bProcess, sweep, wrap
 from headrace.sandboxes.errors import ExecTimeout, SandboxError, SandboxFileError, SandboxGone, SpecRefused, Unsupported
 
@@ -54,8 +55,9 @@ def _cannot_run() -> Iterator[None]:
 class E2bSandbox(Sandbox):
     """A sandbox of the service, by its ref. Every method raises SandboxGone once it is dead."""
 
-    def __init__(self, sandbox: Any) -> None:
+    def __init__(self, sandbox: Any, frozen: set[SandboxId] | None = None) -> None:
         self._sandbox = sandbox
+        self._frozen = set() if frozen is None else frozen
 
     @property
     def id(self) -> SandboxId:
@@ -160,6 +162,11 @@ class E2bSandbox(Sandbox):
             await self._sandbox.files.write_files(
                 [{"path": path, "data": data} for path, data in files.items()], user=user
             )
+
+    async def freeze(self) -> None:
+        """See `Sandbox.freeze`. The sandbox goes on until its lease ends, without processes of the agent."""
+        await kill_all(self)
+        self._frozen.add(self.id)
 
     async def pause(self) -> None:
         with typed(Step.SANDBOX):

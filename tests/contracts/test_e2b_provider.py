@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ from headrace.sandboxes.base import Feature, FrozenMount, Network, SandboxId, Sa
 from headrace.sandboxes.e2b.provider import E2bConfig, E2bProvider
 from headrace.sandboxes.errors import (
     ExecTimeout,
+    FrozenPathRefused,
     ImageUnknown,
     NamespacesUnavailable,
     ProviderUnreachable,
@@ -178,7 +180,7 @@ async def test_lists_contain_labels_and_keys(provider: E2bProvider) -> None:
 
 
 async def test_pause_and_resume(provider: E2bProvider, sandbox: Sandbox) -> None:
-    assert provider.features == {Feature.SPAWN, Feature.PAUSE}
+    assert provider.features == {Feature.FREEZE, Feature.SPAWN, Feature.PAUSE}
     await sandbox.pause()
     await sandbox.pause()
     assert [info.state for info in await provider.list()] == ["paused"]
@@ -194,7 +196,7 @@ async def test_refusals_are_typed(provider: E2bProvider, config: E2bConfig, tmp_
         await provider.create(SandboxSpec(network=Network.HOST))
     with pytest.raises(SpecRefused):
         await provider.create(SandboxSpec(memory_bytes=1 << 30))
-    with pytest.raises(Unsupported):
+    with pytest.raises(SpecRefused):
         await provider.create(SandboxSpec(mounts=(FrozenMount(source=SandboxId("x"), path="/a", target="/b"),)))
     (tmp_path / "wrong").write_text("e2b_" + "2" * 40)
     wrong = E2bProvider(config.model_copy(update={"api_key_file": tmp_path / "wrong"}))
@@ -223,3 +225,44 @@ async def test_a_cancelled_create_leaves_nothing(provider: E2bProvider) -> None:
         await task
     await provider.aclose()
     assert await provider.list() == []
+
+
+async def test_an_evaluation_gets_a_copy_of_what_the_agent_left(provider: E2bProvider) -> None:
+    agent = await provider.attach(await provider.create(SandboxSpec()))
+    await agent.exec(
+        "mkdir -p data/sub; echo result > data/sub/file; chmod 4777 data/sub/file; mkfifo data/pipe; "
+        "ln -s /etc/passwd data/link; ln -s /etc away; echo one > single; (setsid sleep 81 >/dev/null 2>&1 &)",
+        timeout_s=20,
+    )
+    await agent.freeze()
+    await agent.freeze()
+    look = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'sleep 8[1]'"
+    assert (await agent.exec(look, timeout_s=20)).stdout == b"0\n"
+    folder = FrozenMount(source=agent.id, path="/workspace/data", target="/frozen/data")
+    single = FrozenMount(source=agent.id, path="/workspace/single", target="/frozen/one")
+    checker = await provider.attach(await provider.create(SandboxSpec(mounts=(folder, single))))
+    found = "cd /frozen; cat data/sub/file one; readlink data/link; stat -c '%a %U' data/sub data/sub/file; ls data"
+    lines = (await checker.exec(found, timeout_s=20)).stdout.decode().splitlines()
+    assert lines == ["result", "one", "/etc/passwd", "555 root", "555 root", "link", "sub"]
+    for path in ("/workspace/away", "/workspace/missing", "/workspace/away/passwd"):
+        with pytest.raises(FrozenPathRefused):
+            await provider.create(SandboxSpec(mounts=(replace(folder, path=path),)))
+    for target in ("/proc/x", "/usr/x", "relative", "/a/../etc", "/"):
+        with pytest.raises(SpecRefused):
+            await provider.create(SandboxSpec(mounts=(replace(folder, target=target),)))
+    assert len(await provider.list()) == 2, "a sandbox whose data could not be copied is killed"
+    with pytest.raises(SpecRefused):
+        await provider.create(SandboxSpec(mounts=(replace(folder, source=checker.id),)))
+
+
+async def test_an_evaluation_copies_at_most_what_its_setting_allows(config: E2bConfig) -> None:
+    async with E2bProvider(config.model_copy(update={"max_frozen_bytes": 100_000})) as provider:
+        agent = await provider.attach(await provider.create(SandboxSpec()))
+        await agent.exec("mkdir data; head -c 99000 /dev/urandom > data/one", timeout_s=20)
+        await agent.freeze()
+        mount = FrozenMount(source=agent.id, path="/workspace/data", target="/frozen")
+        checker = await provider.attach(await provider.create(SandboxSpec(mounts=(mount,))))
+        assert (await checker.exec("wc -c < /frozen/one", timeout_s=20)).stdout == b"99000\n"
+        await agent.exec("head -c 2000 /dev/urandom > data/two", timeout_s=20)
+        with pytest.raises(FrozenPathRefused, match="more than 100000 bytes"):
+            await provider.create(SandboxSpec(mounts=(mount,)))

@@ -1,0 +1,139 @@
+"""Providers that a recipe names beside headrace's local ones: E2B, and one of another package."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from headrace.actors.errors import ConfigError
+from headrace.actors.evaluation.evaluator import Evaluator
+from headrace.actors.evaluation.verdict import EvaluationRequest
+from headrace.actors.places.config import SandboxKind, SandboxSection
+from headrace.actors.places.providers import check_provider
+from headrace.actors.places.sandbox_connections import SandboxConnections
+from headrace.actors.places.sandbox_pool import SandboxPool
+from headrace.actors.record.actor_telemetry import ActorTelemetry
+from headrace.actors.record.run_directory import RunDirectory
+from headrace.buffer.tasks import EvaluatorKind, EvaluatorSpec, Task, TaskId
+from headrace.sandboxes.base import SandboxId, SandboxRef, SandboxSpec
+from headrace.sandboxes.e2b.provider import E2bConfig
+from headrace.sandboxes.errors import SpecRefused
+from headrace.sandboxes.local.provider import LocalProvider
+from headrace.serve.e2b.server import E2bServer
+from headrace.serve.observing.telemetry import TelemetryConfig
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.namespaces
+CHECK = "import sys; sys.exit(open('/workspace/answer').read() != 'right')"
+TASK = Task(
+    id=TaskId("answer"),
+    family="answer",
+    instruction="write the answer",
+    evaluator=EvaluatorSpec(kind=EvaluatorKind.STATE, check=CHECK),
+)
+MODULE = """
+from headrace.sandboxes.local.provider import LocalProvider
+
+
+class Logged:
+    def __init__(self, log=None):
+        self.inner, self.log = LocalProvider(), log
+        self.features = self.inner.features
+
+    async def create(self, spec):
+        if not self.log:
+            raise RuntimeError("made for attaching")
+        with open(self.log, "a") as file:
+            file.write("boot\\n")
+        return await self.inner.create(spec)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class Half:
+    features = frozenset()
+"""
+
+
+@pytest.fixture(autouse=True)
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_providers.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "their_providers", raising=False)
+
+
+@asynccontextmanager
+async def opened(section: SandboxSection, folder: Path) -> AsyncIterator[tuple[SandboxPool, Evaluator]]:
+    directory = RunDirectory(path=folder / "run")
+    directory.path.mkdir()
+    telemetry = ActorTelemetry(config=TelemetryConfig(enabled=False), run_dir=None)
+    async with SandboxPool(section, directory=directory) as pool, Evaluator(pool, telemetry) as evaluator:
+        yield pool, evaluator
+
+
+async def verdicts(pool: SandboxPool, evaluator: Evaluator, *answers: str) -> list[Any]:
+    """The rewards of agents that leave these answers, in sandboxes of a pool."""
+    requests = {}
+    async with SandboxConnections() as connections:
+        for answer in answers:
+            [ref] = await pool.lease([SandboxSpec()])
+            sandbox = await connections.attach(ref)
+            await sandbox.exec(f"printf {answer} > /workspace/answer", timeout_s=20)
+            requests[answer] = EvaluationRequest(key=answer, task=TASK, sandbox=ref)
+        ended = (await evaluator.begin(requests)).ready
+        while len(ended) < len(answers):
+            ended |= (await evaluator.fetch([key for key in requests if key not in ended])).ready
+    return [ended[answer].reward for answer in answers]
+
+
+async def test_a_recipe_evaluates_rollouts_in_e2b_sandboxes(tmp_path: Path) -> None:
+    async with LocalProvider() as local, E2bServer(local) as server:
+        (tmp_path / "key").write_text("e2b_0000")
+        config = E2bConfig(api_url=server.url, api_key_file=tmp_path / "key")
+        section = SandboxSection(provider="e2b", e2b=config)
+        check_provider(section)
+        async with opened(section, tmp_path) as (pool, evaluator):
+            assert await verdicts(pool, evaluator, "right", "wrong") == [1.0, 0.0]
+
+
+async def test_a_recipe_names_a_provider_of_another_package(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    section = SandboxSection(provider="their_providers:Logged", settings={"log": str(log)})
+    check_provider(section)
+    async with opened(section, tmp_path) as (pool, evaluator):
+        assert await verdicts(pool, evaluator, "right", "wrong") == [1.0, 0.0]
+    assert log.read_text().count("boot") == 4, "two agents, and a clean sandbox for each"
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"provider": "docker"}, "there is no sandbox provider 'docker'; there are local, oci, remote, e2b"),
+        ({"provider": "their_providers:Absent"}, "has no attribute 'Absent'"),
+        ({"provider": "no_such_package:Provider"}, "No module named 'no_such_package'"),
+        ({"provider": "their_providers:Half"}, "has no 'create'"),
+        ({"provider": "their_providers:Logged", "settings": {"colour": "red"}}, "does not take them"),
+        ({"provider": "local", "settings": {"log": "x"}}, "sandbox.settings"),
+    ],
+)
+def test_a_provider_that_does_not_exist_or_fit_is_refused_at_the_start(section: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_provider(SandboxSection.model_validate(section))
+
+
+async def test_a_ref_of_an_unknown_provider_is_refused() -> None:
+    ref = SandboxRef(provider="docker", id=SandboxId("x"), endpoint="", secret="")
+    async with SandboxConnections() as connections:
+        with pytest.raises(SpecRefused, match="'docker' cannot be attached to"):
+            await connections.attach(ref)
+
+
+def test_headraces_own_providers_keep_their_kind() -> None:
+    assert SandboxSection.model_validate({"provider": "e2b"}).provider is SandboxKind.E2B
