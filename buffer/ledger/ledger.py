@@ -11,9 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
-import os
 import shutil
 import sqlite3
 from collections import Counter
@@ -41,6 +39,7 @@ from headrace.buffer.ledger.migration import migrate
 from headrace.buffer.ledger.schema import APPLICATION_ID, LEDGER_STATEMENTS, SCHEMA_VERSION, TABLES, TRAJECTORIES_DDL
 from headrace.buffer.primitives.database import connect, transaction
 from headrace.buffer.primitives.durable_files import fsync
+from headrace.buffer.primitives.file_lock import FileLock
 from headrace.buffer.types import RolloutId
 from headrace.buffer.versions import PolicyVersion
 
@@ -76,7 +75,7 @@ class StoredTrajectory:
 class Ledger:
     """Opened by `open` or `in_memory`; `close` it. After an error of `write` it must not be used any more."""
 
-    def __init__(self, database: sqlite3.Connection, blobs: BlobFiles, lock: int | None, path: Path) -> None:
+    def __init__(self, database: sqlite3.Connection, blobs: BlobFiles, lock: FileLock | None, path: Path) -> None:
         self._database, self._blobs, self._lock, self._path = database, blobs, lock, path
         self._archive = Archive(database, None if lock is None else path.with_name(ARCHIVE))
 
@@ -91,7 +90,9 @@ class Ledger:
             run_dir.mkdir(parents=True, exist_ok=True)
             refuse_network(run_dir, filesystem_magic(run_dir))
             refuse_full(run_dir, shutil.disk_usage(run_dir).free)
-            lock = _lock(run_dir / "ledger.lock")
+            lock = FileLock(run_dir / "ledger.lock", blocking=False, mode=0o644)
+        except BlockingIOError:
+            raise LedgerInUse(f"{run_dir} is open in another process: end that run first") from None
         except OSError as error:
             raise LedgerRefused(
                 f"{run_dir} cannot be written: {error.strerror}: choose a run directory on a disk that can"
@@ -108,7 +109,7 @@ class Ledger:
             fsync(run_dir)
             return cls(database, blobs, lock, run_dir / "ledger.db")
         except BaseException as error:
-            os.close(lock)
+            lock.release()
             if isinstance(error, sqlite3.DatabaseError):
                 raise unreadable(run_dir / "ledger.db", error) from error
             raise
@@ -287,8 +288,7 @@ class Ledger:
         self._database.close()
         self._blobs.close()
         if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+            self._lock.release()
 
     def _trajectory(self, rollout_id: RolloutId, attempt: int) -> Trajectory:
         query = "SELECT trajectory_file FROM attempts WHERE rollout_id = ? AND attempt = ?"
@@ -475,14 +475,3 @@ def _as_oserror(path: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         raise OSError(errno.EIO, f"the copy of the ledger cannot be written: {error}", str(path)) from error
-
-
-def _lock(path: Path) -> int:
-    """A lock held while the descriptor is open. Raises LedgerInUse."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise LedgerInUse(f"{path.parent} is open in another process: end that run first") from None
-    return descriptor
