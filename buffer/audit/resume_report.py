@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.buffer.audit.evidence import read_open
 from headrace.buffer.audit.verify import audit
-from headrace.buffer.core.batches import untrainable
+from headrace.buffer.core.batch_queue import untrainable
 from headrace.buffer.core.records import BatchState, RolloutState
-from headrace.buffer.core.repeated_steps import UndoneSteps, digest_of
+from headrace.buffer.core.training_path import UndoneSteps, digest_of
 from headrace.buffer.types import extend_chain
 from headrace.buffer.versions import PolicyVersion
 
@@ -215,7 +215,7 @@ class _Plan:
             over = self._members_over(batch, version, tree)
             total += over
             if not over:
-                after = undone.foresee(tree, version, chain, [batch])
+                after = undone.predict(tree, version, chain, [batch])
                 version, tree, chain = after.version, after.tree, extend_chain(chain, digest_of(batch))
         return total
 

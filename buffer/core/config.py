@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from headrace.buffer.core.acceptance import Limits, parse_rule
 from headrace.buffer.core.advantages import AdvantageKind
 from headrace.buffer.core.curriculum import Curriculum
+from headrace.buffer.core.staleness import StalenessBound
 
 if TYPE_CHECKING:
     from typing import Self
@@ -58,6 +59,11 @@ class BufferConfig(BaseModel):
     """Passes over the data; None: no end. After the last one `take` raises DataExhausted once no batch is left."""
     keep_trajectories: bool = False
     """Keep files of trajectories that no checkpoint directory needs any more, for exports. They grow for ever."""
+
+    @property
+    def bound(self) -> StalenessBound:
+        """Bound on the staleness of what may be trained."""
+        return StalenessBound(self.max_staleness)
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.replay import ReplayBuffer
-from headrace.buffer.core.task_stream import TaskStream
 from headrace.buffer.errors import LedgerBroken, LedgerMismatch, ReplayError
 from headrace.buffer.ledger.ledger import TRAJECTORY_FILE_BYTES, Ledger, StoredTrajectory
 from headrace.buffer.types import Batch, BatchItem, BatchLease, ReceiptStatus
@@ -185,23 +185,23 @@ class ReplayStore:
     async def step_failed(self, lease: BatchLease, reason: str, *, again: bool) -> str:
         """A step on this batch failed; why it is not tried again, empty when it is. Durable when this returns. Raises
         StaleEpoch, LeaseError."""
-        return await self._change(lambda: self._core.step_failed(lease, reason, again=again))
+        return await self._change(lambda: self._core.batches.step_failed(lease, reason, again=again))
 
     async def step_interrupted(self, lease: BatchLease) -> None:
         """The step on this batch ended by no fault of it. Raises StaleEpoch, LeaseError."""
-        await self._change(lambda: self._core.step_interrupted(lease))
+        await self._change(lambda: self._core.batches.step_interrupted(lease))
 
     async def retry_batches(self) -> None:
         """For an operator, while no learner lives: try all batches anew."""
-        await self._change(self._core.retry_batches)
+        await self._change(self._core.operators.retry_batches)
 
     async def release(self, lease: BatchLease) -> None:
         """Give a batch back before its step began. Raises StaleEpoch, LeaseError."""
-        await self._change(lambda: self._core.release(lease))
+        await self._change(lambda: self._core.batches.release(lease))
 
     async def checkpointed(self, ref: CheckpointRef) -> None:
         """A checkpoint directory is durable. Raises StaleEpoch, LedgerMismatch."""
-        await self._change(lambda: self._core.checkpointed(ref, self._clock()))
+        await self._change(lambda: self._core.epochs.checkpointed(ref, self._clock()))
         await self._archive()
         await self._in_thread(lambda: self._back_up_beside(Path(ref.path)), self._copier)
         if not self._core.config.keep_trajectories:
@@ -211,7 +211,7 @@ class ReplayStore:
         """Move what the checkpoint closed to the archive, a little at a time: offers go on in between."""
         while await self._write_alone(self._ledger.archive_groups):
             pass
-        self._core.state.forget_steps(*await self._write_alone(self._ledger.archive_steps))
+        self._core.state.path.forget_steps(*await self._write_alone(self._ledger.archive_steps))
         self._core.state.forget_evaluations(await self._write_alone(self._ledger.archive_evaluations))
 
     async def _write_alone(self, work: Callable[[], T]) -> T:
@@ -237,19 +237,19 @@ class ReplayStore:
         self._check()
         if checkpoint is None and not from_start:
             # Before anything is recalled for it.
-            self._core.refuse_without_checkpoint()
-        if self._core.needs_history(checkpoint):
+            self._core.epochs.refuse_without_checkpoint()
+        if self._core.epochs.needs_history(checkpoint):
             await self._recall_steps_after(checkpoint)
         return await self._change(lambda: self._core.open_epoch(checkpoint, self._clock(), from_start=from_start))
 
     async def drop_batch(self, batch_id: BatchId | None = None) -> BatchRecord:
         """For an operator, while no learner lives: drop a batch for good, by default the one leased. Raises
         LeaseError."""
-        return await self._change(lambda: self._core.drop_batch(batch_id, self._clock()))
+        return await self._change(lambda: self._core.operators.drop_batch(batch_id, self._clock()))
 
     async def unpark(self, tasks: Sequence[str] | None) -> tuple[TaskId, ...]:
         """For an operator: issue parked tasks again, all when None. Raises TaskNotParked."""
-        return await self._change(lambda: self._core.unpark(tasks, self._clock()))
+        return await self._change(lambda: self._core.operators.unpark(tasks, self._clock()))
 
     async def retry_lost(
         self, lost: Mapping[RolloutId, str], checkpoint: CheckpointRef | None
@@ -258,17 +258,17 @@ class ReplayStore:
         that get a new attempt. Where steps after `checkpoint`, from which the next learner goes on, trained one of
         them, those steps are undone now. Raises LedgerMismatch, LedgerBehind."""
         await self._recall(lambda: self._ledger.recall_groups_of(lost))
-        if self._core.needs_history(checkpoint):
+        if self._core.epochs.needs_history(checkpoint):
             await self._recall_steps_after(checkpoint)
-        if self._core.trained_after(checkpoint) & set(lost):
-            if checkpoint is None and self._core.state.checkpoints:
+        if self._core.epochs.trained_after(checkpoint) & set(lost):
+            if checkpoint is None and self._core.state.path.checkpoints:
                 raise LedgerMismatch(
                     "steps were trained on rollouts that are lost, and no checkpoint of the run is left to go back to: "
                     "put its checkpoints back"
                 )
             await self.open_epoch(checkpoint)
             await self._recall(lambda: self._ledger.recall_groups_of(lost))
-        return await self._change(lambda: self._core.retry_lost(lost, self._clock()))
+        return await self._change(lambda: self._core.operators.retry_lost(lost, self._clock()))
 
     async def record_evaluations(
         self, results: Sequence[tuple[RolloutResult, TaskId]], *, tag: str, version: PolicyVersion
@@ -302,7 +302,7 @@ class ReplayStore:
     def head(self) -> PolicyVersion | None:
         """The version that the next step starts from; None before the first epoch."""
         self._check()
-        return self._core.state.head
+        return self._core.state.path.head
 
     def may_begin(self, version: PolicyVersion) -> bool:
         """Whether attempts may begin with `version` now."""
@@ -312,7 +312,7 @@ class ReplayStore:
     def lies_ahead(self, version: PolicyVersion) -> bool:
         """Whether the batches issued again lead to the weights of `version`, and are not there yet."""
         self._check()
-        return self._core.lies_ahead(version)
+        return self._core.state.path.lies_ahead(version)
 
     def admit(self, in_flight: int | None = None) -> int:
         """How many rollouts may start now."""
@@ -333,7 +333,7 @@ class ReplayStore:
 
         def look() -> tuple[tuple[RolloutId, int], ...] | None:
             self._core.tick(self._clock())
-            head = self._core.state.head
+            head = self._core.state.path.head
             vain = () if head is None else self._core.to_cancel(head)
             return None if set(vain) <= set(known) else vain
 

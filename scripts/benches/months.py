@@ -41,7 +41,7 @@ from headrace.buffer.core.records import (
     TaskRecord,
     TrainedTokens,
 )
-from headrace.buffer.core.task_stream import TaskStream
+from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.ledger.ledger import TRAJECTORY_FILE_BYTES, BlobFiles, Ledger, StoredTrajectory
 from headrace.buffer.ledger.schema import TABLES
 from headrace.buffer.tasks import TaskId, load_tasks

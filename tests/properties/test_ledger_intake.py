@@ -115,7 +115,7 @@ def reread(store: ReplayStore) -> None:
     for attempt in store._core.state.attempts.values():
         if attempt.trained:
             (trajectory,) = store._ledger.trajectories([attempt.key])
-            assert trained_tokens(trajectory, store._core.state.tree) == attempt.trained
+            assert trained_tokens(trajectory, store._core.state.path.tree) == attempt.trained
         for value in (attempt.detail, attempt.trace_id):
             assert len(value.encode()) <= 4 * MAX_TEXT
 

@@ -36,7 +36,7 @@ def busy_core():
     cases.fill(buffer, FIRST)
     _, version = cases.step(buffer, FIRST)
     saved = cases.checkpoint(buffer, version)
-    buffer.checkpointed(saved, 4.0)
+    buffer.epochs.checkpointed(saved, 4.0)
     orders = buffer.issue(4, version, 5.0)
     buffer.offer(cases.ended(orders[0], Cause.INFRA), 6.0)
     buffer.offer(cases.result(orders[1], version, FIRST), 6.0)

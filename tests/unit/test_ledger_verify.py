@@ -16,7 +16,7 @@ import pytest
 
 from headrace.buffer.audit.evidence import read_evidence
 from headrace.buffer.audit.verify import verify
-from headrace.buffer.core.batches import BatchBook
+from headrace.buffer.core.staleness import StalenessBound
 from headrace.buffer.errors import LedgerRefused
 from headrace.buffer.ledger.ledger import Ledger, StoredTrajectory
 from headrace.buffer.ledger.store import ReplayStore
@@ -284,19 +284,10 @@ def test_a_fork_that_claims_to_be_the_line_before_is_found(tmp_path, claimed):
 
 @pytest.mark.parametrize("rule", ["all", "count(3)"])
 def test_a_take_that_is_off_by_one_is_shown(tmp_path, monkeypatch, rule):
-    """The sweep and the lease are told a bound of one more than the run's, which is what the commits record."""
+    """`take` uses a bound of one more than the run's, which the commits record."""
     config = EARLY.model_copy(update={"rule": rule})
     buffer = cases.core(config)
-    lax = config.model_copy(update={"max_staleness": config.max_staleness + 1})
-    for name in ("_evict_sealed", "_is_within"):
-        checked = getattr(BatchBook, name)
-
-        def off_by_one(book, *arguments, checked=checked):
-            with monkeypatch.context() as patch:
-                patch.setattr(book, "_config", lax)
-                return checked(book, *arguments)
-
-        monkeypatch.setattr(BatchBook, name, off_by_one)
+    monkeypatch.setattr(buffer.batches, "_bound", StalenessBound(config.max_staleness + 1))
     ledger = Ledger.open(tmp_path, {"run_id": "run"})
     version = buffer.open_epoch(None, 0.0)
     for _ in range(4):

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.outages import PROBE_S, WINDOW_S
 from headrace.buffer.core.records import Charge, RolloutState
 from headrace.buffer.core.replay import ReplayBuffer
-from headrace.buffer.core.task_stream import TaskStream
 from headrace.buffer.errors import TaskNotParked
 from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.types import Cause
@@ -234,9 +234,9 @@ def test_an_unparked_task_is_issued_again():
     buffer = buffer_of(tasks=1)
     fail_again_and_again(buffer, ["a", "b"], apart_s=100.0)
     with pytest.raises(TaskNotParked, match=r"task-7 is not parked: .*\(task-0\)"):
-        buffer.unpark(["task-0", "task-7"], 900.0)
+        buffer.operators.unpark(["task-0", "task-7"], 900.0)
     assert list(buffer.status().parked) == ["task-0"]
-    assert buffer.unpark(None, 900.0) == ("task-0",)
+    assert buffer.operators.unpark(None, 900.0) == ("task-0",)
     [entry] = buffer.state.interventions.values()
     assert (entry.action, entry.subject, entry.detail) == ("unpark", "task-0", "it broke")
     assert buffer.status().parked == {}

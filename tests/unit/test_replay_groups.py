@@ -14,8 +14,8 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.buffer.core.config import BufferConfig
+from headrace.buffer.core.curriculum import TaskStream
 from headrace.buffer.core.records import EvaluationRecord, FilterReason, GroupState, RolloutState
-from headrace.buffer.core.task_stream import TaskStream
 from headrace.buffer.types import MAX_REWARD, Cause, ReceiptStatus, RolloutId
 from headrace.buffer.versions import PolicyVersion
 

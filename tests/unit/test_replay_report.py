@@ -83,7 +83,7 @@ def test_what_was_lost_and_issued_again_was_not_evicted(tmp_path):
     orders = buffer.issue(4, FIRST, 0.0)
     for order in orders:
         buffer.offer(cases.result(order, FIRST), 5.0)
-    again = buffer.retry_lost({orders[0].rollout_id: "its trajectory is missing"}, 6.0)
+    again = buffer.operators.retry_lost({orders[0].rollout_id: "its trajectory is missing"}, 6.0)
     assert again == (orders[0].rollout_id,)
     report = acceptance(evidence_of(buffer, tmp_path))
     assert (report.evicted, sum(row.evicted for row in report.deciles)) == (0, 0)

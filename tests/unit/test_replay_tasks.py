@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.buffer.core.config import BufferConfig
-from headrace.buffer.core.curriculum import WINDOW, TaskCursor, success
+from headrace.buffer.core.curriculum import WINDOW, TaskCursor, TaskStream, success
 from headrace.buffer.core.records import RolloutState, Snapshot, TaskRecord
 from headrace.buffer.core.replay import ReplayBuffer
 from headrace.buffer.core.state import ReplayState
-from headrace.buffer.core.task_stream import TaskStream
 from headrace.buffer.errors import DataExhausted
 from headrace.buffer.ledger.ledger import Ledger
 from headrace.buffer.tasks import TaskId
@@ -159,7 +158,7 @@ def test_the_end_of_the_data_is_an_error_that_counts_what_is_left():
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert len(opened(buffer)) == 5
     assert buffer.status().rollouts[RolloutState.TRAINED] == 8
-    assert buffer.issue(1000, buffer.state.head, 5.0) == ()
+    assert buffer.issue(1000, buffer.state.path.head, 5.0) == ()
     assert buffer.admit() == 0
 
 
@@ -176,7 +175,7 @@ def test_no_batch_is_refused_while_one_may_still_be_filled():
     record = buffer.take(FIRST, 1, 6.0)
     with pytest.raises(DataExhausted, match="0 rollouts"):
         buffer.take(PolicyVersion(1, 1), 1, 6.0)
-    buffer.release(cases.lease_of(record))
+    buffer.batches.release(cases.lease_of(record))
     assert buffer.take(FIRST, 1, 7.0).members == record.members, "what was given back is there again"
 
 
