@@ -224,13 +224,13 @@ class Replay:
             by_tag.setdefault(order.group_id, []).append((result, order.task.id))
         with self._ending():
             for tag, results in by_tag.items():
-                await self._store.record_evaluations(results, tag=tag, version=self._head())
+                await self._store.evaluations.record(results, tag=tag, version=self._head())
 
     async def evaluated(self, tag: GroupId) -> dict[RolloutId, Evaluated]:
         """What is known of an evaluation's rollouts."""
         known: dict[RolloutId, Evaluated] = {}
         with self._ending():
-            for record in await self._store.evaluations(tag):
+            for record in await self._store.evaluations.recorded(tag):
                 before = known.get(record.rollout_id, NEVER_EVALUATED)
                 known[record.rollout_id] = before.after(record.attempt, record.reward, solved=record.solved)
         return known
@@ -238,12 +238,12 @@ class Replay:
     async def end_evaluation(self, tag: GroupId, step: int, summary: dict[str, Any]) -> None:
         """Nothing more will be recorded under this tag; idempotent."""
         with self._ending():
-            await self._store.end_evaluation(tag, step, summary)
+            await self._store.evaluations.end(tag, step, summary)
 
     async def ended_evaluations(self) -> dict[str, float | None]:
         """The success of evaluations that have ended, by tag."""
         with self._ending():
-            return await self._store.ended_evaluations()
+            return await self._store.evaluations.ended()
 
     async def export(self, folder: Path) -> None:
         """Copy the ledger, trajectories too, into a folder that `ledger verify` reads. Raises OSError."""

@@ -238,14 +238,14 @@ async def test_an_evaluation_that_ended_is_known_after_a_restart_and_from_the_ar
     store, ref, _ = await stocked(tmp_path)
     answer = cases.result(SimpleNamespace(rollout_id="base/task-0/0", attempt=1), PolicyVersion(1, 0))
     async with store:
-        await store.record_evaluations([(answer, "task-0")], tag=GroupId("base"), version=PolicyVersion(1, 0))
-        assert await store.ended_evaluations() == {}
-        await store.end_evaluation("base", 0, {"success": 0.25, "answers": 4})
+        await store.evaluations.record([(answer, "task-0")], tag=GroupId("base"), version=PolicyVersion(1, 0))
+        assert await store.evaluations.ended() == {}
+        await store.evaluations.end("base", 0, {"success": 0.25, "answers": 4})
         await store.checkpointed(ref)
         assert store.status().evaluations == 1
     async with await ReplayStore.open(tmp_path, cases.SMALL, cases.tasks(), run_id="run", seed=3) as store:
-        assert await store.ended_evaluations() == {"base": 0.25}
-        assert [record.rollout_id for record in await store.evaluations("base")] == ["base/task-0/0"]
+        assert await store.evaluations.ended() == {"base": 0.25}
+        assert [record.rollout_id for record in await store.evaluations.recorded("base")] == ["base/task-0/0"]
         assert store.status().evaluations == 1
 
 

@@ -75,7 +75,7 @@ async def test_results_of_older_schemas_were_solved_by_a_reward_above_0(golden, 
     assert {attempt.solved for attempt in attempts} == {True, False}
     assert all(attempt.solved == ((attempt.reward or 0.0) > 0) for attempt in attempts)
     async with await open_run(run_dir, EARLY if name == "ledger_v2" else cases.SMALL) as store:
-        (evaluation,) = await store.evaluations("held out")
+        (evaluation,) = await store.evaluations.recorded("held out")
     assert (evaluation.reward, evaluation.solved) == (1.0, True)
 
 

@@ -113,7 +113,7 @@ async def train(run: Run, steps: int) -> list:
 async def test_a_dropped_batch_leaves_and_the_run_goes_on(run: Run) -> None:
     before = verify(run.run_dir)
     assert (before.leased, before.batches_dropped) == (4, ())
-    dropped = await run.store.drop_batch()
+    dropped = await run.store.operators.drop_batch()
     report = verify(run.run_dir)
     assert report.problems == ()
     assert (report.leased, report.filtered, report.lost) == (0, 4, 0)
@@ -128,7 +128,7 @@ async def test_a_dropped_batch_leaves_and_the_run_goes_on(run: Run) -> None:
 
 
 async def test_what_was_dropped_is_in_the_journal_and_survives_a_restart(run: Run) -> None:
-    await run.store.drop_batch()
+    await run.store.operators.drop_batch()
     await run.store.aclose()
     (entry,) = read_evidence(run.run_dir).interventions
     assert (entry.action, entry.subject, entry.at_s) == (Action.DROP_BATCH, "b000003", 100.0)
@@ -137,14 +137,14 @@ async def test_what_was_dropped_is_in_the_journal_and_survives_a_restart(run: Ru
     assert run.store.status().counters["batches_dropped"] == 1
     assert run.store.status().rollouts[RolloutState.FILTERED] == 4
     with pytest.raises(LeaseError, match="held 0 batches"):
-        await run.store.drop_batch()
+        await run.store.operators.drop_batch()
 
 
 async def test_a_batch_that_waits_to_be_issued_again_can_be_dropped_by_name(run: Run) -> None:
     await run.store.open_epoch(run.checkpoint)
     with pytest.raises(LeaseError, match=r"held 0 batches .*name the one to drop \(now: b000002, b000003\)"):
-        await run.store.drop_batch()
-    await run.store.drop_batch(BatchId("b000002"))
+        await run.store.operators.drop_batch()
+    await run.store.operators.drop_batch(BatchId("b000002"))
     trained = await train(run, 2)
     assert [batch.lease.batch_id for batch in trained] == ["b000003", "b000004"]
     assert verify(run.run_dir).problems == ()
@@ -161,7 +161,7 @@ async def test_a_batch_that_waits_to_be_issued_again_can_be_dropped_by_name(run:
 async def test_what_cannot_be_dropped_is_refused_and_nothing_changes(run: Run, batch_id: str, says: str) -> None:
     before = read_evidence(run.run_dir)
     with pytest.raises(LeaseError, match=rf"{says}.*now: b000003"):
-        await run.store.drop_batch(BatchId(batch_id))
+        await run.store.operators.drop_batch(BatchId(batch_id))
     assert read_evidence(run.run_dir) == before
 
 
@@ -181,7 +181,7 @@ def change(run_dir: Path, *statements: str) -> None:
     ],
 )
 async def test_a_drop_that_contradicts_is_found(run: Run, statement: str, problem: str) -> None:
-    await run.store.drop_batch()
+    await run.store.operators.drop_batch()
     change(run.run_dir, statement)
     assert any(problem in line for line in verify(run.run_dir).problems)
 
@@ -215,7 +215,7 @@ async def retried(run: Run) -> tuple[RolloutId, ...]:
     """Reopen the store on what the files say, and issue what is lost again."""
     await run.store.aclose()
     run.store = await open_store(run.run_dir)
-    return await run.store.retry_lost(lost_rollouts(read_evidence(run.run_dir)), run.checkpoint)
+    return await run.store.operators.retry_lost(lost_rollouts(read_evidence(run.run_dir)), run.checkpoint)
 
 
 @pytest.mark.parametrize("state", ["waiting", "sealed", "leased", "trained"])
@@ -269,7 +269,7 @@ async def test_a_group_whose_rule_depends_on_times_is_clean_after_a_retry(tmp_pa
     assert verify(run_dir).problems == ()
     change(run_dir, NEVER_OFFERED.format("g000000-0"))
     async with await ReplayStore.open(run_dir, config, cases.tasks(), run_id="run", seed=3) as store:
-        assert await store.retry_lost(lost_rollouts(read_evidence(run_dir)), None) == ("g000000-0",)
+        assert await store.operators.retry_lost(lost_rollouts(read_evidence(run_dir)), None) == ("g000000-0",)
     assert verify(run_dir).problems == ()
 
 
@@ -289,8 +289,8 @@ async def test_what_a_checkpoint_holds_stays_trained(tmp_path: Path) -> None:
         lost = lost_rollouts(read_evidence(run_dir))
         assert len(lost) == 4
         with pytest.raises(LedgerMismatch, match="put its checkpoints back"):
-            await store.retry_lost(lost, None)
-        assert await store.retry_lost(lost, ref) == ()
+            await store.operators.retry_lost(lost, None)
+        assert await store.operators.retry_lost(lost, ref) == ()
         assert (verify(run_dir).lost, verify(run_dir).retried) == (0, 4)
         await store.open_epoch(None, from_start=True)
         assert verify(run_dir).lost == 4, "they are to be trained again"

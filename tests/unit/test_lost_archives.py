@@ -111,7 +111,7 @@ async def test_lost_trajectories_of_steps_that_a_damaged_checkpoint_covered_are_
     async with await open_store(tmp_path) as store:
         with streamed(tmp_path) as evidence:
             lost = lost_rollouts(evidence)
-        again = await store.retry_lost(lost, kept)
+        again = await store.operators.retry_lost(lost, kept)
         assert set(again) == set(lost) >= {batches[-1].items[0].rollout_id}
         await store.keep_in_flight(())
         await train(store, await store.open_epoch(kept), 4)

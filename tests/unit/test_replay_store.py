@@ -237,12 +237,12 @@ async def test_a_write_error_ends_the_store_for_all(tmp_path):
     orders = await store.issue(2, FIRST)
     waiting = asyncio.ensure_future(store.take(FIRST, 1, timeout_s=GUARD_S))
     await asyncio.sleep(0)
-    await store._in_thread(lambda: store._ledger._database.execute("PRAGMA query_only = ON"))
+    await store._writer.in_thread(lambda: store._writer.ledger._database.execute("PRAGMA query_only = ON"))
     with pytest.raises(LedgerBroken, match="readonly"):
         await store.offer_many([cases.result(order, FIRST) for order in orders])
     with pytest.raises(LedgerBroken):
         await waiting
-    for call in (store.status, store.admit):
+    for call in (store.status, lambda: store.head):
         with pytest.raises(LedgerBroken):
             call()
     with pytest.raises(LedgerBroken):
@@ -402,10 +402,10 @@ async def test_evaluations_survive(tmp_path):
         await store.open_epoch(None)
         (order,) = await store.issue(1, FIRST)
         done = replace(cases.result(order, FIRST), rollout_id=RolloutId("eval-1"))
-        (receipt,) = await store.record_evaluations([(done, order.task.id)], tag="base", version=FIRST)
+        (receipt,) = await store.evaluations.record([(done, order.task.id)], tag="base", version=FIRST)
         assert receipt.status is ReceiptStatus.ACCEPTED
     async with await open_store(tmp_path) as store:
-        (receipt,) = await store.record_evaluations([(done, order.task.id)], tag="base", version=FIRST)
+        (receipt,) = await store.evaluations.record([(done, order.task.id)], tag="base", version=FIRST)
         assert receipt.status is ReceiptStatus.DUPLICATE
 
 
