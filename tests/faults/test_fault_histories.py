@@ -286,7 +286,7 @@ def nobody_reconciles(patch: pytest.MonkeyPatch) -> None:
     """What a dead dispatcher carried stays in flight for ever."""
 
     async def nothing(replay: Replay, carried: list, dispatcher: str) -> int:
-        replay._dispatcher = dispatcher
+        replay._orders.dispatcher = dispatcher
         return 0
 
     patch.setattr(Replay, "reconcile", nothing)
