@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 
 class ReplayStore:
-    """Made by `open`; an async context manager. `evaluations` records held-out evaluations, `operators` changes runs
-    that nobody drives."""
+    """Made by `open`; an async context manager. `evaluations` records held-out evaluations, `operators` changes stopped
+    runs."""
 
     def __init__(self, writer: LedgerWriter) -> None:
         self._writer, self._core, self._clock = writer, writer.core, writer.clock
@@ -301,7 +301,7 @@ class EvaluationStore:
 
 
 class Operators:
-    """Changes to a run that nobody drives, made by operators while no learner runs."""
+    """Changes that operators make to a stopped run."""
 
     def __init__(self, writer: LedgerWriter) -> None:
         self._writer, self._core = writer, writer.core

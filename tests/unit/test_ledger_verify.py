@@ -231,7 +231,7 @@ async def test_a_run_with_early_groups_is_clean(early_dir):
         ("UPDATE rollouts SET evictions = 9 WHERE evictions", "over its group's cap"),
         ("UPDATE rollouts SET evictions = 2 WHERE rollout_id = 'g000000-0'", "more evictions than its attempts"),
         ("UPDATE groups SET max_evictions = 0", "over its group's cap"),
-        ("UPDATE groups SET complete_before = NULL WHERE group_id = 'g000000'", "says it is not complete"),
+        ("UPDATE groups SET complete_before = NULL WHERE group_id = 'g000000'", "marked as incomplete"),
         ("UPDATE groups SET rule = 'count(4)' WHERE group_id = 'g000000'", "before its rule count(4) accepted"),
         ("UPDATE groups SET rule = 'most' WHERE group_id = 'g000000'", "'most' is not a rule"),
         ("UPDATE groups SET min_members = 4 WHERE group_id = 'g000000'", "was sealed with 3 finished members"),
