@@ -49,13 +49,17 @@ class BatchBook:
     def take(self, version: PolicyVersion, epoch: int, now: float) -> BatchRecord | None:
         """Lease the first queued batch that may be trained at `version`, which `lease_at` accepted, else a fresh one.
         Return None when there is none yet, or the batch must wait until the leases before it are committed."""
+        path = self._state.path
         self._queue.settle(version)
-        self._evict_free(self._state.path.horizon(version))
-        batch = next(iter(self._state.path.queue()), None)
+        # Free sealed rollouts are judged at the first version at which they can be trained.
+        horizon, free, tree = path.horizon(version), self._state.free_by_versions, path.expected_tree
+        over = [versions for versions in free if not self._bound.admits(tree, horizon, versions)]
+        for rollout_id in [rollout_id for versions in over for rollout_id in free[versions]]:
+            evict(self._state, self._history, rollout_id, horizon)
+        batch = next(iter(path.queue()), None)
         if batch is not None:
             members = [member.rollout_id for member in batch.members]
         elif self._state.free_count() >= self._config.batch_size:
-            tree = self._state.path.expected_tree
             ranked = [
                 (-stalest(tree, version, versions), self._state.age(rollout_id), rollout_id)
                 for versions, rollouts in self._state.free_by_versions.items()
@@ -66,10 +70,10 @@ class BatchBook:
             return None
         # By committed steps alone: ahead of other leases the prediction depends on them, and they may be skipped.
         sampled = {each for rollout_id in members for each in self._state.versions_of(rollout_id)}
-        if not self._bound.admits(self._state.path.tree, version, sampled):
+        if not self._bound.admits(path.tree, version, sampled):
             return None
         if batch is None:
-            ordinal = self._state.path.next_batch
+            ordinal = path.next_batch
             batch = BatchRecord(
                 batch_id=BatchId(f"b{ordinal:06d}"),
                 ordinal=ordinal,
@@ -175,13 +179,6 @@ class BatchBook:
         if batch is None or batch.state is not BatchState.LEASED or batch.epoch != lease.epoch:
             raise LeaseError(f"batch {lease.batch_id} is not leased to epoch {lease.epoch}")
         return batch
-
-    def _evict_free(self, version: PolicyVersion) -> None:
-        """Evict the sealed rollouts over the bound that are in no queued batch."""
-        free, tree = self._state.free_by_versions, self._state.path.expected_tree
-        over = [versions for versions in free if not self._bound.admits(tree, version, versions)]
-        for rollout_id in [rollout_id for versions in over for rollout_id in free[versions]]:
-            evict(self._state, self._history, rollout_id, version)
 
     def _lease(
         self, batch: BatchRecord, members: Iterable[RolloutId], version: PolicyVersion, now: float

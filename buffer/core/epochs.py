@@ -19,7 +19,7 @@ from headrace.buffer.versions import PolicyVersion
 if TYPE_CHECKING:
     from headrace.buffer.core.batch_queue import BatchQueue
     from headrace.buffer.core.state import ReplayState
-    from headrace.buffer.types import BatchId, CheckpointRef, RolloutId
+    from headrace.buffer.types import CheckpointRef, RolloutId
 
 
 class Epochs:
@@ -119,7 +119,14 @@ class Epochs:
         covered = [number for number, commit in path.commits.items() if commit.chain == checkpoint.chain]
         sequence = covered[0] if covered else 0
         if checkpoint.chain and not covered:
-            missing = [batch_id for batch_id in checkpoint.batch_ids if not self._was_committed(batch_id)]
+            known = [commit.batch_id for commit in path.commits.values()]
+            # Batches older than those known here are in the ledger's archive.
+            oldest = known[0] if known and path.steps_closed else ""
+            missing = [
+                batch_id
+                for batch_id in checkpoint.batch_ids
+                if batch_id not in known and (len(batch_id), batch_id) >= (len(oldest), oldest)
+            ]
             if missing:
                 raise LedgerBehind(
                     f"checkpoint {checkpoint.path} holds batches that the ledger has not committed ({missing[0]}...): "
@@ -141,9 +148,3 @@ class Epochs:
                 "it is of a path that was rolled back, take another checkpoint"
             )
         return sequence
-
-    def _was_committed(self, batch_id: BatchId) -> bool:
-        """Whether a batch is on the surviving path; batches older than those known here are in the ledger's archive."""
-        known = [commit.batch_id for commit in self._state.path.commits.values()]
-        forgotten = bool(known and self._state.path.steps_closed)
-        return (forgotten and (len(batch_id), batch_id) < (len(known[0]), known[0])) or batch_id in known

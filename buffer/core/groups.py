@@ -152,7 +152,15 @@ class GroupBook:
         attempt = replace(attempt, charged_to=charge)
         self._state.put(attempt)
         if attempt.cause is Cause.CANCELLED:
-            self._cancel(attempt)
+            # It is not a failure; one that was over the bound already counts as evicted.
+            self._state.count("attempts_cancelled")
+            path = self._state.path
+            version = path.next_version
+            over = version and not self._config.bound.admits(path.expected_tree, version, (attempt.version,))
+            if attempt.offered and version and over:
+                evict(self._state, self._history, attempt.rollout_id, version)
+            else:
+                self._state.move(attempt.rollout_id, RolloutState.PENDING)
         elif charge is not None:
             self._state.count(f"attempts_{attempt.cause}")
             failures = self._state.rollouts[attempt.rollout_id].failures + (charge in COUNTED)
@@ -173,14 +181,3 @@ class GroupBook:
             self._sealing.watch(group.group_id)
         else:
             self._sealing.completed(group.group_id)
-
-    def _cancel(self, attempt: AttemptRecord) -> None:
-        """Issue a cancelled attempt again. It is no failure; one that was over the bound already counts as evicted."""
-        self._state.count("attempts_cancelled")
-        path = self._state.path
-        version = path.next_version
-        over = version and not self._config.bound.admits(path.expected_tree, version, (attempt.version,))
-        if attempt.offered and version and over:
-            evict(self._state, self._history, attempt.rollout_id, version)
-        else:
-            self._state.move(attempt.rollout_id, RolloutState.PENDING)

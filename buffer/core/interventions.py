@@ -1,4 +1,4 @@
-"""Interventions of operators in a run that nobody drives; each is an entry of the ledger's journal.
+"""Interventions of operators in a stopped run; each is an entry of the ledger's journal.
 
 Invariants:
 - No step of the surviving path is touched: the hash chain, what was trained and the statistics of sealed groups stay.

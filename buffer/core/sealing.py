@@ -158,7 +158,16 @@ class Sealing:
             for member in members
             if member.finished
         }
-        scale = self._scale(group, members)
+        if self._config.advantage == "centered":
+            scale = 1.0
+        elif _complete(members):
+            scale = full_scale([member.first_reward for member in members if member.first_reward is not None])
+        else:
+            task, state = self._state.task(group.task_id), self._state
+            scale = history_scale(
+                (task.deviation_square_sum, task.complete_members),
+                (float(state.deviation_square_sum), state.complete_members),
+            )
         return [
             replace(
                 member,
@@ -175,17 +184,6 @@ class Sealing:
             else member
             for member in members
         ]
-
-    def _scale(self, group: GroupRecord, members: Sequence[RolloutRecord]) -> float:
-        if self._config.advantage == "centered":
-            return 1.0
-        if _complete(members):
-            return full_scale([member.first_reward for member in members if member.first_reward is not None])
-        task, state = self._state.task(group.task_id), self._state
-        return history_scale(
-            (task.deviation_square_sum, task.complete_members),
-            (float(state.deviation_square_sum), state.complete_members),
-        )
 
     def _abort(self, member: RolloutRecord, now: float) -> None:
         """Cancel a member that was unfinished at the sealing."""

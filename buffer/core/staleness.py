@@ -8,7 +8,7 @@ Invariants:
   ever.
 - A rollout that is over the bound because a fork left its versions behind, not because it is slow, does not count as
   evicted.
-- What the sealing of its group fixed stays: baseline, scale, and its first reward in the group's statistics.
+- The values that the sealing of its group fixed stay: baseline, scale, and its first reward in the group's statistics.
 """
 
 from __future__ import annotations
