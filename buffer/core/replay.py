@@ -89,7 +89,7 @@ class ReplayBuffer:
     """Opens groups, takes in results, and gives out batches. `now` is in seconds since the Unix epoch; it is recorded,
     and affects only when rules with times accept.
 
-    `batches` and `epochs` face the learner, `operators` faces operators."""
+    `batches` and `epochs` face the learner, `operators` faces operators; `outages` limits what may begin."""
 
     def __init__(self, config: BufferConfig, stream: TaskStream, snapshot: Snapshot | None = None) -> None:
         self.config = config
@@ -102,8 +102,8 @@ class ReplayBuffer:
         self.state = ReplayState(snapshot)
         history = TaskHistory(self.state, park_after=self.config.park_after)
         self._sealing = Sealing(self.state, self.config, parse_rule(self.config.rule), history)
-        self._outages = Outages(self.state, history, self._recent)
-        self._groups = GroupBook(self.state, self.config, self._sealing, history, self._outages)
+        self.outages = Outages(self.state, history, self._recent)
+        self._groups = GroupBook(self.state, self.config, self._sealing, history, self.outages)
         queue = BatchQueue(self.state, self.config, history)
         self.epochs = Epochs(self.state, queue)
         self.batches = BatchBook(self.state, self.config, history, self.epochs)
@@ -156,7 +156,7 @@ class ReplayBuffer:
         """
         version = plain_version(version)
         self.tick(now)
-        allowed = self._outages.allowed(now)
+        allowed = self.outages.allowed(now)
         if allowed == 0 or not self.may_begin(version):
             return ()
         orders: list[RolloutOrder] = []
@@ -164,7 +164,7 @@ class ReplayBuffer:
             rollout = self._next_rollout(now)
             if rollout is None:
                 break
-            avoid = self._outages.avoided(self.state.attempts.get(rollout.rollout_id), now)
+            avoid = self.outages.avoided(self.state.attempts.get(rollout.rollout_id), now)
             started = self._groups.start(rollout, version, now)
             orders.append(
                 RolloutOrder(
@@ -176,17 +176,13 @@ class ReplayBuffer:
                 )
             )
         if orders:
-            self._outages.began(now)
+            self.outages.began(now)
         return tuple(orders)
 
     def engines(self, *, serving: bool, now: float) -> None:
         """Record whether any engine serves from now on: while none does, no attempt begins and no task is charged.
         Idempotent."""
-        self._outages.engines(serving=serving, now=now)
-
-    def wakes_at(self, now: float) -> float | None:
-        """Return when `issue` may probe a failing system, which no change of the state announces; None: never."""
-        return self._outages.wakes_at(now)
+        self.outages.engines(serving=serving, now=now)
 
     def may_begin(self, version: PolicyVersion) -> bool:
         """Whether attempts may begin with `version`, which the engines serve: it is within the bound at the first
@@ -299,8 +295,8 @@ class ReplayBuffer:
             evaluations=self.state.evaluations_closed + len(self.state.evaluations),
             chain=path.chain,
             parked=dict(self.state.parked),
-            held=self._outages.held(),
-            suspects=dict(self._outages.suspects()),
+            held=self.outages.held(),
+            suspects=dict(self.outages.suspects()),
         )
 
     def _abandon(self, attempts: Iterable[tuple[RolloutId, int]], cause: Cause, detail: str, now: float) -> int:
@@ -326,7 +322,7 @@ class ReplayBuffer:
 
     def _next_rollout(self, now: float) -> RolloutRecord | None:
         """Return the rollout whose attempt is next. A probe is of a task that did not fail lately, if there is one."""
-        spared = self._outages.to_spare()
+        spared = self.outages.to_spare()
         if not spared:
             return self.state.next_pending() or self._open_group(now)
         fresh = self.state.next_pending_but(spared)

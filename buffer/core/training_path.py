@@ -4,8 +4,8 @@ Invariants:
 - `commits` holds the steps of the surviving path only; steps that a resume undid stay known by their hash chain.
 - A step repeats an undone one when it has the same hash chain after it, starts from the same place in the version tree,
   and neither was skipped: equal batches from equal weights, hence equal weights. Anything else is a fork.
-- The steps that the leased and queued batches will repeat are predicted from their ids and members alone. The prediction decides
-  which rollouts need not be discarded; training is decided by committed steps only.
+- The steps that the leased and queued batches will repeat are predicted from their ids and members alone. The
+  prediction decides which rollouts need not be discarded; training is decided by committed steps only.
 """
 
 from __future__ import annotations

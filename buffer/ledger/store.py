@@ -47,8 +47,8 @@ logger = logging.getLogger(__name__)
 
 
 class ReplayStore:
-    """Made by `open`; an async context manager. `evaluations` records held-out evaluations, `operators` changes stopped
-    runs."""
+    """Replay buffer of one run, made by `open`; an async context manager. `evaluations` records held-out evaluations,
+    `operators` changes stopped runs."""
 
     def __init__(self, writer: LedgerWriter) -> None:
         self._writer, self._core, self._clock = writer, writer.core, writer.clock

@@ -104,7 +104,7 @@ class LedgerWriter:
             if result is not None:
                 return result
             now = self.clock()
-            times = [at for at in (self.core.due_at(), self.core.wakes_at(now)) if at is not None]
+            times = [at for at in (self.core.due_at(), self.core.outages.wakes_at(now)) if at is not None]
             due_in_s = max(SHORTEST_WAIT_S, min(times) - now) if times else math.inf
             try:
                 async with asyncio.timeout_at(min(deadline, loop.time() + due_in_s)):

@@ -124,7 +124,7 @@ def test_orders_are_held_while_most_attempts_of_several_tasks_fail():
     reason = "17 of the last 17 attempts failed, over 5 tasks, since 1970-01-01 00:01:41 UTC"
     assert buffer.status().held == reason
     assert buffer.issue(1000, FIRST, 102.0) == ()
-    assert buffer.wakes_at(102.0) == 101.0 + PROBE_S
+    assert buffer.outages.wakes_at(102.0) == 101.0 + PROBE_S
 
 
 def test_what_succeeds_too_keeps_orders_coming():
