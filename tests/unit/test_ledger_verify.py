@@ -86,7 +86,7 @@ def change(run_dir, statement):
             database.execute(statement)
 
 
-async def test_a_sound_run_is_clean_and_adds_up(run_dir):
+async def test_the_counts_of_a_clean_run_add_up(run_dir):
     report = verify(run_dir)
     assert report.problems == ()
     assert report.clean
@@ -142,14 +142,14 @@ async def test_contradictions_are_found(run_dir, statement, problem):
     assert any(problem in line for line in report.problems), report.problems
 
 
-async def test_twice_and_lost_are_counted(run_dir):
+async def test_rollouts_trained_twice_or_lost_are_counted(run_dir):
     change(run_dir, "UPDATE batches SET members = replace(members, 'g000002-0', 'g000000-0')")
     report = verify(run_dir)
     assert report.trained_twice == 1
     assert report.lost == 1, "g000002-0 says trained, no step has it"
 
 
-async def test_a_missing_trajectory_is_a_loss(run_dir):
+async def test_a_missing_trajectory_counts_as_lost(run_dir):
     path = run_dir / "trajectories" / "000001.db"
     with closing(sqlite3.connect(path)) as database, database:
         database.execute("DELETE FROM trajectories WHERE rollout_id = 'g000006-0'")
@@ -268,7 +268,7 @@ def two_lines(run_dir, *, skipped):
     ledger.close()
 
 
-def test_a_line_trained_again_is_the_line_before(tmp_path):
+def test_a_repeated_line_counts_as_the_line_before(tmp_path):
     two_lines(tmp_path, skipped=False)
     report = verify(tmp_path)
     assert (report.problems, report.max_staleness_seen, report.steps_rolled_back) == ((), 0, 2)
@@ -283,7 +283,7 @@ def test_a_fork_that_claims_to_be_the_line_before_is_found(tmp_path, claimed):
 
 
 @pytest.mark.parametrize("rule", ["all", "count(3)"])
-def test_a_take_that_is_off_by_one_is_shown(tmp_path, monkeypatch, rule):
+def test_a_take_with_a_bound_off_by_one_is_found(tmp_path, monkeypatch, rule):
     """`take` uses a bound of one more than the run's, which the commits record."""
     config = EARLY.model_copy(update={"rule": rule})
     buffer = cases.core(config)

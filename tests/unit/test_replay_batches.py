@@ -57,7 +57,7 @@ def test_nothing_is_taken_before_a_batch_is_full():
     assert buffer.take(FIRST, 1, 2.0) is not None
 
 
-def test_the_version_must_follow(stocked):
+def test_a_take_at_another_version_is_refused(stocked):
     with pytest.raises(VersionMismatch, match=r"at version 1\.1"):
         stocked.take(PolicyVersion(1, 1), 1, 2.0)
     first = stocked.take(FIRST, 1, 2.0)
@@ -72,7 +72,7 @@ def test_the_version_must_follow(stocked):
         )
 
 
-def test_what_is_over_the_bound_is_issued_again_first_then_evicted(stocked):
+def test_a_rollout_over_the_bound_is_reissued_first_and_evicted_later(stocked):
     version = FIRST
     for _ in range(3):
         record, version = cases.step(stocked, version)
@@ -245,7 +245,7 @@ def test_a_crash_makes_nothing_stale():
     assert buffer.state.path.epochs[2].follows == PolicyVersion(1, 9)
 
 
-def test_a_second_crash_on_the_way_back_follows_both_lines():
+def test_a_second_crash_while_repeating_follows_both_lines():
     buffer, batches, _ = crashed(5)
     version = PolicyVersion(2, 0)
     for _ in range(3):
@@ -259,7 +259,7 @@ def test_a_second_crash_on_the_way_back_follows_both_lines():
     assert buffer.state.path.expected_tree.staleness(PolicyVersion(3, 4), PolicyVersion(2, 3)) == 1
 
 
-def test_engines_may_keep_the_weights_that_the_learner_is_on_its_way_back_to():
+def test_engines_may_keep_weights_that_the_learner_will_reach_again():
     buffer, _, _ = crashed(3)
     newest, version = PolicyVersion(1, 3), PolicyVersion(2, 0)
     assert buffer.state.path.lies_ahead(newest)
@@ -271,7 +271,7 @@ def test_engines_may_keep_the_weights_that_the_learner_is_on_its_way_back_to():
     assert not buffer.state.path.lies_ahead(newest), "2.3 has the same weights"
 
 
-def test_a_step_that_goes_otherwise_is_a_fork():
+def test_a_step_on_other_batches_is_a_fork():
     """The first batch is skipped when it is trained again: nothing sampled after it is on the line any more."""
     buffer, _, _ = crashed(2, bound=4)
     _, version = cases.step(buffer, PolicyVersion(2, 0), epoch=2, skipped=True)
@@ -283,7 +283,7 @@ def test_a_step_that_goes_otherwise_is_a_fork():
     )
 
 
-def test_a_skipped_batch_is_foreseen_to_be_skipped_again():
+def test_a_skipped_batch_is_predicted_to_be_skipped_again():
     buffer = cases.core(cases.SMALL)
     version = buffer.open_epoch(None, 0.0)
     cases.fill(buffer, version)
@@ -297,7 +297,7 @@ def test_a_skipped_batch_is_foreseen_to_be_skipped_again():
     assert buffer.state.path.epochs[2].follows == PolicyVersion(1, 1)
 
 
-def test_what_depends_on_a_lease_waits_for_its_commit():
+def test_a_batch_that_depends_on_a_lease_waits_for_its_commit():
     """1.2 is the place of the second of two leases, if the first is not skipped this time."""
     buffer, batches, _ = crashed(3, bound=2)
     leased = [buffer.take(PolicyVersion(2, number), 2, 5.0) for number in range(3)]
@@ -366,7 +366,7 @@ def test_nothing_is_issued_at_a_version_over_the_bound():
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_what_a_fork_put_over_the_bound_is_issued_again_without_being_counted(finished):
+def test_a_rollout_over_the_bound_through_a_fork_is_reissued_without_an_eviction(finished):
     buffer, orders = forked(max_evictions=0)
     for order in orders:
         ended = cases.result(order, PolicyVersion(1, 2)) if finished else cases.ended(order, Cause.CANCELLED)
@@ -381,7 +381,7 @@ def test_what_a_fork_put_over_the_bound_is_issued_again_without_being_counted(fi
     assert all(task.evicted == 0 for task in buffer.state.tasks.values())
 
 
-def test_what_is_slow_across_a_crash_is_slow():
+def test_a_slow_rollout_across_a_crash_counts_as_evicted():
     """It went over the bound by the updates made meanwhile, and by no fork: that counts."""
     buffer = cases.core(cases.SMALL.model_copy(update={"max_staleness": 3}))
     version = buffer.open_epoch(None, 0.0)

@@ -40,7 +40,7 @@ def test_the_default_interpreter_changes_no_digest_of_an_older_task(tmp_path: Pa
     assert task_digest(other) != task_digest(one)
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_written_tasks_are_read_back_equal(tmp_path: Path) -> None:
     tasks = generate(0, 40, Split.TRAIN)
     path = tmp_path / "tasks.jsonl"
     write_tasks(path, tasks)
@@ -163,7 +163,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
         load_tasks(tmp_path / "bytes.jsonl")
 
 
-def test_digests_tell_tasks_apart() -> None:
+def test_different_tasks_have_different_digests() -> None:
     tasks = generate(0, 12, Split.TRAIN)
     assert len({task_digest(task) for task in tasks}) == 12
     assert task_digest(tasks[0]) == task_digest(generate(0, 1, Split.TRAIN)[0])
