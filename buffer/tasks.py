@@ -106,7 +106,8 @@ class SimulatedVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One problem. `files` (absolute path inside the sandbox -> text) are written before the agent starts."""
+    """A problem for the agent. `files` (absolute path inside the sandbox -> text) are written before the agent
+    starts."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 

@@ -100,7 +100,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """One token sequence. `tokens_T` int32, `loss_mask_T` bool (True where sampled and trained), `logprobs_T` float32
+    """A token sequence. `tokens_T` int32, `loss_mask_T` bool (True where sampled and trained), `logprobs_T` float32
     under the temperature-scaled behaviour distribution. `versions` covers exactly the sampled positions."""
 
     tokens_T: npt.NDArray[np.int32]

@@ -24,7 +24,7 @@ def parked_line(parked: Mapping[TaskId, str]) -> str:
 
 
 def refuse_all_parked(parked: Mapping[TaskId, str], *, tasks: int, step: int) -> None:
-    """Raises TasksParked when all tasks of a run, which gets no further batch after `step` optimizer updates, are
+    """Raise TasksParked when all tasks of a run, which gets no further batch after `step` optimizer updates, are
     parked."""
     if len(parked) == tasks:
         raise TasksParked(

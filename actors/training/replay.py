@@ -260,7 +260,7 @@ class _Orders:
         self._requested: PolicyVersion | None = None
 
     async def issue(self, limit: int, timeout_s: float) -> tuple[RolloutOrder, ...]:
-        """Raises TimeoutError on `interrupt`; nothing is issued then."""
+        """Raise TimeoutError on `interrupt`; nothing is issued then."""
         async with asyncio.timeout(None) as waiting:
             # As long as this process has no report from the engines: the ledger's newest version.
             self._waiting, self._requested = waiting, self._served or _head(self._store)

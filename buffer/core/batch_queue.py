@@ -78,7 +78,7 @@ class BatchQueue:
                 evict(self._state, self._history, rollout_id, version)
 
     def refuse_untrainable(self) -> None:
-        """Raises BatchUntrainable when the next batch was tried as often as it may be."""
+        """Raise BatchUntrainable when the next batch was tried as often as it may be."""
         batch = next(iter(self._state.path.queue()), None)
         if batch is not None and batch.tries >= self._config.batch_tries:
             raise BatchUntrainable(untrainable(batch, self._state.attempts))

@@ -104,7 +104,7 @@ class BatchBook:
         return None
 
     def refuse_exhausted(self) -> None:
-        """For a data set that has no more groups to open: raises DataExhausted when no batch can be filled any more."""
+        """Raise DataExhausted when no batch can be filled any more. For a data set without further groups to open."""
         counts = {state: len(rollouts) for state, rollouts in self._state.by_state.items()}
         left = sum(counts[state] for state in (RolloutState.PENDING, RolloutState.IN_FLIGHT, RolloutState.WAITING))
         left += self._state.free_count()

@@ -29,7 +29,7 @@ class Epochs:
         self._state, self.queue = state, queue
 
     def fence(self, epoch: int) -> None:
-        """Raises StaleEpoch unless `epoch` is the open one."""
+        """Raise StaleEpoch unless `epoch` is the open one."""
         if epoch != self._state.path.epoch or epoch < 1:
             raise StaleEpoch(f"epoch {epoch} is not the open one ({self._state.path.epoch}): this learner must end")
 
@@ -76,7 +76,7 @@ class Epochs:
         self._record(ref, self._sequence_of(ref), now)
 
     def refuse_without_checkpoint(self) -> None:
-        """Raises CheckpointMissing when the surviving path has a recorded checkpoint."""
+        """Raise CheckpointMissing when the surviving path has a recorded checkpoint."""
         chains = {commit.chain for commit in self._state.path.commits.values()}
         recorded = [record.version for record in self._state.path.checkpoints.values() if record.chain in chains]
         if recorded:

@@ -80,7 +80,7 @@ class BufferStatus:
     chain: str
     parked: Mapping[TaskId, str]
     held: str = ""
-    """Why no attempts begin now, empty while they do."""
+    """Reason why no attempts begin now; empty while they do."""
     suspects: Mapping[str, str] = field(default_factory=dict)
     """Hosts that fail significantly more often than the others, with the reason; they get one attempt a minute."""
 

@@ -70,7 +70,7 @@ class Archive:
     first rows are archived."""
 
     def __init__(self, ledger: sqlite3.Connection, path: Path | None) -> None:
-        """Raises LedgerRefused when the archive is of another run, or not readable."""
+        """Raise LedgerRefused when the archive is of another run, or not readable."""
         self._ledger, self._path = ledger, path
         self._database: sqlite3.Connection | None = None
         if path is not None and path.exists():
@@ -260,7 +260,7 @@ class Archive:
         self._ledger.executemany(f"{insert} excluded.value", next_numbers(self._ledger).items())
 
     def _open(self) -> None:
-        """Raises LedgerRefused."""
+        """Raise LedgerRefused."""
         database = None
         try:
             database = connect(self._path, foreign_keys=False)

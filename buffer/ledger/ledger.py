@@ -443,7 +443,7 @@ def unreadable(path: Path, error: sqlite3.DatabaseError) -> LedgerRefused:
 
 
 def check_schema(schema: int, application: int, path: Path) -> None:
-    """Raises LedgerRefused unless the header is that of a ledger this headrace can read."""
+    """Raise LedgerRefused unless the header is that of a ledger this headrace can read."""
     if application != APPLICATION_ID:
         raise LedgerRefused(f"{path} is a SQLite file of another program: choose another run directory")
     if schema < 1:

@@ -47,7 +47,7 @@ def filesystem_magic(directory: Path) -> int:
 
 
 def refuse_network(directory: Path, magic: int) -> None:
-    """Raises LedgerRefused when `magic` is that of a network file system."""
+    """Raise LedgerRefused when `magic` is that of a network file system."""
     if name := NETWORK_MAGIC.get(magic):
         raise LedgerRefused(
             f"{directory} is on {name}, where a ledger is not safe: choose a run directory on a local disk"
@@ -55,7 +55,7 @@ def refuse_network(directory: Path, magic: int) -> None:
 
 
 def refuse_full(directory: Path, free_bytes: int) -> None:
-    """Raises LedgerRefused when too few bytes are free for the next transactions."""
+    """Raise LedgerRefused when too few bytes are free for the next transactions."""
     if free_bytes < MIN_FREE_BYTES:
         raise LedgerRefused(
             f"the disk of {directory} is full ({free_bytes >> 20} MiB free): free some space, then resume the run"

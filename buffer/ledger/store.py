@@ -319,7 +319,7 @@ class Operators:
         return await self._writer.change(lambda: self._core.operators.unpark(tasks, self._writer.clock()))
 
     async def refuse_lost_history(self, checkpoint: CheckpointRef | None) -> None:
-        """Raises LedgerMismatch when a return to `checkpoint` undoes steps that were lost with the archive."""
+        """Raise LedgerMismatch when a return to `checkpoint` undoes steps that were lost with the archive."""
         await self._writer.refuse_lost_history(checkpoint)
 
     async def retry_lost(
@@ -334,7 +334,7 @@ class Operators:
         if self._core.epochs.trained_after(checkpoint) & set(lost):
             if checkpoint is None and self._core.state.path.checkpoints:
                 raise LedgerMismatch(
-                    "steps were trained on rollouts that are lost, and no checkpoint of the run is left to go back to: "
+                    "steps were trained on rollouts that are lost, and no checkpoint of the run is left to return to: "
                     "put its checkpoints back"
                 )
             await _open_epoch(writer, checkpoint)

@@ -160,12 +160,12 @@ class LedgerWriter:
         return result
 
     async def refuse_lost_history(self, checkpoint: CheckpointRef | None) -> None:
-        """Raises LedgerMismatch when a return to `checkpoint` undoes steps that were lost with the archive."""
+        """Raise LedgerMismatch when a return to `checkpoint` undoes steps that were lost with the archive."""
         chain = checkpoint.chain if checkpoint else ""
         if await self.write_alone(lambda: self.ledger.archive_lacks(chain)):
             wanted = checkpoint.path if checkpoint else "the start"
             raise LedgerMismatch(
-                f"a return to {wanted} undoes steps that are in archive.db, which is missing or was begun anew: put it "
+                f"a return to {wanted} undoes steps that are in archive.db, which is missing or was replaced: put it "
                 "back, e.g. from a copy of the run, or resume from the newest checkpoint"
             )
 
@@ -194,7 +194,7 @@ class LedgerWriter:
             self.core.fold(snapshot)
 
     def check(self) -> None:
-        """Raises LedgerBroken when the writer has ended."""
+        """Raise LedgerBroken when the writer has ended."""
         if self._broken is not None:
             raise LedgerBroken(f"the store has ended: {self._broken}")
 

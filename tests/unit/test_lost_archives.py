@@ -176,6 +176,6 @@ async def test_steps_whose_rollouts_were_lost_with_the_archive_are_not_undone(tm
             batches, version = await train(store, await store.open_epoch(ref), 3)
             await save(store, tmp_path, version, batches, ref)
         before = store.status()
-        with pytest.raises(LedgerMismatch, match=r"archive\.db, which is missing or was begun anew"):
+        with pytest.raises(LedgerMismatch, match=r"archive\.db, which is missing or was replaced"):
             await store.open_epoch(None, from_start=True)
         assert store.status() == before
